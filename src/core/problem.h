@@ -1,0 +1,57 @@
+// A validated call, in numbers: what every path reads instead of working it out again.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_qla/flash_qla.h"
+
+namespace flash_qla {
+
+constexpr int64_t kChunkSize = FLASH_QLA_CHUNK_SIZE;
+
+// A log decay below this is clamped to it: e^-80 is nothing beside 1 in float32, and a larger magnitude would ruin the
+// differences of a float32 cumsum for the tokens after it (docs/math.md).
+constexpr double kMinLogDecay = -80.0;
+
+// Added to the sum of squares under the root of the l2 norm (FLA's constant).
+constexpr double kL2NormEps = 1e-6;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline bool present(const Tensor& t) { return t.ndim > 0; }
+inline DType dtype(const Tensor& t) { return static_cast<DType>(t.dtype); }
+inline bool is_float(DType d) { return d == DType::kFloat32 || d == DType::kBFloat16 || d == DType::kFloat16; }
+inline bool is_index(DType d) { return d == DType::kInt32 || d == DType::kInt64; }
+
+// Bytes of one element.
+constexpr int64_t size_of(DType d) {
+  switch (d) {
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    case DType::kBool:
+      return 1;
+  }
+  return 0;
+}
+
+// Sizes and resolved options of one call.
+struct Problem {
+  int64_t B = 0, T = 0;    // of q: [B, T, Hq, K]
+  int64_t N = 0;           // sequences: B, or length of cu_seqlens - 1
+  int64_t Hq = 0, Hv = 0;  // key heads, value heads; group = Hv / Hq
+  int64_t K = 0, V = 0;
+  int64_t group = 1;
+  bool varlen = false;      // cu_seqlens is given, B = 1
+  int64_t chunk_bound = 0;  // no call has more chunks: B * ceil(T / 64), or floor(T / 64) + N with cu_seqlens
+  double scale = 0.0;       // resolved
+  DType dtype = DType::kFloat32;  // of q, k, v
+};
+
+}  // namespace flash_qla

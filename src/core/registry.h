@@ -1,0 +1,50 @@
+// The table of paths. A path is one way to compute one operation on one kind of device ("cpu", "cuda_generic", "sm90",
+// "reference" ...). Adding a kernel touches its own folder, which defines a `const ForwardPath` or `const BackwardPath`,
+// and the table in registry.cpp, where order is preference: the first path that does not reject a call computes it.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "core/problem.h"
+#include "flash_qla/flash_qla.h"
+
+namespace flash_qla {
+
+template <class Arguments>
+struct Path {
+  // What explain() prints and options.path takes.
+  const char* name;
+  flash_qla_device_type device;
+  // Taken only when options.path names it (oracles).
+  bool only_by_name;
+  // Empty: this path computes the call. Otherwise why it does not, as half a sentence ("needs K = V = 128").
+  // The arguments are already validated. Reads pointers' alignment at most, never what they point to; a NULL pointer
+  // counts as aligned.
+  std::string (*reject)(const Arguments& args, const Problem& problem);
+  // Bytes of scratch, 256-byte aligned, on the call's device. Grows with T and N, so that the size for the largest call
+  // serves all smaller ones.
+  size_t (*workspace_size)(const Arguments& args, const Problem& problem);
+  // Computes the call; writes every element of every present output. No synchronisation, no allocation on the device.
+  Status (*run)(const Arguments& args, const Problem& problem, void* workspace, void* stream);
+};
+
+using ForwardPath = Path<flash_qla_forward_arguments>;
+using BackwardPath = Path<flash_qla_backward_arguments>;
+
+const std::vector<const ForwardPath*>& chunk_forward_paths();
+const std::vector<const ForwardPath*>& recurrent_paths();
+const std::vector<const BackwardPath*>& chunk_backward_paths();
+
+// What the core needs of a device and cannot do itself. Registered beside the paths.
+struct DeviceAccess {
+  flash_qla_device_type device;
+  // Copies to the host and waits: only under check_device_data.
+  Status (*copy_to_host)(void* host, const void* device, size_t bytes, int device_index, void* stream);
+  // One "key: value" line a fact, for build_info().
+  std::string (*describe)();
+};
+const std::vector<const DeviceAccess*>& device_accesses();
+
+}  // namespace flash_qla
