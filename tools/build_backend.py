@@ -39,4 +39,6 @@ def get_requires_for_build_editable(config_settings=None):
 
 
 if __name__ == "__main__":
-    print("\n".join(compiler_packages()))  # for tools/setup.sh, which builds without isolation
+    # For tools/setup.sh, which builds without isolation: the packages above, and CMake and Ninja where they are missing.
+    for requirement in get_requires_for_build_wheel():
+        print(requirement)
