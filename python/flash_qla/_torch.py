@@ -205,6 +205,30 @@ def _align(found: Sequence[Tensor], wanted: Sequence[bool]) -> Tuple[Optional[Te
     return tuple(next(rest) if want else None for want in wanted)
 
 
+def _wants_gradient(tensors: Sequence[Optional[Tensor]]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Passes a result of `inputs` on; asking for a gradient through it raises NotImplementedError."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, x: Tensor, *inputs: Optional[Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.message = message
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError(ctx.message)
+
+
+def _forward_only(operation: str, o: Tensor, inputs: Sequence[Optional[Tensor]]) -> Tensor:
+    if not _wants_gradient(inputs):
+        return o
+    message = f"{operation}: backward (called) is not offered: use chunk_gated_delta_rule where gradients are needed"
+    return _NotDifferentiable.apply(message, o, *inputs)
+
+
 class _ChunkGatedDeltaRule(torch.autograd.Function):
     """o and final_state, differentiable in every floating-point input. Saved: the inputs and A."""
 
@@ -220,34 +244,17 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Optional[Tensor], dht: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:  # type: ignore[override]
         *inputs, A = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         wanted = (*needs[:7], needs[8])
-        found = _ops.chunk_backward(*ctx.options, *inputs, False, A, do, dht, False, wanted)
+        with torch.no_grad():
+            found = _ops.chunk_backward(*ctx.options, *inputs, False, A, do, dht, False, wanted)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
+            message = f"{ctx.options[0]}: second derivatives are not supported"
+            found = [_NotDifferentiable.apply(message, gradient, *inputs, do, dht) for gradient in found]
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
-
-
-class _ForwardOnly(torch.autograd.Function):
-    """Passes `o` on; asking for a gradient through it is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, operation: str, o: Tensor, *inputs: Optional[Tensor]) -> Tensor:  # type: ignore[override]
-        ctx.operation = operation
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> Any:  # type: ignore[override]
-        raise NotImplementedError(
-            f"{ctx.operation}: backward must not be called: this operation is forward only (a gradient was asked for); "
-            "use chunk_gated_delta_rule for training"
-        )
-
-
-def _wants_gradient(tensors: Sequence[Optional[Tensor]]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -341,8 +348,7 @@ def recurrent(
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     with torch.no_grad():
         found = _ops.recurrent(*options, *inputs, output_final_state)
-    o = _ForwardOnly.apply(options[0], found[0], *inputs) if _wants_gradient(inputs) else found[0]
-    return o, found[1] if output_final_state else None
+    return _forward_only(options[0], found[0], inputs), found[1] if output_final_state else None
 
 
 def pool(
@@ -354,4 +360,4 @@ def pool(
     with torch.no_grad():
         o = q.new_empty(v.shape) if out is None else out  # type: ignore[union-attr]
         _ops.pool_forward(recurrent, *options, *inputs, *states, o)
-    return _ForwardOnly.apply(options[0], o, *inputs) if out is None and _wants_gradient(inputs) else o
+    return _forward_only(options[0], o, inputs) if out is None else o
