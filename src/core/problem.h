@@ -48,9 +48,9 @@ struct Problem {
   int64_t Hq = 0, Hv = 0;  // key heads, value heads; group = Hv / Hq
   int64_t K = 0, V = 0;
   int64_t group = 1;
-  bool varlen = false;      // cu_seqlens is given, B = 1
-  int64_t chunk_bound = 0;  // no call has more chunks: B * ceil(T / 64), or floor(T / 64) + N with cu_seqlens
-  double scale = 0.0;       // resolved
+  bool varlen = false;            // cu_seqlens is given, B = 1
+  int64_t chunk_bound = 0;        // no call has more chunks: B * ceil(T / 64), or floor(T / 64) + N with cu_seqlens
+  double scale = 0.0;             // resolved
   DType dtype = DType::kFloat32;  // of q, k, v
 };
 

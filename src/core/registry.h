@@ -1,6 +1,7 @@
 // The table of paths. A path is one way to compute one operation on one kind of device ("cpu", "cuda_generic", "sm90",
-// "reference" ...). Adding a kernel touches its own folder, which defines a `const ForwardPath` or `const BackwardPath`,
-// and the table in registry.cpp, where order is preference: the first path that does not reject a call computes it.
+// "reference" ...). Adding a kernel touches its own folder, which defines a `const ForwardPath` or `const
+// BackwardPath`, and the table in registry.cpp, where order is preference: the first path that does not reject a call
+// computes it.
 #pragma once
 
 #include <cstddef>

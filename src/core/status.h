@@ -19,11 +19,11 @@ __attribute__((format(printf, 2, 3))) inline Status make_status(flash_qla_code c
 }
 
 // Leaves the function with the Status of `expression` unless it is ok.
-#define FLASH_QLA_RETURN_IF_ERROR(expression)                          \
-  do {                                                                 \
-    if (::flash_qla::Status status_ = (expression); !status_.ok()) {   \
-      return status_;                                                  \
-    }                                                                  \
+#define FLASH_QLA_RETURN_IF_ERROR(expression)                        \
+  do {                                                               \
+    if (::flash_qla::Status status_ = (expression); !status_.ok()) { \
+      return status_;                                                \
+    }                                                                \
   } while (0)
 
 }  // namespace flash_qla

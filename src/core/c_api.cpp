@@ -1,0 +1,282 @@
+// The C entry points: validate, choose a path, call it. Every exception ends here.
+#include "flash_qla/c_api.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <string>
+
+#include "core/device_check.h"
+#include "core/registry.h"
+#include "core/status.h"
+#include "core/validate.h"
+
+namespace flash_qla {
+namespace {
+
+// What differs between the operations: their arguments, rules and table.
+struct ChunkForwardOp {
+  using Arguments = flash_qla_forward_arguments;
+  static constexpr const char* kName = "chunk_forward";
+  static const std::vector<const ForwardPath*>& paths() { return chunk_forward_paths(); }
+  static Status validate(const Arguments& a, const char* name, bool need_data, Problem* p) {
+    return validate_forward(a, ForwardKind::kChunked, name, need_data, p);
+  }
+  static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
+    FLASH_QLA_RETURN_IF_ERROR(check_sequences(a.cu_seqlens, a.options, name, p, stream));
+    FLASH_QLA_RETURN_IF_ERROR(check_pool(a, name, p, stream));
+    return check_checkpoint_rows(a, name, p, stream);
+  }
+};
+
+struct RecurrentOp {
+  using Arguments = flash_qla_forward_arguments;
+  static constexpr const char* kName = "recurrent";
+  static const std::vector<const ForwardPath*>& paths() { return recurrent_paths(); }
+  static Status validate(const Arguments& a, const char* name, bool need_data, Problem* p) {
+    return validate_forward(a, ForwardKind::kRecurrent, name, need_data, p);
+  }
+  static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
+    FLASH_QLA_RETURN_IF_ERROR(check_sequences(a.cu_seqlens, a.options, name, p, stream));
+    return check_pool(a, name, p, stream);
+  }
+};
+
+struct ChunkBackwardOp {
+  using Arguments = flash_qla_backward_arguments;
+  static constexpr const char* kName = "chunk_backward";
+  static const std::vector<const BackwardPath*>& paths() { return chunk_backward_paths(); }
+  static Status validate(const Arguments& a, const char* name, bool need_data, Problem* p) {
+    return validate_backward(a, name, need_data, p);
+  }
+  static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
+    return check_sequences(a.cu_seqlens, a.options, name, p, stream);
+  }
+};
+
+const char* device_name(int32_t type) { return type == FLASH_QLA_CUDA ? "cuda" : "cpu"; }
+
+// Picks the path. `report`, if wanted, gets a line for each path looked at.
+template <class Op>
+Status choose(const typename Op::Arguments& args, const char* name, const Problem& problem,
+              const Path<typename Op::Arguments>** chosen, std::string* report) {
+  const char* wanted = args.options.path;
+  std::string names, reasons;
+  bool device_known = false, name_known = false;
+  *chosen = nullptr;
+  for (const auto* path : Op::paths()) {
+    if (path->device != args.options.device_type) continue;
+    device_known = true;
+    names += std::string(names.empty() ? "" : ", ") + path->name;
+    const bool named = wanted != nullptr && std::strcmp(path->name, wanted) == 0;
+    name_known |= named;
+    if (wanted != nullptr ? !named : path->only_by_name) continue;
+    const std::string reason = path->reject(args, problem);
+    if (report != nullptr) {
+      *report += std::string(path->name) + ": " +
+                 (!reason.empty()      ? reason
+                  : *chosen == nullptr ? "taken"
+                                       : "possible, not preferred") +
+                 "\n";
+    }
+    if (reason.empty()) {
+      if (*chosen == nullptr) *chosen = path;
+      if (report == nullptr) return Status();
+    }
+    reasons += std::string(reasons.empty() ? "" : "; ") + path->name + " " + reason;
+  }
+  if (*chosen != nullptr) return Status();
+  if (!device_known) {
+    return make_status(FLASH_QLA_NOT_IMPLEMENTED,
+                       "%s: device (%s) must be one that this build has kernels for: build with FLASH_QLA_CUDA=ON, or "
+                       "move the tensors to the CPU",
+                       name, device_name(args.options.device_type));
+  }
+  if (wanted != nullptr && !name_known) {
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: path (%s) must be one of: %s", name, wanted, names.c_str());
+  }
+  return make_status(FLASH_QLA_NOT_IMPLEMENTED, "%s: no path computes this call on device %s (%s)", name,
+                     device_name(args.options.device_type), reasons.c_str());
+}
+
+template <class Op>
+const char* operation_name(const typename Op::Arguments& args) {
+  return args.options.operation != nullptr ? args.options.operation : Op::kName;
+}
+
+template <class Function>
+flash_qla_status guarded(const char* name, Function&& function) noexcept {
+  try {
+    return function().c_status();
+  } catch (const std::exception& e) {
+    return make_status(FLASH_QLA_RUNTIME_ERROR, "%s: %s", name, e.what()).c_status();
+  } catch (...) {
+    return make_status(FLASH_QLA_RUNTIME_ERROR, "%s: unknown failure", name).c_status();
+  }
+}
+
+flash_qla_status missing_arguments(const char* name) {
+  return make_status(FLASH_QLA_INVALID_VALUE, "%s: args (NULL) must be given", name).c_status();
+}
+
+template <class Op>
+flash_qla_status can_implement(const typename Op::Arguments* args) {
+  if (args == nullptr) return missing_arguments(Op::kName);
+  const char* name = operation_name<Op>(*args);
+  return guarded(name, [&]() -> Status {
+    Problem problem;
+    FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
+    const Path<typename Op::Arguments>* path;
+    return choose<Op>(*args, name, problem, &path, nullptr);
+  });
+}
+
+template <class Op>
+flash_qla_status workspace_size(const typename Op::Arguments* args, size_t* bytes) {
+  if (args == nullptr) return missing_arguments(Op::kName);
+  const char* name = operation_name<Op>(*args);
+  return guarded(name, [&]() -> Status {
+    if (bytes == nullptr) return make_status(FLASH_QLA_INVALID_VALUE, "%s: bytes (NULL) must be given", name);
+    Problem problem;
+    FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
+    const Path<typename Op::Arguments>* path;
+    FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, nullptr));
+    *bytes = path->workspace_size(*args, problem);
+    return Status();
+  });
+}
+
+template <class Op>
+flash_qla_status run(const typename Op::Arguments* args, void* workspace, size_t bytes, void* stream) {
+  if (args == nullptr) return missing_arguments(Op::kName);
+  const char* name = operation_name<Op>(*args);
+  return guarded(name, [&]() -> Status {
+    Problem problem;
+    FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, true, &problem));
+    const Path<typename Op::Arguments>* path;
+    FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, nullptr));
+    const size_t needed = path->workspace_size(*args, problem);
+    if (needed > bytes || (needed > 0 && workspace == nullptr)) {
+      return make_status(FLASH_QLA_INVALID_VALUE, "%s: workspace (%zu bytes%s) must hold at least %zu bytes", name,
+                         bytes, workspace == nullptr ? ", NULL" : "", needed);
+    }
+    if (wants_device_check(args->options)) FLASH_QLA_RETURN_IF_ERROR(Op::check_data(*args, name, problem, stream));
+    return path->run(*args, problem, workspace, stream);
+  });
+}
+
+Status copy_text(const std::string& from, char* text, size_t size, const char* name) {
+  if (text == nullptr || size == 0) {
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: text (%zu bytes) must have room for a terminator", name, size);
+  }
+  const size_t n = std::min(size - 1, from.size());
+  std::memcpy(text, from.data(), n);
+  text[n] = '\0';
+  return Status();
+}
+
+template <class Op>
+flash_qla_status explain(const typename Op::Arguments* args, char* text, size_t size) {
+  if (args == nullptr) return missing_arguments(Op::kName);
+  const char* name = operation_name<Op>(*args);
+  return guarded(name, [&]() -> Status {
+    Problem problem;
+    FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
+    const Path<typename Op::Arguments>* path;
+    std::string report;
+    FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, &report));
+    const std::string head = std::string("path: ") + path->name +
+                             "\nworkspace: " + std::to_string(path->workspace_size(*args, problem)) + " bytes\n";
+    return copy_text(head + report, text, size, name);
+  });
+}
+
+flash_qla_options default_options() {
+  flash_qla_options options{};
+  options.scale = std::numeric_limits<double>::quiet_NaN();
+  options.cp_mode = FLASH_QLA_CP_AUTO;
+  return options;
+}
+
+template <class Table>
+void append_names(const char* label, const Table& table, std::string* text) {
+  *text += std::string(label) + ":";
+  for (const auto* path : table) *text += std::string(" ") + path->name;
+  *text += "\n";
+}
+
+}  // namespace
+}  // namespace flash_qla
+
+using namespace flash_qla;  // this file defines the C functions of that namespace, outside of it
+
+extern "C" {
+
+void flash_qla_forward_arguments_init(flash_qla_forward_arguments* args) {
+  *args = flash_qla_forward_arguments{};
+  args->options = default_options();
+  args->null_index = -1;
+}
+
+void flash_qla_backward_arguments_init(flash_qla_backward_arguments* args) {
+  *args = flash_qla_backward_arguments{};
+  args->options = default_options();
+}
+
+flash_qla_status flash_qla_chunk_forward_can_implement(const flash_qla_forward_arguments* args) {
+  return can_implement<ChunkForwardOp>(args);
+}
+flash_qla_status flash_qla_chunk_forward_workspace_size(const flash_qla_forward_arguments* args, size_t* bytes) {
+  return workspace_size<ChunkForwardOp>(args, bytes);
+}
+flash_qla_status flash_qla_chunk_forward_run(const flash_qla_forward_arguments* args, void* workspace, size_t bytes,
+                                             void* stream) {
+  return run<ChunkForwardOp>(args, workspace, bytes, stream);
+}
+flash_qla_status flash_qla_chunk_forward_explain(const flash_qla_forward_arguments* args, char* text, size_t size) {
+  return explain<ChunkForwardOp>(args, text, size);
+}
+
+flash_qla_status flash_qla_recurrent_can_implement(const flash_qla_forward_arguments* args) {
+  return can_implement<RecurrentOp>(args);
+}
+flash_qla_status flash_qla_recurrent_workspace_size(const flash_qla_forward_arguments* args, size_t* bytes) {
+  return workspace_size<RecurrentOp>(args, bytes);
+}
+flash_qla_status flash_qla_recurrent_run(const flash_qla_forward_arguments* args, void* workspace, size_t bytes,
+                                         void* stream) {
+  return run<RecurrentOp>(args, workspace, bytes, stream);
+}
+flash_qla_status flash_qla_recurrent_explain(const flash_qla_forward_arguments* args, char* text, size_t size) {
+  return explain<RecurrentOp>(args, text, size);
+}
+
+flash_qla_status flash_qla_chunk_backward_can_implement(const flash_qla_backward_arguments* args) {
+  return can_implement<ChunkBackwardOp>(args);
+}
+flash_qla_status flash_qla_chunk_backward_workspace_size(const flash_qla_backward_arguments* args, size_t* bytes) {
+  return workspace_size<ChunkBackwardOp>(args, bytes);
+}
+flash_qla_status flash_qla_chunk_backward_run(const flash_qla_backward_arguments* args, void* workspace, size_t bytes,
+                                              void* stream) {
+  return run<ChunkBackwardOp>(args, workspace, bytes, stream);
+}
+flash_qla_status flash_qla_chunk_backward_explain(const flash_qla_backward_arguments* args, char* text, size_t size) {
+  return explain<ChunkBackwardOp>(args, text, size);
+}
+
+flash_qla_status flash_qla_build_info(char* text, size_t size) {
+  return guarded("build_info", [&]() -> Status {
+    std::string info = "version: " + std::to_string(FLASH_QLA_VERSION_MAJOR) + "." +
+                       std::to_string(FLASH_QLA_VERSION_MINOR) + "." + std::to_string(FLASH_QLA_VERSION_PATCH) + "\n";
+    append_names("chunk_forward", chunk_forward_paths(), &info);
+    append_names("recurrent", recurrent_paths(), &info);
+    append_names("chunk_backward", chunk_backward_paths(), &info);
+    for (const DeviceAccess* access : device_accesses()) info += access->describe();
+    return copy_text(info, text, size, "build_info");
+  });
+}
+
+}  // extern "C"

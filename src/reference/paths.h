@@ -1,0 +1,13 @@
+// The fp64 token recurrence on the host: slow, obvious, taken only when it is named. It is what every other path is
+// measured against.
+#pragma once
+
+#include "core/registry.h"
+
+namespace flash_qla {
+
+extern const ForwardPath kReferenceChunkForward;
+extern const ForwardPath kReferenceRecurrent;
+extern const BackwardPath kReferenceChunkBackward;
+
+}  // namespace flash_qla
