@@ -75,9 +75,11 @@ export CMAKE_BUILD_PARALLEL_LEVEL
 if command -v ccache >/dev/null; then
   export CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache
 fi
-pip install -q --no-build-isolation --no-deps --force-reinstall . \
+rm -rf build/wheels
+pip wheel -q --no-build-isolation --no-deps . -w build/wheels \
   -C build-dir=build/native \
   -C cmake.define.FLASH_QLA_TESTS=$tests \
   -C cmake.define.FLASH_QLA_PTXAS_REPORT="${FLASH_QLA_PTXAS_REPORT:-OFF}" \
   -C cmake.define.CMAKE_EXPORT_COMPILE_COMMANDS=ON \
   -C cmake.define.GTest_ROOT="$PWD/.venv/debian/usr"
+pip install -q --no-deps --force-reinstall build/wheels/*.whl
