@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
       store_column(state, p.checkpoints, row, place.head, column, lane, p.in.K);
     }
   };
+  const float scale = static_cast<float>(p.scale);
   const bool per_token = p.pool_indices.per_token, listed = p.lists.first != nullptr;
 
   const int64_t tiles = ceil_div(sequence.length, kTileTokens);
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
         for (int j = 0; j < kKeysPerLane; ++j) state[j] = fmaf(row[j], u, decay * state[j]);
         if (p.o.data != nullptr) {
           read_row(row, s_tile.q[i], lane);
-          const float o = p.scale * column_dot(state, row);
+          const float o = scale * column_dot(state, row);
           if (valid && lane == 0) store<float>(p.o, o_offset, o);
           o_offset += p.o.stride[1];
         }

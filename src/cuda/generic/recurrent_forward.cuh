@@ -17,7 +17,7 @@ struct ForwardParams {
   SequenceTable sequences;
   TokenInputs in;
   DeviceTensor o;  // [B, T, Hv, V]; absent in a backward pass
-  float scale;
+  double scale;
 
   PoolIndices pool_indices;
   DeviceStates pool;           // [slots, Hv, K, V]
