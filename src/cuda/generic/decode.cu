@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
   const int64_t n = rest / p.Hv;
 
   float q[Block::kPerLane], k[Block::kPerLane], v[Block::kColumns];
-  float decay, beta;
+  float decay = 1.f, beta = 0.f;
   const auto load_token = [&](int t) {
     load_key_row<Block::kVector>(q, p.q, offset_of(p.q, n, t, head / p.group));
     load_key_row<Block::kVector>(k, p.k, offset_of(p.k, n, t, head / p.group));
@@ -232,6 +232,8 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
     if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
 
+  // The first token is on its way while the slot's index and the state are.
+  if (p.T > 0) load_token(0);
   const int64_t slot = read_slot(p.pool, n);
   if (slot == kSkipRow) {
     for (int t = 0; t < p.T; ++t) {
@@ -251,7 +253,6 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
   };
 
   for (int t = 0; t < p.T; ++t) {
-    load_token(t);
     if (p.l2norm) {
       normalize(q, p.q.dtype);
       normalize(k, p.k.dtype);
@@ -267,6 +268,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
 #pragma unroll
       for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
     }
+    if (t + 1 < p.T) load_token(t + 1);
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
   if (!p.pool.per_token) keep(p.pool.used ? write_slot(p.pool, n, 0) : n);

@@ -5,9 +5,9 @@
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
 //
-//   generic_test [--cases N] [--seed S] [--only-case C] [--no-large]
+//   generic_test [--cases N] [--seed S] [--only-case C] [--no-large] [--once]
 //
-// prints a line for every failed check, one summary per group, and exits with 1 if any check failed.
+// (--once: without the second run) prints a line for every failed check, one summary per group, and exits with 1 if any check failed.
 #include <chrono>
 #include <map>
 
@@ -21,6 +21,7 @@ struct Settings {
   uint64_t seed = 1;
   int64_t only_case = -1;
   bool large = true;
+  bool twice = true;
 };
 
 // Bounds against fp64 by dtype of the inputs and of the output; the larger one holds.
@@ -41,7 +42,8 @@ int head_dim(const std::string& name) {
 
 class Checker {
  public:
-  Checker(const char* group, Arena& arena) : group_(group), arena_(arena), start_(std::chrono::steady_clock::now()) {}
+  Checker(const char* group, const Settings& settings, Arena& arena)
+      : group_(group), twice_(settings.twice), arena_(arena), start_(std::chrono::steady_clock::now()) {}
 
   // Compares path `path` with path `reference` on the host or the device. exact_bound: for all tensors, if above 0.
   template <class Call>
@@ -66,6 +68,7 @@ class Checker {
       double& worst = worst_[name];
       worst = std::max(worst, error / most);
     }
+    if (!twice_) return;
     Call again = drawn;
     if (const std::string error = run_call(again, path, FLASH_QLA_CUDA, arena_); !error.empty()) {
       return fail(what, path, error);
@@ -108,6 +111,7 @@ class Checker {
   }
 
   std::string group_;
+  bool twice_;
   Arena& arena_;
   std::chrono::steady_clock::time_point start_;
   int64_t cases_ = 0, failures_ = 0;
@@ -241,12 +245,12 @@ constexpr int64_t kHostLongest = 130, kHostState = 66 * 66;
 constexpr int64_t kLongest = 400, kState = 256 * 256;
 
 int64_t test_oracle(const Settings& settings, Arena& arena) {
-  Checker forward("forward, cuda_reference against the host", arena);
+  Checker forward("forward, cuda_reference against the host", settings, arena);
   const auto draw = [](Random& r) { return draw_forward(DType::kFloat64, kHostLongest, kHostState, r); };
   for_each_case(settings, settings.cases / 3, draw, [&](const std::string& what, const ForwardCall& call) {
     forward.check(what, call, "cuda_reference", "reference", FLASH_QLA_CPU, 1e-12);
   });
-  Checker backward("backward, cuda_reference against the host", arena);
+  Checker backward("backward, cuda_reference against the host", settings, arena);
   const auto draw_back = [](Random& r) { return draw_backward(DType::kFloat64, kHostLongest, kHostState, r); };
   for_each_case(settings, settings.cases / 3, draw_back, [&](const std::string& what, const BackwardCall& call) {
     backward.check(what, call, "cuda_reference", "reference", FLASH_QLA_CPU, 1e-12);
@@ -255,12 +259,12 @@ int64_t test_oracle(const Settings& settings, Arena& arena) {
 }
 
 int64_t test_generic(const Settings& settings, Arena& arena) {
-  Checker forward("forward, cuda_generic", arena);
+  Checker forward("forward, cuda_generic", settings, arena);
   const auto draw = [](Random& r) { return draw_forward(draw_dtype(r), kLongest, kState, r); };
   for_each_case(settings, settings.cases, draw, [&](const std::string& what, const ForwardCall& call) {
     forward.check(what, call, "cuda_generic", "cuda_reference", FLASH_QLA_CUDA);
   });
-  Checker backward("backward, cuda_generic", arena);
+  Checker backward("backward, cuda_generic", settings, arena);
   const auto draw_back = [](Random& r) { return draw_backward(draw_dtype(r), kLongest, kState, r); };
   for_each_case(settings, settings.cases, draw_back, [&](const std::string& what, const BackwardCall& call) {
     backward.check(what, call, "cuda_generic", "cuda_reference", FLASH_QLA_CUDA);
@@ -291,7 +295,7 @@ ForwardCall draw_decode(Random& random) {
 }
 
 int64_t test_decode(const Settings& settings, Arena& arena) {
-  Checker decode("recurrent, cuda_decode", arena);
+  Checker decode("recurrent, cuda_decode", settings, arena);
   for_each_case(settings, settings.cases, draw_decode, [&](const std::string& what, const ForwardCall& call) {
     decode.check(what, call, "cuda_decode", "cuda_reference", FLASH_QLA_CUDA);
   });
@@ -299,8 +303,8 @@ int64_t test_decode(const Settings& settings, Arena& arena) {
 }
 
 // NaN in one sequence: the others must not see it, and it must stand where the oracle has it.
-int64_t test_nan(Arena& arena) {
-  Checker checker("NaN stays in its sequence", arena);
+int64_t test_nan(const Settings& settings, Arena& arena) {
+  Checker checker("NaN stays in its sequence", settings, arena);
   Random random(7);
   Shape s;
   s.T = 200;
@@ -322,8 +326,8 @@ int64_t test_nan(Arena& arena) {
   return checker.finish();
 }
 
-int64_t test_large(Arena& arena) {
-  Checker checker("large", arena);
+int64_t test_large(const Settings& settings, Arena& arena) {
+  Checker checker("large", settings, arena);
   Random random(11);
   const auto both = [&](const char* what, const Shape& s, Features f) {
     f.initial_state = f.final_state = true;
@@ -384,8 +388,8 @@ int run(const Settings& settings) {
   std::printf("%s", build_info().c_str());
   Arena arena(size_t{24} << 30);
   int64_t failures =
-      test_oracle(settings, arena) + test_generic(settings, arena) + test_decode(settings, arena) + test_nan(arena);
-  if (settings.large) failures += test_large(arena);
+      test_oracle(settings, arena) + test_generic(settings, arena) + test_decode(settings, arena) + test_nan(settings, arena);
+  if (settings.large) failures += test_large(settings, arena);
   std::printf("%lld failed\n", static_cast<long long>(failures));
   return failures == 0 ? 0 : 1;
 }
@@ -406,8 +410,10 @@ int main(int argc, char** argv) {
       settings.only_case = value();
     } else if (flag == "--no-large") {
       settings.large = false;
+    } else if (flag == "--once") {
+      settings.twice = false;
     } else {
-      std::fprintf(stderr, "usage: generic_test [--cases N] [--seed S] [--only-case C] [--no-large]\n");
+      std::fprintf(stderr, "usage: generic_test [--cases N] [--seed S] [--only-case C] [--no-large] [--once]\n");
       return 2;
     }
   }
