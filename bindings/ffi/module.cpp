@@ -49,6 +49,13 @@ std::string describe(DLDevice device) {
   }
 }
 
+// The name of a dtype. tvm-ffi's own function throws for complex numbers, which must not happen while a message is
+// built.
+std::string dtype_text(DLDataType type) {
+  if (type.code == kDLComplex) return "complex" + std::to_string(type.bits);
+  return ffi::DLDataTypeToString(type);
+}
+
 int32_t dtype_of(const char* operation, const char* name, DLDataType type) {
   if (type.lanes == 1) {
     if (type.code == kDLFloat && type.bits == 32) return FLASH_QLA_FLOAT32;
@@ -59,7 +66,8 @@ int32_t dtype_of(const char* operation, const char* name, DLDataType type) {
     if (type.code == kDLInt && type.bits == 64) return FLASH_QLA_INT64;
     if (type.code == kDLBool && type.bits == 8) return FLASH_QLA_BOOL;
   }
-  TVM_FFI_THROW(TypeError) << operation << ": " << name << ".dtype (" << ffi::DLDataTypeToString(type)
+  const std::string given = dtype_text(type);
+  TVM_FFI_THROW(TypeError) << operation << ": " << name << ".dtype (" << given
                            << ") must be float32, bfloat16, float16, float64, int32, int64 or bool";
   TVM_FFI_UNREACHABLE();
 }

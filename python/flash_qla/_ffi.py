@@ -18,6 +18,9 @@ if not LIBRARY.exists():
         "and build it, which puts the module there"
     )
 
+# tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
+tvm_ffi.register_error("NotImplementedError", NotImplementedError)
+
 _module = tvm_ffi.load_module(str(LIBRARY))
 _forward: Callable[..., Any] = _module["forward"]
 _backward: Callable[..., Any] = _module["backward"]

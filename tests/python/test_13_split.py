@@ -11,6 +11,10 @@ both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=hel
 TOKENS = ("q", "k", "v", "g", "beta")
 
 
+# An oracle carries its state in float64 and hands it over in float32: it cannot keep the rule, and need not.
+ORACLES = ("reference", "cuda_oracle")
+
+
 def part(x, begin, end, state):
     return x.replace(**{name: getattr(x, name)[:, begin:end] for name in TOKENS}, initial_state=state)
 
@@ -19,6 +23,8 @@ def part(x, begin, end, state):
 @pytest.mark.parametrize("raw", [False, True], ids=["plain", "raw"])
 @pytest.mark.parametrize("cut", [64, 128])
 def test_prefill_in_parts_is_bitwise_the_whole_at_chunk_edges(cut, raw, dtype):
+    if helpers.settings.path in ORACLES:
+        pytest.skip("an oracle's state is float64 inside a call and float32 between calls")
     x = make_inputs(B=2, T=200, Hq=1, Hv=2, K=128, dtype=dtype, grads=False, raw=raw)
     whole = helpers.run(x, grads=False, auto_cp=False)
     first = helpers.run(part(x, 0, cut, x.initial_state), grads=False, auto_cp=False)
