@@ -20,7 +20,7 @@ HEAD_DIM = 128
 # Tokens of one case that the CPU's serial oracle may take (32 heads of 128 x 128 cost it about 5 ms a token, both passes).
 _CPU_TOKENS = 1024
 
-_ORACLES = {"cpu": "reference", "cuda": "cuda_reference"}
+ORACLES = {"cpu": "reference", "cuda": "cuda_reference"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
     for what, value, known in (
         ("--set", name, SETS),
         ("--ref-dtype", ref_dtype, oracle_dtypes),
-        ("--device", device, _ORACLES),
+        ("--device", device, ORACLES),
     ):
         if value not in known:
             console.print(f"check: {what} must be one of {', '.join(known)} ({value})")
@@ -184,7 +184,7 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
             continue
         x = make_inputs(case, num_heads, device, seed + i)
         found = compute(case, x, None)
-        with flash_qla.use_path(_ORACLES[device]):
+        with flash_qla.use_path(ORACLES[device]):
             reference = compute(case, x, oracle_dtypes[ref_dtype])
         errors, failure = first_failure(found, reference, case.dtype)
         failed += failure is not None

@@ -5,11 +5,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kChunk = static_cast<int>(kChunkSize);
-constexpr int kTile = 4;          // a thread computes 4 x 4 elements of a 64 x 64 product
+constexpr int kTile = 4;  // a thread computes 4 x 4 elements of a 64 x 64 product
 constexpr int kSide = kChunk / kTile;
 static_assert(kSide * kSide == kThreads);
-constexpr int kPanel = 32;        // of the dimension that a product sums over, staged at once
-constexpr int kKeyTile = kChunk;  // keys computed at once
+constexpr int kPanel = 32;          // of the dimension that a product sums over, staged at once
+constexpr int kKeyTile = kChunk;    // keys computed at once
 constexpr int kPitch = kChunk + 4;  // 4 floats of padding: rows stay on 16-byte boundaries and start in different banks
 
 using Square = float[kChunk][kPitch];
@@ -32,10 +32,10 @@ struct Memory {
   };
   double c[kChunk];
   float beta[kChunk];
-  float gamma[kChunk];  // e^{c_i}
-  float rest[kChunk];   // gamma_C / gamma_i
-  float x[kChunk];      // gamma_i (scale <q_i, S0 do_i> - <k_i, S0 de_i>)
-  float y[kChunk];      // (gamma_C / gamma_i) <k_i, D1 u_i>
+  float gamma[kChunk];   // e^{c_i}
+  float rest[kChunk];    // gamma_C / gamma_i
+  float x[kChunk];       // gamma_i (scale <q_i, S0 do_i> - <k_i, S0 de_i>)
+  float y[kChunk];       // (gamma_C / gamma_i) <k_i, D1 u_i>
   float across[kChunk];  // sum_{i >= t, j < t} M_ij
   float z[kThreads / 32];
 };
@@ -99,7 +99,8 @@ __device__ void stage_panel(Panel& panel, const DeviceTensor& x, const Place& pl
   }
 }
 
-// A state of the chunk: inside the sequence it lies in the workspace, at the sequence's ends with the caller or nowhere.
+// A state of the chunk: inside the sequence it lies in the workspace, at the sequence's ends with the caller or
+// nowhere.
 struct StateSource {
   const float* boundary;  // [V, padded K] or NULL
   int64_t padded_keys;
@@ -114,9 +115,8 @@ struct StateSource {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[i] = key + i < K
-                 ? flash_qla::cuda::load<float>(given, given_base + value * given.value + (key + i) * given.key)
-                 : 0.f;
+      x[i] = key + i < K ? flash_qla::cuda::load<float>(given, given_base + value * given.value + (key + i) * given.key)
+                         : 0.f;
     }
     return make_float4(x[0], x[1], x[2], x[3]);
   }
@@ -324,7 +324,9 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const int j = j0 + m;
-      const auto element = [m](const float4& quad) { return m == 0 ? quad.x : m == 1 ? quad.y : m == 2 ? quad.z : quad.w; };
+      const auto element = [m](const float4& quad) {
+        return m == 0 ? quad.x : m == 1 ? quad.y : m == 2 ? quad.z : quad.w;
+      };
       const float4 q = quad_at(&s.keys.q[j][col0]), k = quad_at(&s.keys.k[j][col0]);
       const float4 R = quad_at(&s.R[j][row0]);
       add_outer(dq, make_float4(element(P_rows[0]), element(P_rows[1]), element(P_rows[2]), element(P_rows[3])), k);
@@ -363,10 +365,8 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_gradients_kernel(const __gr
   compute_token_products(s, p, place, row0, col0);
   sum_across(s);
 
-  const StateSource start =
-      state_source(p.states, p.initial_state, place.first, place.flat, place, p.in.Hv, p.in.V);
-  const StateSource end =
-      state_source(p.gradients, p.dht, place.last, place.flat + kChunkSize, place, p.in.Hv, p.in.V);
+  const StateSource start = state_source(p.states, p.initial_state, place.first, place.flat, place, p.in.Hv, p.in.V);
+  const StateSource end = state_source(p.gradients, p.dht, place.last, place.flat + kChunkSize, place, p.in.Hv, p.in.V);
   float z = 0.f;
   for (int key0 = 0; key0 < p.in.K; key0 += kKeyTile) {
     compute_keys(s, p, place, start, end, key0, row0, col0, &z);

@@ -1,6 +1,6 @@
-// Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes a
-// thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed on
-// the way. One block has a few dozen columns of one (row, value head).
+// Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes
+// a thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed
+// on the way. One block has a few dozen columns of one (row, value head).
 #include "cuda/generic/gates.cuh"
 #include "cuda/generic/pool.cuh"
 #include "cuda/paths.h"
@@ -16,8 +16,8 @@ constexpr int kLanes = 8;  // lanes per column: a sum over the keys is three shu
 constexpr int kGroups = kThreads / kLanes;
 constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
 
-// State elements per thread: 128 bytes of float32 in flight from each thread (640 threads keep 80 KiB per multiprocessor
-// in flight, and 4.8 TB/s at 700 ns need 25). Twice as many would spill beside q and k.
+// State elements per thread: 128 bytes of float32 in flight from each thread (640 threads keep 80 KiB per
+// multiprocessor in flight, and 4.8 TB/s at 700 ns need 25). Twice as many would spill beside q and k.
 constexpr int kStatePerThread = 32;
 
 struct DecodeParams {
@@ -67,16 +67,16 @@ __device__ void store_vector(void* data, int64_t offset, const Vector<State>& ve
   *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) = raw;
 }
 
-// A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the keys
-// kVector * (lane + 8 j) + i, at state[c][kVector * j + i].
+// A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the
+// keys kVector * (lane + 8 j) + i, at state[c][kVector * j + i].
 template <class State, int kKeys, bool kValueFirst>
 struct Columns {
   static constexpr int kVector = Vector<State>::kSize;
   static constexpr int kPerLane = kKeys / kLanes;
   static constexpr int kColumns = kStatePerThread / kPerLane;
   static constexpr int kBlockColumns = kColumns * kGroups;
-  // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding keeps
-  // keys in different banks.
+  // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding
+  // keeps keys in different banks.
   static constexpr int kPitch = kBlockColumns + 1;
   static constexpr int kSharedFloats = kValueFirst ? 1 : kKeys * kPitch;
 
@@ -112,7 +112,8 @@ struct Columns {
       Vector<State> raw[kKeys / kKeyStep];
 #pragma unroll
       for (int j = 0; j < kKeys / kKeyStep; ++j) {
-        if (valid) raw[j] = load_vector<State>(t.data, base + static_cast<int64_t>(key0 + j * kKeyStep) * V + column0 + column);
+        if (valid)
+          raw[j] = load_vector<State>(t.data, base + static_cast<int64_t>(key0 + j * kKeyStep) * V + column0 + column);
       }
 #pragma unroll
       for (int j = 0; j < kKeys / kKeyStep; ++j) {
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
   const int64_t n = rest / p.Hv;
 
   float q[Block::kPerLane], k[Block::kPerLane], v[Block::kColumns];
-  float decay, beta;
+  float decay = 1.f, beta = 0.f;
   const auto load_token = [&](int t) {
     load_key_row<Block::kVector>(q, p.q, offset_of(p.q, n, t, head / p.group));
     load_key_row<Block::kVector>(k, p.k, offset_of(p.k, n, t, head / p.group));
@@ -231,6 +232,8 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
     if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
 
+  // The first token is on its way while the slot's index and the state are.
+  if (p.T > 0) load_token(0);
   const int64_t slot = read_slot(p.pool, n);
   if (slot == kSkipRow) {
     for (int t = 0; t < p.T; ++t) {
@@ -250,7 +253,6 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
   };
 
   for (int t = 0; t < p.T; ++t) {
-    load_token(t);
     if (p.l2norm) {
       normalize(q, p.q.dtype);
       normalize(k, p.k.dtype);
@@ -266,6 +268,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
 #pragma unroll
       for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
     }
+    if (t + 1 < p.T) load_token(t + 1);
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
   if (!p.pool.per_token) keep(p.pool.used ? write_slot(p.pool, n, 0) : n);
@@ -285,8 +288,7 @@ std::string reject(const Arguments& args, const Problem& p) {
   if (p.K != 64 && p.K != 128) return "needs K = 64 or 128";
   if (p.V % kValueQuantum != 0) return "needs V to be a multiple of 16";
   if (p.T > FLASH_QLA_MAX_DRAFT_TOKENS) return "takes at most 16 tokens a sequence";
-  if (present(args.initial_state) && present(args.final_state) &&
-      args.initial_state.dtype != args.final_state.dtype) {
+  if (present(args.initial_state) && present(args.final_state) && args.initial_state.dtype != args.final_state.dtype) {
     return "needs initial_state and final_state of one dtype";
   }
   for (const Tensor* t : {&args.state_pool, &args.initial_state, &args.final_state}) {
@@ -333,7 +335,8 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
   params.scale = static_cast<float>(p.scale);
 
-  const Tensor& states = pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
+  const Tensor& states =
+      pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
   switch (present(states) ? dtype(states) : DType::kFloat32) {
     case DType::kBFloat16:
       return launch_with<__nv_bfloat16>(p, v_first, params, stream);

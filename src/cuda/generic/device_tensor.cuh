@@ -140,7 +140,7 @@ __device__ inline int64_t load_index(const DeviceTensor& t, int64_t i, int64_t j
 
 // A tensor of states, [rows, Hv, K, V] or [rows, Hv, V, K], with its strides by meaning.
 struct DeviceStates {
-  void* data;  // NULL: absent, or without elements
+  void* data;                     // NULL: absent, or without elements
   int64_t row, head, key, value;  // strides
   int64_t rows;
   int32_t dtype;

@@ -66,7 +66,8 @@ __device__ inline Real log_decay(const Gates& gates, int64_t b, int64_t t, int64
   const Real g = load<Real>(gates.g, offset);
   if (gates.g_is_cumsum) {
     // In double: the difference of two float32 values is then exact, and so is the decision whether it was clamped.
-    return chunk_start ? g : static_cast<Real>(static_cast<double>(g) - load<double>(gates.g, offset - gates.g.stride[1]));
+    return chunk_start ? g
+                       : static_cast<Real>(static_cast<double>(g) - load<double>(gates.g, offset - gates.g.stride[1]));
   }
   return gates.use_gate ? gate_rate<Real>(gates, head) * softplus(biased_gate(gates, g, head)) : g;
 }

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t head = r % heads, t = r / heads % T, b = r / heads / T;
     const int64_t from = offset_of(x, b, t, head), to = offset_of(out, b, t, head);
     const Real scale = inverse_norm<Real>(x, from, K);
-    for (int i = threadIdx.x % 32; i < K; i += 32) store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
+    for (int i = threadIdx.x % 32; i < K; i += 32)
+      store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
   }
 }
 
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Tokens that one block sums: enough to fill its threads several times, few enough that a million tokens keep a GPU busy.
+// Tokens that one block sums: enough to fill its threads several times, few enough that a million tokens keep a GPU
+// busy.
 constexpr int64_t kSumTokens = 4096;
 
 // sums [parts, 2, Hv]: dA_log and ddt_bias over tokens [part * kSumTokens, ...) of one head. The order of the additions
@@ -231,8 +233,8 @@ Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, con
   }
   if (out.dA_log.data == nullptr && out.ddt_bias.data == nullptr) return Status();
   const int64_t parts = ceil_div(tokens, kSumTokens);
-  FLASH_QLA_RETURN_IF_ERROR(launch("sum_gates", sum_gates_kernel<Real>, parts * p.Hv, kThreads, 0, stream, tokens,
-                                   p.Hv, sequences, gates, d_log_decay, scratch));
+  FLASH_QLA_RETURN_IF_ERROR(launch("sum_gates", sum_gates_kernel<Real>, parts * p.Hv, kThreads, 0, stream, tokens, p.Hv,
+                                   sequences, gates, d_log_decay, scratch));
   return launch("store_gate_sums", store_gate_sums_kernel, 1, kThreads, 0, stream, parts, p.Hv,
                 static_cast<const double*>(scratch), out.dA_log, out.ddt_bias);
 }
@@ -245,13 +247,13 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
                 sequences, x);
 }
 
-#define FLASH_QLA_INSTANTIATE(Real)                                                                                   \
-  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);     \
-  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,        \
-                                             cudaStream_t);                                                           \
-  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&,    \
-                                           bool, const DeviceTensor&, cudaStream_t);                                  \
-  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,          \
+#define FLASH_QLA_INSTANTIATE(Real)                                                                                \
+  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);  \
+  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
+                                             cudaStream_t);                                                        \
+  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \
+                                           bool, const DeviceTensor&, cudaStream_t);                               \
+  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,       \
                                             const Real*, const GateGradients&, double*, cudaStream_t);
 FLASH_QLA_INSTANTIATE(float)
 FLASH_QLA_INSTANTIATE(double)

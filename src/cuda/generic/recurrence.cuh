@@ -1,4 +1,5 @@
-// What the forward and the reverse token recurrence share: how a state is spread over threads, and how tokens reach them.
+// What the forward and the reverse token recurrence share: how a state is spread over threads, and how tokens reach
+// them.
 //
 // The columns of a state (one per value dimension) do not depend on each other. A block takes kColumns columns of one
 // (sequence, value head); each column is spread over kLanes lanes of a warp, so that a sum over the keys is a few
@@ -10,12 +11,12 @@
 
 namespace flash_qla::cuda {
 
-constexpr int kLanes = 8;         // lanes per column: 3 shuffles a sum; 4 would need twice the registers at K = 256
-constexpr int kColumns = 16;      // columns per block: 32 heads of 128 columns are 256 blocks, two for each of 132 SMs
+constexpr int kLanes = 8;     // lanes per column: 3 shuffles a sum; 4 would need twice the registers at K = 256
+constexpr int kColumns = 16;  // columns per block: 32 heads of 128 columns are 256 blocks, two for each of 132 SMs
 constexpr int kStepThreads = kLanes * kColumns;
 constexpr int kStageThreads = 128;
 constexpr int kRecurrenceThreads = kStepThreads + kStageThreads;
-constexpr int kTileTokens = 16;   // divides a chunk, so that chunk boundaries are tile boundaries
+constexpr int kTileTokens = 16;  // divides a chunk, so that chunk boundaries are tile boundaries
 static_assert(kChunkSize % kTileTokens == 0);
 
 // Keys are padded to a multiple of this; a lane holds them four side by side (one 16-byte access).
@@ -38,9 +39,9 @@ inline int64_t padded_keys(int64_t K) { return static_cast<int64_t>(keys_per_lan
 
 // Tokens of one (sequence, head), as both recurrences read them.
 struct TokenInputs {
-  DeviceTensor q, k;      // [B, T, Hq, K]; q absent: not needed
-  DeviceTensor x;         // [B, T, Hv, V]: v forward, the gradient of o in reverse; absent: zero
-  DeviceTensor g, beta;   // [B, T, Hv] log decay before the clamp, effective beta; absent: no decay, ones
+  DeviceTensor q, k;     // [B, T, Hq, K]; q absent: not needed
+  DeviceTensor x;        // [B, T, Hv, V]: v forward, the gradient of o in reverse; absent: zero
+  DeviceTensor g, beta;  // [B, T, Hv] log decay before the clamp, effective beta; absent: no decay, ones
   int32_t K, V, Hv, group;
 };
 
@@ -165,8 +166,9 @@ __device__ void store_column(const float (&state)[kKeysPerLane], const DeviceSta
 }
 
 // States at chunk boundaries inside sequences, which the backward pass keeps in the workspace: [slots, Hv, V, padded K]
-// float32. A boundary at token t (64, 128, .. after its sequence's start) has slot t / 64: two boundaries of one sequence
-// are 64 tokens apart, and those of different sequences have a whole chunk between them, so no two share a slot.
+// float32. A boundary at token t (64, 128, .. after its sequence's start) has slot t / 64: two boundaries of one
+// sequence are 64 tokens apart, and those of different sequences have a whole chunk between them, so no two share a
+// slot.
 struct BoundaryStates {
   float* data;
   int64_t padded_keys;

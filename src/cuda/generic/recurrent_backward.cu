@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
       const int count = tile_count(tile);
       const int64_t t0 = tile * kTileTokens, t1 = t0 + count;
       if (valid && p.gradients.data != nullptr && t1 % kChunkSize == 0 && t1 < sequence.length) {
-        store_boundary(gradient,
-                       boundary_column(p.gradients, first_token + t1, p.in.Hv, place.head, p.in.V, column), lane);
+        store_boundary(gradient, boundary_column(p.gradients, first_token + t1, p.in.Hv, place.head, p.in.V, column),
+                       lane);
       }
       const int64_t du_step = static_cast<int64_t>(p.in.Hv) * p.in.V;
       int64_t du_offset = ((first_token + t1 - 1) * p.in.Hv + place.head) * p.in.V + column;
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
 
 template <int kKeysPerLane>
 Status launch_for(const Problem& p, const ReverseParams& params, cudaStream_t stream) {
-  return launch("recurrent_backward", recurrent_backward_kernel<kKeysPerLane>, recurrence_blocks(p),
-                kRecurrenceThreads, 2 * sizeof(TokenTile<kKeysPerLane>), stream, params);
+  return launch("recurrent_backward", recurrent_backward_kernel<kKeysPerLane>, recurrence_blocks(p), kRecurrenceThreads,
+                2 * sizeof(TokenTile<kKeysPerLane>), stream, params);
 }
 
 }  // namespace

@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
     const int64_t chunk = sequence.first_chunk + t / kChunkSize;
     if (p.h.data != nullptr && chunk < p.h.rows) store_column(state, p.h, chunk, place.head, column, lane, p.in.K);
     if (p.boundaries.data != nullptr && t > 0) {
-      store_boundary(
-          state, boundary_column(p.boundaries, first_token + t, p.in.Hv, place.head, p.in.V, column), lane);
+      store_boundary(state, boundary_column(p.boundaries, first_token + t, p.in.Hv, place.head, p.in.V, column), lane);
     }
   };
   // What is kept of the state after the first t tokens, the end of a tile.
