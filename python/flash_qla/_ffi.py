@@ -55,7 +55,8 @@ def _call(function: Callable[..., Any], allocate: Callable[[int], Any], argument
 
 
 def forward(allocate: Callable[[int], Any], *arguments: Any) -> None:
-    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's device."""
+    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's
+    device."""
     _call(_forward, allocate, arguments)
 
 
