@@ -92,7 +92,8 @@ def gated_delta_rule_prefill(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule(). With FLASH_QLA_CHECK=1 in the
-        environment, ValueError too for a slot past the pool, written twice, or written by one sequence and read by another.
+        environment, ValueError too for a slot past the pool, written twice, or written by one sequence and read by
+        another.
     """
     operation = "gated_delta_rule_prefill"
     options = make_options(
