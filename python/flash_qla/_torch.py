@@ -27,7 +27,7 @@ _library = torch.library.Library("flash_qla", "DEF")
 
 def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.split("(")[0]
-    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_qla::{name}", fake, lib=_library)
 

@@ -182,6 +182,9 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
         if value not in known:
             console.print(f"check: {what} must be one of {', '.join(known)} ({value})")
             return 2
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("check: --device cuda needs a GPU and a PyTorch with CUDA (torch.cuda.is_available() is False)")
+        return 2
     cases = SETS[name](_CPU_TOKENS if device == "cpu" else 8 * _CPU_TOKENS)
     failed = 0
     start = time.perf_counter()
