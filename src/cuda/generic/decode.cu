@@ -1,0 +1,437 @@
+// Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes
+// a thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed
+// on the way. One block has a few dozen columns of one (row, value head).
+#include "cuda/generic/gates.cuh"
+#include "cuda/generic/pool.cuh"
+#include "cuda/paths.h"
+
+namespace flash_qla {
+namespace cuda {
+namespace {
+
+using Arguments = flash_qla_forward_arguments;
+
+constexpr int kThreads = 128;
+constexpr int kLanes = 8;  // lanes per column: a sum over the keys is three shuffles
+constexpr int kGroups = kThreads / kLanes;
+constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
+
+// State elements per thread: 128 bytes of float32 in flight from each thread (640 threads keep 80 KiB per
+// multiprocessor in flight, and 4.8 TB/s at 700 ns need 25). Twice as many would spill beside q and k.
+constexpr int kStatePerThread = 32;
+
+struct DecodeParams {
+  DeviceTensor q, k, v, o;  // [N, T, heads, dim]
+  Gates gates;
+  PoolIndices pool;
+  DeviceStates source;       // the pool, or initial_state, or absent: zero
+  DeviceStates destination;  // the pool, or final_state, or absent: not kept
+  int32_t T, V, Hv, group;
+  int32_t l2norm;
+  float scale;
+};
+static_assert(std::is_trivially_copyable_v<DecodeParams>);
+
+__device__ float lane_sum(float x) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// 16 bytes of states, and their conversion to and from float.
+template <class State>
+struct Vector {
+  static constexpr int kSize = 16 / sizeof(State);
+  uint32_t words[4];
+  __device__ float get(int i) const {
+    if constexpr (std::is_same_v<State, float>) {
+      return __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    } else {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i / 2]));
+      return i % 2 == 0 ? pair.x : pair.y;
+    }
+  }
+  // Elements 2 i and 2 i + 1: one instruction converts both.
+  __device__ void set(int i, float low, float high) {
+    if constexpr (std::is_same_v<State, float>) {
+      words[2 * i] = __float_as_uint(low);
+      words[2 * i + 1] = __float_as_uint(high);
+    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(low, high);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+};
+
+template <class State>
+__device__ Vector<State> load_vector(const void* data, int64_t offset) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
+  return {raw.x, raw.y, raw.z, raw.w};
+}
+
+template <class State>
+__device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
+  *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) =
+      make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
+}
+
+// A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the
+// keys kVector * (lane + 8 j) + i, at state[c][kVector * j + i].
+template <class State, int kKeys, bool kValueFirst>
+struct Columns {
+  static constexpr int kVector = Vector<State>::kSize;
+  static constexpr int kPerLane = kKeys / kLanes;
+  static constexpr int kColumns = kStatePerThread / kPerLane;
+  static constexpr int kBlockColumns = kColumns * kGroups;
+  // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding
+  // keeps keys in different banks.
+  static constexpr int kPitch = kBlockColumns + 1;
+  static constexpr int kSharedFloats = kValueFirst ? 1 : kKeys * kPitch;
+
+  static __device__ int key(int lane, int j) { return kVector * (lane + kLanes * j); }
+
+  // A thread's 16-byte accesses to a state: of its columns, or with [K, V] of rows of values.
+  static constexpr int kAccesses = kColumns * kPerLane / kVector;
+  using Raw = Vector<State>[kAccesses];
+
+  // Starts the loads; nothing waits for them until unpack().
+  static __device__ void load(Raw& raw, const DeviceStates& t, int64_t base, int column0, int V) {
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+#pragma unroll
+    for (int m = 0; m < kAccesses; ++m) {
+      raw[m] = {};
+      if constexpr (kValueFirst) {
+        constexpr int kPerColumn = kPerLane / kVector;
+        const int column = column0 + m / kPerColumn * kGroups + group;
+        if (column < V) {
+          raw[m] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, m % kPerColumn));
+        }
+      } else {
+        constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
+        const int column = column0 + threadIdx.x % kChunks * kVector;
+        const int64_t row = threadIdx.x / kChunks + m * kKeyStep;
+        if (column < V) raw[m] = load_vector<State>(t.data, base + row * V + column);
+      }
+    }
+  }
+
+  static __device__ void unpack(float (&state)[kColumns][kPerLane], const Raw& raw, float* s_turn) {
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+    if constexpr (!kValueFirst) {
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
+#pragma unroll
+      for (int m = 0; m < kAccesses; ++m) {
+        float* row = s_turn + (threadIdx.x / kChunks + m * kKeyStep) * kPitch + threadIdx.x % kChunks * kVector;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) row[i] = raw[m].get(i);
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if constexpr (kValueFirst) {
+          state[c][i] = raw[c * (kPerLane / kVector) + i / kVector].get(i % kVector);
+        } else {
+          state[c][i] = s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group];
+        }
+      }
+    }
+    if constexpr (!kValueFirst) __syncthreads();
+  }
+
+  static __device__ void store(const float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base,
+                               int column0, int V, float* s_turn) {
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+    if constexpr (kValueFirst) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int column = column0 + c * kGroups + group;
+        if (column >= V) continue;
+#pragma unroll
+        for (int j = 0; j < kPerLane / kVector; ++j) {
+          Vector<State> raw;
+#pragma unroll
+          for (int i = 0; i < kVector; i += 2) raw.set(i / 2, state[c][j * kVector + i], state[c][j * kVector + i + 1]);
+          store_vector(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, j), raw);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group] = state[c][i];
+        }
+      }
+      __syncthreads();
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
+      const int column = threadIdx.x % kChunks * kVector;
+      for (int at = threadIdx.x / kChunks; column0 + column < V && at < kKeys; at += kKeyStep) {
+        Vector<State> raw;
+#pragma unroll
+        for (int i = 0; i < kVector; i += 2) {
+          raw.set(i / 2, s_turn[at * kPitch + column + i], s_turn[at * kPitch + column + i + 1]);
+        }
+        store_vector(t.data, base + static_cast<int64_t>(at) * V + column0 + column, raw);
+      }
+      __syncthreads();
+    }
+  }
+};
+
+// A token in shared memory, with the options applied.
+template <int kKeys>
+struct SharedToken {
+  float q[kKeys], k[kKeys];
+  float decay, beta;
+};
+
+// Puts tokens into shared memory in two steps, so that their loads run beside those of the state: warp 0 takes q, warp
+// 1 takes k, warp 2 the gates.
+template <int kKeys>
+class TokenStage {
+ public:
+  static_assert(kKeys / 4 <= 32);
+  static constexpr int kGateThread = 64;
+
+  __device__ TokenStage(const DecodeParams& p, int64_t n, int head)
+      : p_(p), n_(n), head_(head), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+
+  __device__ void load(int t) {
+    if (warp_ < 2) {
+      const DeviceTensor& x = warp_ == 0 ? p_.q : p_.k;
+      raw_ = load_raw_quad(x, offset_of(x, n_, t, head_ / p_.group), 4 * lane_, kKeys);
+    } else if (threadIdx.x == kGateThread) {
+      const Gates& gates = p_.gates;
+      if (gates.g.data != nullptr) raw_.x[0] = load_raw(gates.g, offset_of(gates.g, n_, t, head_));
+      if (gates.beta.data != nullptr) raw_.x[1] = load_raw(gates.beta, offset_of(gates.beta, n_, t, head_));
+    }
+  }
+
+  __device__ void store(SharedToken<kKeys>& s_token) const {
+    if (warp_ < 2) {
+      const DeviceTensor& x = warp_ == 0 ? p_.q : p_.k;
+      float4 quad = unpack(x, raw_);
+      if (p_.l2norm) quad = normalized(x, quad);
+      if (4 * lane_ < kKeys) *reinterpret_cast<float4*>((warp_ == 0 ? s_token.q : s_token.k) + 4 * lane_) = quad;
+    } else if (threadIdx.x == kGateThread) {
+      const Gates& gates = p_.gates;
+      float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, raw_.x[0]);
+      if (gates.use_gate) g = gate_rate<float>(gates, head_) * softplus(biased_gate(gates, g, head_));
+      float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, raw_.x[1]);
+      if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
+      s_token.decay = expf(clamp_log_decay(g));
+      s_token.beta = beta;
+    }
+  }
+
+ private:
+  static __device__ float4 normalized(const DeviceTensor& x, float4 quad) {
+    float sum = quad.x * quad.x + quad.y * quad.y + quad.z * quad.z + quad.w * quad.w;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    const float r = 1.f / sqrtf(sum + static_cast<float>(kL2NormEps));
+    const float2 low = round_pair(x.dtype, make_float2(quad.x * r, quad.y * r));
+    const float2 high = round_pair(x.dtype, make_float2(quad.z * r, quad.w * r));
+    return make_float4(low.x, low.y, high.x, high.y);
+  }
+
+  const DecodeParams& p_;
+  int64_t n_;
+  int head_, warp_, lane_;
+  RawQuad raw_{};
+};
+
+// A lane's keys of a row in shared memory.
+template <int kVector, int kPerLane>
+__device__ void read_row(float (&part)[kPerLane], const float* s_row) {
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int i = 0; i < kPerLane; i += 4) {
+    const float4 quad =
+        *reinterpret_cast<const float4*>(s_row + kVector * (lane + kLanes * (i / kVector)) + i % kVector);
+    part[i] = quad.x;
+    part[i + 1] = quad.y;
+    part[i + 2] = quad.z;
+    part[i + 3] = quad.w;
+  }
+}
+
+template <int kPerLane>
+__device__ float lane_dot(const float (&a)[kPerLane], const float (&b)[kPerLane]) {
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) sum[i % 4] = fmaf(a[i], b[i], sum[i % 4]);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Five blocks a multiprocessor leave a thread 96 registers: state, q and k take 64.
+template <class State, int kKeys, bool kValueFirst>
+__global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_constant__ DecodeParams p) {
+  using Block = Columns<State, kKeys, kValueFirst>;
+  __shared__ float s_turn[Block::kSharedFloats];
+  __shared__ alignas(16) SharedToken<kKeys> s_tokens[2];  // one is used, one is filled
+  const int slices = (p.V + Block::kBlockColumns - 1) / Block::kBlockColumns;
+  const unsigned rest = blockIdx.x / slices;
+  const int column0 = static_cast<int>(blockIdx.x % slices) * Block::kBlockColumns;
+  const int head = static_cast<int>(rest % p.Hv), group = threadIdx.x / kLanes;
+  const int64_t n = rest / p.Hv;
+
+  uint32_t v[Block::kColumns];
+  const auto load_values = [&](int t) {
+    const int64_t row = offset_of(p.v, n, t, head);
+#pragma unroll
+    for (int c = 0; c < Block::kColumns; ++c) {
+      const int column = column0 + c * kGroups + group;
+      v[c] = column < p.V ? load_raw(p.v, row + column * p.v.stride[3]) : 0;
+    }
+  };
+  const auto store_output = [&](int t, int c, float o) {
+    const int column = column0 + c * kGroups + group;
+    if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
+  };
+
+  // The first token is on its way while the slot's index and then the state are.
+  TokenStage<kKeys> stage(p, n, head);
+  if (p.T > 0) {
+    stage.load(0);
+    load_values(0);
+  }
+  const int64_t slot = read_slot(p.pool, n);
+  if (slot == kSkipRow) {
+    for (int t = 0; t < p.T; ++t) {
+#pragma unroll
+      for (int c = 0; c < Block::kColumns; ++c) store_output(t, c, 0.f);
+    }
+    return;
+  }
+  float state[Block::kColumns][Block::kPerLane] = {};
+  const bool has_source = p.source.data != nullptr && (slot >= 0 || !p.pool.used);
+  typename Block::Raw raw;
+  if (has_source) {
+    const int64_t row = p.pool.used ? slot : n;
+    Block::load(raw, p.source, row * p.source.row + head * p.source.head, column0, p.V);
+  }
+  if (p.T > 0) stage.store(s_tokens[0]);
+  __syncthreads();
+  if (has_source) Block::unpack(state, raw, s_turn);
+  const auto keep = [&](int64_t row) {
+    if (p.destination.data == nullptr || row < 0) return;
+    Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
+  };
+
+  for (int t = 0; t < p.T; ++t) {
+    const SharedToken<kKeys>& s_token = s_tokens[t % 2];
+    const bool more = t + 1 < p.T;
+    if (more) stage.load(t + 1);
+    float q[Block::kPerLane], k[Block::kPerLane];
+    read_row<Block::kVector>(q, s_token.q);
+    read_row<Block::kVector>(k, s_token.k);
+    const float decay = s_token.decay, beta = s_token.beta;
+    // Both sums are taken of the state before the token, so that one pass over it serves u and o:
+    // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
+    const float kq = lane_sum(lane_dot(k, q));
+#pragma unroll
+    for (int c = 0; c < Block::kColumns; ++c) {
+      const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
+      const float u = beta * fmaf(-decay, along_k, unpack(p.v, v[c]));
+      store_output(t, c, p.scale * fmaf(decay, along_q, u * kq));
+#pragma unroll
+      for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
+    }
+    if (more) {
+      load_values(t + 1);
+      stage.store(s_tokens[(t + 1) % 2]);
+      __syncthreads();
+    }
+    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+  }
+  if (!p.pool.per_token) keep(p.pool.used ? write_slot(p.pool, n, 0) : n);
+}
+
+// Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
+bool moves_in_vectors(const Tensor& t) {
+  if (!present(t)) return true;
+  const int64_t vector = 16 / size_of(dtype(t));
+  return t.stride[3] == 1 && t.stride[2] == t.shape[3] && t.stride[0] % vector == 0 && t.stride[1] % vector == 0 &&
+         reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
+
+std::string reject(const Arguments& args, const Problem& p) {
+  if (p.varlen) return "takes no cu_seqlens";
+  if (p.dtype == DType::kFloat64) return "computes in float32";
+  if (p.K != 64 && p.K != 128) return "needs K = 64 or 128";
+  if (p.V % kValueQuantum != 0) return "needs V to be a multiple of 16";
+  if (p.T > FLASH_QLA_MAX_DRAFT_TOKENS) return "takes at most 16 tokens a sequence";
+  if (present(args.initial_state) && present(args.final_state) && args.initial_state.dtype != args.final_state.dtype) {
+    return "needs initial_state and final_state of one dtype";
+  }
+  for (const Tensor* t : {&args.state_pool, &args.initial_state, &args.final_state}) {
+    if (!moves_in_vectors(*t)) return "needs contiguous states on 16-byte boundaries";
+  }
+  return {};
+}
+
+size_t workspace_size(const Arguments&, const Problem&) { return 0; }
+
+template <class State, int kKeys, bool kValueFirst>
+Status launch_for(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+  using Block = Columns<State, kKeys, kValueFirst>;
+  return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(p.V, Block::kBlockColumns),
+                kThreads, 0, stream, params);
+}
+
+template <class State>
+Status launch_with(const Problem& p, bool v_first, const DecodeParams& params, cudaStream_t stream) {
+  if (p.K == 64) {
+    return v_first ? launch_for<State, 64, true>(p, params, stream) : launch_for<State, 64, false>(p, params, stream);
+  }
+  return v_first ? launch_for<State, 128, true>(p, params, stream) : launch_for<State, 128, false>(p, params, stream);
+}
+
+Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  const cudaStream_t stream = static_cast<cudaStream_t>(cuda_stream);
+  const bool v_first = args.options.state_v_first != 0, pooled = present(args.state_pool);
+  DecodeParams params{};
+  params.q = device_tensor(args.q);
+  params.k = device_tensor(args.k);
+  params.v = device_tensor(args.v);
+  params.o = device_tensor(args.o);
+  params.gates = device_gates(args, false);
+  params.pool = pool_indices(args);
+  params.source = device_states(pooled ? args.state_pool : args.initial_state, v_first);
+  params.destination = device_states(pooled ? args.state_pool : args.final_state, v_first);
+  params.T = static_cast<int32_t>(p.T);
+  params.V = static_cast<int32_t>(p.V);
+  params.Hv = static_cast<int32_t>(p.Hv);
+  params.group = static_cast<int32_t>(p.group);
+  params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
+  params.scale = static_cast<float>(p.scale);
+
+  const Tensor& states =
+      pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
+  switch (present(states) ? dtype(states) : DType::kFloat32) {
+    case DType::kBFloat16:
+      return launch_with<__nv_bfloat16>(p, v_first, params, stream);
+    case DType::kFloat16:
+      return launch_with<__half>(p, v_first, params, stream);
+    default:
+      return launch_with<float>(p, v_first, params, stream);
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+
+const ForwardPath kCudaDecode = {"cuda_decode", FLASH_QLA_CUDA, false, cuda::reject, cuda::workspace_size, cuda::run};
+
+}  // namespace flash_qla
