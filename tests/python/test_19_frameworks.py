@@ -119,19 +119,22 @@ def test_compile_the_low_level_pair_and_the_recurrent_call(fresh_compiler):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fake_tensors_have_the_right_shapes_without_a_gpu(device):
+    # A PyTorch built without CUDA aborts in its own autograd on a fake CUDA tensor, whatever the function is.
+    grads = device == "cpu" or torch.backends.cuda.is_built()
     with FakeTensorMode():
-        q = torch.empty(1, 100, 2, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
-        v = torch.empty(1, 100, 4, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
-        g = torch.empty(1, 100, 4, device=device, requires_grad=True)
+        q = torch.empty(1, 100, 2, 16, dtype=torch.bfloat16, device=device, requires_grad=grads)
+        v = torch.empty(1, 100, 4, 8, dtype=torch.bfloat16, device=device, requires_grad=grads)
+        g = torch.empty(1, 100, 4, device=device, requires_grad=grads)
         offsets = torch.empty(4, dtype=torch.int32, device=device)
-        state = torch.empty(3, 4, 8, 16, device=device, requires_grad=True)
+        state = torch.empty(3, 4, 8, 16, device=device, requires_grad=grads)
         o, final_state = flash_qla.chunk_gated_delta_rule(
             q, q, v, g, g, initial_state=state, output_final_state=True, cu_seqlens=offsets, state_v_first=True)
         assert (o.shape, o.dtype, o.device.type) == (v.shape, torch.bfloat16, device)
         assert (final_state.shape, final_state.dtype) == ((3, 4, 8, 16), torch.float32)
-        dq, dg, dstate = torch.autograd.grad(o.sum() + final_state.sum(), [q, g, state])
-        assert (dq.shape, dq.dtype) == (q.shape, q.dtype) and (dg.shape, dg.dtype) == (g.shape, g.dtype)
-        assert dstate.shape == state.shape
+        if grads:
+            dq, dg, dstate = torch.autograd.grad(o.sum() + final_state.sum(), [q, g, state])
+            assert (dq.shape, dq.dtype) == (q.shape, q.dtype) and (dg.shape, dg.dtype) == (g.shape, g.dtype)
+            assert dstate.shape == state.shape
         with torch.no_grad():
             c, A, o, h, _ = flash_qla.chunk_gated_delta_rule_fwd(q, q, v, g, g, cu_seqlens=offsets, output_h=True)
         assert (c.shape, A.shape, A.dtype, h.shape) == (g.shape, (1, 100, 4, 64), torch.bfloat16, (100 // 64 + 3, 4, 16, 8))

@@ -132,12 +132,8 @@ def test_numpy_equals_torch():
     a = {name: t.numpy() for name, t in x.items()}
     args = ("q", "k", "v", "g", "beta")
     kwargs = dict(output_h=True)
-    by_torch = flash_qla.chunk_gated_delta_rule_fwd(
-        *(x[n] for n in args), initial_state=x["initial_state"], **kwargs
-    )
-    by_numpy = flash_qla.chunk_gated_delta_rule_fwd(
-        *(a[n] for n in args), initial_state=a["initial_state"], **kwargs
-    )
+    by_torch = flash_qla.chunk_gated_delta_rule_fwd(*(x[n] for n in args), initial_state=x["initial_state"], **kwargs)
+    by_numpy = flash_qla.chunk_gated_delta_rule_fwd(*(a[n] for n in args), initial_state=a["initial_state"], **kwargs)
     for t, n in zip(by_torch, by_numpy, strict=True):
         assert isinstance(n, np.ndarray)
         np.testing.assert_array_equal(t.numpy(), n)
@@ -146,7 +142,12 @@ def test_numpy_equals_torch():
         x["q"], x["k"], x["v"], g, x["beta"], A, o, final_state, initial_state=x["initial_state"]
     )
     by_numpy = flash_qla.chunk_gated_delta_rule_bwd(
-        *(a[n] for n in ("q", "k", "v")), g.numpy(), a["beta"], A.numpy(), o.numpy(), final_state.numpy(),
+        *(a[n] for n in ("q", "k", "v")),
+        g.numpy(),
+        a["beta"],
+        A.numpy(),
+        o.numpy(),
+        final_state.numpy(),
         initial_state=a["initial_state"],
     )
     for t, n in zip(grads, by_numpy, strict=True):
@@ -161,7 +162,10 @@ def test_pool_is_written_in_place_and_prefill_then_decode_is_prefill():
     untouched = pool[[0, 1]].clone()
     slot = torch.tensor([2])
     first = flash_qla.gated_delta_rule_prefill(
-        *(t[:, :66] for t in named.values()), pool, slot, cu_seqlens=torch.tensor([0, 66]),
+        *(t[:, :66] for t in named.values()),
+        pool,
+        slot,
+        cu_seqlens=torch.tensor([0, 66]),
         has_initial_state=torch.tensor([False]),
     )
     second = flash_qla.gated_delta_rule_decode(*(t[:, 66:] for t in named.values()), pool, slot)
@@ -278,7 +282,9 @@ def test_serving_calls_compile():
     assert torch.equal(pools[0][[0, 2]], torch.ones(2, 4, 6, 8))
 
 
-@pytest.mark.parametrize("command", [["info"], ["check", "--only", "3", "--num-heads", "2"], ["demo", "--tokens", "65"]])
+@pytest.mark.parametrize(
+    "command", [["info"], ["check", "--only", "3", "--num-heads", "2"], ["demo", "--tokens", "65"]]
+)
 def test_command_line(command):
     testing = pytest.importorskip("typer.testing")
     result = testing.CliRunner().invoke(importlib.import_module("flash_qla.cli").app, command)

@@ -22,8 +22,8 @@ from .results import Row, label, make_report, write
 BATCH, TOKENS, HEADS, HEAD_DIM = 1, 4096, 8, 128
 
 PROTOCOL = (
-    "float32, batch 1; forward, and forward + backward through autograd; runs of both implementations in turns, medians; "
-    "before the times, every tensor of ours checked against the fp64 reference"
+    "float32, batch 1; forward, and forward + backward through autograd; runs of both implementations in turns, "
+    "medians; before the times, every tensor of ours checked against the fp64 reference"
 )
 
 _INPUTS = ("q", "k", "v", "g", "beta")

@@ -21,13 +21,15 @@ from .errors import first_failure
 from .results import Row, geometric_mean, label, make_report, peer_names, ratios, write
 
 PROTOCOL = (
-    "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, final "
-    "state out; median of CUDA graph replays of 5 calls; every tensor checked against the fp64 oracle before it is timed"
+    "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
+    "final state out; median of CUDA graph replays of 5 calls; every tensor checked against the fp64 oracle before it "
+    "is timed"
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")
 
-# Sustained memory bandwidth (bytes/s) and dense bfloat16 rate (FLOP/s) by GPU: a copy kernel and a long GEMM reach them.
+# Sustained memory bandwidth (bytes/s) and dense bfloat16 rate (FLOP/s) by GPU: a copy kernel and a long GEMM reach
+# them.
 _RATES: Dict[str, Tuple[float, float]] = {"H200": (4.3e12, 790e12)}
 
 # FLOP of one chunk and value head at K = V = 128, the products of docs/math.md counted once each.
@@ -171,7 +173,9 @@ def run(modes: Sequence[str], heads: str, seqs: str, peers: str, replays: int, o
         for given, others in zip(progress.track(wanted, description="rows"), peer_times):
             mode = given["mode"]
             x = make_inputs(given)
-            repeat = f"python -m flash_qla bench --mode {mode} --heads {given['hq']}x{given['hv']} --seqs {given['name']}"
+            repeat = (
+                f"python -m flash_qla bench --mode {mode} --heads {given['hq']}x{given['hv']} --seqs {given['name']}"
+            )
             found = _results(mode, x)
             with flash_qla.use_path(ORACLES["cuda"]):
                 exact = _results(mode, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})

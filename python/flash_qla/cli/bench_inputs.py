@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 HEAD_DIM = 128
 
-# One quarter of the heads (rounded down) does not decay at all; the others forget slowly. Published tables use this mix.
+# One quarter of the heads (rounded down) does not decay at all; the others forget slowly. Published tables use this
+# mix.
 _DECAYING_HEADS = 0.75
 _DECAY_DIVISOR = 16
 

@@ -52,8 +52,11 @@ def _fla(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
     if row["mode"] == "decode":
         q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
         state = x["h0"]
-        yield name, lambda: fused_recurrent_gated_delta_rule(
-            q, k, v, g=g, beta=beta, scale=SCALE, initial_state=state, output_final_state=True
+        yield (
+            name,
+            lambda: fused_recurrent_gated_delta_rule(
+                q, k, v, g=g, beta=beta, scale=SCALE, initial_state=state, output_final_state=True
+            ),
         )
     else:
         yield name, _packed(chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, False, row, x)

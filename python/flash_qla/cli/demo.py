@@ -77,7 +77,9 @@ def run(tokens: int, device: Optional[str]) -> int:
     found = torch.cat([o, *steps], dim=1).double()
     error = ((found - whole.double()).norm() / whole.double().norm()).item()
     path = flash_qla.explain(*prompt, **options).splitlines()[0]
-    console.print(f"{device}, {path}; {KEY_HEADS} key and {VALUE_HEADS} value heads of {HEAD_DIM}, bfloat16, raw inputs")
+    console.print(
+        f"{device}, {path}; {KEY_HEADS} key and {VALUE_HEADS} value heads of {HEAD_DIM}, bfloat16, raw inputs"
+    )
     console.print(f"prefill of {tokens} tokens: {tokens / statistics.median(prefill[1:]):,.0f} tokens/s")
     console.print(f"decode of {DECODED_TOKENS} tokens: {DECODED_TOKENS / decode:,.0f} tokens/s")
     # Two bfloat16 results, each rounded once: they may differ by as much as the bound of one against fp64.

@@ -1,4 +1,5 @@
-"""The results file of the bench command: one form for every machine and mode, with the table, CSV and plot made from it."""
+"""The results file of the bench command: one form for every machine and mode, with the table, CSV and plot made from
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def _commit() -> str:
     here = Path(__file__).resolve().parent
     try:
         run = [
-            subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run(
+                ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
             for arguments in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         ]
     except (OSError, subprocess.CalledProcessError):
@@ -115,7 +118,9 @@ def _plot(path: Path, report: Dict[str, Any]) -> None:
         bars = [(y, row["peers"][peer] / row["ms"]) for y, row in enumerate(rows) if row["peers"].get(peer)]
         axes.barh([y + (i + 0.5) * width - 0.4 for y, _ in bars], [x for _, x in bars], width, label=peer)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [" ".join([label(r), *map(str, r["options"].values())]) for r in rows], fontsize=7)
+    axes.set_yticks(
+        range(len(rows)), [" ".join([label(r), *map(str, r["options"].values())]) for r in rows], fontsize=7
+    )
     axes.invert_yaxis()
     axes.set_xlabel("times faster than the peer")
     axes.set_title(f"{report['machine']}, {report['date']}, {report['commit']}", fontsize=8)

@@ -82,21 +82,44 @@ __device__ bool find_place(const GradientParams& p, Place* place) {
   return true;
 }
 
-// Rows [0, count) of x at the chunk's tokens, elements [from, from + kPanel) of `size`, transposed.
-__device__ void stage_panel(Panel& panel, const DeviceTensor& x, const Place& place, int head, int from, int size) {
-  const int lane = threadIdx.x % 32, row = 8 * (threadIdx.x / 32) + lane / 4;
-  static_assert(kThreads / 32 * 8 == kChunk && kPanel == 32);
+// A thread's part of a panel on its way to shared memory: rows [0, count) of x at the chunk's tokens, elements
+// [from, from + kPanel) of `size`.
+struct RawPanel {
+  RawQuad quads[2];
+};
+static_assert(kThreads / 32 * 8 == kChunk && kPanel == 32);
+__device__ int panel_row() { return 8 * (threadIdx.x / 32) + threadIdx.x % 32 / 4; }
+__device__ int panel_column(int m) { return 4 * (threadIdx.x % 4 + 4 * m); }
+
+__device__ RawPanel load_panel(const DeviceTensor& x, const Place& place, int head, int from, int size) {
+  RawPanel raw;
+  const bool valid = x.data != nullptr && panel_row() < place.count;
+  const int64_t offset = offset_of(x, place.b, place.token + panel_row(), head);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) raw.quads[m] = load_raw_quad(x, offset, from + panel_column(m), valid ? size : 0);
+  return raw;
+}
+
+__device__ void store_panel(Panel& panel, const DeviceTensor& x, const RawPanel& raw) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    const int at = 4 * (lane % 4 + 4 * m);
-    const bool valid = x.data != nullptr && row < place.count;
-    const float4 quad = valid ? load_quad(x, offset_of(x, place.b, place.token + row, head), from + at, size)
-                              : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 quad = unpack(x, raw.quads[m]);
+    const int at = panel_column(m), row = panel_row();
     panel[at][row] = quad.x;
     panel[at + 1][row] = quad.y;
     panel[at + 2][row] = quad.z;
     panel[at + 3][row] = quad.w;
   }
+}
+
+// The values of the chunk's tokens: gradients of o and u, and errors.
+__device__ void stage_values(Panel (&panels)[3], const GradientParams& p, const Place& place, int from) {
+  const RawPanel d_o = load_panel(p.in.x, place, place.head, from, p.in.V);
+  const RawPanel du = load_panel(p.du, place, place.head, from, p.in.V);
+  const RawPanel errors = load_panel(p.errors, place, place.head, from, p.in.V);
+  store_panel(panels[0], p.in.x, d_o);
+  store_panel(panels[1], p.du, du);
+  store_panel(panels[2], p.errors, errors);
 }
 
 // A state of the chunk: inside the sequence it lies in the workspace, at the sequence's ends with the caller or
@@ -175,9 +198,7 @@ __device__ void compute_token_products(Memory& s, const GradientParams& p, const
   zero(qk);
   zero(kk);
   for (int from = 0; from < p.in.V; from += kPanel) {
-    stage_panel(s.panels.tokens[0], p.in.x, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[1], p.du, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[2], p.errors, place, place.head, from, p.in.V);
+    stage_values(s.panels.tokens, p, place, from);
     __syncthreads();
 #pragma unroll 4
     for (int r = 0; r < kPanel; ++r) {
@@ -189,8 +210,10 @@ __device__ void compute_token_products(Memory& s, const GradientParams& p, const
   }
   const int key_head = place.head / p.in.group;
   for (int from = 0; from < p.in.K; from += kPanel) {
-    stage_panel(s.panels.tokens[0], p.in.q, place, key_head, from, p.in.K);
-    stage_panel(s.panels.tokens[1], p.in.k, place, key_head, from, p.in.K);
+    const RawPanel q = load_panel(p.in.q, place, key_head, from, p.in.K);
+    const RawPanel k = load_panel(p.in.k, place, key_head, from, p.in.K);
+    store_panel(s.panels.tokens[0], p.in.q, q);
+    store_panel(s.panels.tokens[1], p.in.k, k);
     __syncthreads();
 #pragma unroll 4
     for (int r = 0; r < kPanel; ++r) {
@@ -259,9 +282,7 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
   zero(du_S);
   zero(e_D);
   for (int from = 0; (start.present() || end.present()) && from < p.in.V; from += kPanel) {
-    stage_panel(s.panels.tokens[0], p.in.x, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[1], p.du, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[2], p.errors, place, place.head, from, p.in.V);
+    stage_values(s.panels.tokens, p, place, from);
 #pragma unroll
     for (int m = 0; m < kPanel * kSide / kThreads; ++m) {
       const int index = threadIdx.x + m * kThreads, row = index / kSide, key = 4 * (index % kSide);
@@ -283,14 +304,20 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
   }
 
   const int key_head = place.head / p.in.group;
+  constexpr int kRows = kChunk * kSide / kThreads;  // quads of a row of q or k per thread
+  RawQuad q[kRows], k[kRows];
 #pragma unroll
-  for (int m = 0; m < kChunk * kSide / kThreads; ++m) {
+  for (int m = 0; m < kRows; ++m) {
     const int index = threadIdx.x + m * kThreads, row = index / kSide, key = 4 * (index % kSide);
     const int size = row < place.count ? p.in.K : 0;
-    *reinterpret_cast<float4*>(&s.keys.q[row][key]) =
-        load_quad(p.in.q, offset_of(p.in.q, place.b, place.token + row, key_head), key0 + key, size);
-    *reinterpret_cast<float4*>(&s.keys.k[row][key]) =
-        load_quad(p.in.k, offset_of(p.in.k, place.b, place.token + row, key_head), key0 + key, size);
+    q[m] = load_raw_quad(p.in.q, offset_of(p.in.q, place.b, place.token + row, key_head), key0 + key, size);
+    k[m] = load_raw_quad(p.in.k, offset_of(p.in.k, place.b, place.token + row, key_head), key0 + key, size);
+  }
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+    const int index = threadIdx.x + m * kThreads, row = index / kSide, key = 4 * (index % kSide);
+    *reinterpret_cast<float4*>(&s.keys.q[row][key]) = unpack(p.in.q, q[m]);
+    *reinterpret_cast<float4*>(&s.keys.k[row][key]) = unpack(p.in.k, k[m]);
   }
   __syncthreads();
 

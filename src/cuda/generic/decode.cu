@@ -38,33 +38,46 @@ __device__ float lane_sum(float x) {
   return x;
 }
 
-// Elements of State in 16 bytes, to and from float.
+// 16 bytes of states, and their conversion to and from float.
 template <class State>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(State);
-  State x[kSize];
+  uint32_t words[4];
+  __device__ float get(int i) const {
+    if constexpr (std::is_same_v<State, float>) {
+      return __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    } else {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i / 2]));
+      return i % 2 == 0 ? pair.x : pair.y;
+    }
+  }
+  // Elements 2 i and 2 i + 1: one instruction converts both.
+  __device__ void set(int i, float low, float high) {
+    if constexpr (std::is_same_v<State, float>) {
+      words[2 * i] = __float_as_uint(low);
+      words[2 * i + 1] = __float_as_uint(high);
+    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(low, high);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
 };
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ void assign(float& to, float x) { to = x; }
-__device__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ void assign(__half& to, float x) { to = __float2half_rn(x); }
 
 template <class State>
 __device__ Vector<State> load_vector(const void* data, int64_t offset) {
   const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
-  Vector<State> result;
-  static_assert(sizeof(result) == sizeof(raw));
-  memcpy(&result, &raw, sizeof(raw));
-  return result;
+  return {raw.x, raw.y, raw.z, raw.w};
 }
 
 template <class State>
 __device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
-  uint4 raw;
-  memcpy(&raw, &vector, sizeof(raw));
-  *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) = raw;
+  *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) =
+      make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
 }
 
 // A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the
@@ -82,56 +95,55 @@ struct Columns {
 
   static __device__ int key(int lane, int j) { return kVector * (lane + kLanes * j); }
 
-  static __device__ void load(float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base, int column0,
-                              int V, float* s_turn) {
+  // A thread's 16-byte accesses to a state: of its columns, or with [K, V] of rows of values.
+  static constexpr int kAccesses = kColumns * kPerLane / kVector;
+  using Raw = Vector<State>[kAccesses];
+
+  // Starts the loads; nothing waits for them until unpack().
+  static __device__ void load(Raw& raw, const DeviceStates& t, int64_t base, int column0, int V) {
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-    if constexpr (kValueFirst) {
-      constexpr int kVectors = kPerLane / kVector;
-      Vector<State> raw[kColumns][kVectors];
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int column = column0 + c * kGroups + group;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          if (column < V) {
-            raw[c][j] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, j));
-          }
+    for (int m = 0; m < kAccesses; ++m) {
+      raw[m] = {};
+      if constexpr (kValueFirst) {
+        constexpr int kPerColumn = kPerLane / kVector;
+        const int column = column0 + m / kPerColumn * kGroups + group;
+        if (column < V) {
+          raw[m] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, m % kPerColumn));
         }
+      } else {
+        constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
+        const int column = column0 + threadIdx.x % kChunks * kVector;
+        const int64_t row = threadIdx.x / kChunks + m * kKeyStep;
+        if (column < V) raw[m] = load_vector<State>(t.data, base + row * V + column);
       }
+    }
+  }
+
+  static __device__ void unpack(float (&state)[kColumns][kPerLane], const Raw& raw, float* s_turn) {
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+    if constexpr (!kValueFirst) {
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const bool valid = column0 + c * kGroups + group < V;
+      for (int m = 0; m < kAccesses; ++m) {
+        float* row = s_turn + (threadIdx.x / kChunks + m * kKeyStep) * kPitch + threadIdx.x % kChunks * kVector;
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) state[c][i] = valid ? to_float(raw[c][i / kVector].x[i % kVector]) : 0.f;
-      }
-    } else {
-      constexpr int kChunks = kBlockColumns / kVector;  // 16-byte accesses per key
-      constexpr int kKeyStep = kThreads / kChunks;
-      const int chunk = threadIdx.x % kChunks, column = chunk * kVector, key0 = threadIdx.x / kChunks;
-      const bool valid = column0 + column < V;
-      Vector<State> raw[kKeys / kKeyStep];
-#pragma unroll
-      for (int j = 0; j < kKeys / kKeyStep; ++j) {
-        if (valid)
-          raw[j] = load_vector<State>(t.data, base + static_cast<int64_t>(key0 + j * kKeyStep) * V + column0 + column);
-      }
-#pragma unroll
-      for (int j = 0; j < kKeys / kKeyStep; ++j) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          s_turn[(key0 + j * kKeyStep) * kPitch + column + i] = valid ? to_float(raw[j].x[i]) : 0.f;
-        }
-      }
-      __syncthreads();
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          state[c][i] = s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group];
-        }
+        for (int i = 0; i < kVector; ++i) row[i] = raw[m].get(i);
       }
       __syncthreads();
     }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if constexpr (kValueFirst) {
+          state[c][i] = raw[c * (kPerLane / kVector) + i / kVector].get(i % kVector);
+        } else {
+          state[c][i] = s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group];
+        }
+      }
+    }
+    if constexpr (!kValueFirst) __syncthreads();
   }
 
   static __device__ void store(const float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base,
@@ -146,7 +158,7 @@ struct Columns {
         for (int j = 0; j < kPerLane / kVector; ++j) {
           Vector<State> raw;
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) assign(raw.x[i], state[c][j * kVector + i]);
+          for (int i = 0; i < kVector; i += 2) raw.set(i / 2, state[c][j * kVector + i], state[c][j * kVector + i + 1]);
           store_vector(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, j), raw);
         }
       }
@@ -159,13 +171,14 @@ struct Columns {
         }
       }
       __syncthreads();
-      constexpr int kChunks = kBlockColumns / kVector;
-      constexpr int kKeyStep = kThreads / kChunks;
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
       const int column = threadIdx.x % kChunks * kVector;
       for (int at = threadIdx.x / kChunks; column0 + column < V && at < kKeys; at += kKeyStep) {
         Vector<State> raw;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) assign(raw.x[i], s_turn[at * kPitch + column + i]);
+        for (int i = 0; i < kVector; i += 2) {
+          raw.set(i / 2, s_turn[at * kPitch + column + i], s_turn[at * kPitch + column + i + 1]);
+        }
         store_vector(t.data, base + static_cast<int64_t>(at) * V + column0 + column, raw);
       }
       __syncthreads();
@@ -173,14 +186,77 @@ struct Columns {
   }
 };
 
-// A lane's keys of a row of q or k, normalised where asked.
+// A token in shared memory, with the options applied.
+template <int kKeys>
+struct SharedToken {
+  float q[kKeys], k[kKeys];
+  float decay, beta;
+};
+
+// Puts tokens into shared memory in two steps, so that their loads run beside those of the state: warp 0 takes q, warp
+// 1 takes k, warp 2 the gates.
+template <int kKeys>
+class TokenStage {
+ public:
+  static_assert(kKeys / 4 <= 32);
+  static constexpr int kGateThread = 64;
+
+  __device__ TokenStage(const DecodeParams& p, int64_t n, int head)
+      : p_(p), n_(n), head_(head), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+
+  __device__ void load(int t) {
+    if (warp_ < 2) {
+      const DeviceTensor& x = warp_ == 0 ? p_.q : p_.k;
+      raw_ = load_raw_quad(x, offset_of(x, n_, t, head_ / p_.group), 4 * lane_, kKeys);
+    } else if (threadIdx.x == kGateThread) {
+      const Gates& gates = p_.gates;
+      if (gates.g.data != nullptr) raw_.x[0] = load_raw(gates.g, offset_of(gates.g, n_, t, head_));
+      if (gates.beta.data != nullptr) raw_.x[1] = load_raw(gates.beta, offset_of(gates.beta, n_, t, head_));
+    }
+  }
+
+  __device__ void store(SharedToken<kKeys>& s_token) const {
+    if (warp_ < 2) {
+      const DeviceTensor& x = warp_ == 0 ? p_.q : p_.k;
+      float4 quad = unpack(x, raw_);
+      if (p_.l2norm) quad = normalized(x, quad);
+      if (4 * lane_ < kKeys) *reinterpret_cast<float4*>((warp_ == 0 ? s_token.q : s_token.k) + 4 * lane_) = quad;
+    } else if (threadIdx.x == kGateThread) {
+      const Gates& gates = p_.gates;
+      float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, raw_.x[0]);
+      if (gates.use_gate) g = gate_rate<float>(gates, head_) * softplus(biased_gate(gates, g, head_));
+      float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, raw_.x[1]);
+      if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
+      s_token.decay = expf(clamp_log_decay(g));
+      s_token.beta = beta;
+    }
+  }
+
+ private:
+  static __device__ float4 normalized(const DeviceTensor& x, float4 quad) {
+    float sum = quad.x * quad.x + quad.y * quad.y + quad.z * quad.z + quad.w * quad.w;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    const float r = 1.f / sqrtf(sum + static_cast<float>(kL2NormEps));
+    const float2 low = round_pair(x.dtype, make_float2(quad.x * r, quad.y * r));
+    const float2 high = round_pair(x.dtype, make_float2(quad.z * r, quad.w * r));
+    return make_float4(low.x, low.y, high.x, high.y);
+  }
+
+  const DecodeParams& p_;
+  int64_t n_;
+  int head_, warp_, lane_;
+  RawQuad raw_{};
+};
+
+// A lane's keys of a row in shared memory.
 template <int kVector, int kPerLane>
-__device__ void load_key_row(float (&part)[kPerLane], const DeviceTensor& x, int64_t row) {
+__device__ void read_row(float (&part)[kPerLane], const float* s_row) {
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
   for (int i = 0; i < kPerLane; i += 4) {
-    const int key = kVector * (lane + kLanes * (i / kVector)) + i % kVector;
-    const float4 quad = load_quad(x, row, key, kPerLane * kLanes);
+    const float4 quad =
+        *reinterpret_cast<const float4*>(s_row + kVector * (lane + kLanes * (i / kVector)) + i % kVector);
     part[i] = quad.x;
     part[i + 1] = quad.y;
     part[i + 2] = quad.z;
@@ -196,44 +272,38 @@ __device__ float lane_dot(const float (&a)[kPerLane], const float (&b)[kPerLane]
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-template <int kPerLane>
-__device__ void normalize(float (&part)[kPerLane], int32_t dtype) {
-  const float r = 1.f / sqrtf(lane_sum(lane_dot(part, part)) + static_cast<float>(kL2NormEps));
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) part[i] = round_to<float>(dtype, part[i] * r);
-}
-
-// Five blocks a multiprocessor leave a thread 102 registers: state, q and k take 64.
+// Five blocks a multiprocessor leave a thread 96 registers: state, q and k take 64.
 template <class State, int kKeys, bool kValueFirst>
 __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Columns<State, kKeys, kValueFirst>;
   __shared__ float s_turn[Block::kSharedFloats];
+  __shared__ alignas(16) SharedToken<kKeys> s_tokens[2];  // one is used, one is filled
   const int slices = (p.V + Block::kBlockColumns - 1) / Block::kBlockColumns;
   const unsigned rest = blockIdx.x / slices;
   const int column0 = static_cast<int>(blockIdx.x % slices) * Block::kBlockColumns;
   const int head = static_cast<int>(rest % p.Hv), group = threadIdx.x / kLanes;
   const int64_t n = rest / p.Hv;
 
-  float q[Block::kPerLane], k[Block::kPerLane], v[Block::kColumns];
-  float decay = 1.f, beta = 0.f;
-  const auto load_token = [&](int t) {
-    load_key_row<Block::kVector>(q, p.q, offset_of(p.q, n, t, head / p.group));
-    load_key_row<Block::kVector>(k, p.k, offset_of(p.k, n, t, head / p.group));
+  uint32_t v[Block::kColumns];
+  const auto load_values = [&](int t) {
+    const int64_t row = offset_of(p.v, n, t, head);
 #pragma unroll
     for (int c = 0; c < Block::kColumns; ++c) {
       const int column = column0 + c * kGroups + group;
-      v[c] = column < p.V ? load<float>(p.v, offset_of(p.v, n, t, head, column)) : 0.f;
+      v[c] = column < p.V ? load_raw(p.v, row + column * p.v.stride[3]) : 0;
     }
-    decay = expf(clamp_log_decay(log_decay<float>(p.gates, n, t, head, false)));
-    beta = effective_beta<float>(p.gates, n, t, head);
   };
   const auto store_output = [&](int t, int c, float o) {
     const int column = column0 + c * kGroups + group;
     if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
 
-  // The first token is on its way while the slot's index and the state are.
-  if (p.T > 0) load_token(0);
+  // The first token is on its way while the slot's index and then the state are.
+  TokenStage<kKeys> stage(p, n, head);
+  if (p.T > 0) {
+    stage.load(0);
+    load_values(0);
+  }
   const int64_t slot = read_slot(p.pool, n);
   if (slot == kSkipRow) {
     for (int t = 0; t < p.T; ++t) {
@@ -243,32 +313,44 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_consta
     return;
   }
   float state[Block::kColumns][Block::kPerLane] = {};
-  if (p.source.data != nullptr && (slot >= 0 || !p.pool.used)) {
+  const bool has_source = p.source.data != nullptr && (slot >= 0 || !p.pool.used);
+  typename Block::Raw raw;
+  if (has_source) {
     const int64_t row = p.pool.used ? slot : n;
-    Block::load(state, p.source, row * p.source.row + head * p.source.head, column0, p.V, s_turn);
+    Block::load(raw, p.source, row * p.source.row + head * p.source.head, column0, p.V);
   }
+  if (p.T > 0) stage.store(s_tokens[0]);
+  __syncthreads();
+  if (has_source) Block::unpack(state, raw, s_turn);
   const auto keep = [&](int64_t row) {
     if (p.destination.data == nullptr || row < 0) return;
     Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
   };
 
   for (int t = 0; t < p.T; ++t) {
-    if (p.l2norm) {
-      normalize(q, p.q.dtype);
-      normalize(k, p.k.dtype);
-    }
+    const SharedToken<kKeys>& s_token = s_tokens[t % 2];
+    const bool more = t + 1 < p.T;
+    if (more) stage.load(t + 1);
+    float q[Block::kPerLane], k[Block::kPerLane];
+    read_row<Block::kVector>(q, s_token.q);
+    read_row<Block::kVector>(k, s_token.k);
+    const float decay = s_token.decay, beta = s_token.beta;
     // Both sums are taken of the state before the token, so that one pass over it serves u and o:
     // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
     const float kq = lane_sum(lane_dot(k, q));
 #pragma unroll
     for (int c = 0; c < Block::kColumns; ++c) {
       const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
-      const float u = beta * fmaf(-decay, along_k, v[c]);
+      const float u = beta * fmaf(-decay, along_k, unpack(p.v, v[c]));
       store_output(t, c, p.scale * fmaf(decay, along_q, u * kq));
 #pragma unroll
       for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
     }
-    if (t + 1 < p.T) load_token(t + 1);
+    if (more) {
+      load_values(t + 1);
+      stage.store(s_tokens[(t + 1) % 2]);
+      __syncthreads();
+    }
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
   if (!p.pool.per_token) keep(p.pool.used ? write_slot(p.pool, n, 0) : n);

@@ -47,6 +47,7 @@ Gates device_gates(const Arguments& args, bool g_is_cumsum) {
           args.options.allow_neg_eigval ? 2.f : 1.f};
 }
 
+// log decay = gate_rate * softplus(biased gate)
 template <class Real>
 __device__ inline Real gate_rate(const Gates& gates, int64_t head) {
   return -exp(load<Real>(gates.A_log, offset_of(gates.A_log, head)));

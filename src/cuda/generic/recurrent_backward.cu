@@ -4,7 +4,7 @@ namespace flash_qla::cuda {
 namespace {
 
 template <int kKeysPerLane>
-__global__ void __launch_bounds__(kRecurrenceThreads)
+__global__ void __launch_bounds__(kRecurrenceThreads, blocks_per_multiprocessor(kKeysPerLane))
     recurrent_backward_kernel(const __grid_constant__ ReverseParams p) {
   using Tile = TokenTile<kKeysPerLane>;
   extern __shared__ float4 s_memory[];
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
 #pragma unroll
         for (int j = 0; j < kKeysPerLane; ++j) gradient[j] = fmaf(row[j], d_o, gradient[j]);
         read_row(row, s_tile.k[i], lane);
-        const float du = column_dot(gradient, row);
+        const float du = lane_sum(lane_dot(gradient, row));
         const float dv = s_tile.beta[i] * du;
         const float decay = s_tile.decay[i];
 #pragma unroll

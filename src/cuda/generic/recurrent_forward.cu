@@ -27,7 +27,7 @@ __device__ void skip_row(const ForwardParams& p, const BlockPlace& place, const 
 }
 
 template <int kKeysPerLane>
-__global__ void __launch_bounds__(kRecurrenceThreads)
+__global__ void __launch_bounds__(kRecurrenceThreads, blocks_per_multiprocessor(kKeysPerLane))
     recurrent_forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tile = TokenTile<kKeysPerLane>;
   extern __shared__ float4 s_memory[];
@@ -101,21 +101,28 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
       const int64_t token = first_token + t0;
       int64_t o_offset = p.o.data == nullptr ? 0 : offset_of(p.o, sequence.b, sequence.begin + t0, place.head, column);
       int64_t error_offset = (token * p.in.Hv + place.head) * p.in.V + column;
+      // A token's output is summed over the lanes beside the next token's error, so that the shuffles of one hide
+      // behind those of the other.
+      float o_part = 0.f;
+      const auto store_output = [&](float o) {
+        if (valid && lane == 0) store<float>(p.o, o_offset, scale * o);
+        o_offset += p.o.stride[1];
+      };
 #pragma unroll 2
       for (int i = 0; i < count; ++i) {
         float row[kKeysPerLane];
         read_row(row, s_tile.k[i], lane);
         const float decay = s_tile.decay[i];
+        const float along_k = lane_sum(lane_dot(state, row)), o = lane_sum(o_part);
         // u = beta (v - e^g S^T k), S <- e^g S + k u^T
-        const float error = fmaf(-decay, column_dot(state, row), s_tile.x[i][s_column]);
+        const float error = fmaf(-decay, along_k, s_tile.x[i][s_column]);
         const float u = s_tile.beta[i] * error;
 #pragma unroll
         for (int j = 0; j < kKeysPerLane; ++j) state[j] = fmaf(row[j], u, decay * state[j]);
         if (p.o.data != nullptr) {
+          if (i > 0) store_output(o);
           read_row(row, s_tile.q[i], lane);
-          const float o = scale * column_dot(state, row);
-          if (valid && lane == 0) store<float>(p.o, o_offset, o);
-          o_offset += p.o.stride[1];
+          o_part = lane_dot(state, row);
         }
         if (p.errors != nullptr) {
           if (valid && lane == 0) p.errors[error_offset] = error;
@@ -128,6 +135,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
           }
         }
       }
+      if (p.o.data != nullptr) store_output(lane_sum(o_part));
       keep_after(t0 + count);
     }
     __syncthreads();

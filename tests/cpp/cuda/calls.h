@@ -57,10 +57,13 @@ struct Inputs {
     q = token(s.Hq, s.K);
     k = token(s.Hq, s.K);
     v = token(s.Hv, s.V);
-    // Keys of about unit norm, as the models have them: longer ones make the recurrence itself unstable.
-    const double norm = f.l2norm ? 1.0 : 1.0 / std::sqrt(static_cast<double>(s.K));
-    q.fill(normal(norm));
-    k.fill(normal(norm));
+    q.fill(normal(1.0));
+    k.fill(normal(1.0));
+    // Keys of unit norm, as the models have them: longer ones make the recurrence itself unstable.
+    if (!f.l2norm) {
+      scale_rows(q);
+      scale_rows(k);
+    }
     v.fill(normal(1.0));
     if (f.g) {
       g = Buffer(f.gate_dtype, {s.B, s.T, s.Hv}, any_layout(random, f.strided));
@@ -96,6 +99,18 @@ struct Inputs {
       initial_state = Buffer(f.state_dtype, state_shape(s, f.v_first, s.N()), any_layout(random, f.strided));
       initial_state.fill(normal(0.5));
     }
+  }
+
+  static void scale_rows(Buffer& x) {
+    const Tensor t = x.host();
+    double row_norm = 0.0;
+    x.fill([&](int64_t i, int64_t j, int64_t head, int64_t l) {
+      if (l == 0) {
+        row_norm = 0.0;
+        for (int64_t m = 0; m < t.shape[3]; ++m) row_norm += std::pow(load(t, offset_of(t, i, j, head, m)), 2);
+      }
+      return load(t, offset_of(t, i, j, head, l)) / std::sqrt(std::max(row_norm, 1e-6));
+    });
   }
 
   NamedBuffers buffers() {
