@@ -7,7 +7,7 @@
 //
 //   generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once]
 //
-// prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
+// prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out the
 // the second runs.
 #include <chrono>
 #include <map>
