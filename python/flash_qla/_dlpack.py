@@ -1,6 +1,7 @@
 """The low-level calls on numpy arrays and other DLPack tensors: no PyTorch, no gradients.
 
-Results are numpy arrays for numpy inputs. For another array type they come from its own array namespace (the Python array
+Results are numpy arrays for numpy inputs. For another array type they come from its own array namespace (the Python
+array
 API: `x.__array_namespace__()`), so they are arrays of that type, on its device.
 """
 
@@ -28,8 +29,8 @@ class Arrays:
             place = {"device": like.device}
         else:
             raise TypeError(
-                f"{operation}: q ({type(like).__name__}) must be a numpy array, a torch.Tensor or an array of a type that "
-                "has __dlpack__ and __array_namespace__"
+                f"{operation}: q ({type(like).__name__}) must be a numpy array, a torch.Tensor or an array of a type "
+                "that has __dlpack__ and __array_namespace__"
             )
         self._namespace, self._place = namespace, place
         self.dtype = like.dtype
@@ -125,7 +126,5 @@ def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Seque
     o = arrays.empty(v.shape, arrays.dtype) if out is None else out
     views = [x if isinstance(x, int) else _view(x) for x in states]
     o_view = tvm_ffi.from_dlpack(o)
-    _ffi.forward(
-        arrays.allocate, recurrent, *options, 0, *_views(inputs), None, *views, o_view, None, None, None, None
-    )
+    _ffi.forward(arrays.allocate, recurrent, *options, 0, *_views(inputs), None, *views, o_view, None, None, None, None)
     return o

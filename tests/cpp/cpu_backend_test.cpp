@@ -1,6 +1,8 @@
 // The CPU backend against the fp64 reference, forward, recurrent and backward, over shapes, dtypes and options; and
 // what the reference cannot tell: bits that depend on nothing but the sequence.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -8,6 +10,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/host_tensor.h"
@@ -48,20 +51,20 @@ struct Owned {
   }
 };
 
-void for_each(const Tensor& t, const std::function<void(int64_t offset, int64_t head)>& fn) {
+void for_each(const Tensor& t, const std::function<void(int64_t offset)>& fn) {
   int64_t shape[4] = {1, 1, 1, 1};
   for (int32_t i = 0; i < t.ndim; ++i) shape[i] = t.shape[i];
   for (int64_t a = 0; a < shape[0]; ++a) {
     for (int64_t b = 0; b < shape[1]; ++b) {
       for (int64_t c = 0; c < shape[2]; ++c) {
-        for (int64_t d = 0; d < shape[3]; ++d) fn(offset_of(t, a, b, c, d), 0);
+        for (int64_t d = 0; d < shape[3]; ++d) fn(offset_of(t, a, b, c, d));
       }
     }
   }
 }
 
 void fill(const Tensor& t, const std::function<double()>& value) {
-  for_each(t, [&](int64_t offset, int64_t) { store(t, offset, value()); });
+  for_each(t, [&](int64_t offset) { store(t, offset, value()); });
 }
 
 Owned indices(std::vector<int64_t> values, DType type = DType::kInt64, std::vector<int64_t> shape = {}) {
@@ -78,15 +81,15 @@ Owned indices(std::vector<int64_t> values, DType type = DType::kInt64, std::vect
   return owned;
 }
 
-// Relative L2 distance of `t` to `expected`, NaN in the same places ignored; infinity where one has NaN or infinity and
-// the other has not. A tensor whose norm is below 1e-6 sqrt(n) is compared absolutely, at that.
+// Relative L2 distance of `t` to `expected`, leaving out elements that are finite in neither; infinity where only one
+// of the two is finite. A tensor whose norm is below 1e-6 sqrt(n) is compared absolutely, at that.
 double distance(const Tensor& t, const Tensor& expected) {
   double difference = 0.0, norm = 0.0, count = 0.0;
   bool same = true;
   std::vector<double> values;
-  for_each(t, [&](int64_t offset, int64_t) { values.push_back(load(t, offset)); });
+  for_each(t, [&](int64_t offset) { values.push_back(load(t, offset)); });
   size_t i = 0;
-  for_each(expected, [&](int64_t offset, int64_t) {
+  for_each(expected, [&](int64_t offset) {
     const double x = values[i++], y = load(expected, offset);
     same &= std::isfinite(x) == std::isfinite(y);
     if (!std::isfinite(x) || !std::isfinite(y)) return;
@@ -444,7 +447,7 @@ TEST(CpuBackendGates, ExtremeDecayIsFiniteWithZeroGradient) {
   expect_near("dk", ours.dk, reference.dk, 2, 1e-5);
   expect_near("dg", ours.dg, reference.dg, 2, 1e-5);
   for (auto [t, g] : gates) EXPECT_EQ(load(ours.dg.t, offset_of(ours.dg.t, 0, t, 1)), 0.0) << t;
-  for_each(out.o.t, [&](int64_t offset, int64_t) { ASSERT_TRUE(std::isfinite(load(out.o.t, offset))); });
+  for_each(out.o.t, [&](int64_t offset) { ASSERT_TRUE(std::isfinite(load(out.o.t, offset))); });
 }
 
 TEST(CpuBackendGates, BetaZeroHasAnExactGradient) {
@@ -536,6 +539,46 @@ TEST(CpuBackendBits, IndependentOfThreadsRunsAndNeighbours) {
       }
     }
   }
+}
+
+// A call large enough for several threads.
+Case threaded_case() {
+  Case c;
+  c.T = 400, c.Hq = c.Hv = 4, c.K = c.V = 64, c.threads = 4;
+  return c;
+}
+
+TEST(CpuBackendThreads, CallersBesideEachOther) {
+  const Case c = threaded_case();
+  const Inputs in = make_inputs(c);
+  const Outputs expected = forward<ChunkForward>(c, in, "cpu", false);
+  std::vector<int> wrong(4, 0);
+  std::vector<std::thread> callers;
+  for (size_t i = 0; i < wrong.size(); ++i) {
+    callers.emplace_back([&, i] {
+      for (int repeat = 0; repeat < 10; ++repeat) {
+        wrong[i] += !same_bits(forward<ChunkForward>(c, in, "cpu", false).o, expected.o);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(wrong, std::vector<int>(4, 0));
+}
+
+// A forked child has none of its parent's threads: it must neither hang nor differ.
+TEST(CpuBackendThreads, WorksInAForkedChild) {
+  const Case c = threaded_case();
+  const Inputs in = make_inputs(c);
+  const Outputs expected = forward<ChunkForward>(c, in, "cpu", false);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(60);  // a hang ends the child
+    _exit(same_bits(forward<ChunkForward>(c, in, "cpu", false).o, expected.o) ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 TEST(CpuBackendBits, PrefillInTwoPartsEqualsOne) {
