@@ -124,6 +124,9 @@ def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Seque
     checkpoint_indices."""
     q, v = inputs[0], inputs[2]
     arrays = Arrays(options[0], q)
+    for name, written in (("state_pool", states[0]), ("checkpoints", states[7]), ("out", out)):
+        if isinstance(written, numpy.ndarray) and not written.flags.writeable:
+            raise ValueError(f"{options[0]}: {name} (a read-only array) must be writeable")
     o = arrays.empty(v.shape, arrays.dtype) if out is None else out
     views = [x if isinstance(x, int) else _view(x) for x in states]
     o_view = tvm_ffi.from_dlpack(o)
