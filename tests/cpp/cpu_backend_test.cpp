@@ -264,8 +264,8 @@ struct Gradients {
   Owned dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias;
 };
 
-Gradients backward(const Case& c, const Inputs& in, const char* path) {
-  Gradients out;
+// Arguments of the backward without outputs. `cumsum` is filled where the case gives it in place of g.
+BackwardArguments backward_arguments(const Case& c, const Inputs& in, const char* path, Owned* cumsum) {
   BackwardArguments args;
   set_options(c, path, &args.options);
   args.q = in.q.t;
@@ -277,32 +277,41 @@ Gradients backward(const Case& c, const Inputs& in, const char* path) {
   args.dt_bias = in.dt_bias.t;
   args.cu_seqlens = in.cu_seqlens.t;
   args.initial_state = in.h0.t;
-  Owned cumsum;
   if (c.cumsum) {
-    cumsum = forward<ChunkForward>(c, in, "reference", true).g_cumsum;
-    args.g = cumsum.t;
+    *cumsum = forward<ChunkForward>(c, in, "reference", true).g_cumsum;
+    args.g = cumsum->t;
     args.g_is_cumsum = 1;
   }
   if (c.has_do) args.d_o = in.d_o.t;
   if (c.has_dht) args.dht = in.dht.t;
+  return args;
+}
+
+Gradients make_gradients(const Case& c, const Inputs& in) {
+  Gradients out;
   out.dq = poisoned(c.dtype, {c.B, in.T, c.Hq, c.K}, c.gap);
   out.dk = poisoned(c.dtype, {c.B, in.T, c.Hq, c.K}, c.gap);
   out.dv = poisoned(c.dtype, {c.B, in.T, c.Hv, c.V}, c.gap);
   out.dg = poisoned(accumulator(c), {c.B, in.T, c.Hv}, c.gap);
   out.dbeta = poisoned(accumulator(c), {c.B, in.T, c.Hv}, c.gap);
   out.dh0 = poisoned(accumulator(c), state_shape(c, in.N), c.gap);
-  args.dq = out.dq.t;
-  args.dk = out.dk.t;
-  args.dv = out.dv.t;
-  args.dg = out.dg.t;
-  args.dbeta = out.dbeta.t;
-  args.dh0 = out.dh0.t;
-  if (c.gate) {
-    out.dA_log = poisoned(accumulator(c), {c.Hv});
-    args.dA_log = out.dA_log.t;
-    if (c.bias) out.ddt_bias = poisoned(accumulator(c), {c.Hv});
-    if (c.bias) args.ddt_bias = out.ddt_bias.t;
-  }
+  if (c.gate) out.dA_log = poisoned(accumulator(c), {c.Hv});
+  if (c.gate && c.bias) out.ddt_bias = poisoned(accumulator(c), {c.Hv});
+  return out;
+}
+
+// Each gradient with the argument that receives it.
+std::vector<std::pair<Owned*, Tensor*>> pairs(Gradients* g, BackwardArguments* args) {
+  return {
+      {&g->dq, &args->dq},       {&g->dk, &args->dk},   {&g->dv, &args->dv},         {&g->dg, &args->dg},
+      {&g->dbeta, &args->dbeta}, {&g->dh0, &args->dh0}, {&g->dA_log, &args->dA_log}, {&g->ddt_bias, &args->ddt_bias}};
+}
+
+Gradients backward(const Case& c, const Inputs& in, const char* path) {
+  Owned cumsum;
+  BackwardArguments args = backward_arguments(c, in, path, &cumsum);
+  Gradients out = make_gradients(c, in);
+  for (auto [gradient, argument] : pairs(&out, &args)) *argument = gradient->t;
   run<ChunkBackward>(args);
   return out;
 }
@@ -605,6 +614,44 @@ TEST(CpuBackendBits, PrefillInTwoPartsEqualsOne) {
     EXPECT_TRUE(same_bits(o, whole.o));
     EXPECT_TRUE(same_bits(last, whole.final_state));
   }
+}
+
+// Each gradient asked for alone has the bits it has among all, and what is kept from the forward changes none.
+TEST(CpuBackendArguments, EachGradientAlone) {
+  Case c;
+  c.Hv = 4, c.gate = c.sigmoid = c.l2norm = true;
+  const Inputs in = make_inputs(c);
+  Gradients all = backward(c, in, "cpu");
+  const Outputs kept = forward<ChunkForward>(c, in, "cpu", true);
+  Gradients one = make_gradients(c, in);
+  BackwardArguments none = backward_arguments(c, in, "cpu", nullptr);
+  none.A = kept.A.t;
+  none.o = kept.o.t;
+  for (size_t i = 0; i < pairs(&one, &none).size(); ++i) {
+    BackwardArguments args = none;
+    auto [gradient, argument] = pairs(&one, &args)[i];
+    *argument = gradient->t;
+    run<ChunkBackward>(args);
+    EXPECT_TRUE(same_bits(*gradient, *pairs(&all, &args)[i].first)) << i;
+  }
+}
+
+TEST(CpuBackendArguments, RepeatedAndReversedInputs) {
+  Case c;
+  c.T = 90;
+  Inputs in = make_inputs(c);
+  // One gradient for every element of o, one key for every token, and the values backwards.
+  for (int64_t& stride : in.d_o.t.stride) stride = 0;
+  in.k.t.stride[1] = 0;
+  in.v.t.data = static_cast<char*>(in.v.t.data) + (c.T - 1) * in.v.t.stride[1] * size_of(c.dtype);
+  in.v.t.stride[1] = -in.v.t.stride[1];
+  expect_near("o", forward<ChunkForward>(c, in, "cpu", false).o, forward<ChunkForward>(c, in, "reference", false).o, 2,
+              1e-5);
+  const Gradients ours = backward(c, in, "cpu"), reference = backward(c, in, "reference");
+  expect_near("dq", ours.dq, reference.dq, 2, 1e-5);
+  expect_near("dk", ours.dk, reference.dk, 2, 1e-5);
+  expect_near("dv", ours.dv, reference.dv, 2, 1e-5);
+  expect_near("dg", ours.dg, reference.dg, 2, 1e-5);
 }
 
 // Pools: rows that read, start from zero, are skipped, or only lose their write; checkpoints in the same call.
