@@ -127,7 +127,14 @@ def test_recurrent_refuses_backward():
         o.sum().backward()
 
 
-def test_numpy_equals_torch():
+@pytest.mark.parametrize("path", ["reference", None])
+def test_numpy_equals_torch(path):
+    """On the chosen path too: its scratch then comes from numpy, at numpy's alignment."""
+    with flash_qla.use_path(path):
+        compare_numpy_with_torch()
+
+
+def compare_numpy_with_torch():
     x = make_inputs(torch.float64, requires_grad=False)
     a = {name: t.numpy() for name, t in x.items()}
     args = ("q", "k", "v", "g", "beta")
