@@ -1,0 +1,39 @@
+// Starting the backward: scratch, tensor maps, kernels.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "cuda/sm90/chunk_bwd/params.h"
+
+namespace flash_qla::cuda::sm90 {
+
+// Which kernels to start: all of them, but for a benchmark that times each.
+struct ChunkBackwardStage {
+  bool plan = true, prepare = true, states = true, gradients = true;
+};
+
+// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole dv is added when the caller wants none.
+size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv);
+
+// Sets params' scratch pointers; without a dv of the caller's, dv too.
+void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace);
+
+// Describes q, k, v, d_o [B, T, heads, 128] and params.dv to the copy engine. `type`: bf16 or fp16.
+cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q, const StridedTensor& k,
+                                     const StridedTensor& d_o, ChunkBackwardMaps* maps);
+
+// Starts the kernels in the stream. The element type is params.v's.
+cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
+                                  const ChunkBackwardStage& stage, cudaStream_t stream);
+
+// The instantiations, one file each.
+cudaError_t launch_chunk_backward_bf16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
+                                       const ChunkBackwardStage& stage, cudaStream_t stream);
+cudaError_t launch_chunk_backward_fp16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
+                                       const ChunkBackwardStage& stage, cudaStream_t stream);
+
+}  // namespace flash_qla::cuda::sm90
