@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
 namespace flash_qla::cuda::sm90 {
@@ -103,6 +104,13 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
 
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                   const ChunkBackwardStage& stage, cudaStream_t stream) {
+  if (stage.plan && p.cu_seqlens != nullptr) {
+    sm90_chunk_bwd_plan_kernel<<<1, kPlanThreads, 0, stream>>>(p);
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+    // Most calls have no padding, and these blocks leave at once: two for each of a large card's multiprocessors.
+    sm90_chunk_bwd_padding_kernel<<<264, 256, 0, stream>>>(p);
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  }
   return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, stream)
                                       : launch_chunk_backward_fp16(p, maps, stage, stream);
 }

@@ -3,17 +3,10 @@
 
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
-#include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/states.cuh"
 
 namespace flash_qla::cuda::sm90 {
-
-// Leaves the function with the first error. Variadic: template arguments hold commas.
-#define FLASH_QLA_RETURN_IF_CUDA_ERROR(...)                                             \
-  do {                                                                                  \
-    if (const cudaError_t error_ = (__VA_ARGS__); error_ != cudaSuccess) return error_; \
-  } while (0)
 
 template <typename Kernel>
 cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
@@ -56,13 +49,6 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
 
-  if (stage.plan && p.cu_seqlens != nullptr) {
-    sm90_chunk_bwd_plan_kernel<<<1, kPlanThreads, 0, stream>>>(p);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-    // Most calls have no padding and their blocks leave at once: no more of them than that costs little.
-    sm90_chunk_bwd_padding_kernel<<<2 * multiprocessors, 256, 0, stream>>>(p);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  }
   if (stage.prepare) {
     FLASH_QLA_RETURN_IF_CUDA_ERROR(p.A.data != nullptr ? launch_prepare<T, true>(p, maps, stream)
                                                        : launch_prepare<T, false>(p, maps, stream));
@@ -75,7 +61,5 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;
 }
-
-#undef FLASH_QLA_RETURN_IF_CUDA_ERROR
 
 }  // namespace flash_qla::cuda::sm90

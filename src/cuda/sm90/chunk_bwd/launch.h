@@ -9,6 +9,12 @@
 
 #include "cuda/sm90/chunk_bwd/params.h"
 
+// Leaves the function with the first error. Variadic: template arguments hold commas.
+#define FLASH_QLA_RETURN_IF_CUDA_ERROR(...)                                             \
+  do {                                                                                  \
+    if (const cudaError_t error_ = (__VA_ARGS__); error_ != cudaSuccess) return error_; \
+  } while (0)
+
 namespace flash_qla::cuda::sm90 {
 
 // Which kernels to start: all of them, but for a benchmark that times each.
