@@ -1,5 +1,6 @@
 #include "core/registry.h"
 
+#include "cpu/paths.h"
 #include "reference/paths.h"
 #ifdef FLASH_QLA_WITH_CUDA
 #include "cuda/paths.h"
@@ -15,6 +16,7 @@ const std::vector<const ForwardPath*>& chunk_forward_paths() {
       &kCudaGenericChunkForward,
       &kCudaOracleChunkForward,
 #endif
+      &kCpuChunkForward,
       &kReferenceChunkForward,
   };
   return paths;
@@ -23,11 +25,9 @@ const std::vector<const ForwardPath*>& chunk_forward_paths() {
 const std::vector<const ForwardPath*>& recurrent_paths() {
   static const std::vector<const ForwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kCudaDecode,
-      &kCudaGenericRecurrent,
-      &kCudaOracleRecurrent,
+      &kCudaDecode,   &kCudaGenericRecurrent, &kCudaOracleRecurrent,
 #endif
-      &kReferenceRecurrent,
+      &kCpuRecurrent, &kReferenceRecurrent,
   };
   return paths;
 }
@@ -38,6 +38,7 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
       &kCudaGenericChunkBackward,
       &kCudaOracleChunkBackward,
 #endif
+      &kCpuChunkBackward,
       &kReferenceChunkBackward,
   };
   return paths;
@@ -48,6 +49,7 @@ const std::vector<const DeviceAccess*>& device_accesses() {
 #ifdef FLASH_QLA_WITH_CUDA
       &kCudaAccess,
 #endif
+      &kCpuAccess,
   };
   return accesses;
 }

@@ -1,0 +1,349 @@
+// The Python binding: tvm-ffi exports that check devices and dtypes, fill the C structures and call the C ABI.
+// Everything about shapes and options is refused by the library itself; nothing is computed here.
+#include <flash_qla/flash_qla.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <cmath>
+#include <initializer_list>
+#include <string>
+
+namespace flash_qla::python {
+namespace {
+
+namespace ffi = tvm::ffi;
+using OptionalTensor = ffi::Optional<ffi::TensorView>;
+
+// Longest text that explain() and build_info() return: a line per path, and there are few.
+constexpr size_t kTextSize = 8192;
+
+// Raises the Python exception that belongs to a status; the kinds are those of the contract.
+void raise_if_refused(const flash_qla_status& status) {
+  switch (status.code) {
+    case FLASH_QLA_OK:
+      return;
+    case FLASH_QLA_INVALID_VALUE:
+      TVM_FFI_THROW(ValueError) << status.message;
+    case FLASH_QLA_INVALID_TYPE:
+      TVM_FFI_THROW(TypeError) << status.message;
+    case FLASH_QLA_NOT_IMPLEMENTED:
+      TVM_FFI_THROW(NotImplementedError) << status.message;
+    default:
+      TVM_FFI_THROW(RuntimeError) << status.message;
+  }
+}
+
+std::string describe(DLDevice device) {
+  switch (device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      return "cpu";
+    case kDLCUDA:
+    case kDLCUDAManaged:
+      return "cuda:" + std::to_string(device.device_id);
+    default:
+      return "DLPack device type " + std::to_string(static_cast<int>(device.device_type));
+  }
+}
+
+// The name of a dtype. tvm-ffi's own function throws for complex numbers, which must not happen while a message is
+// built.
+std::string dtype_text(DLDataType type) {
+  if (type.code == kDLComplex) return "complex" + std::to_string(type.bits);
+  return ffi::DLDataTypeToString(type);
+}
+
+int32_t dtype_of(const char* operation, const char* name, DLDataType type) {
+  if (type.lanes == 1) {
+    if (type.code == kDLFloat && type.bits == 32) return FLASH_QLA_FLOAT32;
+    if (type.code == kDLFloat && type.bits == 16) return FLASH_QLA_FLOAT16;
+    if (type.code == kDLFloat && type.bits == 64) return FLASH_QLA_FLOAT64;
+    if (type.code == kDLBfloat && type.bits == 16) return FLASH_QLA_BFLOAT16;
+    if (type.code == kDLInt && type.bits == 32) return FLASH_QLA_INT32;
+    if (type.code == kDLInt && type.bits == 64) return FLASH_QLA_INT64;
+    if (type.code == kDLBool && type.bits == 8) return FLASH_QLA_BOOL;
+  }
+  const std::string given = dtype_text(type);
+  TVM_FFI_THROW(TypeError) << operation << ": " << name << ".dtype (" << given
+                           << ") must be float32, bfloat16, float16, float64, int32, int64 or bool";
+  TVM_FFI_UNREACHABLE();
+}
+
+// Turns the tensors of one call into the C structures' views, and holds each of them to q's device.
+class Call {
+ public:
+  Call(const char* operation, flash_qla_options* options, const ffi::TensorView& q)
+      : operation_(operation), device_(q.device()) {
+    switch (device_.device_type) {
+      case kDLCPU:
+      case kDLCUDAHost:
+        options->device_type = FLASH_QLA_CPU;
+        break;
+      case kDLCUDA:
+      case kDLCUDAManaged:
+        options->device_type = FLASH_QLA_CUDA;
+        options->device_index = device_.device_id;
+        stream_ = TVMFFIEnvGetStream(kDLCUDA, device_.device_id);
+        break;
+      default:
+        TVM_FFI_THROW(NotImplementedError) << operation_ << ": q's device (" << describe(device_)
+                                           << ") must be the CPU or a CUDA device: move the tensors there";
+    }
+  }
+
+  flash_qla_tensor tensor(const char* name, const ffi::TensorView& view) const {
+    if (describe(view.device()) != describe(device_)) {
+      TVM_FFI_THROW(TypeError) << operation_ << ": " << name << "'s device (" << describe(view.device())
+                               << ") must be that of q (" << describe(device_) << ")";
+    }
+    flash_qla_tensor t{};
+    if (view.ndim() < 1 || view.ndim() > FLASH_QLA_MAX_DIMS) {
+      TVM_FFI_THROW(ValueError) << operation_ << ": " << name << ".ndim (" << view.ndim() << ") must be from 1 to "
+                                << FLASH_QLA_MAX_DIMS;
+    }
+    t.data = static_cast<char*>(view.data_ptr()) + view.byte_offset();
+    t.ndim = view.ndim();
+    t.dtype = dtype_of(operation_, name, view.dtype());
+    for (int32_t i = 0; i < t.ndim; ++i) {
+      t.shape[i] = view.size(i);
+      t.stride[i] = view.stride(i);
+    }
+    return t;
+  }
+
+  flash_qla_tensor tensor(const char* name, const OptionalTensor& view) const {
+    return view.has_value() ? tensor(name, view.value()) : flash_qla_tensor{};
+  }
+
+  void* stream() const { return stream_; }
+
+ private:
+  const char* operation_;
+  DLDevice device_;
+  void* stream_ = nullptr;
+};
+
+// What a call is made for.
+enum class Action : int64_t { kRun = 0, kExplain = 1 };
+
+// Explains a call, or makes it. Without the scratch that it needs, nothing is done and the missing bytes are returned:
+// the caller allocates them with its framework and calls again. 0: the call was made.
+template <class Arguments>
+ffi::Any run_or_explain(Action action, const Arguments& args, const Call& call, const OptionalTensor& workspace,
+                        flash_qla_status (*workspace_size)(const Arguments*, size_t*),
+                        flash_qla_status (*run)(const Arguments*, void*, size_t, void*),
+                        flash_qla_status (*explain)(const Arguments*, char*, size_t)) {
+  if (action == Action::kExplain) {
+    std::string text(kTextSize, '\0');
+    raise_if_refused(explain(&args, text.data(), text.size()));
+    return ffi::String(text.c_str());
+  }
+  void* scratch = nullptr;
+  size_t bytes = 0;
+  if (workspace.has_value()) {
+    scratch = workspace.value().data_ptr();
+    bytes = static_cast<size_t>(workspace.value().numel());
+  } else {
+    size_t needed = 0;
+    raise_if_refused(workspace_size(&args, &needed));
+    if (needed > 0) return static_cast<int64_t>(needed);
+  }
+  raise_if_refused(run(&args, scratch, bytes, call.stream()));
+  return static_cast<int64_t>(0);
+}
+
+void fill_options(flash_qla_options* options, const ffi::String& operation, const ffi::Optional<ffi::String>& path,
+                  ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel,
+                  bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode,
+                  bool force_intra_cp, ffi::Optional<double> cp_tolerance, int64_t num_threads) {
+  options->operation = operation.c_str();
+  options->path = path.has_value() ? path.value().c_str() : nullptr;
+  options->scale = scale.has_value() ? scale.value() : std::nan("");
+  options->state_v_first = state_v_first;
+  options->use_qk_l2norm_in_kernel = use_qk_l2norm_in_kernel;
+  options->use_gate_in_kernel = use_gate_in_kernel;
+  options->use_beta_sigmoid_in_kernel = use_beta_sigmoid_in_kernel;
+  options->allow_neg_eigval = allow_neg_eigval;
+  options->cp_mode = static_cast<int32_t>(cp_mode);
+  options->force_intra_cp = force_intra_cp;
+  options->cp_tolerance = cp_tolerance.has_value() ? cp_tolerance.value() : 0.0;
+  options->num_threads = static_cast<int32_t>(num_threads);
+}
+
+// flash_qla_chunk_forward_* and flash_qla_recurrent_*: one argument list, members as in c_api.h.
+ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Optional<ffi::String> path,
+                 ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
+                 bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode, bool force_intra_cp,
+                 ffi::Optional<double> cp_tolerance, int64_t num_threads, ffi::TensorView q, ffi::TensorView k,
+                 ffi::TensorView v, OptionalTensor g, OptionalTensor beta, OptionalTensor A_log, OptionalTensor dt_bias,
+                 OptionalTensor cu_seqlens, OptionalTensor initial_state, OptionalTensor state_pool,
+                 OptionalTensor initial_state_indices, OptionalTensor final_state_indices,
+                 OptionalTensor has_initial_state, OptionalTensor num_accepted_tokens, int64_t null_index,
+                 int64_t checkpoint_every, OptionalTensor checkpoints, OptionalTensor checkpoint_cu_starts,
+                 OptionalTensor checkpoint_offsets, OptionalTensor checkpoint_indices, OptionalTensor o,
+                 OptionalTensor final_state, OptionalTensor g_cumsum, OptionalTensor A, OptionalTensor h,
+                 OptionalTensor workspace) {
+  flash_qla_forward_arguments args;
+  flash_qla_forward_arguments_init(&args);
+  fill_options(&args.options, operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+               use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
+  const Call call(operation.c_str(), &args.options, q);
+  args.q = call.tensor("q", q);
+  args.k = call.tensor("k", k);
+  args.v = call.tensor("v", v);
+  args.g = call.tensor("g", g);
+  args.beta = call.tensor("beta", beta);
+  args.A_log = call.tensor("A_log", A_log);
+  args.dt_bias = call.tensor("dt_bias", dt_bias);
+  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens);
+  args.initial_state = call.tensor("initial_state", initial_state);
+  args.state_pool = call.tensor("state_pool", state_pool);
+  args.initial_state_indices = call.tensor("initial_state_indices", initial_state_indices);
+  args.final_state_indices = call.tensor("final_state_indices", final_state_indices);
+  args.has_initial_state = call.tensor("has_initial_state", has_initial_state);
+  args.num_accepted_tokens = call.tensor("num_accepted_tokens", num_accepted_tokens);
+  args.null_index = null_index;
+  args.checkpoint_every = checkpoint_every;
+  args.checkpoints = call.tensor("checkpoints", checkpoints);
+  args.checkpoint_cu_starts = call.tensor("checkpoint_cu_starts", checkpoint_cu_starts);
+  args.checkpoint_offsets = call.tensor("checkpoint_offsets", checkpoint_offsets);
+  args.checkpoint_indices = call.tensor("checkpoint_indices", checkpoint_indices);
+  args.o = call.tensor("o", o);
+  args.final_state = call.tensor("final_state", final_state);
+  args.g_cumsum = call.tensor("g_cumsum", g_cumsum);
+  args.A = call.tensor("A", A);
+  args.h = call.tensor("h", h);
+  return recurrent
+             ? run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_recurrent_workspace_size,
+                              flash_qla_recurrent_run, flash_qla_recurrent_explain)
+             : run_or_explain(static_cast<Action>(action), args, call, workspace,
+                              flash_qla_chunk_forward_workspace_size, flash_qla_chunk_forward_run,
+                              flash_qla_chunk_forward_explain);
+}
+
+// flash_qla_chunk_backward_*: members as in c_api.h.
+ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::String> path, ffi::Optional<double> scale,
+                  bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
+                  bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode, bool force_intra_cp,
+                  ffi::Optional<double> cp_tolerance, int64_t num_threads, ffi::TensorView q, ffi::TensorView k,
+                  ffi::TensorView v, OptionalTensor g, OptionalTensor beta, OptionalTensor A_log,
+                  OptionalTensor dt_bias, OptionalTensor cu_seqlens, OptionalTensor initial_state, bool g_is_cumsum,
+                  OptionalTensor A, OptionalTensor o, OptionalTensor d_o, OptionalTensor dht, OptionalTensor dq,
+                  OptionalTensor dk, OptionalTensor dv, OptionalTensor dg, OptionalTensor dbeta, OptionalTensor dh0,
+                  OptionalTensor dA_log, OptionalTensor ddt_bias, OptionalTensor workspace) {
+  flash_qla_backward_arguments args;
+  flash_qla_backward_arguments_init(&args);
+  fill_options(&args.options, operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+               use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
+  const Call call(operation.c_str(), &args.options, q);
+  args.q = call.tensor("q", q);
+  args.k = call.tensor("k", k);
+  args.v = call.tensor("v", v);
+  args.g = call.tensor("g", g);
+  args.beta = call.tensor("beta", beta);
+  args.A_log = call.tensor("A_log", A_log);
+  args.dt_bias = call.tensor("dt_bias", dt_bias);
+  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens);
+  args.initial_state = call.tensor("initial_state", initial_state);
+  args.g_is_cumsum = g_is_cumsum;
+  args.A = call.tensor("A", A);
+  args.o = call.tensor("o", o);
+  args.d_o = call.tensor("do", d_o);
+  args.dht = call.tensor("dht", dht);
+  args.dq = call.tensor("dq", dq);
+  args.dk = call.tensor("dk", dk);
+  args.dv = call.tensor("dv", dv);
+  args.dg = call.tensor("dg", dg);
+  args.dbeta = call.tensor("dbeta", dbeta);
+  args.dh0 = call.tensor("dh0", dh0);
+  args.dA_log = call.tensor("dA_log", dA_log);
+  args.ddt_bias = call.tensor("ddt_bias", ddt_bias);
+  return run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_chunk_backward_workspace_size,
+                        flash_qla_chunk_backward_run, flash_qla_chunk_backward_explain);
+}
+
+// A view of no memory: shapes are all that workspace_size looks at.
+flash_qla_tensor shape_only(int32_t dtype, std::initializer_list<int64_t> shape) {
+  return flash_qla::tensor(nullptr, static_cast<flash_qla::DType>(dtype), shape);
+}
+
+// Scratch bytes of a call that does not exist yet, with max_tokens packed tokens in max_seqs sequences.
+// `call`: "prefill", "decode", "forward" (h and A and the cumsum saved) or "backward".
+int64_t workspace_size(ffi::String operation, ffi::Optional<ffi::String> path, ffi::Optional<double> scale,
+                       bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
+                       bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode, bool force_intra_cp,
+                       ffi::Optional<double> cp_tolerance, int64_t num_threads, ffi::String call, bool cuda,
+                       int64_t device_index, DLDataType dtype, DLDataType state_dtype, int64_t checkpoint_every,
+                       int64_t max_tokens, int64_t max_seqs, int64_t Hq, int64_t Hv, int64_t K, int64_t V) {
+  const int32_t type = dtype_of(operation.c_str(), "dtype", dtype);
+  const int32_t state_type = dtype_of(operation.c_str(), "state_dtype", state_dtype);
+  const int32_t accumulator = type == FLASH_QLA_FLOAT64 ? FLASH_QLA_FLOAT64 : FLASH_QLA_FLOAT32;
+  const auto fill = [&](auto& args) {
+    fill_options(&args.options, operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                 use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
+    args.options.device_type = cuda ? FLASH_QLA_CUDA : FLASH_QLA_CPU;
+    args.options.device_index = static_cast<int32_t>(device_index);
+    args.q = args.k = shape_only(type, {1, max_tokens, Hq, K});
+    args.v = shape_only(type, {1, max_tokens, Hv, V});
+    args.g = args.beta = shape_only(accumulator, {1, max_tokens, Hv});
+    if (use_gate_in_kernel) args.A_log = args.dt_bias = shape_only(accumulator, {Hv});
+    args.cu_seqlens = shape_only(FLASH_QLA_INT32, {max_seqs + 1});
+  };
+  const auto states = [&](int32_t state, int64_t rows) {
+    return state_v_first ? shape_only(state, {rows, Hv, V, K}) : shape_only(state, {rows, Hv, K, V});
+  };
+  size_t bytes = 0;
+  if (call == "backward") {
+    flash_qla_backward_arguments args;
+    flash_qla_backward_arguments_init(&args);
+    fill(args);
+    args.initial_state = args.dht = args.dh0 = states(state_type, max_seqs);
+    args.A = shape_only(type, {1, max_tokens, Hv, FLASH_QLA_CHUNK_SIZE});
+    args.dq = args.dk = args.q;
+    args.d_o = args.dv = args.v;
+    args.dg = args.dbeta = args.g;
+    args.dA_log = args.A_log;
+    args.ddt_bias = args.dt_bias;
+    raise_if_refused(flash_qla_chunk_backward_workspace_size(&args, &bytes));
+    return static_cast<int64_t>(bytes);
+  }
+  flash_qla_forward_arguments args;
+  flash_qla_forward_arguments_init(&args);
+  fill(args);
+  args.o = args.v;
+  if (call == "forward") {
+    args.initial_state = states(state_type, max_seqs);
+    args.final_state = states(accumulator, max_seqs);
+    args.g_cumsum = shape_only(accumulator, {1, max_tokens, Hv});
+    args.A = shape_only(type, {1, max_tokens, Hv, FLASH_QLA_CHUNK_SIZE});
+    args.h = states(type, max_tokens / FLASH_QLA_CHUNK_SIZE + max_seqs);
+  } else {
+    args.state_pool = states(state_type, max_seqs);
+    args.initial_state_indices = shape_only(FLASH_QLA_INT32, {max_seqs});
+  }
+  if (checkpoint_every > 0) {
+    args.checkpoint_every = checkpoint_every;
+    args.checkpoints = states(state_type, max_tokens / checkpoint_every);
+    args.checkpoint_cu_starts = shape_only(FLASH_QLA_INT32, {max_seqs + 1});
+  }
+  raise_if_refused(call == "decode" ? flash_qla_recurrent_workspace_size(&args, &bytes)
+                                    : flash_qla_chunk_forward_workspace_size(&args, &bytes));
+  return static_cast<int64_t>(bytes);
+}
+
+ffi::String build_info() {
+  std::string text(kTextSize, '\0');
+  raise_if_refused(flash_qla_build_info(text.data(), text.size()));
+  return ffi::String(text.c_str());
+}
+
+}  // namespace
+}  // namespace flash_qla::python
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward, flash_qla::python::forward)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(backward, flash_qla::python::backward)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, flash_qla::python::workspace_size)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_info, flash_qla::python::build_info)

@@ -1,0 +1,39 @@
+"""Gated Delta Network attention on CPUs and NVIDIA GPUs: chunked prefill, training, decode.
+
+The functions take torch tensors; the low-level and serving calls take numpy arrays and other DLPack arrays too. The
+mathematics is in docs/math.md; its source is "Gated Delta Networks", arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+from . import ops
+from ._options import use_path
+from ._tools import build_info, explain, workspace_size
+from .ops.gated_delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    fused_recurrent_gated_delta_rule,
+    gated_delta_rule_decode,
+    gated_delta_rule_prefill,
+)
+from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
+
+__version__ = build_info()["version"]
+
+__all__ = [
+    "FLACPContext",
+    "FlashQLACPContext",
+    "build_cp_context",
+    "build_info",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_bwd",
+    "chunk_gated_delta_rule_fwd",
+    "explain",
+    "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule_decode",
+    "gated_delta_rule_prefill",
+    "ops",
+    "use_path",
+    "workspace_size",
+]

@@ -1,0 +1,131 @@
+"""The low-level calls on numpy arrays and other DLPack tensors: no PyTorch, no gradients.
+
+Results are numpy arrays for numpy inputs. For another array type they come from its own array namespace (the Python array
+API: `x.__array_namespace__()`), so they are arrays of that type, on its device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import numpy
+import tvm_ffi
+
+from . import _ffi
+from ._options import Options
+from ._shapes import a_shape, gate_shape, sequence_count, state_shape
+
+
+class Arrays:
+    """Makes arrays of the kind of `like`."""
+
+    def __init__(self, operation: str, like: Any) -> None:
+        place: dict = {}
+        if isinstance(like, numpy.ndarray):
+            namespace: Any = numpy
+        elif hasattr(like, "__array_namespace__"):
+            namespace = like.__array_namespace__()
+            place = {"device": like.device}
+        else:
+            raise TypeError(
+                f"{operation}: q ({type(like).__name__}) must be a numpy array, a torch.Tensor or an array of a type that "
+                "has __dlpack__ and __array_namespace__"
+            )
+        self._namespace, self._place = namespace, place
+        self.dtype = like.dtype
+        self.accumulator = namespace.float64 if like.dtype == namespace.float64 else namespace.float32
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self._namespace.empty(tuple(shape), dtype=dtype, **self._place)
+
+    def allocate(self, size: int) -> Any:
+        return tvm_ffi.from_dlpack(self.empty((size,), self._namespace.uint8))
+
+
+def _view(x: Any) -> Any:
+    """The native module's view of an array: of its memory, or of a copy where numpy exports none (read-only arrays)."""
+    if x is None:
+        return None
+    try:
+        return tvm_ffi.from_dlpack(x)
+    except BufferError:
+        if isinstance(x, numpy.ndarray) and not x.flags.writeable:
+            return tvm_ffi.from_dlpack(x.copy())
+        raise
+
+
+def _views(arrays: Sequence[Any]) -> List[Any]:
+    return [_view(x) for x in arrays]
+
+
+# state_pool .. num_accepted_tokens, null_index, checkpoint_every, checkpoints .. checkpoint_indices of a call without.
+_NO_POOL = (None,) * 5 + (-1, 0) + (None,) * 4
+
+
+def _shape(x: Any) -> Optional[Tuple[int, ...]]:
+    return None if x is None else tuple(x.shape)
+
+
+def _state(arrays: Arrays, q: Any, v: Any, cu_seqlens: Any, options: Options) -> Any:
+    shape = state_shape(q.shape, v.shape, sequence_count(q.shape, _shape(cu_seqlens)), options[3])
+    return arrays.empty(shape, arrays.accumulator)
+
+
+def _forward(options: Options, recurrent: bool, inputs: Sequence[Any], outputs: Sequence[Any], arrays: Arrays) -> None:
+    views = _views(inputs), _views(outputs)
+    _ffi.forward(arrays.allocate, recurrent, *options, 0, *views[0], *_NO_POOL, *views[1])
+
+
+def forward(
+    options: Options, recurrent: bool, inputs: Sequence[Any], output_final_state: bool
+) -> Tuple[Any, Optional[Any]]:
+    """(o, final_state). `inputs`: q .. initial_state."""
+    q, _, v, *_ = inputs
+    arrays = Arrays(options[0], q)
+    o = arrays.empty(v.shape, arrays.dtype)
+    final_state = _state(arrays, q, v, inputs[7], options) if output_final_state else None
+    _forward(options, recurrent, inputs, (o, final_state, None, None, None), arrays)
+    return o, final_state
+
+
+def chunk_fwd(
+    options: Options, inputs: Sequence[Any], output_final_state: bool, chunk_rows: Optional[int]
+) -> Tuple[Any, ...]:
+    """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd(). `inputs`: q .. initial_state."""
+    q, k, v, *_ = inputs
+    arrays = Arrays(options[0], q)
+    o = arrays.empty(v.shape, arrays.dtype)
+    final_state = _state(arrays, q, v, inputs[7], options) if output_final_state else None
+    g_cumsum = arrays.empty(gate_shape(v.shape), arrays.accumulator)
+    A = arrays.empty(a_shape(v.shape), arrays.dtype)
+    h = None
+    if chunk_rows is not None:
+        h = arrays.empty(state_shape(q.shape, v.shape, chunk_rows, options[3]), arrays.dtype)
+    _forward(options, False, inputs, (o, final_state, g_cumsum, A, h), arrays)
+    return g_cumsum, A, o, h, final_state
+
+
+def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any) -> Tuple[Any, ...]:
+    """(dq, dk, dv, db, dg, dh0) of chunk_gated_delta_rule_bwd(). `inputs`: q .. initial_state."""
+    q, k, v, g, beta, _, _, _, initial_state = inputs
+    arrays = Arrays(options[0], q)
+    dq, dk, dv, dg, db = (None if x is None else arrays.empty(x.shape, x.dtype) for x in (q, k, v, g, beta))
+    dh0 = None if initial_state is None else arrays.empty(initial_state.shape, arrays.accumulator)
+    before = _views(inputs), _views((A, None, do, dht))
+    after = _views((dq, dk, dv, dg, db, dh0, None, None))
+    _ffi.backward(arrays.allocate, *options, 0, *before[0], g is not None, *before[1], *after)
+    return dq, dk, dv, db, dg, dh0
+
+
+def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:
+    """o of gated_delta_rule_prefill() and gated_delta_rule_decode(). `inputs`: q .. cu_seqlens; `states`: state_pool ..
+    checkpoint_indices."""
+    q, v = inputs[0], inputs[2]
+    arrays = Arrays(options[0], q)
+    o = arrays.empty(v.shape, arrays.dtype) if out is None else out
+    views = [x if isinstance(x, int) else _view(x) for x in states]
+    o_view = tvm_ffi.from_dlpack(o)
+    _ffi.forward(
+        arrays.allocate, recurrent, *options, 0, *_views(inputs), None, *views, o_view, None, None, None, None
+    )
+    return o

@@ -1,0 +1,64 @@
+"""The native module: loading it, and calling it with scratch memory from the caller's framework."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Optional
+
+import contextlib
+
+import tvm_ffi
+
+LIBRARY = Path(__file__).resolve().parent / "_lib" / "flash_qla_ffi.so"
+
+if not LIBRARY.exists():
+    raise ImportError(
+        f"flash_qla: {LIBRARY} is missing: install the package with pip, or configure CMake with -DFLASH_QLA_PYTHON=ON "
+        "and build it, which puts the module there"
+    )
+
+# tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
+tvm_ffi.register_error("NotImplementedError", NotImplementedError)
+
+_module = tvm_ffi.load_module(str(LIBRARY))
+_forward: Callable[..., Any] = _module["forward"]
+_backward: Callable[..., Any] = _module["backward"]
+workspace_size: Callable[..., int] = _module["workspace_size"]
+build_info: Callable[[], str] = _module["build_info"]
+
+# First argument of the exports: compute, or say which path would.
+_RUN, _EXPLAIN = 0, 1
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[List[str]]:
+    """Within it, this thread's calls compute nothing: each appends its explanation to the yielded list."""
+    texts: List[str] = []
+    _state.texts = texts
+    try:
+        yield texts
+    finally:
+        _state.texts = None
+
+
+def _call(function: Callable[..., Any], allocate: Callable[[int], Any], arguments: tuple) -> None:
+    texts: Optional[List[str]] = getattr(_state, "texts", None)
+    if texts is not None:
+        texts.append(function(_EXPLAIN, *arguments, None))
+        return
+    missing_bytes = function(_RUN, *arguments, None)
+    if missing_bytes:
+        function(_RUN, *arguments, allocate(missing_bytes))
+
+
+def forward(allocate: Callable[[int], Any], *arguments: Any) -> None:
+    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's device."""
+    _call(_forward, allocate, arguments)
+
+
+def backward(allocate: Callable[[int], Any], *arguments: Any) -> None:
+    """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
+    _call(_backward, allocate, arguments)

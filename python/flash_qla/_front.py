@@ -1,0 +1,41 @@
+"""Which front end a call goes to, and the type checks that both share."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Optional, Sequence
+
+try:
+    import torch
+except ImportError:  # numpy and other DLPack arrays work without it
+    torch = None  # type: ignore[assignment]
+
+torch_front: Optional[ModuleType] = None
+if torch is not None:
+    from . import _torch as torch_front  # type: ignore[no-redef]
+
+
+# The inputs that all operations share, in the order of the native calls.
+INPUT_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
+
+# Arguments of the serving calls that stand among the tensors and are none.
+_NUMBERS = ("null_index", "checkpoint_every")
+
+
+def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> bool:
+    """True for a call on torch tensors, False for one on DLPack arrays; TypeError for a mixture or anything else.
+
+    `values[0]` is q. None (an argument left out) and the arguments that are numbers are passed over.
+    """
+    on_torch = torch is not None and isinstance(values[0], torch.Tensor)
+    for name, value in zip(names, values):
+        if value is None or name in _NUMBERS:
+            continue
+        if on_torch and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{operation}: {name} ({type(value).__name__}) must be a torch.Tensor, as q is")
+        if not hasattr(value, "__dlpack__"):
+            raise TypeError(f"{operation}: {name} ({type(value).__name__}) must be a tensor or an array")
+    for name, value in zip(names[:3], values[:3]):
+        if value is None:
+            raise TypeError(f"{operation}: {name} (None) must be a tensor or an array")
+    return on_torch

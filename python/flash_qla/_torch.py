@@ -1,0 +1,363 @@
+"""PyTorch front end: the operators `torch.ops.flash_qla.*`, their fake kernels, and autograd around them.
+
+One operator call is one native call: one per forward pass and one per backward pass. The operators are functional where
+they can be, and mutate only what a caller hands over to be written (pools, checkpoints, out).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from . import _ffi
+from ._options import Options
+from ._shapes import a_shape, gate_shape, sequence_count, state_shape
+
+_OPTIONS = (
+    "str operation, str? path, float? scale, bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
+    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int cp_mode, bool force_intra_cp, float? cp_tolerance"
+)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens"
+
+_library = torch.library.Library("flash_qla", "DEF")
+
+
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_qla::{name}", fake, lib=_library)
+
+
+def _allocator(like: Tensor) -> Callable[[int], Tensor]:
+    return lambda size: torch.empty(size, dtype=torch.uint8, device=like.device)
+
+
+def _threads(like: Tensor) -> int:
+    """CPU threads for a call: PyTorch's own setting. It has no meaning on a GPU."""
+    return torch.get_num_threads() if like.device.type == "cpu" else 0
+
+
+def _accumulator(q: Tensor) -> torch.dtype:
+    """Dtype of what is kept in full precision."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _state_like(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], state_v_first: bool) -> Tensor:
+    sequences = sequence_count(q.shape, None if cu_seqlens is None else cu_seqlens.shape)
+    return q.new_empty(state_shape(q.shape, v.shape, sequences, state_v_first), dtype=_accumulator(q))
+
+
+def _forward_outputs(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Optional[Tensor],
+    output_final_state: bool,
+    output_g_cumsum: bool,
+    output_A: bool,
+    chunk_rows: Optional[int],
+) -> Tuple[Optional[Tensor], ...]:
+    """(o, final_state, g_cumsum, A, h), None where not wanted. `chunk_rows`: rows of h."""
+    state_v_first = options[3]
+    return (
+        q.new_empty(v.shape),
+        _state_like(q, v, cu_seqlens, state_v_first) if output_final_state else None,
+        q.new_empty(gate_shape(v.shape), dtype=_accumulator(q)) if output_g_cumsum else None,
+        k.new_empty(a_shape(v.shape)) if output_A else None,
+        k.new_empty(state_shape(q.shape, v.shape, chunk_rows, state_v_first)) if chunk_rows is not None else None,
+    )
+
+
+def _present(tensors: Sequence[Optional[Tensor]]) -> List[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+# chunk_forward: o, then those of final_state, g_cumsum, A, h that are asked for.
+
+_OUTPUTS = "bool output_final_state, bool output_g_cumsum, bool output_A, SymInt? chunk_rows"
+
+
+def _split_forward(arguments: tuple) -> Tuple[Options, tuple, tuple]:
+    """Options (11), inputs (q .. initial_state: 9), wanted outputs, in the order of the schema."""
+    return arguments[:11], arguments[11:20], arguments[20:]
+
+
+def _chunk_forward(*arguments: Any) -> List[Tensor]:
+    options, inputs, wanted = _split_forward(arguments)
+    q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
+    outputs = _forward_outputs(options, q, k, v, cu_seqlens, *wanted)
+    _ffi.forward(_allocator(q), False, *options, _threads(q), *inputs, *_NO_POOL, *outputs)
+    return _present(outputs)
+
+
+def _chunk_forward_fake(*arguments: Any) -> List[Tensor]:
+    options, inputs, wanted = _split_forward(arguments)
+    return _present(_forward_outputs(options, inputs[0], inputs[1], inputs[2], inputs[7], *wanted))
+
+
+# state_pool .. num_accepted_tokens, null_index, checkpoint_every, checkpoints .. checkpoint_indices of a call without.
+_NO_POOL = (None,) * 5 + (-1, 0) + (None,) * 4
+
+_define(
+    f"chunk_forward({_OPTIONS}, {_INPUTS}, Tensor? initial_state, {_OUTPUTS}) -> Tensor[]",
+    _chunk_forward,
+    _chunk_forward_fake,
+)
+
+
+# recurrent: o, then final_state if it is asked for.
+
+
+def _recurrent(*arguments: Any) -> List[Tensor]:
+    options, inputs, (output_final_state,) = _split_forward(arguments)
+    q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
+    outputs = _forward_outputs(options, q, k, v, cu_seqlens, output_final_state, False, False, None)
+    _ffi.forward(_allocator(q), True, *options, _threads(q), *inputs, *_NO_POOL, *outputs)
+    return _present(outputs)
+
+
+def _recurrent_fake(*arguments: Any) -> List[Tensor]:
+    options, inputs, (output_final_state,) = _split_forward(arguments)
+    outputs = _forward_outputs(options, inputs[0], inputs[1], inputs[2], inputs[7], output_final_state, False, False, None)
+    return _present(outputs)
+
+
+_define(
+    f"recurrent({_OPTIONS}, {_INPUTS}, Tensor? initial_state, bool output_final_state) -> Tensor[]",
+    _recurrent,
+    _recurrent_fake,
+)
+
+
+# pool_forward: states in a pool, everything written in place. `recurrent` picks the token-by-token operation.
+
+
+def _pool_forward(recurrent: bool, *arguments: Any) -> None:
+    options, inputs, pool, o = arguments[:11], arguments[11:19], arguments[19:30], arguments[30]
+    q = inputs[0]
+    # The options are followed by the thread count, the inputs by initial_state, o by the absent outputs.
+    _ffi.forward(_allocator(q), recurrent, *options, _threads(q), *inputs, None, *pool, o, None, None, None, None)
+
+
+def _pool_forward_fake(recurrent: bool, *arguments: Any) -> None:
+    return None
+
+
+_define(
+    f"pool_forward(bool recurrent, {_OPTIONS}, {_INPUTS}, Tensor(a!) state_pool, Tensor initial_state_indices, "
+    "Tensor? final_state_indices, Tensor? has_initial_state, Tensor? num_accepted_tokens, int null_index, "
+    "SymInt checkpoint_every, Tensor(b!)? checkpoints, Tensor? checkpoint_cu_starts, Tensor? checkpoint_offsets, "
+    "Tensor? checkpoint_indices, Tensor(c!) o) -> ()",
+    _pool_forward,
+    _pool_forward_fake,
+)
+
+
+# chunk_backward: those of dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 whose flag in `wanted` is set, in this order,
+# which is that of the inputs they belong to. Each has its input's dtype, but dh0 is float32 with `dh0_float32`.
+
+
+def _backward_outputs(inputs: tuple, dh0_float32: bool, wanted: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
+    q = inputs[0]
+    sources = (*inputs[:7], inputs[8])
+    dtypes = [None if t is None else t.dtype for t in sources]
+    if dh0_float32:
+        dtypes[7] = _accumulator(q)
+    return tuple(
+        q.new_empty(source.shape, dtype=dtype) if want and source is not None else None
+        for source, dtype, want in zip(sources, dtypes, wanted)
+    )
+
+
+def _chunk_backward(*arguments: Any) -> List[Tensor]:
+    options, inputs, (g_is_cumsum, A, do, dht, dh0_float32, wanted) = _split_forward(arguments)
+    q = inputs[0]
+    outputs = _backward_outputs(inputs, dh0_float32, wanted)
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = outputs
+    gradients = (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias)
+    o = None  # not kept from the forward pass
+    _ffi.backward(_allocator(q), *options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients)
+    return _present(outputs)
+
+
+def _chunk_backward_fake(*arguments: Any) -> List[Tensor]:
+    _, inputs, (_, _, _, _, dh0_float32, wanted) = _split_forward(arguments)
+    return _present(_backward_outputs(inputs, dh0_float32, wanted))
+
+
+_define(
+    f"chunk_backward({_OPTIONS}, {_INPUTS}, Tensor? initial_state, bool g_is_cumsum, Tensor? A, Tensor? do, "
+    "Tensor? dht, bool dh0_float32, bool[] wanted) -> Tensor[]",
+    _chunk_backward,
+    _chunk_backward_fake,
+)
+
+_ops = torch.ops.flash_qla
+
+
+def _align(found: Sequence[Tensor], wanted: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
+    """Puts a None where an operator's list of results leaves out what was not wanted."""
+    rest = iter(found)
+    return tuple(next(rest) if want else None for want in wanted)
+
+
+def _wants_gradient(tensors: Sequence[Optional[Tensor]]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Passes a result of `inputs` on; asking for a gradient through it raises NotImplementedError."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, x: Tensor, *inputs: Optional[Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.message = message
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError(ctx.message)
+
+
+def _forward_only(operation: str, o: Tensor, inputs: Sequence[Optional[Tensor]]) -> Tensor:
+    if not _wants_gradient(inputs):
+        return o
+    message = f"{operation}: backward (called) is not offered: use chunk_gated_delta_rule where gradients are needed"
+    return _NotDifferentiable.apply(message, o, *inputs)
+
+
+class _ChunkGatedDeltaRule(torch.autograd.Function):
+    """o and final_state, differentiable in every floating-point input. Saved: the inputs and A."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, options: Options, output_final_state: bool, *inputs: Optional[Tensor]
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        wanted = (True, output_final_state, False, True, False)
+        o, final_state, _, A, _ = _align(_ops.chunk_forward(*options, *inputs, *wanted[1:4], None), wanted)
+        ctx.save_for_backward(*inputs, A)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return o, final_state
+
+    @staticmethod
+    def backward(ctx: Any, do: Optional[Tensor], dht: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:  # type: ignore[override]
+        *inputs, A = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        wanted = (*needs[:7], needs[8])
+        with torch.no_grad():
+            found = _ops.chunk_backward(*ctx.options, *inputs, False, A, do, dht, False, wanted)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
+            message = f"{ctx.options[0]}: second derivatives are not supported"
+            found = [_NotDifferentiable.apply(message, gradient, *inputs, do, dht) for gradient in found]
+        dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
+        return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, q, k, v of several dtypes (a norm leaves float32 behind) get autocast's own."""
+    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def chunk(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Optional[Tensor],
+    beta: Optional[Tensor],
+    A_log: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    output_final_state: bool,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """chunk_gated_delta_rule() on tensors."""
+    q, k, v = _autocast(q, k, v)
+    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    if _wants_gradient(inputs):
+        return _ChunkGatedDeltaRule.apply(options, output_final_state, *inputs)
+    found = _ops.chunk_forward(*options, *inputs, output_final_state, False, False, None)
+    return found[0], found[1] if output_final_state else None
+
+
+def chunk_fwd(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Optional[Tensor],
+    beta: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    output_final_state: bool,
+    chunk_rows: Optional[int],
+) -> Tuple[Optional[Tensor], ...]:
+    """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd()."""
+    with torch.no_grad():
+        inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
+        wanted = (True, output_final_state, True, True, chunk_rows is not None)
+        found = _ops.chunk_forward(*options, *inputs, *wanted[1:4], chunk_rows)
+        o, final_state, g_cumsum, A, h = _align(found, wanted)
+    return g_cumsum, A, o, h, final_state
+
+
+def chunk_bwd(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Optional[Tensor],
+    beta: Optional[Tensor],
+    A: Optional[Tensor],
+    do: Optional[Tensor],
+    dht: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    initial_state: Optional[Tensor],
+) -> Tuple[Optional[Tensor], ...]:
+    """(dq, dk, dv, db, dg, dh0) of chunk_gated_delta_rule_bwd()."""
+    with torch.no_grad():
+        inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
+        wanted = (True, True, True, g is not None, beta is not None, False, False, initial_state is not None)
+        found = _ops.chunk_backward(*options, *inputs, g is not None, A, do, dht, True, wanted)
+        dq, dk, dv, dg, db, _, _, dh0 = _align(found, wanted)
+    return dq, dk, dv, db, dg, dh0
+
+
+def recurrent(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Optional[Tensor],
+    beta: Optional[Tensor],
+    A_log: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    output_final_state: bool,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """fused_recurrent_gated_delta_rule() on tensors."""
+    q, k, v = _autocast(q, k, v)
+    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    with torch.no_grad():
+        found = _ops.recurrent(*options, *inputs, output_final_state)
+    return _forward_only(options[0], found[0], inputs), found[1] if output_final_state else None
+
+
+def pool(
+    recurrent: bool, options: Options, inputs: Sequence[Optional[Tensor]], states: tuple, out: Optional[Tensor]
+) -> Tensor:
+    """gated_delta_rule_prefill() and gated_delta_rule_decode() on tensors. `inputs`: q .. cu_seqlens; `states`:
+    state_pool .. checkpoint_indices."""
+    q, v = inputs[0], inputs[2]
+    with torch.no_grad():
+        o = q.new_empty(v.shape) if out is None else out  # type: ignore[union-attr]
+        _ops.pool_forward(recurrent, *options, *inputs, *states, o)
+    return _forward_only(options[0], o, inputs) if out is None else o

@@ -1,0 +1,64 @@
+"""The command line. Each command is a module of its own, imported when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="flash_qla: report, check, measure, demonstrate.")
+
+
+@app.command()
+def info() -> None:
+    """Report the environment: version, paths, instruction sets, GPUs, neighbouring packages."""
+    from .info import report
+
+    report()
+
+
+@app.command()
+def check(
+    set_: str = typer.Option("develop", "--set", help="develop, varlen, profile or product"),
+    num_heads: int = typer.Option(32, min=1, help="value heads of every case"),
+    ref_dtype: str = typer.Option("float64", help="float64 or float32: dtype of the oracle's inputs and results"),
+    device: str = typer.Option("cpu", help="cpu or cuda"),
+    seed: int = typer.Option(0, help="seed of the first case; each case adds one"),
+    only: Optional[int] = typer.Option(None, help="run this case of the set alone"),
+) -> None:
+    """Compare forward and backward with the fp64 oracle; exit with 1 if any case fails."""
+    from .check import run_set
+
+    raise typer.Exit(run_set(set_, num_heads, ref_dtype, device, seed, only))
+
+
+@app.command()
+def bench(
+    cpu: bool = typer.Option(False, "--cpu", help="the CPU path against Transformers' torch functions"),
+    mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode"),
+    heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
+    seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
+    peers: str = typer.Option("", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"),
+    runs: int = typer.Option(15, min=1, help="timed repetitions; the median counts"),
+    out: Optional[Path] = typer.Option(None, help="results file to write (.json), with a .csv and a .png beside it"),
+) -> None:
+    """Measure, each row after a correctness check; a row whose check fails is not written and the exit code is 1."""
+    if cpu:
+        from .bench_cpu import run
+
+        raise typer.Exit(run(runs, out))
+    from .bench_gpu import run as run_gpu
+
+    raise typer.Exit(run_gpu(mode.split(","), heads, seqs, peers, runs, out))
+
+
+@app.command()
+def demo(
+    tokens: int = typer.Option(4096, min=1, help="length of the prompt"),
+    device: Optional[str] = typer.Option(None, help="cpu or cuda; default: cuda where this build has it"),
+) -> None:
+    """Prefill a prompt with real shapes, decode a few tokens after it, print tokens per second."""
+    from .demo import run
+
+    raise typer.Exit(run(tokens, device))

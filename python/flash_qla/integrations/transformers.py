@@ -1,0 +1,145 @@
+"""Hugging Face Transformers: Qwen3-Next, Qwen3.5, OLMo-Hybrid and their kin on this library.
+
+    import flash_qla.integrations.transformers as integration
+
+    integration.patch()           # models loaded from now on, and in current versions those already loaded
+    integration.patch(model)      # also this model's layers, where a version keeps functions in them
+    integration.unpatch()         # everything as it was
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from .. import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+__all__ = ["patch", "unpatch"]
+
+# Packages below transformers.models whose modeling module holds its own copy of the gated delta rule.
+_MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+
+# (object, attribute, value before): what unpatch() puts back, last first.
+_replaced: List[Tuple[Any, str, Any]] = []
+
+
+def _chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: Optional[torch.Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    **kwargs: Any,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """torch_chunk_gated_delta_rule of Transformers. chunk_size only names its way of computing; other keywords that the
+    model passes along (attention options) do not concern this operation there either."""
+    return chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _recurrent(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: Optional[torch.Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    **kwargs: Any,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """torch_recurrent_gated_delta_rule of Transformers, which can be differentiated: then the chunked operation computes
+    it."""
+    options = dict(
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+    tensors = (query, key, value, g, beta, initial_state)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return chunk_gated_delta_rule(query, key, value, g, beta, **options)
+    return fused_recurrent_gated_delta_rule(query, key, value, g=g, beta=beta, **options)
+
+
+# Names to rebind. Current versions call the torch_ functions of their module; older ones take FLA's, imported into the
+# module, when they build a layer, with the torch_ functions as a fallback, and keep what they took in the layer.
+_MODULE_NAMES: Dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _chunk,
+    "torch_recurrent_gated_delta_rule": _recurrent,
+    "chunk_gated_delta_rule": _chunk,
+    "fused_recurrent_gated_delta_rule": _recurrent,
+}
+_LAYER_NAMES: Dict[str, Callable[..., Any]] = {
+    "chunk_gated_delta_rule": _chunk,
+    "recurrent_gated_delta_rule": _recurrent,
+}
+
+
+def _replace(holder: Any, names: Dict[str, Callable[..., Any]]) -> bool:
+    found = False
+    for name, function in names.items():
+        before = vars(holder).get(name)
+        if before is None or before is function:
+            continue
+        _replaced.append((holder, name, before))
+        setattr(holder, name, function)
+        found = True
+    return found
+
+
+def patch(model: Optional[torch.nn.Module] = None) -> List[str]:
+    """Makes Transformers' gated delta rule models compute with this library. Calling it again adds what is new.
+
+    Args:
+        model: a model that was built before; needed for versions (4.57 to early 5) whose layers keep the functions that
+            they were built with.
+
+    Returns:
+        Names of the modules and layers that were changed.
+
+    Raises:
+        ImportError: transformers is not installed, or none of its models has the functions that this knows.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError("patch: transformers must be installed (it was not found)")
+    changed, known = [], False
+    for name in _MODELS:
+        path = f"transformers.models.{name}.modeling_{name}"
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError:
+            continue  # this version of Transformers has no such model
+        known |= any(hasattr(module, function) for function in _MODULE_NAMES)
+        if _replace(module, _MODULE_NAMES):
+            changed.append(path)
+    if not known:
+        raise ImportError("patch: transformers must have one of these models: " + ", ".join(_MODELS))
+    if model is not None:
+        changed += [name for name, layer in model.named_modules() if _replace(layer, _LAYER_NAMES)]
+    return changed
+
+
+def unpatch() -> None:
+    """Puts back what patch() replaced."""
+    while _replaced:
+        holder, name, before = _replaced.pop()
+        setattr(holder, name, before)

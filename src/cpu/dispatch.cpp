@@ -1,0 +1,49 @@
+// Which instruction set runs, and what the core may ask of the CPU.
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "cpu/kernels.h"
+#include "cpu/paths.h"
+#include "cpu/threads.h"
+
+namespace flash_qla {
+namespace cpu {
+namespace {
+
+const KernelTable& choose_table() {
+#if defined(__x86_64__)
+  // FLASH_QLA_CPU_ISA=plain|avx2 keeps to less than the machine has: to compare, and to test each table on one machine.
+  const char* limit = std::getenv("FLASH_QLA_CPU_ISA");
+  const auto allowed = [limit](const char* name) { return limit == nullptr || std::strcmp(limit, name) == 0; };
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && allowed("avx512")) return kKernelsAvx512;
+  if (avx2 && (allowed("avx2") || allowed("avx512"))) return kKernelsAvx2;
+#endif
+  return kKernelsPlain;
+}
+
+Status copy_to_host(void* host, const void* device, size_t bytes, int, void*) {
+  if (bytes > 0) std::memcpy(host, device, bytes);
+  return Status();
+}
+
+std::string describe() {
+  return std::string("cpu: instruction set ") + kernel_table().name + ", " + std::to_string(available_threads()) +
+         " threads";
+}
+
+}  // namespace
+
+const KernelTable& kernel_table() {
+  static const KernelTable& table = choose_table();
+  return table;
+}
+
+}  // namespace cpu
+
+const DeviceAccess kCpuAccess = {FLASH_QLA_CPU, cpu::copy_to_host, cpu::describe};
+
+}  // namespace flash_qla

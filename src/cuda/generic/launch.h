@@ -1,0 +1,94 @@
+// Host side of a launch: the call's device, scratch cut out of the caller's workspace, kernel launches as a Status.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/problem.h"
+#include "core/status.h"
+
+namespace flash_qla::cuda {
+
+inline Status cuda_status(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return Status();
+  return make_status(FLASH_QLA_RUNTIME_ERROR, "cuda: %s failed (%s: %s)", what, cudaGetErrorName(error),
+                     cudaGetErrorString(error));
+}
+
+// Makes a device current for as long as the object lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    error_ = cudaGetDevice(&previous_);
+    if (error_ == cudaSuccess && previous_ != device) {
+      error_ = cudaSetDevice(device);
+      changed_ = error_ == cudaSuccess;
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  Status status() const { return cuda_status(error_, "selecting the device"); }
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+  cudaError_t error_ = cudaSuccess;
+};
+
+// Cuts arrays out of the workspace. With a NULL base it only counts, so that the size that a path reports and what it
+// uses come from the same lines.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t elements) {
+    char* p = base_ == nullptr ? nullptr : base_ + bytes_;
+    bytes_ += (static_cast<size_t>(elements) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return reinterpret_cast<T*>(p);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr size_t kAlignment = 256;  // what cudaMalloc gives, and more than any load needs
+  char* base_;
+  size_t bytes_ = 0;
+};
+
+// Starts kernel<<<blocks, threads, shared_bytes, stream>>>(args...). No blocks: nothing to do.
+template <class... Parameters, class... Arguments>
+Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+              cudaStream_t stream, const Arguments&... args) {
+  if (blocks == 0) return Status();
+  // The x dimension of a grid holds 2^31 - 1 blocks.
+  if (blocks > 0x7fffffffLL) {
+    return make_status(FLASH_QLA_NOT_IMPLEMENTED, "cuda: %s would need %lld blocks (at most 2147483647)", name,
+                       static_cast<long long>(blocks));
+  }
+  // Without the attribute a block gets at most 48 KiB.
+  if (shared_bytes > 48 * 1024) {
+    FLASH_QLA_RETURN_IF_ERROR(cuda_status(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        name));
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+// Blocks for `items` at one thread each, in grid-stride loops: no more than keep a large GPU busy.
+inline int64_t blocks_for(int64_t items, int threads) {
+  constexpr int64_t kMostBlocks = 4096;
+  const int64_t blocks = ceil_div(items, threads);
+  return blocks < kMostBlocks ? blocks : kMostBlocks;
+}
+
+}  // namespace flash_qla::cuda

@@ -1,0 +1,65 @@
+// Which slot of a state pool a row of the batch reads and writes. Indices lie on the device; one that is null or past
+// the pool skips its read or write.
+#pragma once
+
+#include "cuda/generic/device_tensor.cuh"
+
+namespace flash_qla::cuda {
+
+constexpr int64_t kNoSlot = -1;   // start from zero, or write nothing
+constexpr int64_t kSkipRow = -2;  // the row reads a null slot: zero output, nothing written
+
+struct PoolIndices {
+  DeviceTensor initial;      // [N] or [N, columns]
+  DeviceTensor final;        // [N], or [N, T] with per_token
+  DeviceTensor has_initial;  // [N] bool; absent: all true
+  DeviceTensor accepted;     // [N]: 1 + the column of `initial` to read; absent: column 0
+  int64_t columns;
+  int64_t slots;
+  int64_t null_index;
+  int32_t used;       // there is a pool
+  int32_t per_token;  // the state after each token is kept, each in its slot
+};
+
+inline PoolIndices pool_indices(const flash_qla_forward_arguments& args) {
+  PoolIndices pool{};
+  if (!present(args.state_pool)) return pool;
+  const Tensor& final = present(args.final_state_indices) ? args.final_state_indices : args.initial_state_indices;
+  pool.initial = device_tensor(args.initial_state_indices);
+  pool.final = device_tensor(final);
+  pool.has_initial = device_tensor(args.has_initial_state);
+  pool.accepted = device_tensor(args.num_accepted_tokens);
+  pool.columns = args.initial_state_indices.ndim > 1 ? args.initial_state_indices.shape[1] : 1;
+  pool.slots = args.state_pool.shape[0];
+  pool.null_index = args.null_index;
+  pool.used = true;
+  pool.per_token = final.ndim > 1;
+  return pool;
+}
+
+__device__ inline int64_t slot_or_none(const PoolIndices& pool, int64_t index) {
+  return index > pool.null_index && index >= 0 && index < pool.slots ? index : kNoSlot;
+}
+
+// The slot that row n starts from, kNoSlot or kSkipRow.
+__device__ inline int64_t read_slot(const PoolIndices& pool, int64_t n) {
+  if (!pool.used) return kNoSlot;
+  if (pool.has_initial.data != nullptr &&
+      static_cast<const uint8_t*>(pool.has_initial.data)[n * pool.has_initial.stride[0]] == 0) {
+    return kNoSlot;
+  }
+  int64_t column = 0;
+  if (pool.accepted.data != nullptr) {
+    column = load_index(pool.accepted, n) - 1;
+    column = column < 0 ? 0 : (column >= pool.columns ? pool.columns - 1 : column);
+  }
+  const int64_t slot = slot_or_none(pool, load_index(pool.initial, n, column));
+  return slot == kNoSlot ? kSkipRow : slot;
+}
+
+// The slot that row n's state goes to after token t (with per_token), or at the end (t = 0).
+__device__ inline int64_t write_slot(const PoolIndices& pool, int64_t n, int64_t t) {
+  return pool.used ? slot_or_none(pool, load_index(pool.final, n, t)) : kNoSlot;
+}
+
+}  // namespace flash_qla::cuda

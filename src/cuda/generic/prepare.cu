@@ -1,0 +1,260 @@
+#include "cuda/generic/prepare.cuh"
+
+namespace flash_qla::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+template <class Real>
+__device__ Real warp_sum(Real x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// Grid-stride index of this warp among `rows` rows, one row a warp.
+__device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
+__device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kWarps; }
+
+template <class Real>
+__device__ Real inverse_norm(const DeviceTensor& x, int64_t row, int K) {
+  Real sum = 0;
+  for (int i = threadIdx.x % 32; i < K; i += 32) {
+    const Real value = load<Real>(x, row + i * x.stride[3]);
+    sum += value * value;
+  }
+  return Real(1) / sqrt(warp_sum(sum) + Real(kL2NormEps));
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K, DeviceTensor x, DeviceTensor out) {
+  for (int64_t r = first_row(); r < rows; r += row_step()) {
+    const int64_t head = r % heads, t = r / heads % T, b = r / heads / T;
+    const int64_t from = offset_of(x, b, t, head), to = offset_of(out, b, t, head);
+    const Real scale = inverse_norm<Real>(x, from, K);
+    for (int i = threadIdx.x % 32; i < K; i += 32) store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
+  }
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    prepare_gates_kernel(int64_t items, int64_t Hv, SequenceTable sequences, const __grid_constant__ Gates gates,
+                         Real* out_log_decay, Real* out_beta) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < items; i += step) {
+    const int64_t head = i % Hv, t = i / Hv % sequences.T, b = i / Hv / sequences.T;
+    const bool chunk_start = gates.g_is_cumsum && starts_chunk(sequences, t);
+    const bool inside = in_a_sequence(sequences, t);
+    out_log_decay[i] = inside ? clamp_log_decay(log_decay<Real>(gates, b, t, head, chunk_start)) : Real(0);
+    out_beta[i] = inside ? effective_beta<Real>(gates, b, t, head) : Real(0);
+  }
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, const Real* parts,
+                       DeviceTensor x, bool l2norm, DeviceTensor dx) {
+  const int lane = threadIdx.x % 32;
+  constexpr int kPerLane = FLASH_QLA_MAX_HEAD_DIM / 32;
+  for (int64_t r = first_row(); r < rows; r += row_step()) {
+    const int64_t head = r % Hq, t = r / Hq % sequences.T, b = r / Hq / sequences.T;
+    const int64_t to = offset_of(dx, b, t, head);
+    if (!in_a_sequence(sequences, t)) {
+      for (int i = lane; i < K; i += 32) store<Real>(dx, to + i * dx.stride[3], Real(0));
+      continue;
+    }
+    const Real* part = parts + r / Hq * Hq * group * K + head * group * K;  // heads of a group are neighbours
+    Real dy[kPerLane];
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const int i = lane + 32 * j;
+      dy[j] = 0;
+      if (i >= K) continue;
+      for (int64_t member = 0; member < group; ++member) dy[j] += part[member * K + i];
+    }
+    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x)
+    Real scale = 1, along = 0;
+    const int64_t from = l2norm ? offset_of(x, b, t, head) : 0;
+    if (l2norm) {
+      scale = inverse_norm<Real>(x, from, K);
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        const int i = lane + 32 * j;
+        if (i < K) along += dy[j] * load<Real>(x, from + i * x.stride[3]);
+      }
+      along = warp_sum(along) * scale * scale;
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const int i = lane + 32 * j;
+      if (i >= K) continue;
+      const Real value = l2norm ? scale * (dy[j] - along * load<Real>(x, from + i * x.stride[3])) : dy[j];
+      store<Real>(dx, to + i * dx.stride[3], value);
+    }
+  }
+}
+
+// Gradient of a raw gate and of A_log through one token.
+template <class Real>
+struct GateGradient {
+  Real dg, dA_log;
+};
+
+template <class Real>
+__device__ GateGradient<Real> through_gate(const SequenceTable& sequences, const Gates& gates, int64_t b, int64_t t,
+                                           int64_t head, Real d_log_decay) {
+  const bool chunk_start = gates.g_is_cumsum && starts_chunk(sequences, t);
+  const Real g = log_decay<Real>(gates, b, t, head, chunk_start);
+  if (g < Real(kMinLogDecay)) return {Real(0), Real(0)};  // the clamp: the exact limit
+  if (!gates.use_gate) return {d_log_decay, Real(0)};
+  const Real raw = load<Real>(gates.g, offset_of(gates.g, b, t, head));
+  return {d_log_decay * gate_rate<Real>(gates, head) * sigmoid(biased_gate(gates, raw, head)), d_log_decay * g};
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    finish_gates_kernel(int64_t items, int64_t Hv, SequenceTable sequences, const __grid_constant__ Gates gates,
+                        const Real* d_log_decay, const Real* d_beta, const __grid_constant__ GateGradients out) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < items; i += step) {
+    const int64_t head = i % Hv, t = i / Hv % sequences.T, b = i / Hv / sequences.T;
+    const bool inside = in_a_sequence(sequences, t);
+    if (out.dg.data != nullptr) {
+      const Real dg = inside ? through_gate(sequences, gates, b, t, head, d_log_decay[i]).dg : Real(0);
+      store<Real>(out.dg, offset_of(out.dg, b, t, head), dg);
+    }
+    if (out.dbeta.data != nullptr) {
+      Real dbeta = inside ? d_beta[i] : Real(0);
+      if (inside && gates.use_sigmoid) {
+        const Real y = sigmoid(load<Real>(gates.beta, offset_of(gates.beta, b, t, head)));
+        dbeta *= Real(gates.beta_range) * y * (Real(1) - y);
+      }
+      store<Real>(out.dbeta, offset_of(out.dbeta, b, t, head), dbeta);
+    }
+  }
+}
+
+// Tokens that one block sums: enough to fill its threads several times, few enough that a million tokens keep a GPU busy.
+constexpr int64_t kSumTokens = 4096;
+
+// sums [parts, 2, Hv]: dA_log and ddt_bias over tokens [part * kSumTokens, ...) of one head. The order of the additions
+// depends on the number of tokens alone.
+template <class Real>
+__global__ void __launch_bounds__(kThreads)
+    sum_gates_kernel(int64_t tokens, int64_t Hv, SequenceTable sequences, const __grid_constant__ Gates gates,
+                     const Real* d_log_decay, double* sums) {
+  const int64_t head = blockIdx.x % Hv, part = blockIdx.x / Hv;
+  double dA_log = 0, ddt_bias = 0;
+  const int64_t end = (part + 1) * kSumTokens < tokens ? (part + 1) * kSumTokens : tokens;
+  for (int64_t i = part * kSumTokens + threadIdx.x; i < end; i += kThreads) {
+    const int64_t t = i % sequences.T, b = i / sequences.T;
+    if (!in_a_sequence(sequences, t)) continue;
+    const auto gradient = through_gate(sequences, gates, b, t, head, d_log_decay[i * Hv + head]);
+    // A gate of -inf has no gradient; its product with the infinite log decay would be NaN.
+    if (gradient.dA_log != Real(0)) dA_log += gradient.dA_log;
+    ddt_bias += gradient.dg;
+  }
+  __shared__ double s_sums[2][kWarps];
+  dA_log = warp_sum(dA_log);
+  ddt_bias = warp_sum(ddt_bias);
+  if (threadIdx.x % 32 == 0) {
+    s_sums[0][threadIdx.x / 32] = dA_log;
+    s_sums[1][threadIdx.x / 32] = ddt_bias;
+  }
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    double sum = 0;
+    for (int w = 0; w < kWarps; ++w) sum += s_sums[threadIdx.x][w];
+    sums[(part * 2 + threadIdx.x) * Hv + head] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    store_gate_sums_kernel(int64_t parts, int64_t Hv, const double* sums, DeviceTensor dA_log, DeviceTensor ddt_bias) {
+  for (int64_t head = threadIdx.x; head < Hv; head += kThreads) {
+    double total[2] = {0, 0};
+    for (int64_t part = 0; part < parts; ++part) {
+      for (int which = 0; which < 2; ++which) total[which] += sums[(part * 2 + which) * Hv + head];
+    }
+    if (dA_log.data != nullptr) store<double>(dA_log, offset_of(dA_log, head), total[0]);
+    if (ddt_bias.data != nullptr) store<double>(ddt_bias, offset_of(ddt_bias, head), total[1]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    zero_outside_kernel(int64_t rows, int64_t heads, int64_t size, SequenceTable sequences, DeviceTensor x) {
+  for (int64_t r = first_row(); r < rows; r += row_step()) {
+    const int64_t head = r % heads, t = r / heads;  // cu_seqlens: one batch row
+    if (in_a_sequence(sequences, t)) continue;
+    const int64_t to = offset_of(x, 0, t, head);
+    for (int64_t i = threadIdx.x % 32; i < size; i += 32) store<double>(x, to + i * x.stride[3], 0.0);
+  }
+}
+
+}  // namespace
+
+template <class Real>
+Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream) {
+  const int64_t rows = p.B * p.T * p.Hq;
+  return launch("normalize", normalize_kernel<Real>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T, p.Hq,
+                static_cast<int>(p.K), x, out);
+}
+
+template <class Real>
+Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
+                            Real* beta, cudaStream_t stream) {
+  const int64_t items = p.B * p.T * p.Hv;
+  return launch("prepare_gates", prepare_gates_kernel<Real>, blocks_for(items, kThreads), kThreads, 0, stream, items,
+                p.Hv, sequences, gates, log_decay, beta);
+}
+
+template <class Real>
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
+                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
+  const int64_t rows = p.B * p.T * p.Hq;
+  return launch("finish_keys", finish_keys_kernel<Real>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.Hq,
+                p.group, static_cast<int>(p.K), sequences, parts, x, l2norm, dx);
+}
+
+int64_t gate_sum_scratch(const Problem& p) { return ceil_div(p.B * p.T, kSumTokens) * 2 * p.Hv; }
+
+template <class Real>
+Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates,
+                           const Real* d_log_decay, const Real* d_beta, const GateGradients& out, double* scratch,
+                           cudaStream_t stream) {
+  const int64_t tokens = p.B * p.T, items = tokens * p.Hv;
+  if (out.dg.data != nullptr || out.dbeta.data != nullptr) {
+    FLASH_QLA_RETURN_IF_ERROR(launch("finish_gates", finish_gates_kernel<Real>, blocks_for(items, kThreads), kThreads,
+                                     0, stream, items, p.Hv, sequences, gates, d_log_decay, d_beta, out));
+  }
+  if (out.dA_log.data == nullptr && out.ddt_bias.data == nullptr) return Status();
+  const int64_t parts = ceil_div(tokens, kSumTokens);
+  FLASH_QLA_RETURN_IF_ERROR(launch("sum_gates", sum_gates_kernel<Real>, parts * p.Hv, kThreads, 0, stream, tokens,
+                                   p.Hv, sequences, gates, d_log_decay, scratch));
+  return launch("store_gate_sums", store_gate_sums_kernel, 1, kThreads, 0, stream, parts, p.Hv,
+                static_cast<const double*>(scratch), out.dA_log, out.ddt_bias);
+}
+
+Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, const DeviceTensor& x, int64_t heads,
+                           int64_t size, cudaStream_t stream) {
+  if (!p.varlen || x.data == nullptr) return Status();
+  const int64_t rows = p.T * heads;
+  return launch("zero_outside", zero_outside_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, heads, size,
+                sequences, x);
+}
+
+#define FLASH_QLA_INSTANTIATE(Real)                                                                                   \
+  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);     \
+  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,        \
+                                             cudaStream_t);                                                           \
+  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&,    \
+                                           bool, const DeviceTensor&, cudaStream_t);                                  \
+  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,          \
+                                            const Real*, const GateGradients&, double*, cudaStream_t);
+FLASH_QLA_INSTANTIATE(float)
+FLASH_QLA_INSTANTIATE(double)
+#undef FLASH_QLA_INSTANTIATE
+
+}  // namespace flash_qla::cuda

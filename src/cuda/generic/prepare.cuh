@@ -1,0 +1,41 @@
+// Inputs as the recurrence uses them, and gradients back to the inputs as they were given: what the wrapping options
+// (l2 norm, gate activation, beta sigmoid, cumsum) need before and after the core. Real is float, or double for the
+// oracle.
+#pragma once
+
+#include "cuda/generic/gates.cuh"
+
+namespace flash_qla::cuda {
+
+// [B, T, Hq, K] -> rows of norm 1 in x's dtype. Statistics in Real.
+template <class Real>
+Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream);
+
+// Clamped log decay and beta of every token, [B, T, Hv] Real.
+template <class Real>
+Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
+                            Real* beta, cudaStream_t stream);
+
+// dx [B, T, Hq, K] from the parts of each value head, [B * T, Hv, K] Real: summed over a group's heads in order, chained
+// through the l2 norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero.
+template <class Real>
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
+                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
+
+// Gradients of g, beta, A_log and dt_bias from those of the log decay and the effective beta, [B * T, Hv] Real.
+struct GateGradients {
+  DeviceTensor dg, dbeta;           // [B, T, Hv]
+  DeviceTensor dA_log, ddt_bias;    // [Hv]
+};
+// Scratch for the sums over tokens: elements of double.
+int64_t gate_sum_scratch(const Problem& p);
+template <class Real>
+Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates,
+                           const Real* d_log_decay, const Real* d_beta, const GateGradients& out, double* scratch,
+                           cudaStream_t stream);
+
+// Zero to the rows [B, T, heads, size] of tokens outside all sequences.
+Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, const DeviceTensor& x, int64_t heads,
+                           int64_t size, cudaStream_t stream);
+
+}  // namespace flash_qla::cuda

@@ -1,0 +1,28 @@
+// The oracle on the device: the token recurrence of docs/math.md in fp64, forward and reverse, a few lines a step. It is
+// slow, obvious, and taken only when it is named; checks of benchmark sizes use it where the host would take hours.
+#pragma once
+
+#include "cuda/generic/backward_call.cuh"
+#include "cuda/generic/forward_call.cuh"
+
+namespace flash_qla::cuda {
+
+// `boundaries`: NULL, or where to keep the states at chunk boundaries inside sequences (see generic/recurrence.cuh),
+// [slots, Hv, K, V].
+Status launch_oracle_forward(const Problem& p, const ForwardParams& params, double* boundaries, cudaStream_t stream);
+
+// Sum over a warp, in all lanes.
+__device__ inline double warp_sum(double x) {
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// e^g and beta of a token.
+__device__ inline double oracle_decay(const TokenInputs& in, int64_t b, int64_t t, int head) {
+  return in.g.data == nullptr ? 1.0 : exp(clamp_log_decay(load<double>(in.g, offset_of(in.g, b, t, head))));
+}
+__device__ inline double oracle_beta(const TokenInputs& in, int64_t b, int64_t t, int head) {
+  return in.beta.data == nullptr ? 1.0 : load<double>(in.beta, offset_of(in.beta, b, t, head));
+}
+
+}  // namespace flash_qla::cuda

@@ -1,0 +1,20 @@
+// The paths that run on NVIDIA GPUs, as the table in core/registry.cpp lists them.
+#pragma once
+
+#include "core/registry.h"
+
+namespace flash_qla {
+
+extern const ForwardPath kCudaGenericChunkForward;
+extern const ForwardPath kCudaGenericRecurrent;
+extern const BackwardPath kCudaGenericChunkBackward;
+
+extern const ForwardPath kCudaDecode;
+
+extern const ForwardPath kCudaOracleChunkForward;
+extern const ForwardPath kCudaOracleRecurrent;
+extern const BackwardPath kCudaOracleChunkBackward;
+
+extern const DeviceAccess kCudaAccess;
+
+}  // namespace flash_qla

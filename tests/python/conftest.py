@@ -1,0 +1,65 @@
+"""Options of the Python tests: the same files run on every device and on every path.
+
+    pytest tests/python                                     # CPU, the path that the library chooses
+    pytest tests/python --device cuda --path cuda_generic   # one path by name
+    pytest tests/python --runslow                           # soaks and sizes that take minutes
+"""
+
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# Derandomised: a run that fails fails again. tests/fuzz draws new cases.
+hypothesis.settings.register_profile(
+    "ladder", derandomize=True, deadline=None, max_examples=15, print_blob=True,
+    suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.load_profile("ladder")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.addoption("--path", default="auto", help="name of a path as explain() prints it, or auto")
+    parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: needs a CUDA device (graphs, streams, sanitizers)")
+    config.addinivalue_line("markers", "slow: takes minutes; run with --runslow")
+    config.addinivalue_line("markers", "cpu_only: about the host alone, independent of --device")
+    if config.option.durations is None:
+        config.option.durations = 12  # the suite has a time budget: always show where it goes
+    import helpers
+
+    helpers.settings.device = config.getoption("--device")
+    helpers.settings.path = config.getoption("--path")
+
+
+def pytest_collection_modifyitems(config, items):
+    device = config.getoption("--device")
+    for item in items:
+        if device == "cpu" and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+        if device != "cpu" and item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason="about the host alone: runs with --device cpu"))
+        if item.get_closest_marker("slow") and not config.getoption("--runslow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: --runslow"))
+
+
+@pytest.fixture
+def device():
+    import helpers
+
+    return helpers.settings.device
+
+
+@pytest.fixture(autouse=True)
+def chosen_path():
+    """Every call of a test takes the path named on the command line."""
+    import helpers
+
+    with helpers.use_path(helpers.settings.path):
+        yield

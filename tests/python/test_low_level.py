@@ -1,0 +1,191 @@
+"""chunk_gated_delta_rule_fwd and _bwd: number, shapes and meaning of their values, and feeding them into each other."""
+
+import helpers
+import oracle
+import pytest
+import torch
+from helpers import assert_bitwise, assert_close, make_inputs, to_numpy
+
+import flash_qla
+
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
+layouts = pytest.mark.parametrize("seqlens", [None, [70, 0, 130, 64]], ids=["dense", "varlen"])
+
+
+def forward(x, **options):
+    return flash_qla.chunk_gated_delta_rule_fwd(
+        x.q, x.k, x.v, x.g, x.beta, **(dict(initial_state=x.initial_state, cu_seqlens=x.cu_seqlens) | options))
+
+
+def backward(x, g, A, **options):
+    return flash_qla.chunk_gated_delta_rule_bwd(
+        x.q, x.k, x.v, g, x.beta, A, x.do, **(dict(dht=x.dht, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens) | options))
+
+
+def bounds(dtype):
+    """The pair carries a float32 cumsum: its own bound in float32, the usual ones below."""
+    if dtype == torch.float32:
+        return dict.fromkeys(helpers.TENSORS, helpers.LOW_LEVEL_FLOAT32)
+    return {name: helpers.bound_for(name, dtype) for name in helpers.TENSORS}
+
+
+def case(dtype, seqlens, **more):
+    return make_inputs(**(dict(B=2, T=150, Hq=2, Hv=4, K=64, V=48, dtype=dtype, seqlens=seqlens) | more))
+
+
+@both
+@layouts
+@pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
+def test_values_of_forward(v_first, seqlens, dtype):
+    x = case(dtype, seqlens, state_v_first=v_first)
+    values = forward(x, output_h=True, state_v_first=v_first)
+    assert len(values) == 5
+    g, A, o, h, final_state = values
+    B, T, Hv, V = x.v.shape
+    cu = None if seqlens is None else x.cu_seqlens.cpu().numpy()
+    assert (g.shape, g.dtype) == ((B, T, Hv), torch.float32)
+    assert (A.shape, A.dtype) == ((B, T, Hv, 64), dtype)
+    rows = B * -(-T // 64) if seqlens is None else T // 64 + len(seqlens)
+    assert (h.shape, h.dtype) == ((rows, Hv, *((V, 64) if v_first else (64, V))), dtype)
+    assert (o.dtype, final_state.dtype) == (dtype, torch.float32)
+
+    assert_close("g", g, oracle.chunk_cumsum(to_numpy(x.g), cu), 1e-6, 2)
+    assert_close("A", A, oracle.chunk_inverse(to_numpy(x.k), to_numpy(x.beta), cu), 1e-5 if dtype == torch.float32 else 5e-3, 2)
+    starts = oracle.chunk_starts(B, T, cu)
+    want_o, want_final, want_h = oracle.forward(
+        *(to_numpy(t) for t in (x.q, x.k, x.v, x.g, x.beta)), initial_state=to_numpy(x.initial_state), cu_seqlens=cu,
+        options=oracle.Options(state_v_first=v_first), snapshots=starts)
+    helpers.compare({"o": o, "final_state": final_state, "h": h[:len(starts)]},
+                    {"o": want_o, "final_state": want_final, "h": want_h}, dtype, bounds=bounds(dtype))
+    assert not h[len(starts):].any(), "rows after the last chunk are zero"
+
+
+@both
+@layouts
+@pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
+def test_forward_feeds_backward(v_first, seqlens, dtype):
+    x = case(dtype, seqlens, state_v_first=v_first)
+    g, A, o, h, final_state = forward(x, state_v_first=v_first)
+    assert h is None
+    values = backward(x, g, A, state_v_first=v_first)
+    assert len(values) == 6
+    got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), values))
+    for name, like in (("dq", x.q), ("dk", x.k), ("dv", x.v), ("dbeta", x.beta)):
+        assert (got[name].shape, got[name].dtype) == (like.shape, like.dtype), name
+    assert got["dg"].dtype == torch.float32 and got["dh0"].dtype == torch.float32
+    want = helpers.reference(x)
+    helpers.compare(got, {name: want[name] for name in got}, dtype, bounds=bounds(dtype))
+
+
+@both
+def test_backward_recomputes_a_missing_inverse(dtype):
+    x = case(dtype, None)
+    g, A, *_ = forward(x)
+    want = helpers.reference(x)
+    got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), backward(x, g, None)))
+    helpers.compare(got, {name: want[name] for name in got}, dtype, bounds=bounds(dtype))
+
+
+@both
+def test_low_precision_initial_state_gives_a_float32_gradient(dtype):
+    x = case(dtype, None, state_dtype=torch.bfloat16)
+    g, A, *_ = forward(x)
+    dh0 = backward(x, g, A)[5]
+    assert dh0.dtype == torch.float32
+    assert_close("dh0", dh0, helpers.reference(x)["dh0"], bounds(dtype)["dh0"], 1)
+
+
+@both
+def test_cumsum_restarts_and_is_clamped(dtype):
+    x = case(dtype, [70, 0, 130, 64], padding=6)
+    g = x.g.clone()
+    g[:, 3] = -1e4
+    g[:, 72] = -torch.inf
+    g[:, 80, 1] = 0.5
+    cumsum = forward(x.replace(g=g))[0]
+    assert cumsum.isfinite().all() and not cumsum[:, 264:].any()
+    assert_close("g", cumsum, oracle.chunk_cumsum(to_numpy(g), x.cu_seqlens.cpu().numpy()), 1e-6, 2)
+    # Differences after the clamped token keep their digits: that is what the clamp is for.
+    assert_close("g", (cumsum[:, 60] - cumsum[:, 50]), (to_numpy(g)[:, 51:61]).sum(1), 1e-3)
+
+
+@both
+def test_no_gate_no_beta(dtype):
+    x = case(dtype, None).replace(g=None, beta=None)
+    g, A, o, _, final_state = forward(x)
+    assert not g.any()
+    want = helpers.reference(x)
+    dq, dk, dv, db, dg, dh0 = backward(x, None, A)
+    assert db is None and dg is None
+    helpers.compare({"o": o, "final_state": final_state, "dq": dq, "dk": dk, "dv": dv, "dh0": dh0}, want, dtype, bounds=bounds(dtype))
+
+
+def test_values_asked_for():
+    x = case(torch.float32, None)
+    g, A, o, h, final_state = forward(x, output_final_state=False, output_h=False)
+    assert h is None and final_state is None and A is not None and g is not None
+    assert backward(x.replace(dht=None), g, A, initial_state=None, dht=None)[5] is None
+    assert forward(x, output_final_state=True)[4] is not None
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_sixth_value_only_when_the_cache_is_named(cache):
+    x = case(torch.float32, None)
+    values = forward(x, enable_fwd_cp_cache=cache, is_train=True, cp_context=None)
+    assert len(values) == 6
+    g, A = values[:2]
+    for a, b in zip(backward(x, g, A, cp_cache=values[5], cp_context=None), backward(x, g, A)):
+        assert_bitwise("gradient", a, b)
+
+
+def test_h_is_exact_in_rows_with_offsets_on_the_host():
+    x = case(torch.float32, [70, 0, 130, 64])
+    capacity = forward(x, output_h=True)[3]
+    for host in (x.cu_seqlens.cpu(), x.cu_seqlens.cpu().numpy(), x.cu_seqlens.tolist()):
+        exact = forward(x, output_h=True, cu_seqlens_cpu=host)[3]
+        assert exact.shape[0] == 2 + 0 + 3 + 1
+        assert_bitwise("h", exact, capacity[:6])
+
+
+@both
+def test_h_rows_of_empty_sequences(dtype):
+    x = case(dtype, [0, 0, 0], padding=10)
+    h = forward(x, output_h=True)[3]
+    assert h.shape[0] == 10 // 64 + 3 and not h.any()
+
+
+@both
+def test_agrees_bitwise_with_autograd_where_both_are_float32(dtype):
+    x = case(dtype, [70, 0, 130, 64])
+    whole = helpers.run(x)
+    g, A, o, _, final_state = forward(x)
+    assert_bitwise("o", o, whole["o"])
+    assert_bitwise("final_state", final_state, whole["final_state"])
+
+
+@both
+@pytest.mark.parametrize("missing", ["do", "dht", "initial_state"])
+def test_backward_with_absent_tensors(missing, dtype):
+    x = case(dtype, [70, 0, 130]).replace(**{missing: None})
+    g, A, *_ = forward(x)
+    got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), backward(x, g, A)))
+    want = helpers.reference(x)
+    helpers.compare(got, {name: want[name] for name in got if name in want}, dtype, bounds=bounds(dtype))
+
+
+def test_float64_pair_on_the_cpu(device):
+    if device != "cpu":
+        pytest.skip("float64 is offered on the CPU alone")
+    x = make_inputs(T=100, Hq=1, Hv=2, K=16, dtype=torch.float64)
+    g, A, o, h, final_state = forward(x, output_h=True)
+    assert {t.dtype for t in (g, A, o, h, final_state)} == {torch.float64}
+    got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), backward(x, g, A))) | {"o": o, "final_state": final_state}
+    helpers.compare(got, helpers.reference(x), torch.float64)
+
+
+def test_many_value_heads_of_one_key_head():
+    x = make_inputs(T=70, Hq=1, Hv=64, K=16, dtype=torch.bfloat16)
+    g, A, *_ = forward(x)
+    got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), backward(x, g, A)))
+    want = helpers.reference(x)
+    helpers.compare(got, {name: want[name] for name in got}, x.dtype)

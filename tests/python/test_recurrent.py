@@ -1,0 +1,82 @@
+"""fused_recurrent_gated_delta_rule: every option, FLA's parameter order, forward only."""
+
+import helpers
+import pytest
+import torch
+from helpers import make_inputs
+
+import flash_qla
+
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=helpers.dtype_name)
+
+
+def recurrent(x, **overrides):
+    arguments = dict(g=x.g, beta=x.beta, initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens,
+                     A_log=x.A_log, dt_bias=x.dt_bias) | x.options | overrides
+    return flash_qla.fused_recurrent_gated_delta_rule(x.q, x.k, x.v, **arguments)
+
+
+def check(x):
+    helpers.compare(helpers.run(x, grads=False, function=recurrent), helpers.reference(x, grads=False), x.dtype)
+
+
+@both
+@pytest.mark.parametrize("raw", [False, True], ids=["plain", "raw"])
+@pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
+@pytest.mark.parametrize("seqlens", [None, [1, 0, 3, 1, 20]], ids=["dense", "varlen"])
+def test_options(seqlens, v_first, raw, dtype):
+    check(make_inputs(B=3, T=4, Hq=2, Hv=4, K=64, V=32, dtype=dtype, raw=raw, state_v_first=v_first, seqlens=seqlens, grads=False))
+
+
+@both
+@pytest.mark.parametrize("T", [1, 17, 65, 130])
+def test_lengths(T, dtype):
+    check(make_inputs(B=2, T=T, Hq=1, Hv=2, K=128, dtype=dtype, grads=False))
+
+
+@both
+@pytest.mark.parametrize("dims", [(1, 1), (7, 3), (96, 192), (256, 256)], ids=str)
+def test_head_dims(dims, dtype):
+    check(make_inputs(B=2, T=2, Hq=1, Hv=2, K=dims[0], V=dims[1], dtype=dtype, grads=False))
+
+
+@both
+def test_absent_tensors_and_low_precision_states(dtype):
+    x = make_inputs(B=2, T=3, Hq=1, Hv=2, K=64, dtype=dtype, grads=False)
+    check(x.replace(g=None, beta=None, initial_state=None))
+    check(make_inputs(B=2, T=3, Hq=1, Hv=2, K=64, dtype=dtype, grads=False, state_dtype=torch.bfloat16, gate_dtype=torch.bfloat16,
+                      beta_dtype=torch.bfloat16))
+
+
+def test_parameter_order_is_flas():
+    x = make_inputs(B=2, T=2, K=32, grads=False)
+    by_position = flash_qla.fused_recurrent_gated_delta_rule(x.q, x.k, x.v, x.g, None, None, x.beta, 0.5, x.initial_state, True)
+    by_name = recurrent(x, scale=0.5)
+    for a, b in zip(by_position, by_name):
+        helpers.assert_bitwise("value", a, b)
+
+
+def test_final_state_is_only_returned_when_asked():
+    x = make_inputs(T=2, K=32, grads=False)
+    assert recurrent(x, output_final_state=False)[1] is None
+
+
+def test_agrees_with_the_chunked_call():
+    x = make_inputs(T=100, K=128, grads=False)
+    a, b = recurrent(x), helpers.call(x)
+    for name, left, right in zip(("o", "final_state"), a, b):
+        helpers.assert_close(name, left, helpers.to_numpy(right), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gk", "gv"])
+def test_channel_decay_is_not_there_yet(name):
+    x = make_inputs(T=2, K=32, grads=False)
+    with pytest.raises(NotImplementedError, match=f"^fused_recurrent_gated_delta_rule: {name} "):
+        recurrent(x, **{name: torch.zeros_like(x.q)})
+
+
+def test_backward_is_refused():
+    x = make_inputs(T=2, K=32)
+    o, _ = recurrent(x.replace(q=x.q.requires_grad_()))
+    with pytest.raises(NotImplementedError, match="^fused_recurrent_gated_delta_rule: .*chunk_gated_delta_rule"):
+        o.sum().backward()
