@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#ifdef FLASH_QLA_WATCHDOG
+#include <cstdio>
+#endif
 
 namespace flash_qla::cuda {
 
@@ -42,27 +45,23 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 }
 
 #ifdef FLASH_QLA_WATCHDOG
-// Debug builds: a wait that never ends becomes an error that names its barrier (shared-memory address, phase, block, thread).
-__device__ uint32_t* watchdog_report = nullptr;
+// Debug builds: a wait that never ends is reported (shared-memory address, parity, place) and given up, so that the kernel ends.
+static __device__ unsigned watchdog_reports = 0;
 
-__device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t parity) {
-  if (watchdog_report != nullptr && atomicCAS_system(watchdog_report, 0u, 1u) == 0u) {
-    volatile uint32_t* report = watchdog_report;
-    report[1] = barrier;
-    report[2] = parity;
-    report[3] = blockIdx.x;
-    report[4] = threadIdx.x;
-    __threadfence_system();
+static __device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t parity) {
+  if (atomicAdd(&watchdog_reports, 1u) < 24u) {
+    printf("stuck: barrier 0x%x parity %u block %d thread %d\n", barrier, parity, blockIdx.x, threadIdx.x);
   }
-  for (int i = 0; i < 100; ++i) __nanosleep(10000);
-  __trap();
 }
 #endif
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef FLASH_QLA_WATCHDOG
   for (uint32_t polls = 0; !mbarrier_try_wait(barrier, parity); ++polls) {
-    if (polls > (1u << 18)) watchdog_fire(barrier, parity);
+    if (polls > (1u << 16)) {
+      watchdog_fire(barrier, parity);
+      break;
+    }
   }
 #else
   while (!mbarrier_try_wait(barrier, parity)) {

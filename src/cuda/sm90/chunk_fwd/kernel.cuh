@@ -10,26 +10,10 @@
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
 #include "../../common/wgmma.cuh"
-#include "params.h"
+#include "kernel_params.h"
 #include "traits.h"
 
 namespace flash_qla::cuda::sm90 {
-
-// One sequence in the order the planner chose: longest first.
-struct PlannedSequence {
-  int32_t start;        // first token
-  int32_t length;       // tokens
-  int32_t index;        // position in cu_seqlens
-  int32_t first_chunk;  // chunks of all sequences before it in cu_seqlens
-};
-
-struct ChunkForwardKernelParams {
-  CUtensorMap q, k, v, o;
-  ChunkForwardArgs args;
-  const PlannedSequence* plan;  // [N]; null: sequences in their own order, tiles dealt round robin
-  uint32_t* ticket;             // tiles given out beyond the first of each block; with plan
-  int32_t tiles;                // N * Hv, twice that with V split
-};
 
 inline constexpr int kFirstChunk = 1;
 inline constexpr int kLastChunk = 2;
@@ -71,6 +55,19 @@ __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, 
   return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
 }
 
+// Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
+__device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& args, int32_t i) {
+  if (args.cu_seqlens == nullptr) {
+    const int32_t length = static_cast<int32_t>(args.dense_length);
+    return {i * length, length, i, i * ((length + kChunk - 1) / kChunk)};
+  }
+  int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
+  int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, static_cast<int64_t>(i) + 1);
+  start = min(max(start, int64_t{0}), args.num_tokens);
+  end = min(max(end, start), args.num_tokens);
+  return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
+}
+
 __device__ __forceinline__ int64_t resolve_slot(const StateSet& set, int64_t sequence) {
   if (set.data == nullptr) return -1;
   if (set.indices == nullptr) return sequence;
@@ -97,17 +94,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
       tile >>= 1;
     }
     const int32_t rank = tile / args.num_value_heads;
-    PlannedSequence sequence;
-    if (p.plan != nullptr) {
-      sequence = p.plan[rank];
-    } else if (args.cu_seqlens != nullptr) {
-      const int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, rank);
-      const int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, rank + 1);
-      sequence = {static_cast<int32_t>(start), static_cast<int32_t>(end - start), rank, 0};
-    } else {
-      const int32_t length = static_cast<int32_t>(args.dense_length);
-      sequence = {rank * length, length, rank, rank * ((length + kChunk - 1) / kChunk)};
-    }
+    const PlannedSequence sequence = p.plan != nullptr ? p.plan[rank] : sequence_at(args, rank);
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
@@ -697,6 +684,35 @@ struct StateRole {
     }
   }
 
+  // The state at the chunk's start, as the products below see it.
+  __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
+    if (p.args.h == nullptr) return;
+    Element* base = static_cast<Element*>(p.args.h) +
+                    (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
+    const int dv = first_row(c);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int row = dv + 8 * (i & 1), column = 8 * (i >> 1) + 2 * at.q;
+      if (p.args.state_v_first) {
+        *reinterpret_cast<uint32_t*>(base + row * kHeadDim + column) = packed[i];
+      } else {
+        uint16_t* element = reinterpret_cast<uint16_t*>(base + column * kHeadDim + row);
+        element[0] = static_cast<uint16_t>(packed[i] & 0xffff);
+        element[kHeadDim] = static_cast<uint16_t>(packed[i] >> 16);
+      }
+    }
+  }
+
+  // The state after every n-th full chunk of a sequence.
+  __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
+    const ChunkForwardArgs& args = p.args;
+    if (args.checkpoints == nullptr || c.valid < kChunk || (c.position + 1) % args.checkpoint_every_chunks != 0) return;
+    const int64_t row = args.checkpoint_cu_starts[c.sequence] + (c.position + 1) / args.checkpoint_every_chunks - 1;
+    char* matrix = static_cast<char*>(args.checkpoints) +
+                   (row * args.num_value_heads + c.head) * (kHeadDim * kHeadDim) * element_size(args.checkpoint_type);
+    move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
+  }
+
   // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
   __device__ void put_o(const float (&o)[32], uint32_t stage) const {
     const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
@@ -738,6 +754,7 @@ struct StateRole {
       uint32_t packed[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+      if constexpr (Traits::kSave) save_h(packed, chunk);
       float u[32];
       const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
       wgmma_fence();
@@ -842,6 +859,7 @@ struct StateRole {
       pin(v);
       if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * slot);
 
+      if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;
         move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s, first_row(chunk), at.q);
@@ -879,6 +897,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_forward_kernel
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     walker.remaining = -1;
     walker.tile = blockIdx.x;
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // the planner, if there is one, was launched just before
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
   }
@@ -902,6 +921,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_forward_kernel
     role.run();
 #endif
   }
+}
+
+template <typename Traits>
+ChunkForwardKernel describe_kernel() {
+  return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes, Traits::kStateGroups};
 }
 
 }  // namespace flash_qla::cuda::sm90
