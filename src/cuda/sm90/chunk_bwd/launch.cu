@@ -2,28 +2,12 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/generic/launch.h"
 #include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
 namespace flash_qla::cuda::sm90 {
 namespace {
-
-// Hands out pieces of the scratch, or only counts them.
-class Workspace {
- public:
-  explicit Workspace(void* base) : base_(static_cast<uint8_t*>(base)) {}
-  template <typename T>
-  T* take(int64_t count) {
-    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
-    return piece;
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
 
 size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
   Workspace workspace(base);
@@ -41,7 +25,7 @@ size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kDim;
     p->dv = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kDim, 1}, p->v.type};
   }
-  return workspace.used();
+  return workspace.bytes();
 }
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -102,13 +86,19 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
   return error;
 }
 
+cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
+                             cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  const int64_t rows = B * T * heads;
+  sm90_chunk_bwd_copy_kernel<<<static_cast<unsigned>(ceil_div(rows, kThreads / 32)), kThreads, 0, stream>>>(
+      from, to, T, heads, rows);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                   const ChunkBackwardStage& stage, cudaStream_t stream) {
   if (stage.plan && p.cu_seqlens != nullptr) {
-    sm90_chunk_bwd_plan_kernel<<<1, kPlanThreads, 0, stream>>>(p);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-    // Most calls have no padding, and these blocks leave at once: two for each of a large card's multiprocessors.
-    sm90_chunk_bwd_padding_kernel<<<264, 256, 0, stream>>>(p);
+    sm90_chunk_bwd_plan_kernel<<<1 + kPaddingBlocks, kPlanThreads, 0, stream>>>(p);
     FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
   return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, stream)

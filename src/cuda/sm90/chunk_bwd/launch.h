@@ -32,6 +32,10 @@ void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, voi
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q, const StridedTensor& k,
                                      const StridedTensor& d_o, ChunkBackwardMaps* maps);
 
+// Copies [B, T, heads, 128] of any strides and float type into a tensor that the copy engine takes.
+cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
+                             cudaStream_t stream);
+
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
                                   const ChunkBackwardStage& stage, cudaStream_t stream);
