@@ -52,6 +52,11 @@ __device__ __forceinline__ uint32_t load_shared_u1(uint32_t smem) {
   return v;
 }
 
+// Counts in a named barrier without waiting for it.
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Registers a thread of this warpgroup may use from here on; executed by all its warps. The groups' sum must not grow
 // past what the block was launched with.
 template <int kRegisters>

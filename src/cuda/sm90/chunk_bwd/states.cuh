@@ -14,11 +14,11 @@ namespace flash_qla::cuda::sm90 {
 // products is shortest with a tensor core of its own), else 2 (K, Q, G o A and P are loaded once for both).
 template <int kGroups>
 struct StatesTraits {
-  // One group lives within the 255 registers of any thread. Two need more than an even share: the loading warp comes as
-  // a whole warpgroup then, that leaves them its registers (24 + 2 * 240 = 3 * 168).
+  // One group lives within the 255 registers of any thread. Two need more than an even share: the copying warps come as a
+  // whole warpgroup then, that leaves them its registers (40 + 2 * 232 = 3 * 168).
   static constexpr bool kMoveRegisters = kGroups == 2;
-  static constexpr int kThreads = kGroups * 128 + (kMoveRegisters ? 128 : 32);
-  static constexpr int kLoadRegisters = 24, kGroupRegisters = 240;
+  static constexpr int kThreads = kGroups * 128 + (kMoveRegisters ? 128 : 64);
+  static constexpr int kCopyRegisters = 40, kGroupRegisters = 232;
 
   // A stage of the forward pass: K, V, G o A, gates.
   static constexpr uint32_t kFwdK = 0;
@@ -45,12 +45,23 @@ struct StatesTraits {
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
   static constexpr uint32_t kOutOffset = kStagesBytes;
   static constexpr uint32_t kBarriers = kOutOffset + kGroups * kOut;
-  static constexpr uint32_t kBytes = 1024 + kBarriers + 2 * 8 * 5;  // 1024: the tiles' alignment
+  // Full and empty of five stages, then of each group's state and token tiles on their way out.
+  static constexpr uint32_t kBarrierCount = 2 * 5 + kGroups * 4;
+  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kGroupBarrier = 1;  // named barriers 1 and 2: one for each group
-constexpr uint32_t kBlockBarrier = 3;  // all groups
+constexpr uint32_t kBlockBarrier = 1;  // named barrier of all groups
+
+// A group's outgoing tiles: written by the group, stored by a warp that has nothing else to do, so that the chain of products
+// waits neither for the copy engine nor for the fence before it.
+struct OutBarriers {
+  uint32_t base;
+  __device__ uint32_t state_full() const { return base; }
+  __device__ uint32_t state_empty() const { return base + 8; }
+  __device__ uint32_t tokens_full() const { return base + 16; }
+  __device__ uint32_t tokens_empty() const { return base + 24; }
+};
 
 // One warpgroup's place.
 struct Lane {
@@ -116,6 +127,14 @@ __device__ __forceinline__ void add_outer(float (&S)[64], const uint32_t (&x)[16
   for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));
 }
 
+// Its first or second 32 tokens alone.
+template <typename T>
+__device__ __forceinline__ void add_outer_half(float (&S)[64], const uint32_t (&x)[16], uint32_t sY, int half) {
+  const uint64_t desc = wgmma_descriptor(sY, kTileBytes);
+#pragma unroll
+  for (int j = 2 * half; j < 2 * half + 2; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));
+}
+
 // What both passes know of their work.
 struct StatesWork {
   SequenceInfo sequence;
@@ -123,24 +142,45 @@ struct StatesWork {
   int half;  // of V, the block's first
 };
 
+// The chunk of the step-th turn of a pass.
+__device__ __forceinline__ int chunk_of(int step, int chunks, bool reverse) { return reverse ? chunks - 1 - step : step; }
+
+__device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(barrier);
+}
+
+// A gate vector at the thread's 16 columns: x[2j + e] belongs to column 8j + 2 (lane % 4) + e.
+__device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 pair = load_shared_f2(vector + (8 * j + 2 * (lane % 4)) * 4);
+    x[2 * j] = pair.x;
+    x[2 * j + 1] = pair.y;
+  }
+}
+
 template <typename T, int kGroups>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
-                                               uint32_t full, uint32_t empty, const Lane& at) {
+                                               uint32_t full, uint32_t empty, const OutBarriers& bars, Lane at) {
   using Traits = StatesTraits<kGroups>;
   const int half = work.half + at.group, chunks = work.sequence.chunks();
   const uint32_t out = smem + Traits::kOutOffset + at.group * Traits::kOut, out_v = out + 2 * kTileBytes;
-  const uint32_t column = 2 * (at.lane % 4) * 4;  // bytes, of a gate vector
   float S[64];
   load_state(S, p.initial_state, p.state_v_first, work.n, work.head, 64 * half, at);
 
   int stage = 0;
   uint32_t phase = 0;
   for (int c = 0; c < chunks; ++c) {
+    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane), "+r"(at.thread));
     const int valid = min(kChunk, work.sequence.length - c * kChunk);
     const uint32_t base = smem + stage * Traits::kFwdStage;
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + at.group * kTileBytes;
     const uint32_t sGA = base + Traits::kFwdGA, sGates = base + Traits::kFwdGates;
-    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
+    const uint32_t out_phase = (c & 1) ^ 1;
+    uint32_t packed[32];
+    pack_state<T>(packed, S);
     mbarrier_wait(full + 8 * stage, phase);
     if (valid < kChunk) {
       zero_tail(sK, valid, at.thread, 128);
@@ -150,48 +190,44 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       named_barrier_sync(kBlockBarrier, kGroups * 128);
     }
 
-    // u = S^T K^T, and under it the state on its way out.
-    uint32_t packed[32];
+    // u = S^T K^T; under it the state on its way out, and what the next product needs.
     float u[32];
-    pack_state<T>(packed, S);
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
-    if (at.thread == 0) tma_store_wait_read();
-    named_barrier_sync(kGroupBarrier + at.group, 128);
-    put_state(out, packed, at);
-    fence_proxy_async();
-    named_barrier_sync(kGroupBarrier + at.group, 128);
-    if (at.thread == 0) {
-      uint8_t* to = p.states + tile * kStateBytes + half * kTileBytes;
-      bulk_store(to, out, kTileBytes);
-      bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
-      tma_store_commit();
+    float beta_v[32], beta_gamma[16];
+    {
+      float beta[16];
+      load_columns(beta, sGates + kBetaOffset, at.lane);
+      load_columns(beta_gamma, sGates + kGammaOffset, at.lane);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) beta_gamma[i] *= beta[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t v[4];
+        load_matrix_x4_trans(transposed_piece(sV, j, at), v[0], v[1], v[2], v[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = unpack2<T>(v[i]);
+          beta_v[8 * j + 2 * i] = beta[4 * j + 2 * (i / 2)] * x.x;
+          beta_v[8 * j + 2 * i + 1] = beta[4 * j + 2 * (i / 2) + 1] * x.y;
+        }
+      }
     }
+    mbarrier_wait(bars.state_empty(), out_phase);
+    put_state(out, packed, at);
+    arrive_warp(bars.state_full(), at.lane);
     wgmma_wait<0>();
     pin(packed);
     pin(u);
 
-    // beta W, W = V - gamma K S, transposed.
+    // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S.
     uint32_t w[16];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t v[4];
-      load_matrix_x4_trans(transposed_piece(sV, j, at), v[0], v[1], v[2], v[3]);
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {  // tokens 16j + 8 side
-        const uint32_t gate = sGates + (16 * j + 8 * side) * 4 + column;
-        const float2 gamma = load_shared_f2(gate + kGammaOffset), beta = load_shared_f2(gate + kBetaOffset);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 x = unpack2<T>(v[2 * side + h]);
-          const int i = 8 * j + 4 * side + 2 * h;
-          w[i / 2] = pack2<T>(beta.x * (x.x - gamma.x * u[i]), beta.y * (x.y - gamma.y * u[i + 1]));
-        }
-      }
+    for (int i = 0; i < 16; ++i) {
+      w[i] = pack2<T>(beta_v[2 * i] - beta_gamma[2 * (i / 2)] * u[2 * i],
+                      beta_v[2 * i + 1] - beta_gamma[2 * (i / 2) + 1] * u[2 * i + 1]);
     }
-
-    // V'^T = (beta W)^T (G o A)^T.
     float v_new[32];
     const uint64_t ga_desc = wgmma_descriptor(sGA);
     wgmma_fence();
@@ -199,67 +235,64 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
     wgmma_commit();
+    float ratio[16];
+    load_columns(ratio, sGates + kRatioOffset, at.lane);
     const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
+    mbarrier_wait(bars.tokens_empty(), out_phase);
     wgmma_wait<0>();
     pin(w);
     pin(v_new);
 
     // S = gC S + K^T diag(gC / gamma) V', and under it V' on its way out.
-    uint32_t plain[16], scaled[16];
+    uint32_t scaled[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 ratio = load_shared_f2(sGates + kRatioOffset + 8 * (i / 2) * 4 + column);
-      plain[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
-      scaled[i] = pack2<T>(ratio.x * v_new[2 * i], ratio.y * v_new[2 * i + 1]);
+      scaled[i] = pack2<T>(ratio[2 * (i / 2)] * v_new[2 * i], ratio[2 * (i / 2) + 1] * v_new[2 * i + 1]);
     }
     wgmma_fence();
     add_outer<T>(S, scaled, sK);
     wgmma_commit();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      store_matrix_x4_trans(transposed_piece(out_v, j, at), plain[4 * j], plain[4 * j + 1], plain[4 * j + 2],
-                            plain[4 * j + 3]);
+      uint32_t plain[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
+      store_matrix_x4_trans(transposed_piece(out_v, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
-    fence_proxy_async();
-    named_barrier_sync(kGroupBarrier + at.group, 128);
-    if (at.thread == 0) {
-      bulk_store(p.v_new + tile * kTokensBytes + half * kTileBytes, out_v, kTileBytes);
-      tma_store_commit();
-    }
+    arrive_warp(bars.tokens_full(), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    if (at.lane == 0) mbarrier_arrive(empty + 8 * stage);
+    arrive_warp(empty + 8 * stage, at.lane);
     if (++stage == Traits::kFwdStages) {
       stage = 0;
       phase ^= 1;
     }
   }
-  if (at.thread == 0) tma_store_wait_all();
 }
 
 template <typename T, int kGroups>
-__device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                               const StatesWork& work, uint32_t smem, uint32_t full, uint32_t empty,
-                                               const Lane& at) {
+__device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                               uint32_t full, uint32_t empty, const OutBarriers& bars, Lane at) {
   using Traits = StatesTraits<kGroups>;
   const int half = work.half + at.group, chunks = work.sequence.chunks();
   const uint32_t out = smem + Traits::kOutOffset + at.group * Traits::kOut, out_v = out + 2 * kTileBytes;
-  const uint32_t column = 2 * (at.lane % 4) * 4;
   float dS[64];
   load_state(dS, p.dht, p.state_v_first, work.n, work.head, 64 * half, at);
 
   int stage = 0;
   uint32_t phase = 0;
-  for (int c = chunks - 1; c >= 0; --c) {
-    const int token = work.sequence.token + c * kChunk, valid = min(kChunk, work.sequence.length - c * kChunk);
+  for (int step = 0; step < chunks; ++step) {
+    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane), "+r"(at.thread));
+    const int valid = min(kChunk, work.sequence.length - chunk_of(step, chunks, true) * kChunk);
     const uint32_t base = smem + stage * Traits::kRevStage;
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ,
                    sDo = base + Traits::kRevDo + at.group * kTileBytes;
     const uint32_t sGA = base + Traits::kRevGA, sP = base + Traits::kRevP, sGates = base + Traits::kRevGates;
-    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
+    const uint32_t out_phase = (step & 1) ^ 1;
     mbarrier_wait(full + 8 * stage, phase);
     if (valid < kChunk) {
       for (int k_half = 0; k_half < 2; ++k_half) {
@@ -271,47 +304,43 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       named_barrier_sync(kBlockBarrier, kGroups * 128);
     }
 
-    // K dS and P^T dO, transposed; under them dS on its way out.
+    // P^T dO, which needs no state, then K dS, transposed; under them dS on its way out.
     uint32_t packed[32], d_o[16];
     float k_dS[32], p_do[32];
-    pack_state<T>(packed, dS);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
     }
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
-    state_times_keys<T>(k_dS, packed, sK);
     mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
     wgmma_commit();
-    if (at.thread == 0) tma_store_wait_read();
-    named_barrier_sync(kGroupBarrier + at.group, 128);
-    put_state(out, packed, at);
-    fence_proxy_async();
-    named_barrier_sync(kGroupBarrier + at.group, 128);
-    if (at.thread == 0) {
-      uint8_t* to = p.state_grads + tile * kStateBytes + half * kTileBytes;
-      bulk_store(to, out, kTileBytes);
-      bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
-      tma_store_commit();
-    }
-
-    // dS = gC dS + Q^T diag(scale gamma) dO
+    pack_state<T>(packed, dS);
+    wgmma_fence();
+    state_times_keys<T>(k_dS, packed, sK);
+    wgmma_commit();
+    float gamma[16], ratio[16];
+    load_columns(gamma, sGates + kGammaOffset, at.lane);
+    load_columns(ratio, sGates + kRatioOffset, at.lane);
     uint32_t scaled[16];
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 gamma = load_shared_f2(sGates + kGammaOffset + 8 * (i / 2) * 4 + column);
       const float2 x = unpack2<T>(d_o[i]);
-      scaled[i] = pack2<T>(p.scale * gamma.x * x.x, p.scale * gamma.y * x.y);
+      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
     }
+    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
     for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
+
+    // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
-    add_outer<T>(dS, scaled, sQ);
+    add_outer_half<T>(dS, scaled, sQ, 0);
     wgmma_commit();
+    mbarrier_wait(bars.state_empty(), out_phase);
+    put_state(out, packed, at);
+    arrive_warp(bars.state_full(), at.lane);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
@@ -322,8 +351,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     uint32_t d_v_new[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 ratio = load_shared_f2(sGates + kRatioOffset + 8 * (i / 2) * 4 + column);
-      d_v_new[i] = pack2<T>(ratio.x * k_dS[2 * i] + p_do[2 * i], ratio.y * k_dS[2 * i + 1] + p_do[2 * i + 1]);
+      d_v_new[i] = pack2<T>(ratio[2 * (i / 2)] * k_dS[2 * i] + p_do[2 * i],
+                            ratio[2 * (i / 2) + 1] * k_dS[2 * i + 1] + p_do[2 * i + 1]);
     }
     float Z[32];
     const uint64_t ga_desc = wgmma_descriptor(sGA);
@@ -332,55 +361,47 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(Z, d_v_new + 4 * j, wgmma_advance(ga_desc, j * 2048));
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(scaled);
+    add_outer_half<T>(dS, scaled, sQ, 1);
+    wgmma_commit();
+    float beta[16];
+    load_columns(beta, sGates + kBetaOffset, at.lane);
+    mbarrier_wait(bars.tokens_empty(), out_phase);
+    wgmma_wait<1>();
     pin(d_v_new);
     pin(Z);
-    pin(dS);
 
     // dS += K^T dU, dU = -diag(gamma beta) Z; dv = beta Z (traits.h says what small betas get).
-    uint32_t dU[16], d_v[16];
+    uint32_t dU[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const uint32_t gate = sGates + 8 * (i / 2) * 4 + column;
-      const float2 gamma = load_shared_f2(gate + kGammaOffset), beta = load_shared_f2(gate + kBetaOffset);
-      dU[i] = pack2<T>(-gamma.x * beta.x * Z[2 * i], -gamma.y * beta.y * Z[2 * i + 1]);
-      d_v[i] = pack2<T>(fabsf(beta.x) < kSmallBeta ? Z[2 * i] : beta.x * Z[2 * i],
-                        fabsf(beta.y) < kSmallBeta ? Z[2 * i + 1] : beta.y * Z[2 * i + 1]);
+      const int x = 2 * (i / 2), y = x + 1;
+      dU[i] = pack2<T>(-gamma[x] * beta[x] * Z[2 * i], -gamma[y] * beta[y] * Z[2 * i + 1]);
     }
     wgmma_fence();
     add_outer<T>(dS, dU, sK);
     wgmma_commit();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      store_matrix_x4_trans(transposed_piece(out_v, j, at), d_v[4 * j], d_v[4 * j + 1], d_v[4 * j + 2], d_v[4 * j + 3]);
-    }
-    fence_proxy_async();
-    named_barrier_sync(kGroupBarrier + at.group, 128);
-    if (valid == kChunk) {
-      if (at.thread == 0) {
-        tma_store_5d(&maps.dv, out_v, 0, token, half, work.head, work.sequence.batch);
-        tma_store_commit();
+      uint32_t d_v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int x = 4 * j + 2 * (i / 2), y = x + 1;
+        d_v[i] = pack2<T>((fabsf(beta[x]) < kSmallBeta ? 1.0f : beta[x]) * Z[8 * j + 2 * i],
+                          (fabsf(beta[y]) < kSmallBeta ? 1.0f : beta[y]) * Z[8 * j + 2 * i + 1]);
       }
-    } else {
-      // The copy engine knows no sequence ends.
-      for (int piece = at.thread; piece < valid * 8; piece += 128) {
-        const int row = piece / 8, within = piece % 8;
-        uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
-                       row_offset(p.dv, work.sequence.batch, token + row, work.head) + 64 * half + 8 * within;
-        *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(out_v, row, within));
-      }
+      store_matrix_x4_trans(transposed_piece(out_v, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
+    arrive_warp(bars.tokens_full(), at.lane);
     wgmma_wait<0>();
+    pin(scaled);
     pin(dU);
     pin(dS);
-    if (at.lane == 0) mbarrier_arrive(empty + 8 * stage);
+    arrive_warp(empty + 8 * stage, at.lane);
     if (++stage == Traits::kRevStages) {
       stage = 0;
       phase ^= 1;
     }
   }
-  if (at.thread == 0) tma_store_wait_all();
 
   if (p.dh0.data != nullptr) {
 #pragma unroll
@@ -394,6 +415,53 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   }
 }
 
+// One warp: a group's outgoing tiles to memory.
+template <int kGroups>
+__device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+                                            StatesWork work, bool reverse, uint32_t smem, const OutBarriers& bars, int group,
+                                            int lane) {
+  using Traits = StatesTraits<kGroups>;
+  const int half = work.half + group, chunks = work.sequence.chunks();
+  const uint32_t out = smem + Traits::kOutOffset + group * Traits::kOut, out_v = out + 2 * kTileBytes;
+  for (int step = 0; step < chunks; ++step) {
+    asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
+    const int c = chunk_of(step, chunks, reverse), phase = step & 1;
+    const int token = work.sequence.token + c * kChunk, valid = min(kChunk, work.sequence.length - c * kChunk);
+    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
+    mbarrier_wait(bars.state_full(), phase);
+    fence_proxy_async();
+    if (lane == 0) {
+      uint8_t* to = (reverse ? p.state_grads : p.states) + tile * kStateBytes + half * kTileBytes;
+      bulk_store(to, out, kTileBytes);
+      bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+      tma_store_commit();
+      tma_store_wait_read();
+      mbarrier_arrive(bars.state_empty());
+    }
+    mbarrier_wait(bars.tokens_full(), phase);
+    fence_proxy_async();
+    if (reverse && valid < kChunk) {
+      // The copy engine knows no sequence ends.
+      for (int piece = lane; piece < valid * 8; piece += 32) {
+        const int row = piece / 8, within = piece % 8;
+        uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
+                       row_offset(p.dv, work.sequence.batch, token + row, work.head) + 64 * half + 8 * within;
+        *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(out_v, row, within));
+      }
+    } else if (lane == 0) {
+      if (reverse) {
+        tma_store_5d(&maps.dv, out_v, 0, token, half, work.head, work.sequence.batch);
+      } else {
+        bulk_store(p.v_new + tile * kTokensBytes + half * kTileBytes, out_v, kTileBytes);
+      }
+      tma_store_commit();
+      tma_store_wait_read();
+    }
+    arrive_warp(bars.tokens_empty(), lane);
+  }
+  if (lane == 0) tma_store_wait_all();
+}
+
 // Keeps the stages full; one thread.
 template <int kGroups>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
@@ -405,7 +473,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
   int stage = 0;
   uint32_t phase = 1;  // the first round finds all stages empty
   for (int step = 0; step < chunks; ++step) {
-    const int c = reverse ? chunks - 1 - step : step;
+    const int c = chunk_of(step, chunks, reverse);
     const int token = work.sequence.token + c * kChunk;
     const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
     const uint32_t bar = full + 8 * stage;
@@ -467,25 +535,39 @@ __global__ __launch_bounds__(StatesTraits<kGroups>::kThreads,
   work.key_head = work.head / p.group;
   work.sequence = sequence_info(p, work.n);
 
+  const uint32_t out_bars = full + 8 * 10;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 5; ++i) {
       mbarrier_init(full + 8 * i, 1);
       mbarrier_init(empty + 8 * i, kGroups * 4);
+    }
+    for (int group = 0; group < kGroups; ++group) {
+      const OutBarriers bars = {out_bars + 32 * group};
+      mbarrier_init(bars.state_full(), 4);
+      mbarrier_init(bars.state_empty(), 1);
+      mbarrier_init(bars.tokens_full(), 4);
+      mbarrier_init(bars.tokens_empty(), 1);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
 
   if (warp >= kGroups * 4) {
-    if constexpr (Traits::kMoveRegisters) release_registers<Traits::kLoadRegisters>();
-    if (warp == kGroups * 4 && lane == 0) load_stages<kGroups>(p, maps, work, reverse, smem, full, empty);
+    if constexpr (Traits::kMoveRegisters) release_registers<Traits::kCopyRegisters>();
+    const int group = warp - kGroups * 4 - 1;
+    if (group < 0) {
+      if (lane == 0) load_stages<kGroups>(p, maps, work, reverse, smem, full, empty);
+    } else if (group < kGroups) {
+      store_tiles<kGroups>(p, maps, work, reverse, smem, OutBarriers{out_bars + 32 * group}, group, lane);
+    }
   } else {
     if constexpr (Traits::kMoveRegisters) claim_registers<Traits::kGroupRegisters>();
     const Lane at = {warp % 4, lane, warp / 4, static_cast<int>(threadIdx.x % 128)};
+    const OutBarriers bars = {out_bars + 32 * at.group};
     if (reverse) {
-      reverse_states<T, kGroups>(p, maps, work, smem, full, empty, at);
+      reverse_states<T, kGroups>(p, work, smem, full, empty, bars, at);
     } else {
-      forward_states<T, kGroups>(p, work, smem, full, empty, at);
+      forward_states<T, kGroups>(p, work, smem, full, empty, bars, at);
     }
   }
 }
