@@ -1,4 +1,4 @@
-// More shapes of wgmma.cuh (same naming): A from registers, B stored with N contiguous, 64 columns.
+// More shapes of wgmma.cuh (same naming): A from registers with B stored with N contiguous, 64 columns.
 #pragma once
 
 #include "cuda/common/wgmma.cuh"

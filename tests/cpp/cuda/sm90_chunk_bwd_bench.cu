@@ -607,6 +607,7 @@ class Runner {
     };
     p_.g = tokens(g_.data, c_.Hv, 1, gate_type);
     p_.beta = tokens(beta_.data, c_.Hv, 1, gate_type);
+    p_.k = tokens(k_.data, c_.Hq, 128, type);
     p_.v = tokens(v_.data, c_.Hv, 128, type);
     if (c_.A) p_.A = tokens(A_.data, c_.Hv, 64, type);
     const StridedTensor states{nullptr, {c_.Hv * 16384ll, 16384, 128, 1}, DType::kFloat32};
@@ -621,8 +622,7 @@ class Runner {
     workspace_bytes_ = chunk_backward_workspace_size(p_, true);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, true, workspace_);
-    CHECK(make_chunk_backward_maps(p_, tokens(q_.data, c_.Hq, 128, type), tokens(k_.data, c_.Hq, 128, type),
-                                   tokens(do_.data, c_.Hv, 128, type), &maps_));
+    CHECK(make_chunk_backward_maps(p_, tokens(q_.data, c_.Hq, 128, type), tokens(do_.data, c_.Hv, 128, type), &maps_));
     if (c_.A && !chunks_.empty()) {
       Buffer<int4> chunks(chunks_.size());
       chunks.upload(chunks_);

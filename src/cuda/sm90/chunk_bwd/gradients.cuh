@@ -22,12 +22,12 @@ struct GradientsTraits {
   static constexpr int kGroups = 3;
   static constexpr int kThreads = kGroups * 128 + 128;
   // 512 in all, what 4 * 128 threads start with. The minus group holds two products of tokens by tokens at once.
-  static constexpr int kLoadRegisters = 40, kQueryRegisters = 144, kPlusRegisters = 152, kMinusRegisters = 176;
+  static constexpr int kLoadRegisters = 24, kLowerRegisters = 152, kMinusRegisters = 184;
   static constexpr int kConsumerWarps = kGroups * 4;
 
-  // A stage is one half of V of one value head: dO, V', dv (8 KB each), S and dS (16 KB each), gates. Halves, because three
-  // of them fit where one and a half heads would: two are on their way (114 KB; 32 KB cover the latency at full bandwidth)
-  // while one is worked on.
+  // A stage is one half of V of one value head: dO, V', dv (8 KB each), S and dS (16 KB each), gates. Halves, because
+  // three of them fit where one and a half heads would: two are on their way (114 KB; 32 KB cover the latency at full
+  // bandwidth) while one is worked on.
   static constexpr int kStages = 3;
   static constexpr uint32_t kDo = 0;
   static constexpr uint32_t kVNew = kDo + kTileBytes;
@@ -40,18 +40,19 @@ struct GradientsTraits {
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kTokensBytes;
   static constexpr uint32_t kStageRing = kK + kTokensBytes;
-  // Row sums of the three groups and the 4 + 4 warps' parts of the last token's term, two heads deep.
+  // Row sums of the three groups and the 12 warps' parts of the last token's term, two heads deep.
   static constexpr uint32_t kSums = kStageRing + kStages * kStage;
   static constexpr uint32_t kSumsBytes = 3 * kChunk * 4;
   static constexpr uint32_t kLast = kSums + 2 * kSumsBytes;
-  static constexpr uint32_t kLastBytes = 8 * 4;
+  static constexpr uint32_t kLastBytes = 12 * 4;
   static constexpr uint32_t kBarriers = kLast + 2 * kLastBytes;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * 2 * (kStages + 1);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-// Named barriers: a tail was zeroed; all are done with q and k; plus has put its part where minus takes it; the row sums of a
-// head are there (two, in turns: a group may arrive for the next head before the query group has waited for this one).
+// Named barriers: a tail was zeroed; all are done with q and k; plus has put its part where minus takes it; the row
+// sums of a head are there (two, in turns: a group may arrive for the next head before the query group has waited for
+// this one).
 constexpr uint32_t kItemBarrier = 1, kKeysBarrier = 2, kMeetBarrier = 3, kSumsBarrier = 4;
 
 struct GradientsBarriers {
@@ -84,7 +85,8 @@ __device__ __forceinline__ void add_rows_times_rows(float (&acc)[32], uint32_t s
 
 // diag(factor) X as A operand, X a tile [64 rows][64]; factor[0], [1]: of the thread's two rows.
 template <typename T>
-__device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, const float (&factor)[2], int warp, int lane) {
+__device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, const float (&factor)[2], int warp,
+                                          int lane) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     uint32_t* a = x + 4 * step;
@@ -94,7 +96,8 @@ __device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, const 
   }
 }
 
-// acc [64 rows, 128] += X [64 rows, 64] Y, X packed, Y tiles [2 halves of its columns][64][64]: 64 of V of a state, or tokens.
+// acc [64 rows, 128] += X [64 rows, 64] Y, X packed, Y tiles [2 halves of its columns][64][64]: 64 of V of a state, or
+// tokens.
 template <typename T>
 __device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x)[16], uint32_t sY) {
   const uint64_t y = wgmma_descriptor(sY, kTileBytes);
@@ -153,61 +156,6 @@ __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int th
   return sum;
 }
 
-// dbeta and dv of the rows that the reverse pass left as Z (|beta| < kSmallBeta), exactly: dbeta = <Z, error> with
-// error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j. A warp a row, two of this half of V a lane: rare, so simple.
-// Lane i of dots gathers the sum of the warp's row i over the halves.
-template <typename T>
-__device__ __forceinline__ void finish_small_betas(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head, int half,
-                                                   uint32_t stage, uint32_t sK, float& dots, int warp, int lane) {
-  using Traits = GradientsTraits;
-  auto element = [](uint32_t address) {
-    uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
-    return unpack2<T>(bits).x;
-  };
-  auto at = [](uint32_t tiles, int row, int column) {
-    return tile_piece(tiles + (column / 64) * kTileBytes, row, (column % 64) / 8) + (column % 8) * 2;
-  };
-  const uint32_t gates = stage + Traits::kGates;
-#pragma unroll 1
-  for (int row = 16 * warp; row < min(16 * warp + 16, chunk.valid); ++row) {
-    const float beta = load_shared_f1(gates + kBetaOffset + row * 4);
-    if (!(fabsf(beta) < kSmallBeta)) continue;
-    const float c = load_shared_f1(gates + row * 4), gamma = load_shared_f1(gates + kGammaOffset + row * 4);
-    float error[2] = {};
-#pragma unroll 1
-    for (int k = 0; k < kDim; ++k) {
-      const float key = element(at(sK, row, k));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) error[i] -= key * element(at(stage + Traits::kState, 2 * lane + i, k));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t offset =
-          row_offset(p.v, chunk.batch, chunk.token + row, head) + (64 * half + 2 * lane + i) * p.v.stride[3];
-      error[i] = load_element(p.v, offset) + gamma * error[i];
-    }
-#pragma unroll 1
-    for (int j = 0; j < row; ++j) {
-      float kk = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) kk += element(at(sK, row, 4 * lane + i)) * element(at(sK, j, 4 * lane + i));
-      kk = warp_sum(kk) * exp2_approx(c - load_shared_f1(gates + j * 4));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) error[i] -= kk * element(at(stage + Traits::kVNew, j, 2 * lane + i));
-    }
-    float dot = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float z = element(at(stage + Traits::kDv, row, 2 * lane + i));
-      dot += z * error[i];
-      store_element(p.dv, row_offset(p.dv, chunk.batch, chunk.token + row, head) + 64 * half + 2 * lane + i, beta * z);
-    }
-    dot = warp_sum(dot);
-    if (lane == row - 16 * warp) dots += dot;
-  }
-}
-
 // dg of a chunk from the row sums, by one warp: lane l has tokens 2l and 2l + 1. gamma_end: gC.
 __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
                                                     uint32_t sums, uint32_t last, float gamma_end, int lane) {
@@ -218,8 +166,13 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
     d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
     if (2 * lane + i >= chunk.valid) d_cumsum[i] = 0.0f;
     if (2 * lane + i == chunk.valid - 1) {
-      const float4 states = load_shared_f4(last), keys = load_shared_f4(last + 16);
-      d_cumsum[i] += gamma_end * (states.x + states.y + states.z + states.w) + (keys.x + keys.y + keys.z + keys.w);
+      float total[3];
+#pragma unroll
+      for (int group = 0; group < 3; ++group) {
+        const float4 x = load_shared_f4(last + 16 * group);
+        total[group] = x.x + x.y + x.z + x.w;
+      }
+      d_cumsum[i] += gamma_end * (total[0] + total[1]) + total[2];
     }
   }
   float sum = d_cumsum[0] + d_cumsum[1];
@@ -279,15 +232,14 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
   }
 }
 
-enum class GradientsGroup { kQuery, kPlus, kMinus };
+enum GradientsGroup : int { kQuery, kPlus, kMinus };
 
 // One warpgroup through one value head, both halves of V. Its sums go to `sums` and `last`.
 template <typename T>
 struct HeadWork {
   const ChunkBackwardParams& p;
-  const ChunkInfo& chunk;
   const GradientsBarriers& bars;
-  int head;
+  int slot, valid, head;
   uint32_t ring, sQ, sK, sums, last, keys_phase;
   int warp, lane;
 
@@ -311,25 +263,34 @@ struct HeadWork {
     }
   }
 
-  // gC is returned for the gate's gradient.
-  __device__ __forceinline__ float query(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
+  // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
+  // strictly lower) are one code: two groups running the same instructions fetch them once. Returns gC.
+  __device__ __forceinline__ float lower(bool plus, StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
-    float product[32], part = 0.0f, gamma_end = 0.0f;
-    uint32_t packed[16];
+    float product[32], factor[2], part = 0.0f;
+    const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
 #pragma unroll
     for (int i = 0; i < 32; ++i) product[i] = 0.0f;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
-      const float factor[2] = {p.scale * load_shared_f1(gates + kGammaOffset + row(0) * 4),
-                               p.scale * load_shared_f1(gates + kGammaOffset + row(1) * 4)};
+      float row_factor[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
+        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+        factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
+        row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
+      }
       uint32_t x[16];
-      load_rows<T>(x, stage + Traits::kDo, factor, warp, lane);
+      load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
       wgmma_fence();
-      add_rows_times_rows<T>(product, stage + Traits::kDo, stage + Traits::kVNew);
+      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
       add_product<T>(acc, x, stage + Traits::kState);
       wgmma_commit();
-      part += state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 32 * warp + lane);
+      // <dS, S>: a half each
+      if (half == static_cast<int>(plus)) {
+        part = state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 32 * warp + lane);
+      }
       wgmma_wait<0>();
       pin(x);
       pin(product);
@@ -340,28 +301,30 @@ struct HeadWork {
       }
     }
     part = warp_sum(part);
-    if (lane == 0) store_shared_f1(last + warp * 4, part);
+    if (lane == 0) store_shared_f1(last + (plus ? 16 : 0) + warp * 4, part);
 
-    // dP = scale G o (dO V'^T)
     const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
+    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, gates);
+
+    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). Rows past the end are wrong, and nobody reads
+    // them.
     const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
-    gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
+    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
+    uint32_t packed[16];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int part_index = 0; part_index < 4; ++part_index) packed[4 * j + part_index] = 0;
-      if (j > warp) continue;  // above the diagonal
+      // How far below the diagonal (the one that counts) the block's first element lies. Blocks wholly above it are
+      // worked out too and dropped: a branch round them costs registers for both of its ends.
+      const int below = 16 * (warp - j) + lane / 4 - 2 * (lane % 4) - static_cast<int>(plus);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int col = 16 * j + 8 * side + 2 * (lane % 4);
-        const float2 c = load_shared_f2(gates + col * 4);
+        const float2 c = load_shared_f2(gates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const bool inside = row(h) < chunk.valid;
-          const float a = product[8 * j + 4 * side + 2 * h], b = product[8 * j + 4 * side + 2 * h + 1];
-          packed[4 * j + 2 * side + h] =
-              pack2<T>(inside && col <= row(h) ? p.scale * exp2_approx(c_row[h] - c.x) * a : 0.0f,
-                       inside && col + 1 <= row(h) ? p.scale * exp2_approx(c_row[h] - c.y) * b : 0.0f);
+          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * h - 8 * side;
+          packed[i / 2] =
+              pack2<T>(below + offset >= 0 ? factor[h] * exp2_approx(c_row[h] - c.x) * product[i] : 0.0f,
+                       below + offset >= 1 ? factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1] : 0.0f);
         }
       }
     }
@@ -375,108 +338,35 @@ struct HeadWork {
     pin(packed);
     pin(acc);
     float dots[2];
-    row_dots<T>(dots, acc, sQ, warp, lane);
-    keep_sums(GradientsGroup::kQuery, dots, before);
+    row_dots<T>(dots, acc, plus ? sK : sQ, warp, lane);
+    keep_sums(plus ? kPlus : kQuery, dots, before);
     return gamma_end;
   }
 
-  __device__ __forceinline__ void plus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
-    using Traits = GradientsTraits;
-    float product[32], small_dots = 0.0f, rho[2] = {1.0f, 1.0f};
-    uint32_t packed[16];
-    bool small = false;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) product[i] = 0.0f;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
-      float factor[2];
-      bool small_row = false;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho what is missing
-        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-        const bool is_small = fabsf(beta) < kSmallBeta && row(h) < chunk.valid;
-        rho[h] = is_small ? beta : 1.0f;
-        small_row |= is_small;
-        factor[h] = -rho[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
-      }
-      small = __any_sync(0xffffffffu, small_row);
-      uint32_t x[16];
-      load_rows<T>(x, stage + Traits::kDv, factor, warp, lane);
-      wgmma_fence();
-      add_rows_times_rows<T>(product, stage + Traits::kDv, stage + Traits::kVNew);
-      add_product<T>(acc, x, stage + Traits::kState);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(x);
-      pin(product);
-      pin(acc);
-      if (small) {
-        mbarrier_wait(bars.keys_full(), keys_phase);
-        finish_small_betas<T>(p, chunk, head, half, stage, sK, small_dots, warp, lane);
-      }
-      if (half == 0) {
-        release(cursor);
-        cursor.advance();
-      }
-    }
-
-    // D = -beta_row G o strict_lower(Z V'^T); dbeta = <Z, V'> / beta = <dv, V'> / beta^2, the product's diagonal
-    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
-    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
+  // dbeta = <Z, V'> / beta = <dv, V'> / beta^2 from the diagonal of the product; small betas come later
+  // (small_betas.cuh).
+  __device__ __forceinline__ void store_beta_gradient(const float (&product)[32], uint32_t gates) const {
+    float dot[2] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int part_index = 0; part_index < 4; ++part_index) packed[4 * j + part_index] = 0;
-      if (j > warp) continue;
-      if (j == warp && p.dbeta.data != nullptr && lane / 8 == lane % 4) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-          if (row(h) < chunk.valid && !(fabsf(beta) < kSmallBeta)) {
-            const float dot = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
-            store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row(h), head), dot / (beta * beta));
-          }
-        }
-      }
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int col = 16 * j + 8 * side + 2 * (lane % 4);
-        const float2 c = load_shared_f2(gates + col * 4);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const bool inside = row(h) < chunk.valid;
-          const float a = product[8 * j + 4 * side + 2 * h], b = product[8 * j + 4 * side + 2 * h + 1];
-          packed[4 * j + 2 * side + h] =
-              pack2<T>(inside && col < row(h) ? -rho[h] * exp2_approx(c_row[h] - c.x) * a : 0.0f,
-                       inside && col + 1 < row(h) ? -rho[h] * exp2_approx(c_row[h] - c.y) * b : 0.0f);
-        }
+      for (int h = 0; h < 2; ++h) {
+        if (j == warp) dot[h] = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
       }
     }
-    if (small && p.dbeta.data != nullptr && lane < 16) {
-      const int small_row = 16 * warp + lane;
-      if (small_row < chunk.valid && fabsf(load_shared_f1(gates + kBetaOffset + small_row * 4)) < kSmallBeta) {
-        store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + small_row, head), small_dots);
+    const ChunkInfo chunk = chunk_info(p, slot);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+      if (lane / 8 == lane % 4 && row(h) < chunk.valid && !(fabsf(beta) < kSmallBeta)) {
+        store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row(h), head), dot[h] / (beta * beta));
       }
     }
-    release(cursor);
-    cursor.advance();
-    mbarrier_wait(bars.keys_full(), keys_phase);
-    wgmma_fence();
-    add_product<T>(acc, packed, sK);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(packed);
-    pin(acc);
-    float dots[2];
-    row_dots<T>(dots, acc, sK, warp, lane);
-    keep_sums(GradientsGroup::kPlus, dots, before);
   }
 
   __device__ __forceinline__ void minus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
     float product_P[32], product_D[32];
-    uint32_t packed_P[16], packed_D[16];
 #pragma unroll
     for (int i = 0; i < 32; ++i) product_P[i] = product_D[i] = 0.0f;
 #pragma unroll 1
@@ -502,31 +392,34 @@ struct HeadWork {
       }
     }
 
-    // dP^T and D^T: the columns are the later tokens
+    // dP^T and D^T: the columns are the later tokens. Columns past the end hold a neighbour's products, NaN perhaps.
     const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
     const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
+    uint32_t packed_P[16], packed_D[16];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int part_index = 0; part_index < 4; ++part_index) {
-        packed_P[4 * j + part_index] = 0;
-        packed_D[4 * j + part_index] = 0;
+      for (int i = 0; i < 4; ++i) {
+        packed_P[4 * j + i] = 0;
+        packed_D[4 * j + i] = 0;
       }
       if (j < warp) continue;  // below the diagonal
+      const int above = (j > warp ? kChunk : 0) - lane / 4 + 2 * (lane % 4);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const int col = 16 * j + 8 * side + 2 * (lane % 4);
         const float2 c = load_shared_f2(gates + col * 4), beta = load_shared_f2(gates + kBetaOffset + col * 4);
-        const float rho[2] = {fabsf(beta.x) < kSmallBeta ? -beta.x : -1.0f, fabsf(beta.y) < kSmallBeta ? -beta.y : -1.0f};
+        const float rho[2] = {fabsf(beta.x) < kSmallBeta ? -beta.x : -1.0f,
+                              fabsf(beta.y) < kSmallBeta ? -beta.y : -1.0f};
+        const bool in0 = col < valid, in1 = col + 1 < valid;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int i = 8 * j + 4 * side + 2 * h;
-          const bool in0 = row(h) <= col && col < chunk.valid, in1 = row(h) <= col + 1 && col + 1 < chunk.valid;
+          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * side - 8 * h;
           const float g0 = exp2_approx(c.x - c_row[h]), g1 = exp2_approx(c.y - c_row[h]);
-          packed_P[4 * j + 2 * side + h] =
-              pack2<T>(in0 ? p.scale * g0 * product_P[i] : 0.0f, in1 ? p.scale * g1 * product_P[i + 1] : 0.0f);
-          packed_D[4 * j + 2 * side + h] = pack2<T>(in0 && row(h) != col ? rho[0] * g0 * product_D[i] : 0.0f,
-                                                    in1 && row(h) != col + 1 ? rho[1] * g1 * product_D[i + 1] : 0.0f);
+          packed_P[i / 2] = pack2<T>(in0 && above + offset >= 0 ? p.scale * g0 * product_P[i] : 0.0f,
+                                     in1 && above + offset >= -1 ? p.scale * g1 * product_P[i + 1] : 0.0f);
+          packed_D[i / 2] = pack2<T>(in0 && above + offset >= 1 ? rho[0] * g0 * product_D[i] : 0.0f,
+                                     in1 && above + offset >= 0 ? rho[1] * g1 * product_D[i + 1] : 0.0f);
         }
       }
     }
@@ -538,7 +431,7 @@ struct HeadWork {
     mbarrier_wait(bars.keys_full(), keys_phase);
     row_dots<T>(dots, acc, sK, warp, lane);
     const float part = warp_sum(lane % 4 == 0 ? dots[0] - before[0] + dots[1] - before[1] : 0.0f);
-    if (lane == 0) store_shared_f1(last + 16 + warp * 4, part);
+    if (lane == 0) store_shared_f1(last + 32 + warp * 4, part);
     wgmma_fence();
     add_product<T>(acc, packed_P, sQ);
     add_product<T>(acc, packed_D, sK);
@@ -548,27 +441,27 @@ struct HeadWork {
     pin(packed_D);
     pin(acc);
     row_dots<T>(dots, acc, sK, warp, lane);
-    keep_sums(GradientsGroup::kMinus, dots, before);
+    keep_sums(kMinus, dots, before);
   }
 };
 
 // One warpgroup through all items of its block.
-template <typename T, GradientsGroup kGroup>
-__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, int items, uint32_t smem,
-                                                const GradientsBarriers& bars, int warp, int lane) {
+template <typename T, bool kIsMinus>
+__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int items,
+                                                uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
   using Traits = GradientsTraits;
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
   StageCursor cursor;
   uint32_t keys_phase = 0, parity = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    const int slot = item / p.Hq, key_head = item % p.Hq;
-    ChunkInfo chunk = chunk_info(p, slot);
-    if (chunk.valid < kChunk) {
-      const int thread = static_cast<int>(kGroup) * 128 + 32 * warp + lane;
+    int slot = item / p.Hq;
+    const int key_head = item - slot * p.Hq, valid = chunk_info(p, slot).valid;
+    if (valid < kChunk) {
+      const int thread = group * 128 + 32 * warp + lane;
       mbarrier_wait(bars.keys_full(), keys_phase);
       for (int half = 0; half < 2; ++half) {
-        zero_tail(sQ + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
-        zero_tail(sK + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
+        zero_tail(sQ + half * kTileBytes, valid, thread, Traits::kGroups * 128);
+        zero_tail(sK + half * kTileBytes, valid, thread, Traits::kGroups * 128);
       }
       fence_proxy_async();
       named_barrier_sync(kItemBarrier, Traits::kGroups * 128);
@@ -579,11 +472,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, in
 
     for (int member = 0; member < p.group; ++member, parity ^= 1) {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
-      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(chunk.token), "+r"(chunk.batch));
+      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(slot));
       const int head = key_head * p.group + member;
       const HeadWork<T> work = {p,
-                                chunk,
                                 bars,
+                                slot,
+                                valid,
                                 head,
                                 smem + Traits::kStageRing,
                                 sQ,
@@ -593,33 +487,30 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, in
                                 keys_phase,
                                 warp,
                                 lane};
-      if constexpr (kGroup == GradientsGroup::kQuery) {
-        const float gamma_end = work.query(cursor, acc, before);
-        named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
-        if (warp == 0 && p.dg.data != nullptr) {
-          store_gate_gradient(p, chunk, head, work.sums, work.last, gamma_end, lane);
-        }
-      } else {
-        if constexpr (kGroup == GradientsGroup::kPlus) {
-          work.plus(cursor, acc, before);
-        } else {
-          work.minus(cursor, acc, before);
-        }
+      if constexpr (kIsMinus) {
+        work.minus(cursor, acc, before);
         named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
+      } else {
+        const float gamma_end = work.lower(group == kPlus, cursor, acc, before);
+        if (group == kPlus) {
+          named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
+        } else {
+          named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
+          if (warp == 0 && p.dg.data != nullptr) {
+            store_gate_gradient(p, chunk_info(p, slot), head, work.sums, work.last, gamma_end, lane);
+          }
+        }
       }
     }
 
-    if constexpr (kGroup == GradientsGroup::kQuery) {
+    if (group == kQuery) {
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(bars.keys_empty());
-      store_rows<T>(p.dq, chunk, key_head, acc, warp, lane);
     } else {
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
       const uint32_t mine = sQ + (32 * warp + lane) * 16;
       named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
-      if constexpr (kGroup == GradientsGroup::kPlus) {
+      if constexpr (!kIsMinus) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           store_shared_u4(mine + i * 128 * 16,
@@ -639,10 +530,11 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, in
         }
       }
       fence_proxy_async();  // the copy engine writes here next
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(bars.keys_empty());
-      if constexpr (kGroup == GradientsGroup::kMinus) store_rows<T>(p.dk, chunk, key_head, acc, warp, lane);
     }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bars.keys_empty());
+    if (kIsMinus || group == kQuery)
+      store_rows<T>(kIsMinus ? p.dk : p.dq, chunk_info(p, slot), key_head, acc, warp, lane);
   }
 }
 
@@ -671,15 +563,12 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, items, smem, bars);
     return;
   }
-  if (warp < 4) {
-    claim_registers<Traits::kQueryRegisters>();
-    group_gradients<T, GradientsGroup::kQuery>(p, items, smem, bars, warp, lane);
-  } else if (warp < 8) {
-    claim_registers<Traits::kPlusRegisters>();
-    group_gradients<T, GradientsGroup::kPlus>(p, items, smem, bars, warp - 4, lane);
+  if (warp < 8) {
+    claim_registers<Traits::kLowerRegisters>();
+    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, items, smem, bars, warp % 4, lane);
   } else {
     claim_registers<Traits::kMinusRegisters>();
-    group_gradients<T, GradientsGroup::kMinus>(p, items, smem, bars, warp - 8, lane);
+    group_gradients<T, true>(p, kMinus, items, smem, bars, warp - 8, lane);
   }
 }
 

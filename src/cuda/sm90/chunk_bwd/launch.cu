@@ -73,12 +73,12 @@ void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, voi
   take_all(params, has_dv, workspace);
 }
 
-cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const StridedTensor& q, const StridedTensor& k,
-                                     const StridedTensor& d_o, ChunkBackwardMaps* maps) {
+cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const StridedTensor& q, const StridedTensor& d_o,
+                                     ChunkBackwardMaps* maps) {
   EncodeTiled encode = nullptr;
   cudaError_t error = find_encoder(&encode);
   if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, p.Hq, &maps->q);
-  if (error == cudaSuccess) error = make_map(encode, k, p.B, p.T, p.Hq, &maps->k);
+  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, p.Hq, &maps->k);
   if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, p.Hv, &maps->v);
   // Without dO its map only has to exist: all its loads lie outside.
   if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, p.Hv, &maps->d_o);

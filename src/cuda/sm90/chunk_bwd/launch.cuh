@@ -4,6 +4,7 @@
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
+#include "cuda/sm90/chunk_bwd/small_betas.cuh"
 #include "cuda/sm90/chunk_bwd/states.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -39,6 +40,9 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
   const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
   const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
   sm90_chunk_bwd_gradients_kernel<T><<<blocks, Traits::kThreads, Traits::kBytes, stream>>>(p, maps);
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  sm90_chunk_bwd_small_betas_kernel<T>
+      <<<static_cast<unsigned>(p.chunk_bound) * p.Hv, kSmallBetasThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

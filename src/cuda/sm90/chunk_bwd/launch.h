@@ -28,8 +28,8 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has
 // Sets params' scratch pointers; without a dv of the caller's, dv too.
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace);
 
-// Describes q, k, v, d_o [B, T, heads, 128] and params.dv to the copy engine. `type`: bf16 or fp16.
-cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q, const StridedTensor& k,
+// Describes q, d_o [B, T, heads, 128] and params' k, v, dv to the copy engine. bf16 or fp16.
+cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q,
                                      const StridedTensor& d_o, ChunkBackwardMaps* maps);
 
 // Copies [B, T, heads, 128] of any strides and float type into a tensor that the copy engine takes.

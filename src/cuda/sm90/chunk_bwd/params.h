@@ -41,6 +41,7 @@ struct ChunkBackwardParams {
   int64_t cu_seqlens_stride;    // elements
   StridedTensor g, beta;        // [B, T, Hv]; absent: 0 and 1
   StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows, or absent
+  StridedTensor k;              // [B, T, Hq, 128]
   StridedTensor v;              // [B, T, Hv, 128]
   StridedTensor initial_state;  // [N, Hv, 128, 128] by state_v_first, or absent
   StridedTensor dht;            // as initial_state, or absent

@@ -51,8 +51,8 @@ std::string reject(const Arguments& args, const Problem& p) {
   if (p.T == 0 || p.N == 0) return "needs tokens and sequences";
   // Coordinates and block numbers are 32-bit.
   constexpr int64_t kMost = int64_t{1} << 31;
-  if (p.B * p.T >= kMost || p.chunk_bound * p.Hq >= kMost || 4 * p.N * p.Hv >= kMost) {
-    return "needs fewer than 2^31 tokens, chunks times key heads, and sequences times value heads times 4";
+  if (p.B * p.T >= kMost || p.chunk_bound * p.Hv >= kMost || 4 * p.N * p.Hv >= kMost) {
+    return "needs fewer than 2^31 tokens, chunks times value heads, and sequences times value heads times 4";
   }
   for (const Tensor* t : {&args.q, &args.k, &args.v, &args.A, &args.dv}) {
     if (present(*t) && !copy_engine_takes(*t)) return "needs q, k, v, A and dv in rows of 16-byte boundaries";
@@ -99,6 +99,7 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.g = strided(args.g);
   params.beta = strided(args.beta);
   params.A = strided(args.A);
+  params.k = strided(args.k);
   params.v = strided(args.v);
   params.initial_state = strided(args.initial_state);
   params.dht = strided(args.dht);
@@ -136,8 +137,8 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream_h
   }
   bind_chunk_backward_workspace(&params, present(args.dv), static_cast<char*>(memory) + workspace.bytes());
   ChunkBackwardMaps maps;
-  FLASH_QLA_RETURN_IF_ERROR(cuda_status(make_chunk_backward_maps(params, strided(args.q), strided(args.k), d_o, &maps),
-                                        "describing the tensors"));
+  FLASH_QLA_RETURN_IF_ERROR(
+      cuda_status(make_chunk_backward_maps(params, strided(args.q), d_o, &maps), "describing the tensors"));
   return cuda_status(launch_chunk_backward(params, maps, ChunkBackwardStage{}, stream), "the sm90 chunk backward");
 }
 

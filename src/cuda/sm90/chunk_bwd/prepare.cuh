@@ -12,7 +12,8 @@ struct PrepareSmem {
   static constexpr uint32_t kK = kQ + kTokensBytes;
   static constexpr uint32_t kTile = kK + kTokensBytes;  // P or G o A on its way out
   static constexpr uint32_t kGates = kTile + kTileBytes;
-  static constexpr uint32_t kBarrier = kGates + kGateBytes;
+  static constexpr int kGateHeads = kPrepareThreads / 32;  // value heads whose gates are made at once, a warp each
+  static constexpr uint32_t kBarrier = kGates + kGateHeads * kGateBytes;
   static constexpr uint32_t kKkt = kBarrier + 16;  // K K^T in fp32, only when A is solved for
   // 68: rows stay 16-byte aligned, and the four-row steps of the accumulator's stores fall into different banks.
   static constexpr uint32_t kKktStride = 68 * 4;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void copy_out(void* global, uint32_t smem, uint32_t b
 }
 
 template <typename T, bool kHasA>
-__global__ __launch_bounds__(kPrepareThreads) void sm90_chunk_bwd_prepare_kernel(
+__global__ __launch_bounds__(kPrepareThreads, kHasA ? 4 : 3) void sm90_chunk_bwd_prepare_kernel(
     const ChunkBackwardParams p, const __grid_constant__ ChunkBackwardMaps maps) {
   const int slot = blockIdx.x / p.Hq, key_head = blockIdx.x % p.Hq;
   if (slot >= total_chunks(p)) return;
@@ -90,6 +91,25 @@ __global__ __launch_bounds__(kPrepareThreads) void sm90_chunk_bwd_prepare_kernel
       tma_load_5d(sK + half * kTileBytes, &maps.k, barrier, 0, chunk.token, half, key_head, chunk.batch);
     }
   }
+  // What the first heads need besides is fetched while q and k are on their way.
+  auto make_gates_from = [&](int first) {
+    const int head = first + warp;
+    if (head < (key_head + 1) * p.group) make_gates(p, chunk, head, lane, sGates + warp * kGateBytes);
+  };
+  uint4 a[4];
+  auto fetch_A = [&](int head) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int i = (thread + r * kPrepareThreads) / 8;
+      a[r] = make_uint4(0, 0, 0, 0);
+      if (i < chunk.valid) {
+        a[r] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.A.data) +
+                                               row_offset(p.A, chunk.batch, chunk.token + i, head) + thread % 8 * 8);
+      }
+    }
+  };
+  make_gates_from(key_head * p.group);
+  if constexpr (kHasA) fetch_A(key_head * p.group);
   __syncthreads();
   mbarrier_wait(barrier, 0);
   if (chunk.valid < kChunk) {
@@ -141,21 +161,23 @@ __global__ __launch_bounds__(kPrepareThreads) void sm90_chunk_bwd_prepare_kernel
     }
   }
 
-  for (int head = key_head * p.group; head < (key_head + 1) * p.group; ++head) {
+  for (int member = 0; member < p.group; ++member) {
+    const int head = key_head * p.group + member;
     const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
-    if (warp == 0) make_gates(p, chunk, head, lane, sGates);
+    if (member > 0 && member % PrepareSmem::kGateHeads == 0) make_gates_from(head);
     __syncthreads();
-    copy_out(p.gates + tile * kGateVectors * kChunk, sGates, kGateBytes, thread);
+    const uint32_t gates = sGates + member % PrepareSmem::kGateHeads * kGateBytes;
+    copy_out(p.gates + tile * kGateVectors * kChunk, gates, kGateBytes, thread);
 
     // P
-    const float c_row[2] = {load_shared_f1(sGates + row * 4), load_shared_f1(sGates + row * 4 + 32)};
+    const float c_row[2] = {load_shared_f1(gates + row * 4), load_shared_f1(gates + row * 4 + 32)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t packed[4];
 #pragma unroll
       for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
         const int col = 16 * j + 8 * (part / 2) + column, r = row + 8 * (part % 2);
-        const float2 c = load_shared_f2(sGates + col * 4);
+        const float2 c = load_shared_f2(gates + col * 4);
         const float g0 = col <= r ? exp2_approx(c_row[part % 2] - c.x) : 0.0f;
         const float g1 = col + 1 <= r ? exp2_approx(c_row[part % 2] - c.y) : 0.0f;
         const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
@@ -171,29 +193,27 @@ __global__ __launch_bounds__(kPrepareThreads) void sm90_chunk_bwd_prepare_kernel
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int i = (thread + r * kPrepareThreads) / 8, piece = thread % 8;
-        uint4 a = make_uint4(0, 0, 0, 0);
-        if (i < chunk.valid) {
-          a = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.A.data) +
-                                              row_offset(p.A, chunk.batch, chunk.token + i, head) + piece * 8);
-        }
-        uint32_t* words = reinterpret_cast<uint32_t*>(&a);
-        const float c = load_shared_f1(sGates + i * 4);
+        const uint32_t words[4] = {a[r].x, a[r].y, a[r].z, a[r].w};
+        uint32_t gated[4];
+        const float c = load_shared_f1(gates + i * 4);
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           const int col = 8 * piece + 2 * w;
-          const float2 other = load_shared_f2(sGates + col * 4);
+          const float2 other = load_shared_f2(gates + col * 4);
           const float2 x = unpack2<T>(words[w]);
-          words[w] = pack2<T>(col <= i ? x.x * exp2_approx(c - other.x) : 0.0f,
+          gated[w] = pack2<T>(col <= i ? x.x * exp2_approx(c - other.x) : 0.0f,
                               col + 1 <= i ? x.y * exp2_approx(c - other.y) : 0.0f);
         }
-        *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + (tile_piece(0, i, piece))) = a;
+        *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + tile_piece(0, i, piece)) =
+            make_uint4(gated[0], gated[1], gated[2], gated[3]);
       }
+      if (member + 1 < p.group) fetch_A(head + 1);
     } else {
       __syncthreads();
       // Forward substitution, a thread a column: x_i = [i = column] - beta_i sum_j<i (K K^T)_ij x_j.
       if (thread < kChunk) {
         float x[kChunk];
-        const float c_column = load_shared_f1(sGates + thread * 4);
+        const float c_column = load_shared_f1(gates + thread * 4);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
           float sum = 0.0f;
@@ -205,9 +225,9 @@ __global__ __launch_bounds__(kPrepareThreads) void sm90_chunk_bwd_prepare_kernel
             if (j + 2 < i) sum += l.z * x[j + 2];
             if (j + 3 < i) sum += l.w * x[j + 3];
           }
-          x[i] = (i == thread ? 1.0f : 0.0f) - load_shared_f1(sGates + kBetaOffset + i * 4) * sum;
+          x[i] = (i == thread ? 1.0f : 0.0f) - load_shared_f1(gates + kBetaOffset + i * 4) * sum;
           const bool kept = i >= thread && i < chunk.valid;
-          const float ga = kept ? x[i] * exp2_approx(load_shared_f1(sGates + i * 4) - c_column) : 0.0f;
+          const float ga = kept ? x[i] * exp2_approx(load_shared_f1(gates + i * 4) - c_column) : 0.0f;
           const uint16_t bits = static_cast<uint16_t>(pack2<T>(ga, 0.0f) & 0xffffu);
           asm volatile("st.shared.u16 [%0], %1;" ::"r"(tile_piece(sTile, i, thread / 8) + (thread % 8) * 2), "h"(bits)
                        : "memory");

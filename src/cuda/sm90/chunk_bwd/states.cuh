@@ -14,11 +14,11 @@ namespace flash_qla::cuda::sm90 {
 // products is shortest with a tensor core of its own), else 2 (K, Q, G o A and P are loaded once for both).
 template <int kGroups>
 struct StatesTraits {
-  // One group lives within the 255 registers of any thread. Two need more than an even share: the copying warps come as a
-  // whole warpgroup then, that leaves them its registers (40 + 2 * 232 = 3 * 168).
+  // One group lives within the 255 registers of any thread. Two need more than an even share: the copying warps come as
+  // a whole warpgroup then, that leaves them its registers (40 + 2 * 232 = 3 * 168).
   static constexpr bool kMoveRegisters = kGroups == 2;
   static constexpr int kThreads = kGroups * 128 + (kMoveRegisters ? 128 : 64);
-  static constexpr int kCopyRegisters = 40, kGroupRegisters = 232;
+  static constexpr int kCopyRegisters = 56, kGroupRegisters = 224;
 
   // A stage of the forward pass: K, V, G o A, gates.
   static constexpr uint32_t kFwdK = 0;
@@ -53,8 +53,8 @@ struct StatesTraits {
 
 constexpr uint32_t kBlockBarrier = 1;  // named barrier of all groups
 
-// A group's outgoing tiles: written by the group, stored by a warp that has nothing else to do, so that the chain of products
-// waits neither for the copy engine nor for the fence before it.
+// A group's outgoing tiles: written by the group, stored by a warp that has nothing else to do, so that the chain of
+// products waits neither for the copy engine nor for the fence before it.
 struct OutBarriers {
   uint32_t base;
   __device__ uint32_t state_full() const { return base; }
@@ -143,7 +143,9 @@ struct StatesWork {
 };
 
 // The chunk of the step-th turn of a pass.
-__device__ __forceinline__ int chunk_of(int step, int chunks, bool reverse) { return reverse ? chunks - 1 - step : step; }
+__device__ __forceinline__ int chunk_of(int step, int chunks, bool reverse) {
+  return reverse ? chunks - 1 - step : step;
+}
 
 __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
@@ -321,15 +323,15 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     state_times_keys<T>(k_dS, packed, sK);
     wgmma_commit();
+    uint32_t scaled[16];
     float gamma[16], ratio[16];
     load_columns(gamma, sGates + kGammaOffset, at.lane);
-    load_columns(ratio, sGates + kRatioOffset, at.lane);
-    uint32_t scaled[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 x = unpack2<T>(d_o[i]);
       scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
     }
+    load_columns(ratio, sGates + kRatioOffset, at.lane);
     const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
     for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
@@ -365,6 +367,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_commit();
     float beta[16];
     load_columns(beta, sGates + kBetaOffset, at.lane);
+    load_columns(gamma, sGates + kGammaOffset, at.lane);  // again: there are no registers to keep it in
     mbarrier_wait(bars.tokens_empty(), out_phase);
     wgmma_wait<1>();
     pin(d_v_new);
@@ -418,8 +421,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 // One warp: a group's outgoing tiles to memory.
 template <int kGroups>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            StatesWork work, bool reverse, uint32_t smem, const OutBarriers& bars, int group,
-                                            int lane) {
+                                            StatesWork work, bool reverse, uint32_t smem, const OutBarriers& bars,
+                                            int group, int lane) {
   using Traits = StatesTraits<kGroups>;
   const int half = work.half + group, chunks = work.sequence.chunks();
   const uint32_t out = smem + Traits::kOutOffset + group * Traits::kOut, out_v = out + 2 * kTileBytes;
