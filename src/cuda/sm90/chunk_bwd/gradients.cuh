@@ -542,6 +542,8 @@ template <typename T>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
                              1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
                                                                      const __grid_constant__ ChunkBackwardMaps maps) {
+  launch_dependents();
+  wait_for_predecessors();
   using Traits = GradientsTraits;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;

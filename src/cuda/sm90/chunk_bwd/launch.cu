@@ -15,6 +15,8 @@ size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
+  p->small_count = workspace.take<int32_t>(1);
+  p->small_tiles = workspace.take<int32_t>(tiles);
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
   p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
   p->P = workspace.take<uint8_t>(tiles * kTileBytes);
@@ -97,9 +99,9 @@ cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to,
 
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                   const ChunkBackwardStage& stage, cudaStream_t stream) {
-  if (stage.plan && p.cu_seqlens != nullptr) {
-    sm90_chunk_bwd_plan_kernel<<<1 + kPaddingBlocks, kPlanThreads, 0, stream>>>(p);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+  if (stage.plan) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(
+        sm90_chunk_bwd_plan_kernel, p.cu_seqlens == nullptr ? 1 : 1 + kPaddingBlocks, kPlanThreads, 0, stream, p));
   }
   return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, stream)
                                       : launch_chunk_backward_fp16(p, maps, stage, stream);

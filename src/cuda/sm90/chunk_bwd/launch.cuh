@@ -18,9 +18,8 @@ template <typename T, bool kHasA>
 cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
   constexpr uint32_t kBytes = PrepareSmem::bytes(kHasA);
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T, kHasA>, kBytes));
-  sm90_chunk_bwd_prepare_kernel<T, kHasA>
-      <<<static_cast<unsigned>(p.chunk_bound) * p.Hq, kPrepareThreads, kBytes, stream>>>(p, maps);
-  return cudaGetLastError();
+  return launch_chained(sm90_chunk_bwd_prepare_kernel<T, kHasA>, static_cast<unsigned>(p.chunk_bound) * p.Hq,
+                        kPrepareThreads, kBytes, stream, p, maps);
 }
 
 template <typename T, int kGroups>
@@ -28,8 +27,8 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   using Traits = StatesTraits<kGroups>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_states_kernel<T, kGroups>, Traits::kBytes));
   const unsigned blocks = 2u * static_cast<unsigned>(p.N) * p.Hv * (2 / kGroups);
-  sm90_chunk_bwd_states_kernel<T, kGroups><<<blocks, Traits::kThreads, Traits::kBytes, stream>>>(p, maps);
-  return cudaGetLastError();
+  return launch_chained(sm90_chunk_bwd_states_kernel<T, kGroups>, blocks, Traits::kThreads, Traits::kBytes, stream, p,
+                        maps);
 }
 
 template <typename T>
@@ -39,11 +38,9 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_gradients_kernel<T>, Traits::kBytes));
   const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
   const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
-  sm90_chunk_bwd_gradients_kernel<T><<<blocks, Traits::kThreads, Traits::kBytes, stream>>>(p, maps);
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
-  sm90_chunk_bwd_small_betas_kernel<T>
-      <<<static_cast<unsigned>(p.chunk_bound) * p.Hv, kSmallBetasThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(
+      launch_chained(sm90_chunk_bwd_gradients_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+  return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }
 
 template <typename T>

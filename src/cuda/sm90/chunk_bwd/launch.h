@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstddef>
 
@@ -16,6 +16,24 @@
   } while (0)
 
 namespace flash_qla::cuda::sm90 {
+
+// Starts a kernel whose blocks may come before the stream's kernel before it has ended: it calls
+// wait_for_predecessors().
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_chained(void (*kernel)(Parameters...), unsigned blocks, int threads, uint32_t shared_bytes,
+                           cudaStream_t stream, const Arguments&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
 
 // Which kernels to start: all of them, but for a benchmark that times each.
 struct ChunkBackwardStage {

@@ -55,6 +55,8 @@ struct ChunkBackwardParams {
   ChunkInfo* chunk_map;   // [chunk_bound]; with cu_seqlens alone
   int32_t* first_slot;    // [N] first chunk slot of each sequence; with cu_seqlens alone
   int32_t* total_chunks;  // [1]; with cu_seqlens alone
+  int32_t* small_count;   // [1] how many entries small_tiles has
+  int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
   float* gates;           // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
   uint8_t* GA;            // [chunk_bound, Hv] tiles [64 i][64 j]: G o A
   uint8_t* P;             // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T)

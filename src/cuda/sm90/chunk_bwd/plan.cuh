@@ -36,10 +36,14 @@ __device__ __forceinline__ void zero_padding(const ChunkBackwardParams& p) {
 
 // Block 0: a running sum of the sequences' chunk counts, then every slot finds its sequence by bisection.
 __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
+  launch_dependents();
+  wait_for_predecessors();
   if (blockIdx.x > 0) {
     zero_padding(p);
     return;
   }
+  if (threadIdx.x == 0) *p.small_count = 0;
+  if (p.cu_seqlens == nullptr) return;
   __shared__ int32_t warp_total[kPlanThreads / 32];
   __shared__ int32_t carry;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;

@@ -22,8 +22,8 @@ struct PrepareSmem {
 };
 
 // Cumulative log2 decay and what follows from it, by one warp: lane l has tokens 2l and 2l + 1.
-__device__ __forceinline__ void make_gates(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head, int lane,
-                                           uint32_t smem) {
+__device__ __forceinline__ void make_gates(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head, int tile,
+                                           int lane, uint32_t smem) {
   constexpr float kLog2E = 1.4426950408889634f;
   float cumsum[2] = {0.0f, 0.0f}, beta[2];
 #pragma unroll
@@ -52,6 +52,9 @@ __device__ __forceinline__ void make_gates(const ChunkBackwardParams& p, const C
     cumsum[0] = sum - cumsum[1];
     cumsum[1] = sum;
   }
+  const bool small = (2 * lane < chunk.valid && fabsf(beta[0]) < kSmallBeta) ||
+                     (2 * lane + 1 < chunk.valid && fabsf(beta[1]) < kSmallBeta);
+  if (__any_sync(0xffffffffu, small) && lane == 0) p.small_tiles[atomicAdd(p.small_count, 1)] = tile;
   const float last = __shfl_sync(0xffffffffu, cumsum[1], 31) * kLog2E;
   const float c0 = cumsum[0] * kLog2E, c1 = cumsum[1] * kLog2E;
   const uint32_t at = smem + static_cast<uint32_t>(lane) * 8;
@@ -70,6 +73,8 @@ __device__ __forceinline__ void copy_out(void* global, uint32_t smem, uint32_t b
 template <typename T, bool kHasA>
 __global__ __launch_bounds__(kPrepareThreads, kHasA ? 4 : 3) void sm90_chunk_bwd_prepare_kernel(
     const ChunkBackwardParams p, const __grid_constant__ ChunkBackwardMaps maps) {
+  launch_dependents();
+  wait_for_predecessors();
   const int slot = blockIdx.x / p.Hq, key_head = blockIdx.x % p.Hq;
   if (slot >= total_chunks(p)) return;
   const ChunkInfo chunk = chunk_info(p, slot);
@@ -94,18 +99,19 @@ __global__ __launch_bounds__(kPrepareThreads, kHasA ? 4 : 3) void sm90_chunk_bwd
   // What the first heads need besides is fetched while q and k are on their way.
   auto make_gates_from = [&](int first) {
     const int head = first + warp;
-    if (head < (key_head + 1) * p.group) make_gates(p, chunk, head, lane, sGates + warp * kGateBytes);
+    if (head < (key_head + 1) * p.group) {
+      make_gates(p, chunk, head, slot * p.Hv + head, lane, sGates + warp * kGateBytes);
+    }
   };
   uint4 a[4];
   auto fetch_A = [&](int head) {
+    constexpr int kRows = kPrepareThreads / 8;
+    const uint16_t* from = static_cast<const uint16_t*>(p.A.data) +
+                           row_offset(p.A, chunk.batch, chunk.token + thread / 8, head) + thread % 8 * 8;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int i = (thread + r * kPrepareThreads) / 8;
+    for (int r = 0; r < 4; ++r, from += kRows * p.A.stride[1]) {
       a[r] = make_uint4(0, 0, 0, 0);
-      if (i < chunk.valid) {
-        a[r] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.A.data) +
-                                               row_offset(p.A, chunk.batch, chunk.token + i, head) + thread % 8 * 8);
-      }
+      if (thread / 8 + kRows * r < chunk.valid) a[r] = *reinterpret_cast<const uint4*>(from);
     }
   };
   make_gates_from(key_head * p.group);

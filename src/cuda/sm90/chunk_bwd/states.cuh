@@ -519,6 +519,8 @@ template <typename T, int kGroups>
 __global__ __launch_bounds__(StatesTraits<kGroups>::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps) {
+  launch_dependents();
+  wait_for_predecessors();
   using Traits = StatesTraits<kGroups>;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
