@@ -14,14 +14,19 @@ if(NOT EigenHeaders_INCLUDE_DIR)
 endif()
 
 if(NOT EigenHeaders_INCLUDE_DIR)
-  find_package(Python3 QUIET COMPONENTS Interpreter)
-  if(Python3_Interpreter_FOUND)
+  find_package(Python QUIET COMPONENTS Interpreter)
+  if(Python_Interpreter_FOUND)
+    # All of sys.path: pip puts the packages of an isolated build in front of the interpreter's own.
     execute_process(
-      COMMAND "${Python3_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-      OUTPUT_VARIABLE site_packages OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-    if(EXISTS "${site_packages}/cmeel.prefix/include/eigen3/Eigen/Core")
-      set(EigenHeaders_INCLUDE_DIR "${site_packages}/cmeel.prefix/include/eigen3")
-    endif()
+      COMMAND "${Python_EXECUTABLE}" -c "
+import os, sys
+for place in sys.path:
+    include = os.path.join(place, 'cmeel.prefix', 'include', 'eigen3')
+    if os.path.exists(os.path.join(include, 'Eigen', 'Core')):
+        print(include)
+        break
+"
+      OUTPUT_VARIABLE EigenHeaders_INCLUDE_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   endif()
 endif()
 

@@ -77,9 +77,9 @@ if command -v ccache >/dev/null; then
 fi
 rm -rf build/wheels
 pip wheel -q --no-build-isolation --no-deps . -w build/wheels \
-  -C build-dir=build/native \
-  -C cmake.define.FLASH_QLA_TESTS=$tests \
-  -C cmake.define.FLASH_QLA_PTXAS_REPORT="${FLASH_QLA_PTXAS_REPORT:-OFF}" \
-  -C cmake.define.CMAKE_EXPORT_COMPILE_COMMANDS=ON \
-  -C cmake.define.GTest_ROOT="$PWD/.venv/debian/usr"
+  --config-settings=build-dir=build/native \
+  --config-settings=cmake.define.FLASH_QLA_TESTS=$tests \
+  --config-settings=cmake.define.FLASH_QLA_PTXAS_REPORT="${FLASH_QLA_PTXAS_REPORT:-OFF}" \
+  --config-settings=cmake.define.CMAKE_EXPORT_COMPILE_COMMANDS=ON \
+  --config-settings=cmake.define.GTest_ROOT="$PWD/.venv/debian/usr"
 pip install -q --no-deps --force-reinstall build/wheels/*.whl

@@ -2,9 +2,9 @@
 
     python examples/python/qwen_prefill.py
 
-The weights are random (seeded) and the tokens are the text's bytes; all layers, shapes and calls are the model's own. It
-compares logits, prefill followed by decode, and the gradients of a language-modelling loss, prints tokens per second of
-both, and exits with 1 when they disagree or flash_qla is not the faster.
+The weights are random (seeded) and the tokens are the text's bytes; all layers, shapes and calls are the model's own.
+It compares logits, prefill followed by decode, and the gradients of a language-modelling loss, prints tokens per second
+of both, and exits with 1 when they disagree or flash_qla is not the faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from flash_qla.integrations import transformers as integration
 
 TEXT = Path(__file__).resolve().parents[1] / "data" / "declaration_of_independence.txt"
 
-# Relative L2 of float32 results: what two correct float32 implementations of these layers differ by, with room to spare.
+# Relative L2 of float32 results: what two correct float32 implementations of these layers differ by, with room to
+# spare.
 LOGITS_BOUND = 1e-4
 GRADIENT_BOUND = 1e-3
 
@@ -125,12 +126,15 @@ def main() -> int:
     ours_off, name = worst_parameter(grads[True], exact)
     of_theirs = f"Transformers: {theirs_off:.1e}"
 
+    continued = f"prefill + {DECODED_TOKENS} decoded tokens, against one prefill"
+    parameter = f"gradients, worst parameter against float64 ({name}; {of_theirs})"
+    both = relative_l2(one_vector(grads[True]), one_vector(grads[False]))
     checks: List[Tuple[str, float, float]] = [
         ("logits, flash_qla against Transformers", relative_l2(logits[True], logits[False]), LOGITS_BOUND),
-        (f"prefill + {DECODED_TOKENS} decoded tokens, against one prefill", relative_l2(stepwise, logits[True]), LOGITS_BOUND),
-        ("gradients, flash_qla against Transformers", relative_l2(one_vector(grads[True]), one_vector(grads[False])), GRADIENT_BOUND),
-        (f"gradients, worst parameter against float64 ({name}; {of_theirs})", ours_off, GRADIENT_BOUND),
-    ]  # fmt: skip
+        (continued, relative_l2(stepwise, logits[True]), LOGITS_BOUND),
+        ("gradients, flash_qla against Transformers", both, GRADIENT_BOUND),
+        (parameter, ours_off, GRADIENT_BOUND),
+    ]
     failed = False
     for what, error, bound in checks:
         good = error <= bound  # a NaN is not

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional
 
-import contextlib
+# With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is imported.
+# Nothing is compiled at run time here; it then goes by __dlpack__, which costs some microseconds a call.
+os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 
-import tvm_ffi
+import tvm_ffi  # noqa: E402
 
 LIBRARY = Path(__file__).resolve().parent / "_lib" / "flash_qla_ffi.so"
 
@@ -55,7 +59,8 @@ def _call(function: Callable[..., Any], allocate: Callable[[int], Any], argument
 
 
 def forward(allocate: Callable[[int], Any], *arguments: Any) -> None:
-    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's device."""
+    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's
+    device."""
     _call(_forward, allocate, arguments)
 
 

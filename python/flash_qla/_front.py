@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, Optional, Sequence
+from typing import Any, Sequence
 
 try:
     import torch
 except ImportError:  # numpy and other DLPack arrays work without it
     torch = None  # type: ignore[assignment]
 
-torch_front: Optional[ModuleType] = None
+torch_front: Any = None
 if torch is not None:
-    from . import _torch as torch_front  # type: ignore[no-redef]
+    from . import _torch
+
+    torch_front = _torch
 
 
 # The inputs that all operations share, in the order of the native calls.

@@ -10,9 +10,7 @@ _CP_MODES: Dict[Any, int] = {False: 0, True: 1, "invariant": 2}
 
 # (operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
 #  allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance): the leading arguments of every native call and torch op.
-Options = Tuple[
-    str, Optional[str], Optional[float], bool, bool, bool, bool, bool, int, bool, Optional[float]
-]
+Options = Tuple[str, Optional[str], Optional[float], bool, bool, bool, bool, bool, int, bool, Optional[float]]
 
 _path: Optional[str] = None
 

@@ -66,8 +66,8 @@ def workspace_size(
 ) -> int:
     """Bytes of scratch that the largest call of an operation allocates, before any tensor exists.
 
-    Enough for every call of at most `max_tokens` tokens in at most `max_seqs` sequences. Scratch is per call and stream: it
-    comes from the framework's allocator and goes back to it when the call has been queued.
+    Enough for every call of at most `max_tokens` tokens in at most `max_seqs` sequences. Scratch is per call and
+    stream: it comes from the framework's allocator and goes back to it when the call has been queued.
 
     Args:
         op: an operation of this package or its name.
@@ -110,7 +110,7 @@ def workspace_size(
 
 
 def _dtype_name(dtype: Any) -> str:
-    """"bfloat16" of "bfloat16", torch.bfloat16 or numpy.dtype("bfloat16")."""
+    """The name of a dtype: bfloat16 for "bfloat16", torch.bfloat16 or numpy.dtype("bfloat16")."""
     return dtype.__name__ if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
 
 

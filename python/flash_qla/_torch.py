@@ -16,8 +16,9 @@ from ._options import Options
 from ._shapes import a_shape, gate_shape, sequence_count, state_shape
 
 _OPTIONS = (
-    "str operation, str? path, float? scale, bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
-    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int cp_mode, bool force_intra_cp, float? cp_tolerance"
+    "str operation, str? path, float? scale, bool state_v_first, bool use_qk_l2norm_in_kernel, "
+    "bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int cp_mode, "
+    "bool force_intra_cp, float? cp_tolerance"
 )
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens"
 
@@ -26,7 +27,7 @@ _library = torch.library.Library("flash_qla", "DEF")
 
 def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.split("(")[0]
-    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_qla::{name}", fake, lib=_library)
 
@@ -122,7 +123,9 @@ def _recurrent(*arguments: Any) -> List[Tensor]:
 
 def _recurrent_fake(*arguments: Any) -> List[Tensor]:
     options, inputs, (output_final_state,) = _split_forward(arguments)
-    outputs = _forward_outputs(options, inputs[0], inputs[1], inputs[2], inputs[7], output_final_state, False, False, None)
+    outputs = _forward_outputs(
+        options, inputs[0], inputs[1], inputs[2], inputs[7], output_final_state, False, False, None
+    )
     return _present(outputs)
 
 
@@ -213,12 +216,12 @@ class _NotDifferentiable(torch.autograd.Function):
     """Passes a result of `inputs` on; asking for a gradient through it raises NotImplementedError."""
 
     @staticmethod
-    def forward(ctx: Any, message: str, x: Tensor, *inputs: Optional[Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, message: str, x: Tensor, *inputs: Optional[Tensor]) -> Tensor:
         ctx.message = message
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> Any:
         raise NotImplementedError(ctx.message)
 
 
@@ -233,9 +236,9 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     """o and final_state, differentiable in every floating-point input. Saved: the inputs and A."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, options: Options, output_final_state: bool, *inputs: Optional[Tensor]
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+    ) -> Tuple[Optional[Tensor], ...]:
         wanted = (True, output_final_state, False, True, False)
         o, final_state, _, A, _ = _align(_ops.chunk_forward(*options, *inputs, *wanted[1:4], None), wanted)
         ctx.save_for_backward(*inputs, A)
@@ -244,7 +247,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    def backward(ctx: Any, do: Optional[Tensor], dht: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Optional[Tensor], dht: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         *inputs, A = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         wanted = (*needs[:7], needs[8])

@@ -61,10 +61,17 @@ class Pool {
   // The pool of this process. A child made by fork() has none of its parent's threads and gets a pool of its own.
   // Pools are never destroyed: their threads may outlive main's static objects.
   static Pool& instance() {
-    static std::mutex mutex;
-    static Pool* pool = nullptr;
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (pool == nullptr || pool->process_ != getpid()) pool = new Pool();
+    // No lock: fork() may have caught another thread holding it.
+    static std::atomic<Pool*> current{nullptr};
+    Pool* pool = current.load(std::memory_order_acquire);
+    if (pool == nullptr || pool->process_ != getpid()) {
+      Pool* fresh = new Pool();
+      if (current.compare_exchange_strong(pool, fresh)) {
+        pool = fresh;
+      } else {
+        delete fresh;  // another thread was first; no thread has seen this one
+      }
+    }
     return *pool;
   }
 

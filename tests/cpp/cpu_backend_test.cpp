@@ -1,6 +1,8 @@
 // The CPU backend against the fp64 reference, forward, recurrent and backward, over shapes, dtypes and options; and
 // what the reference cannot tell: bits that depend on nothing but the sequence.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
@@ -8,6 +10,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/host_tensor.h"
@@ -48,20 +51,20 @@ struct Owned {
   }
 };
 
-void for_each(const Tensor& t, const std::function<void(int64_t offset, int64_t head)>& fn) {
+void for_each(const Tensor& t, const std::function<void(int64_t offset)>& fn) {
   int64_t shape[4] = {1, 1, 1, 1};
   for (int32_t i = 0; i < t.ndim; ++i) shape[i] = t.shape[i];
   for (int64_t a = 0; a < shape[0]; ++a) {
     for (int64_t b = 0; b < shape[1]; ++b) {
       for (int64_t c = 0; c < shape[2]; ++c) {
-        for (int64_t d = 0; d < shape[3]; ++d) fn(offset_of(t, a, b, c, d), 0);
+        for (int64_t d = 0; d < shape[3]; ++d) fn(offset_of(t, a, b, c, d));
       }
     }
   }
 }
 
 void fill(const Tensor& t, const std::function<double()>& value) {
-  for_each(t, [&](int64_t offset, int64_t) { store(t, offset, value()); });
+  for_each(t, [&](int64_t offset) { store(t, offset, value()); });
 }
 
 Owned indices(std::vector<int64_t> values, DType type = DType::kInt64, std::vector<int64_t> shape = {}) {
@@ -78,15 +81,15 @@ Owned indices(std::vector<int64_t> values, DType type = DType::kInt64, std::vect
   return owned;
 }
 
-// Relative L2 distance of `t` to `expected`, NaN in the same places ignored; infinity where one has NaN or infinity and
-// the other has not. A tensor whose norm is below 1e-6 sqrt(n) is compared absolutely, at that.
+// Relative L2 distance of `t` to `expected`, leaving out elements that are finite in neither; infinity where only one
+// of the two is finite. A tensor whose norm is below 1e-6 sqrt(n) is compared absolutely, at that.
 double distance(const Tensor& t, const Tensor& expected) {
   double difference = 0.0, norm = 0.0, count = 0.0;
   bool same = true;
   std::vector<double> values;
-  for_each(t, [&](int64_t offset, int64_t) { values.push_back(load(t, offset)); });
+  for_each(t, [&](int64_t offset) { values.push_back(load(t, offset)); });
   size_t i = 0;
-  for_each(expected, [&](int64_t offset, int64_t) {
+  for_each(expected, [&](int64_t offset) {
     const double x = values[i++], y = load(expected, offset);
     same &= std::isfinite(x) == std::isfinite(y);
     if (!std::isfinite(x) || !std::isfinite(y)) return;
@@ -261,8 +264,8 @@ struct Gradients {
   Owned dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias;
 };
 
-Gradients backward(const Case& c, const Inputs& in, const char* path) {
-  Gradients out;
+// Arguments of the backward without outputs. `cumsum` is filled where the case gives it in place of g.
+BackwardArguments backward_arguments(const Case& c, const Inputs& in, const char* path, Owned* cumsum) {
   BackwardArguments args;
   set_options(c, path, &args.options);
   args.q = in.q.t;
@@ -274,32 +277,41 @@ Gradients backward(const Case& c, const Inputs& in, const char* path) {
   args.dt_bias = in.dt_bias.t;
   args.cu_seqlens = in.cu_seqlens.t;
   args.initial_state = in.h0.t;
-  Owned cumsum;
   if (c.cumsum) {
-    cumsum = forward<ChunkForward>(c, in, "reference", true).g_cumsum;
-    args.g = cumsum.t;
+    *cumsum = forward<ChunkForward>(c, in, "reference", true).g_cumsum;
+    args.g = cumsum->t;
     args.g_is_cumsum = 1;
   }
   if (c.has_do) args.d_o = in.d_o.t;
   if (c.has_dht) args.dht = in.dht.t;
+  return args;
+}
+
+Gradients make_gradients(const Case& c, const Inputs& in) {
+  Gradients out;
   out.dq = poisoned(c.dtype, {c.B, in.T, c.Hq, c.K}, c.gap);
   out.dk = poisoned(c.dtype, {c.B, in.T, c.Hq, c.K}, c.gap);
   out.dv = poisoned(c.dtype, {c.B, in.T, c.Hv, c.V}, c.gap);
   out.dg = poisoned(accumulator(c), {c.B, in.T, c.Hv}, c.gap);
   out.dbeta = poisoned(accumulator(c), {c.B, in.T, c.Hv}, c.gap);
   out.dh0 = poisoned(accumulator(c), state_shape(c, in.N), c.gap);
-  args.dq = out.dq.t;
-  args.dk = out.dk.t;
-  args.dv = out.dv.t;
-  args.dg = out.dg.t;
-  args.dbeta = out.dbeta.t;
-  args.dh0 = out.dh0.t;
-  if (c.gate) {
-    out.dA_log = poisoned(accumulator(c), {c.Hv});
-    args.dA_log = out.dA_log.t;
-    if (c.bias) out.ddt_bias = poisoned(accumulator(c), {c.Hv});
-    if (c.bias) args.ddt_bias = out.ddt_bias.t;
-  }
+  if (c.gate) out.dA_log = poisoned(accumulator(c), {c.Hv});
+  if (c.gate && c.bias) out.ddt_bias = poisoned(accumulator(c), {c.Hv});
+  return out;
+}
+
+// Each gradient with the argument that receives it.
+std::vector<std::pair<Owned*, Tensor*>> pairs(Gradients* g, BackwardArguments* args) {
+  return {
+      {&g->dq, &args->dq},       {&g->dk, &args->dk},   {&g->dv, &args->dv},         {&g->dg, &args->dg},
+      {&g->dbeta, &args->dbeta}, {&g->dh0, &args->dh0}, {&g->dA_log, &args->dA_log}, {&g->ddt_bias, &args->ddt_bias}};
+}
+
+Gradients backward(const Case& c, const Inputs& in, const char* path) {
+  Owned cumsum;
+  BackwardArguments args = backward_arguments(c, in, path, &cumsum);
+  Gradients out = make_gradients(c, in);
+  for (auto [gradient, argument] : pairs(&out, &args)) *argument = gradient->t;
   run<ChunkBackward>(args);
   return out;
 }
@@ -444,7 +456,7 @@ TEST(CpuBackendGates, ExtremeDecayIsFiniteWithZeroGradient) {
   expect_near("dk", ours.dk, reference.dk, 2, 1e-5);
   expect_near("dg", ours.dg, reference.dg, 2, 1e-5);
   for (auto [t, g] : gates) EXPECT_EQ(load(ours.dg.t, offset_of(ours.dg.t, 0, t, 1)), 0.0) << t;
-  for_each(out.o.t, [&](int64_t offset, int64_t) { ASSERT_TRUE(std::isfinite(load(out.o.t, offset))); });
+  for_each(out.o.t, [&](int64_t offset) { ASSERT_TRUE(std::isfinite(load(out.o.t, offset))); });
 }
 
 TEST(CpuBackendGates, BetaZeroHasAnExactGradient) {
@@ -538,6 +550,46 @@ TEST(CpuBackendBits, IndependentOfThreadsRunsAndNeighbours) {
   }
 }
 
+// A call large enough for several threads.
+Case threaded_case() {
+  Case c;
+  c.T = 400, c.Hq = c.Hv = 4, c.K = c.V = 64, c.threads = 4;
+  return c;
+}
+
+TEST(CpuBackendThreads, CallersBesideEachOther) {
+  const Case c = threaded_case();
+  const Inputs in = make_inputs(c);
+  const Outputs expected = forward<ChunkForward>(c, in, "cpu", false);
+  std::vector<int> wrong(4, 0);
+  std::vector<std::thread> callers;
+  for (size_t i = 0; i < wrong.size(); ++i) {
+    callers.emplace_back([&, i] {
+      for (int repeat = 0; repeat < 10; ++repeat) {
+        wrong[i] += !same_bits(forward<ChunkForward>(c, in, "cpu", false).o, expected.o);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(wrong, std::vector<int>(4, 0));
+}
+
+// A forked child has none of its parent's threads: it must neither hang nor differ.
+TEST(CpuBackendThreads, WorksInAForkedChild) {
+  const Case c = threaded_case();
+  const Inputs in = make_inputs(c);
+  const Outputs expected = forward<ChunkForward>(c, in, "cpu", false);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(60);  // a hang ends the child
+    _exit(same_bits(forward<ChunkForward>(c, in, "cpu", false).o, expected.o) ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 TEST(CpuBackendBits, PrefillInTwoPartsEqualsOne) {
   for (DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
     Case c;
@@ -562,6 +614,44 @@ TEST(CpuBackendBits, PrefillInTwoPartsEqualsOne) {
     EXPECT_TRUE(same_bits(o, whole.o));
     EXPECT_TRUE(same_bits(last, whole.final_state));
   }
+}
+
+// Each gradient asked for alone has the bits it has among all, and what is kept from the forward changes none.
+TEST(CpuBackendArguments, EachGradientAlone) {
+  Case c;
+  c.Hv = 4, c.gate = c.sigmoid = c.l2norm = true;
+  const Inputs in = make_inputs(c);
+  Gradients all = backward(c, in, "cpu");
+  const Outputs kept = forward<ChunkForward>(c, in, "cpu", true);
+  Gradients one = make_gradients(c, in);
+  BackwardArguments none = backward_arguments(c, in, "cpu", nullptr);
+  none.A = kept.A.t;
+  none.o = kept.o.t;
+  for (size_t i = 0; i < pairs(&one, &none).size(); ++i) {
+    BackwardArguments args = none;
+    auto [gradient, argument] = pairs(&one, &args)[i];
+    *argument = gradient->t;
+    run<ChunkBackward>(args);
+    EXPECT_TRUE(same_bits(*gradient, *pairs(&all, &args)[i].first)) << i;
+  }
+}
+
+TEST(CpuBackendArguments, RepeatedAndReversedInputs) {
+  Case c;
+  c.T = 90;
+  Inputs in = make_inputs(c);
+  // One gradient for every element of o, one key for every token, and the values backwards.
+  for (int64_t& stride : in.d_o.t.stride) stride = 0;
+  in.k.t.stride[1] = 0;
+  in.v.t.data = static_cast<char*>(in.v.t.data) + (c.T - 1) * in.v.t.stride[1] * size_of(c.dtype);
+  in.v.t.stride[1] = -in.v.t.stride[1];
+  expect_near("o", forward<ChunkForward>(c, in, "cpu", false).o, forward<ChunkForward>(c, in, "reference", false).o, 2,
+              1e-5);
+  const Gradients ours = backward(c, in, "cpu"), reference = backward(c, in, "reference");
+  expect_near("dq", ours.dq, reference.dq, 2, 1e-5);
+  expect_near("dk", ours.dk, reference.dk, 2, 1e-5);
+  expect_near("dv", ours.dv, reference.dv, 2, 1e-5);
+  expect_near("dg", ours.dg, reference.dg, 2, 1e-5);
 }
 
 // Pools: rows that read, start from zero, are skipped, or only lose their write; checkpoints in the same call.

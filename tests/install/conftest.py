@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,8 +24,14 @@ def header_version():
     return ".".join(re.search(rf"VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
+def configure(source, build, *definitions):
+    # A machine may have Ninja (from PyPI) and no make, which is CMake's default.
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    run("cmake", "-S", source, "-B", build, *generator, "-DCMAKE_BUILD_TYPE=Release", *definitions)
+
+
 def configure_and_build(source, build, *definitions):
-    run("cmake", "-S", source, "-B", build, "-DCMAKE_BUILD_TYPE=Release", *definitions)
+    configure(source, build, *definitions)
     run("cmake", "--build", build, "--parallel", os.cpu_count())
     return build
 

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT, configure_and_build, header_version, run
+from conftest import ROOT, configure, configure_and_build, header_version, run
 
 EXAMPLE = ROOT / "examples" / "cpp"
 C_PROGRAM = ROOT / "tests" / "install" / "c99"
@@ -38,7 +38,7 @@ def test_find_package_refuses_another_minor_version(prefix, tmp_path):
         "cmake_minimum_required(VERSION 3.25)\nproject(x LANGUAGES CXX)\n"
         'find_package(flash_qla 0.99 QUIET)\nif(flash_qla_FOUND)\n  message(FATAL_ERROR "found")\nendif()\n'
     )
-    run("cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
+    configure(tmp_path, tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")

@@ -159,6 +159,7 @@ def backward(q, k, v, g=None, beta=None, *, do=None, dht=None, initial_state=Non
     """Gradients of <o, do> + <final_state, dht> by the reverse recurrence, as a dictionary.
 
     Keys: dq, dk, dv, dg, dbeta, dh0, and with the gate dA_log, ddt_bias; each with respect to the value as it was given.
+    dA_log_terms and ddt_bias_terms are the norms, head by head, of the tokens' terms that those two sum up.
     """
     c = _Call(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, options)
     tokens = c.B * c.T
@@ -205,9 +206,9 @@ def backward(q, k, v, g=None, beta=None, *, do=None, dht=None, initial_state=Non
     result = {}
     if o.use_gate_in_kernel:
         # Only tokens of a sequence count: dg is zero elsewhere.
-        result["dA_log"] = (dg * c.g).sum(0)
+        result["dA_log"], result["dA_log_terms"] = (dg * c.g).sum(0), np.linalg.norm(dg * c.g, axis=0)
         dg = dg * -np.exp(c.A_log) * sigmoid(c.gate_in)
-        result["ddt_bias"] = dg.sum(0)
+        result["ddt_bias"], result["ddt_bias_terms"] = dg.sum(0), np.linalg.norm(dg, axis=0)
     if o.use_beta_sigmoid_in_kernel:
         s = sigmoid(c.beta_raw)
         dbeta = dbeta * s * (1 - s) * (2.0 if o.allow_neg_eigval else 1.0)

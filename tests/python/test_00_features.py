@@ -7,8 +7,6 @@ from helpers import check, make_inputs
 
 import flash_qla
 
-ALL_OPTIONS = dict(allow_neg_eigval=True, state_v_first=True)
-
 
 def skip_unless_offered(dtype, device):
     if dtype not in helpers.DEVICE_DTYPES[device]:
@@ -25,7 +23,8 @@ def test_dtypes_and_heads(dtype, heads, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
 @pytest.mark.parametrize("dims", [(1, 1), (5, 3), (16, 16), (17, 33), (64, 64), (96, 192), (128, 64), (64, 128), (128, 256), (256, 256), (255, 1)], ids=str)
 def test_head_dims(dtype, dims):
-    check(make_inputs(T=81, Hq=1, Hv=2, K=dims[0], V=dims[1], dtype=dtype))
+    # A state of a few numbers may cancel by chance: more sequences make the norm of dh0 mean something.
+    check(make_inputs(B=8 if dims[0] * dims[1] < 16 else 1, T=81, Hq=1, Hv=2, K=dims[0], V=dims[1], dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=helpers.dtype_name)

@@ -1,5 +1,10 @@
 """Smoke tests of the Python package on the fp64 reference path: each front end once, end to end."""
 
+import importlib
+import subprocess
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -127,12 +132,8 @@ def test_numpy_equals_torch():
     a = {name: t.numpy() for name, t in x.items()}
     args = ("q", "k", "v", "g", "beta")
     kwargs = dict(output_h=True)
-    by_torch = flash_qla.chunk_gated_delta_rule_fwd(
-        *(x[n] for n in args), initial_state=x["initial_state"], **kwargs
-    )
-    by_numpy = flash_qla.chunk_gated_delta_rule_fwd(
-        *(a[n] for n in args), initial_state=a["initial_state"], **kwargs
-    )
+    by_torch = flash_qla.chunk_gated_delta_rule_fwd(*(x[n] for n in args), initial_state=x["initial_state"], **kwargs)
+    by_numpy = flash_qla.chunk_gated_delta_rule_fwd(*(a[n] for n in args), initial_state=a["initial_state"], **kwargs)
     for t, n in zip(by_torch, by_numpy, strict=True):
         assert isinstance(n, np.ndarray)
         np.testing.assert_array_equal(t.numpy(), n)
@@ -141,7 +142,12 @@ def test_numpy_equals_torch():
         x["q"], x["k"], x["v"], g, x["beta"], A, o, final_state, initial_state=x["initial_state"]
     )
     by_numpy = flash_qla.chunk_gated_delta_rule_bwd(
-        *(a[n] for n in ("q", "k", "v")), g.numpy(), a["beta"], A.numpy(), o.numpy(), final_state.numpy(),
+        *(a[n] for n in ("q", "k", "v")),
+        g.numpy(),
+        a["beta"],
+        A.numpy(),
+        o.numpy(),
+        final_state.numpy(),
         initial_state=a["initial_state"],
     )
     for t, n in zip(grads, by_numpy, strict=True):
@@ -156,7 +162,10 @@ def test_pool_is_written_in_place_and_prefill_then_decode_is_prefill():
     untouched = pool[[0, 1]].clone()
     slot = torch.tensor([2])
     first = flash_qla.gated_delta_rule_prefill(
-        *(t[:, :66] for t in named.values()), pool, slot, cu_seqlens=torch.tensor([0, 66]),
+        *(t[:, :66] for t in named.values()),
+        pool,
+        slot,
+        cu_seqlens=torch.tensor([0, 66]),
         has_initial_state=torch.tensor([False]),
     )
     second = flash_qla.gated_delta_rule_decode(*(t[:, 66:] for t in named.values()), pool, slot)
@@ -183,3 +192,114 @@ def test_contexts(form):
     assert torch.equal(o, expected)
     with pytest.raises(NotImplementedError, match="several cards"):
         flash_qla.chunk_gated_delta_rule(**named, cp_context=form(pre_num_ranks=1))
+
+
+def test_transformers_patch_and_unpatch():
+    integration = pytest.importorskip("flash_qla.integrations.transformers")
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    before = module.torch_chunk_gated_delta_rule
+
+    class OldLayer(torch.nn.Module):
+        """A layer of the generation that keeps its functions in itself."""
+
+        def __init__(self):
+            super().__init__()
+            self.chunk_gated_delta_rule = before
+            self.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
+
+    model = torch.nn.Sequential(OldLayer())
+    x = make_inputs(Hv=2, V=8)
+    tensors = [x[name] for name in ("q", "k", "v")]
+    named = dict(g=x["g"], beta=x["beta"], initial_state=x["initial_state"], output_final_state=True)
+    named.update(use_qk_l2norm_in_kernel=True, cu_seqlens=None, some_attention_option=1)
+    expected, expected_state = before(*tensors, **named)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), tensors)
+    try:
+        changed = integration.patch(model)
+        assert module.__name__ in changed and "0" in changed
+        functions = [module.torch_chunk_gated_delta_rule, module.torch_recurrent_gated_delta_rule]
+        functions += [model[0].chunk_gated_delta_rule, model[0].recurrent_gated_delta_rule]
+        for function in functions:
+            assert function.__module__ == integration.__name__
+            o, state = function(*tensors, **named)
+            torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-5)
+            for a, b in zip(torch.autograd.grad(o.square().sum(), tensors), expected_gradients):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        assert integration.patch(model) == []
+    finally:
+        integration.unpatch()
+    assert module.torch_chunk_gated_delta_rule is before
+    assert model[0].chunk_gated_delta_rule is before
+
+
+@pytest.mark.parametrize("generation", ["fla.backends", "fla.ops.backends"])
+def test_fla_backend_registers(generation, monkeypatch):
+    """A stand-in for fla, of either generation: what it is given must be a backend that it could call."""
+    backends = types.ModuleType(generation)
+    backends.BaseBackend = object
+    registered = []
+    if generation == "fla.backends":
+        backends.register = lambda operation: lambda cls: registered.append((operation, cls())) or cls
+    else:
+        registry = types.SimpleNamespace(register=lambda backend: registered.append(("gated_delta_rule", backend)))
+        backends.BackendRegistry = types.SimpleNamespace(
+            _registries={"gated_delta_rule": registry}, ensure_initialized=lambda operation: None
+        )
+    packages = generation.split(".")[:-1]
+    for i in range(len(packages)):
+        package = types.ModuleType(".".join(packages[: i + 1]))
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, generation, backends)
+    monkeypatch.delitem(sys.modules, "flash_qla.integrations.fla", raising=False)
+    integration = importlib.import_module("flash_qla.integrations.fla")
+    assert integration.register() == integration.register() == generation
+    ((operation, backend),) = registered
+    assert operation == "gated_delta_rule"
+    x = make_inputs(requires_grad=False)
+    tensors = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    assert backend.chunk_gated_delta_rule_verifier(*tensors) == (False, "needs CUDA tensors")
+    o, _ = backend.chunk_gated_delta_rule(*tensors, chunk_size=64, unknown_keyword=None)
+    assert torch.equal(o, flash_qla.chunk_gated_delta_rule(*tensors)[0])
+    integration.unregister()
+    assert backend.chunk_gated_delta_rule_verifier(*tensors) == (False, "was unregistered")
+
+
+def test_serving_calls_compile():
+    x = make_inputs(B=1, requires_grad=False)
+    tensors = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    cu_seqlens, slots = torch.tensor([0, 30, 70]), torch.tensor([1, 3])
+
+    def serve(*arguments):
+        return flash_qla.gated_delta_rule_prefill(*arguments, slots, cu_seqlens=cu_seqlens)
+
+    pools = [torch.ones(4, 4, 6, 8), torch.ones(4, 4, 6, 8)]
+    eager = serve(*tensors, pools[0])
+    with torch.inference_mode():
+        compiled = torch.compile(serve, fullgraph=True)(*tensors, pools[1])
+    assert torch.equal(eager, compiled) and torch.equal(*pools)
+    assert torch.equal(pools[0][[0, 2]], torch.ones(2, 4, 6, 8))
+
+
+@pytest.mark.parametrize(
+    "command", [["info"], ["check", "--only", "3", "--num-heads", "2"], ["demo", "--tokens", "65"]]
+)
+def test_command_line(command):
+    testing = pytest.importorskip("typer.testing")
+    result = testing.CliRunner().invoke(importlib.import_module("flash_qla.cli").app, command)
+    assert result.exit_code == 0, result.output
+
+
+def test_import_and_call_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np, flash_qla\n"
+        "x = np.ones((1, 3, 2, 4), np.float32)\n"
+        "with flash_qla.use_path('reference'):\n"
+        "    g, A, o, h, s = flash_qla.chunk_gated_delta_rule_fwd(x, x, x, None, None)\n"
+        "    pool = np.zeros((2, 2, 4, 4), np.float32)\n"
+        "    p = flash_qla.gated_delta_rule_decode(x, x, x, None, None, pool, np.array([1]))\n"
+        "assert isinstance(o, np.ndarray) and np.array_equal(o, p) and pool[1].any() and not pool[0].any()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

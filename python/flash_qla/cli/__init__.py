@@ -39,7 +39,9 @@ def bench(
     mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode"),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
-    peers: str = typer.Option("", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"),
+    peers: str = typer.Option(
+        "", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"
+    ),
     runs: int = typer.Option(15, min=1, help="timed repetitions; the median counts"),
     out: Optional[Path] = typer.Option(None, help="results file to write (.json), with a .csv and a .png beside it"),
 ) -> None:

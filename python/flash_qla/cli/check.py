@@ -17,15 +17,17 @@ from .errors import first_failure
 
 HEAD_DIM = 128
 
-# Tokens of one case that the CPU's serial oracle may take (32 heads of 128 x 128 cost it about 5 ms a token, both passes).
+# Tokens of one case that the CPU's serial oracle may take (32 heads of 128 x 128 cost it about 5 ms a token, both
+# passes).
 _CPU_TOKENS = 1024
 
-_ORACLES = {"cpu": "reference", "cuda": "cuda_reference"}
+ORACLES = {"cpu": "reference", "cuda": "cuda_reference"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One comparison. `lengths`: of the sequences; packed with cu_seqlens if `packed`, else one batch row each (equal)."""
+    """One comparison. `lengths`: of the sequences; packed with cu_seqlens if `packed`, else one batch row each
+    (equal)."""
 
     lengths: Sequence[int]
     packed: bool = False
@@ -50,7 +52,9 @@ class Case:
 def _develop(limit: int) -> List[Case]:
     """The lengths around a chunk's edges, with and without states, in every dtype."""
     cases = [Case([n]) for n in (1, 2, 15, 63, 64, 65, 127, 129, 500, limit)]
-    cases += [Case([96, 96, 96], state=state, state_v_first=first) for state in (False, True) for first in (False, True)]
+    cases += [
+        Case([96, 96, 96], state=state, state_v_first=first) for state in (False, True) for first in (False, True)
+    ]
     cases += [Case([200], dtype=dtype, group=group) for dtype in (torch.float16, torch.float32) for group in (1, 4)]
     cases += [Case([200], l2norm=True), Case([200], activations=True), Case([200], l2norm=True, activations=True)]
     return cases
@@ -105,8 +109,8 @@ SETS = {"develop": _develop, "varlen": _varlen, "profile": _profile, "product": 
 
 
 def make_inputs(case: Case, num_heads: int, device: str, seed: int) -> Dict[str, Optional[torch.Tensor]]:
-    """Inputs on the CPU's generator, so that a seed means the same on every device. The decay is that of a trained model:
-    A spread over 0..16, with 0 (no decay) on the first head and 16 on the last."""
+    """Inputs on the CPU's generator, so that a seed means the same on every device. The decay is that of a trained
+    model: A spread over 0..16, with 0 (no decay) on the first head and 16 on the last."""
     generator = torch.Generator().manual_seed(seed)
     rows, tokens = (1, sum(case.lengths) + case.padding) if case.packed else (len(case.lengths), case.lengths[0])
     key_heads = num_heads // case.group if num_heads % case.group == 0 else num_heads
@@ -130,25 +134,41 @@ def make_inputs(case: Case, num_heads: int, device: str, seed: int) -> Dict[str,
         "A_log": A.log() if case.activations else None,
         "dt_bias": torch.ones(num_heads) if case.activations else None,
         "initial_state": normal(*state_shape) if case.state else None,
-        "cu_seqlens": torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32) if case.packed else None,
+        "cu_seqlens": torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32)
+        if case.packed
+        else None,
         "do": normal(rows, tokens, num_heads, HEAD_DIM).to(case.dtype),
         "dht": normal(*state_shape) / 8 if case.state else None,
     }
     return {name: None if t is None else t.to(device) for name, t in x.items()}
 
 
+def _rounded_l2norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The norm as it is defined for inputs of `dtype`: its result is rounded to that dtype. The gradient passes through
+    the rounding unchanged."""
+    normalised = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    return normalised + (normalised.to(dtype).to(x.dtype) - normalised).detach()
+
+
 def compute(case: Case, x: Dict[str, Optional[torch.Tensor]], dtype: Optional[torch.dtype]) -> Dict[str, torch.Tensor]:
-    """Results and gradients. `dtype`: all floating-point inputs are cast to it first (the oracle's call)."""
+    """Results and gradients. `dtype` is the oracle's: all floating-point inputs are cast to it first, and the norm of q
+    and k, which rounds to their own dtype, is taken outside."""
+    norm_outside = dtype is not None and case.l2norm
     if dtype is not None:
         x = {n: t.to(dtype) if t is not None and t.is_floating_point() else t for n, t in x.items()}
     named = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     leaves = {n: x[n].detach().requires_grad_() for n in named if x[n] is not None}  # type: ignore[union-attr]
     options = {n: leaves.get(n) for n in ("A_log", "dt_bias", "initial_state")}
+    q, k = leaves["q"], leaves["k"]
+    if norm_outside:
+        q, k = _rounded_l2norm(q, case.dtype), _rounded_l2norm(k, case.dtype)
     o, final_state = flash_qla.chunk_gated_delta_rule(
-        *(leaves[n] for n in ("q", "k", "v", "g", "beta")),
+        q,
+        k,
+        *(leaves[n] for n in ("v", "g", "beta")),
         **options,
         output_final_state=case.state,
-        use_qk_l2norm_in_kernel=case.l2norm,
+        use_qk_l2norm_in_kernel=case.l2norm and not norm_outside,
         use_gate_in_kernel=case.activations,
         use_beta_sigmoid_in_kernel=case.activations,
         state_v_first=case.state_v_first,
@@ -171,11 +191,14 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
     for what, value, known in (
         ("--set", name, SETS),
         ("--ref-dtype", ref_dtype, oracle_dtypes),
-        ("--device", device, _ORACLES),
+        ("--device", device, ORACLES),
     ):
         if value not in known:
             console.print(f"check: {what} must be one of {', '.join(known)} ({value})")
             return 2
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("check: --device cuda needs a GPU and a PyTorch with CUDA (torch.cuda.is_available() is False)")
+        return 2
     cases = SETS[name](_CPU_TOKENS if device == "cpu" else 8 * _CPU_TOKENS)
     failed = 0
     start = time.perf_counter()
@@ -184,7 +207,7 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
             continue
         x = make_inputs(case, num_heads, device, seed + i)
         found = compute(case, x, None)
-        with flash_qla.use_path(_ORACLES[device]):
+        with flash_qla.use_path(ORACLES[device]):
             reference = compute(case, x, oracle_dtypes[ref_dtype])
         errors, failure = first_failure(found, reference, case.dtype)
         failed += failure is not None
@@ -192,9 +215,9 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
         verdict = "[green]ok  [/]" if failure is None else "[red]FAIL[/]"
         console.print(f"{verdict} {i:3d} seed {seed + i}: {case.describe()}: {figures}")
         if failure is not None:
-            console.print(f"     {failure}\n     repeat: python -m flash_qla check --set {name} --num-heads {num_heads} "
-                          f"--ref-dtype {ref_dtype} --device {device} --seed {seed} --only {i}")  # fmt: skip
-    count = len(cases) if only is None else 1
-    console.print(f"check {name}, {num_heads} heads, {device}, oracle {ref_dtype}: {count - failed} of {count} cases passed, "
-                  f"{time.perf_counter() - start:.0f} s")  # fmt: skip
+            options = f"--num-heads {num_heads} --ref-dtype {ref_dtype} --device {device} --seed {seed} --only {i}"
+            console.print(f"     {failure}\n     repeat: python -m flash_qla check --set {name} {options}")
+    count, seconds = len(cases) if only is None else 1, time.perf_counter() - start
+    settings = f"{num_heads} heads, {device}, oracle {ref_dtype}"
+    console.print(f"check {name}, {settings}: {count - failed} of {count} cases passed, {seconds:.0f} s")
     return 1 if failed else 0

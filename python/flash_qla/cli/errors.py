@@ -7,8 +7,8 @@ from typing import Dict, Optional, Tuple
 
 import torch
 
-# Bounds on the relative L2 error against fp64, by tensor. For bfloat16 and float16 inputs they are a few roundings of the
-# inputs' 8-bit mantissa, with the sums of dbeta and dg over the head dimension on top.
+# Bounds on the relative L2 error against fp64, by tensor. For bfloat16 and float16 inputs they are a few roundings of
+# the inputs' 8-bit mantissa, with the sums of dbeta and dg over the head dimension on top.
 _HALF_BOUNDS: Dict[str, float] = {
     **dict.fromkeys(("o", "final_state"), 5e-3),
     **dict.fromkeys(("dq", "dk", "dv", "dh0"), 8e-3),

@@ -18,7 +18,15 @@ from flash_qla import _ffi
 # The distribution that this package comes in; "flash-qla" is another project's, with the same import name.
 _DISTRIBUTION = "flash-qla-native"
 
-_PACKAGES = ("torch", "numpy", "apache-tvm-ffi", "transformers", "fla-core", "flash-linear-attention", "flashinfer-python")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "apache-tvm-ffi",
+    "transformers",
+    "fla-core",
+    "flash-linear-attention",
+    "flashinfer-python",
+)
 
 
 def _versions() -> Dict[str, str]:

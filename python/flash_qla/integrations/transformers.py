@@ -1,10 +1,10 @@
 """Hugging Face Transformers: Qwen3-Next, Qwen3.5, OLMo-Hybrid and their kin on this library.
 
-    import flash_qla.integrations.transformers as integration
+import flash_qla.integrations.transformers as integration
 
-    integration.patch()           # models loaded from now on, and in current versions those already loaded
-    integration.patch(model)      # also this model's layers, where a version keeps functions in them
-    integration.unpatch()         # everything as it was
+integration.patch()           # models loaded from now on, and in current versions those already loaded
+integration.patch(model)      # also this model's layers, where a version keeps functions in them
+integration.unpatch()         # everything as it was
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def _recurrent(
     cu_seqlens: Optional[torch.Tensor] = None,
     **kwargs: Any,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """torch_recurrent_gated_delta_rule of Transformers, which can be differentiated: then the chunked operation computes
-    it."""
-    options = dict(
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    """torch_recurrent_gated_delta_rule of Transformers, which can be differentiated: then the chunked operation
+    computes it."""
+    options: Dict[str, Any] = {
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "cu_seqlens": cu_seqlens,
+    }
     tensors = (query, key, value, g, beta, initial_state)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return chunk_gated_delta_rule(query, key, value, g, beta, **options)

@@ -1,5 +1,6 @@
 // Path "cuda_generic", backward: the forward recurrence leaves errors and states at chunk boundaries, the reverse one
-// gradients of them, and one kernel over all chunks makes the gradients of q, k, the gates and beta (chunk_gradients.cuh).
+// gradients of them, and one kernel over all chunks makes the gradients of q, k, the gates and beta
+// (chunk_gradients.cuh).
 #include "cuda/generic/backward_call.cuh"
 #include "cuda/generic/chunk_gradients.cuh"
 #include "cuda/generic/recurrent_backward.cuh"

@@ -9,16 +9,16 @@ namespace flash_qla::cuda {
 template <class Real>
 struct BackwardParams {
   SequenceTable sequences;
-  TokenInputs in;               // x is v
-  DeviceTensor d_o;             // [B, T, Hv, V]; absent: zero
-  DeviceTensor dv;              // [B, T, Hv, V]; absent: not wanted
-  DeviceStates initial_state;   // [N, Hv, K, V]; absent: zero
-  DeviceStates dht;             // [N, Hv, K, V]; absent: zero
-  DeviceStates dh0;             // [N, Hv, K, V]; absent: not wanted
+  TokenInputs in;              // x is v
+  DeviceTensor d_o;            // [B, T, Hv, V]; absent: zero
+  DeviceTensor dv;             // [B, T, Hv, V]; absent: not wanted
+  DeviceStates initial_state;  // [N, Hv, K, V]; absent: zero
+  DeviceStates dht;            // [N, Hv, K, V]; absent: zero
+  DeviceStates dh0;            // [N, Hv, K, V]; absent: not wanted
   // The parts of each value head in the gradients of q and k, and the gradients of the clamped log decay and of the
   // effective beta. All NULL where none is wanted. Tokens outside all sequences are not written.
-  Real *dq, *dk;                // [B * T, Hv, K]
-  Real *d_log_decay, *d_beta;   // [B * T, Hv]
+  Real *dq, *dk;               // [B * T, Hv, K]
+  Real *d_log_decay, *d_beta;  // [B * T, Hv]
   double scale;
 };
 

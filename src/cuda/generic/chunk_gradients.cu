@@ -5,11 +5,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kChunk = static_cast<int>(kChunkSize);
-constexpr int kTile = 4;          // a thread computes 4 x 4 elements of a 64 x 64 product
+constexpr int kTile = 4;  // a thread computes 4 x 4 elements of a 64 x 64 product
 constexpr int kSide = kChunk / kTile;
 static_assert(kSide * kSide == kThreads);
-constexpr int kPanel = 32;        // of the dimension that a product sums over, staged at once
-constexpr int kKeyTile = kChunk;  // keys computed at once
+constexpr int kPanel = 32;          // of the dimension that a product sums over, staged at once
+constexpr int kKeyTile = kChunk;    // keys computed at once
 constexpr int kPitch = kChunk + 4;  // 4 floats of padding: rows stay on 16-byte boundaries and start in different banks
 
 using Square = float[kChunk][kPitch];
@@ -32,10 +32,10 @@ struct Memory {
   };
   double c[kChunk];
   float beta[kChunk];
-  float gamma[kChunk];  // e^{c_i}
-  float rest[kChunk];   // gamma_C / gamma_i
-  float x[kChunk];      // gamma_i (scale <q_i, S0 do_i> - <k_i, S0 de_i>)
-  float y[kChunk];      // (gamma_C / gamma_i) <k_i, D1 u_i>
+  float gamma[kChunk];   // e^{c_i}
+  float rest[kChunk];    // gamma_C / gamma_i
+  float x[kChunk];       // gamma_i (scale <q_i, S0 do_i> - <k_i, S0 de_i>)
+  float y[kChunk];       // (gamma_C / gamma_i) <k_i, D1 u_i>
   float across[kChunk];  // sum_{i >= t, j < t} M_ij
   float z[kThreads / 32];
 };
@@ -82,16 +82,29 @@ __device__ bool find_place(const GradientParams& p, Place* place) {
   return true;
 }
 
-// Rows [0, count) of x at the chunk's tokens, elements [from, from + kPanel) of `size`, transposed.
-__device__ void stage_panel(Panel& panel, const DeviceTensor& x, const Place& place, int head, int from, int size) {
-  const int lane = threadIdx.x % 32, row = 8 * (threadIdx.x / 32) + lane / 4;
-  static_assert(kThreads / 32 * 8 == kChunk && kPanel == 32);
+// A thread's part of a panel on its way to shared memory: rows [0, count) of x at the chunk's tokens, elements
+// [from, from + kPanel) of `size`.
+struct RawPanel {
+  RawQuad quads[2];
+};
+static_assert(kThreads / 32 * 8 == kChunk && kPanel == 32);
+__device__ int panel_row() { return 8 * (threadIdx.x / 32) + threadIdx.x % 32 / 4; }
+__device__ int panel_column(int m) { return 4 * (threadIdx.x % 4 + 4 * m); }
+
+__device__ RawPanel load_panel(const DeviceTensor& x, const Place& place, int head, int from, int size) {
+  RawPanel raw;
+  const bool valid = x.data != nullptr && panel_row() < place.count;
+  const int64_t offset = offset_of(x, place.b, place.token + panel_row(), head);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) raw.quads[m] = load_raw_quad(x, offset, from + panel_column(m), valid ? size : 0);
+  return raw;
+}
+
+__device__ void store_panel(Panel& panel, const DeviceTensor& x, const RawPanel& raw) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    const int at = 4 * (lane % 4 + 4 * m);
-    const bool valid = x.data != nullptr && row < place.count;
-    const float4 quad = valid ? load_quad(x, offset_of(x, place.b, place.token + row, head), from + at, size)
-                              : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 quad = unpack(x, raw.quads[m]);
+    const int at = panel_column(m), row = panel_row();
     panel[at][row] = quad.x;
     panel[at + 1][row] = quad.y;
     panel[at + 2][row] = quad.z;
@@ -99,7 +112,18 @@ __device__ void stage_panel(Panel& panel, const DeviceTensor& x, const Place& pl
   }
 }
 
-// A state of the chunk: inside the sequence it lies in the workspace, at the sequence's ends with the caller or nowhere.
+// The values of the chunk's tokens: gradients of o and u, and errors.
+__device__ void stage_values(Panel (&panels)[3], const GradientParams& p, const Place& place, int from) {
+  const RawPanel d_o = load_panel(p.in.x, place, place.head, from, p.in.V);
+  const RawPanel du = load_panel(p.du, place, place.head, from, p.in.V);
+  const RawPanel errors = load_panel(p.errors, place, place.head, from, p.in.V);
+  store_panel(panels[0], p.in.x, d_o);
+  store_panel(panels[1], p.du, du);
+  store_panel(panels[2], p.errors, errors);
+}
+
+// A state of the chunk: inside the sequence it lies in the workspace, at the sequence's ends with the caller or
+// nowhere.
 struct StateSource {
   const float* boundary;  // [V, padded K] or NULL
   int64_t padded_keys;
@@ -114,9 +138,8 @@ struct StateSource {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x[i] = key + i < K
-                 ? flash_qla::cuda::load<float>(given, given_base + value * given.value + (key + i) * given.key)
-                 : 0.f;
+      x[i] = key + i < K ? flash_qla::cuda::load<float>(given, given_base + value * given.value + (key + i) * given.key)
+                         : 0.f;
     }
     return make_float4(x[0], x[1], x[2], x[3]);
   }
@@ -175,9 +198,7 @@ __device__ void compute_token_products(Memory& s, const GradientParams& p, const
   zero(qk);
   zero(kk);
   for (int from = 0; from < p.in.V; from += kPanel) {
-    stage_panel(s.panels.tokens[0], p.in.x, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[1], p.du, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[2], p.errors, place, place.head, from, p.in.V);
+    stage_values(s.panels.tokens, p, place, from);
     __syncthreads();
 #pragma unroll 4
     for (int r = 0; r < kPanel; ++r) {
@@ -189,8 +210,10 @@ __device__ void compute_token_products(Memory& s, const GradientParams& p, const
   }
   const int key_head = place.head / p.in.group;
   for (int from = 0; from < p.in.K; from += kPanel) {
-    stage_panel(s.panels.tokens[0], p.in.q, place, key_head, from, p.in.K);
-    stage_panel(s.panels.tokens[1], p.in.k, place, key_head, from, p.in.K);
+    const RawPanel q = load_panel(p.in.q, place, key_head, from, p.in.K);
+    const RawPanel k = load_panel(p.in.k, place, key_head, from, p.in.K);
+    store_panel(s.panels.tokens[0], p.in.q, q);
+    store_panel(s.panels.tokens[1], p.in.k, k);
     __syncthreads();
 #pragma unroll 4
     for (int r = 0; r < kPanel; ++r) {
@@ -259,9 +282,7 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
   zero(du_S);
   zero(e_D);
   for (int from = 0; (start.present() || end.present()) && from < p.in.V; from += kPanel) {
-    stage_panel(s.panels.tokens[0], p.in.x, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[1], p.du, place, place.head, from, p.in.V);
-    stage_panel(s.panels.tokens[2], p.errors, place, place.head, from, p.in.V);
+    stage_values(s.panels.tokens, p, place, from);
 #pragma unroll
     for (int m = 0; m < kPanel * kSide / kThreads; ++m) {
       const int index = threadIdx.x + m * kThreads, row = index / kSide, key = 4 * (index % kSide);
@@ -283,14 +304,20 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
   }
 
   const int key_head = place.head / p.in.group;
+  constexpr int kRows = kChunk * kSide / kThreads;  // quads of a row of q or k per thread
+  RawQuad q[kRows], k[kRows];
 #pragma unroll
-  for (int m = 0; m < kChunk * kSide / kThreads; ++m) {
+  for (int m = 0; m < kRows; ++m) {
     const int index = threadIdx.x + m * kThreads, row = index / kSide, key = 4 * (index % kSide);
     const int size = row < place.count ? p.in.K : 0;
-    *reinterpret_cast<float4*>(&s.keys.q[row][key]) =
-        load_quad(p.in.q, offset_of(p.in.q, place.b, place.token + row, key_head), key0 + key, size);
-    *reinterpret_cast<float4*>(&s.keys.k[row][key]) =
-        load_quad(p.in.k, offset_of(p.in.k, place.b, place.token + row, key_head), key0 + key, size);
+    q[m] = load_raw_quad(p.in.q, offset_of(p.in.q, place.b, place.token + row, key_head), key0 + key, size);
+    k[m] = load_raw_quad(p.in.k, offset_of(p.in.k, place.b, place.token + row, key_head), key0 + key, size);
+  }
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+    const int index = threadIdx.x + m * kThreads, row = index / kSide, key = 4 * (index % kSide);
+    *reinterpret_cast<float4*>(&s.keys.q[row][key]) = unpack(p.in.q, q[m]);
+    *reinterpret_cast<float4*>(&s.keys.k[row][key]) = unpack(p.in.k, k[m]);
   }
   __syncthreads();
 
@@ -324,7 +351,9 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const int j = j0 + m;
-      const auto element = [m](const float4& quad) { return m == 0 ? quad.x : m == 1 ? quad.y : m == 2 ? quad.z : quad.w; };
+      const auto element = [m](const float4& quad) {
+        return m == 0 ? quad.x : m == 1 ? quad.y : m == 2 ? quad.z : quad.w;
+      };
       const float4 q = quad_at(&s.keys.q[j][col0]), k = quad_at(&s.keys.k[j][col0]);
       const float4 R = quad_at(&s.R[j][row0]);
       add_outer(dq, make_float4(element(P_rows[0]), element(P_rows[1]), element(P_rows[2]), element(P_rows[3])), k);
@@ -363,10 +392,8 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_gradients_kernel(const __gr
   compute_token_products(s, p, place, row0, col0);
   sum_across(s);
 
-  const StateSource start =
-      state_source(p.states, p.initial_state, place.first, place.flat, place, p.in.Hv, p.in.V);
-  const StateSource end =
-      state_source(p.gradients, p.dht, place.last, place.flat + kChunkSize, place, p.in.Hv, p.in.V);
+  const StateSource start = state_source(p.states, p.initial_state, place.first, place.flat, place, p.in.Hv, p.in.V);
+  const StateSource end = state_source(p.gradients, p.dht, place.last, place.flat + kChunkSize, place, p.in.Hv, p.in.V);
   float z = 0.f;
   for (int key0 = 0; key0 < p.in.K; key0 += kKeyTile) {
     compute_keys(s, p, place, start, end, key0, row0, col0, &z);

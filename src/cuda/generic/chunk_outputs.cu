@@ -11,8 +11,8 @@ constexpr int kPanel = 32;  // keys staged at once
 
 template <class Real>
 struct InverseMemory {
-  Real panel[kChunk][kPanel + 1];    // keys of the chunk; the padding keeps columns in different banks
-  Real lower[kChunk][kChunk + 1];    // beta_i <k_i, k_j>, j < i
+  Real panel[kChunk][kPanel + 1];  // keys of the chunk; the padding keeps columns in different banks
+  Real lower[kChunk][kChunk + 1];  // beta_i <k_i, k_j>, j < i
   Real inverse[kChunk][kChunk + 1];
 };
 
@@ -39,8 +39,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int key0 = 0; key0 < K; key0 += kPanel) {
     for (int e = threadIdx.x; e < kChunk * kPanel; e += kThreads) {
       const int row = e / kPanel, key = key0 + e % kPanel;
-      s.panel[row][e % kPanel] =
-          row < count && key < K ? load<Real>(keys, offset_of(keys, sequence.b, token + row, head / group, key)) : Real(0);
+      s.panel[row][e % kPanel] = row < count && key < K
+                                     ? load<Real>(keys, offset_of(keys, sequence.b, token + row, head / group, key))
+                                     : Real(0);
     }
     __syncthreads();
     for (int r = 0; r < kPanel; ++r) {
@@ -49,10 +50,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  const Real beta_i = i >= count ? Real(0)
-                      : beta.data == nullptr
-                          ? Real(1)
-                          : load<Real>(beta, offset_of(beta, sequence.b, token + i, head));
+  const Real beta_i = i >= count             ? Real(0)
+                      : beta.data == nullptr ? Real(1)
+                                             : load<Real>(beta, offset_of(beta, sequence.b, token + i, head));
 #pragma unroll
   for (int m = 0; m < kPerThread; ++m) s.lower[i][j0 + 4 * m] = beta_i * sum[m];
   __syncthreads();
@@ -118,8 +118,8 @@ Status launch_chunk_inverse(const Problem& p, const SequenceTable& sequences, co
 }
 
 template <class Real>
-Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
-                          const Gates& gates, const DeviceTensor& g_cumsum, cudaStream_t stream) {
+Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool, const Gates& gates,
+                          const DeviceTensor& g_cumsum, cudaStream_t stream) {
   if (g_cumsum.data == nullptr) return Status();
   FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p, sequences, g_cumsum, p.Hv, 1, stream));
   const int64_t items = p.chunk_bound * p.Hv;
@@ -130,8 +130,8 @@ Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, cons
 Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
                             const DeviceStates& h, cudaStream_t stream) {
   if (h.data == nullptr || (!p.varlen && !pool.used)) return Status();
-  return launch("zero_unused_h", zero_unused_h_kernel, h.rows * p.Hv, kThreads, 0, stream, p.Hv,
-                static_cast<int>(p.K), static_cast<int>(p.V), sequences, pool, h);
+  return launch("zero_unused_h", zero_unused_h_kernel, h.rows * p.Hv, kThreads, 0, stream, p.Hv, static_cast<int>(p.K),
+                static_cast<int>(p.V), sequences, pool, h);
 }
 
 template Status launch_chunk_inverse<float>(const Problem&, const SequenceTable&, const PoolIndices&,

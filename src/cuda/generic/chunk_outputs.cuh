@@ -1,5 +1,5 @@
-// What the chunked forward hands out beside the recurrence: A, the cumsum of the gates, and zeros where no chunk writes.
-// Real is float, or double for the oracle.
+// What the chunked forward hands out beside the recurrence: A, the cumsum of the gates, and zeros where no chunk
+// writes. Real is float, or double for the oracle.
 #pragma once
 
 #include "cuda/generic/gates.cuh"
@@ -7,8 +7,8 @@
 
 namespace flash_qla::cuda {
 
-// A [B, T, Hv, 64]: rows of each chunk's (I + strict_lower(diag(beta) K K^T))^-1. k and beta as the recurrence uses them
-// (beta absent: ones).
+// A [B, T, Hv, 64]: rows of each chunk's (I + strict_lower(diag(beta) K K^T))^-1. k and beta as the recurrence uses
+// them (beta absent: ones).
 template <class Real>
 Status launch_chunk_inverse(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
                             const DeviceTensor& k, const DeviceTensor& beta, const DeviceTensor& A,
@@ -16,8 +16,8 @@ Status launch_chunk_inverse(const Problem& p, const SequenceTable& sequences, co
 
 // Sum of the clamped log decays from each chunk's start, [B, T, Hv].
 template <class Real>
-Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
-                          const Gates& gates, const DeviceTensor& g_cumsum, cudaStream_t stream);
+Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool, const Gates& gates,
+                          const DeviceTensor& g_cumsum, cudaStream_t stream);
 
 // Zero to the rows of h that no chunk has, and to those of skipped rows of the batch.
 Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,

@@ -1,6 +1,7 @@
-// Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes a
-// thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed on
-// the way. One block has a few dozen columns of one (row, value head).
+// Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes
+// a thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed
+// on the way. A block stages the tokens of one (row, value head) in shared memory and passes over groups of its
+// columns, loading the next group while it computes one.
 #include "cuda/generic/gates.cuh"
 #include "cuda/generic/pool.cuh"
 #include "cuda/paths.h"
@@ -16,8 +17,8 @@ constexpr int kLanes = 8;  // lanes per column: a sum over the keys is three shu
 constexpr int kGroups = kThreads / kLanes;
 constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
 
-// State elements per thread: 128 bytes of float32 in flight from each thread (640 threads keep 80 KiB per multiprocessor
-// in flight, and 4.8 TB/s at 700 ns need 25). Twice as many would spill beside q and k.
+// State elements per thread: 128 bytes of float32 in flight from each thread (640 threads keep 80 KiB per
+// multiprocessor in flight, and 4.8 TB/s at 700 ns need 25). Twice as many would spill beside q and k.
 constexpr int kStatePerThread = 32;
 
 struct DecodeParams {
@@ -27,6 +28,7 @@ struct DecodeParams {
   DeviceStates source;       // the pool, or initial_state, or absent: zero
   DeviceStates destination;  // the pool, or final_state, or absent: not kept
   int32_t T, V, Hv, group;
+  int32_t passes;  // groups of columns per block
   int32_t l2norm;
   float scale;
 };
@@ -38,99 +40,112 @@ __device__ float lane_sum(float x) {
   return x;
 }
 
-// Elements of State in 16 bytes, to and from float.
+// 16 bytes of states, and their conversion to and from float.
 template <class State>
 struct Vector {
   static constexpr int kSize = 16 / sizeof(State);
-  State x[kSize];
+  uint32_t words[4];
+  __device__ float get(int i) const {
+    if constexpr (std::is_same_v<State, float>) {
+      return __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    } else {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i / 2]));
+      return i % 2 == 0 ? pair.x : pair.y;
+    }
+  }
+  // Elements 2 i and 2 i + 1: one instruction converts both.
+  __device__ void set(int i, float low, float high) {
+    if constexpr (std::is_same_v<State, float>) {
+      words[2 * i] = __float_as_uint(low);
+      words[2 * i + 1] = __float_as_uint(high);
+    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(low, high);
+      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
 };
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ void assign(float& to, float x) { to = x; }
-__device__ void assign(__nv_bfloat16& to, float x) { to = __float2bfloat16_rn(x); }
-__device__ void assign(__half& to, float x) { to = __float2half_rn(x); }
 
 template <class State>
 __device__ Vector<State> load_vector(const void* data, int64_t offset) {
   const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
-  Vector<State> result;
-  static_assert(sizeof(result) == sizeof(raw));
-  memcpy(&result, &raw, sizeof(raw));
-  return result;
+  return {raw.x, raw.y, raw.z, raw.w};
 }
 
 template <class State>
 __device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
-  uint4 raw;
-  memcpy(&raw, &vector, sizeof(raw));
-  *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) = raw;
+  *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) =
+      make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
 }
 
-// A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the keys
-// kVector * (lane + 8 j) + i, at state[c][kVector * j + i].
+// A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the
+// keys kVector * (lane + 8 j) + i, at state[c][kVector * j + i].
 template <class State, int kKeys, bool kValueFirst>
 struct Columns {
   static constexpr int kVector = Vector<State>::kSize;
   static constexpr int kPerLane = kKeys / kLanes;
   static constexpr int kColumns = kStatePerThread / kPerLane;
   static constexpr int kBlockColumns = kColumns * kGroups;
-  // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding keeps
-  // keys in different banks.
+  // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding
+  // keeps keys in different banks.
   static constexpr int kPitch = kBlockColumns + 1;
-  static constexpr int kSharedFloats = kValueFirst ? 1 : kKeys * kPitch;
+  static constexpr int kSharedFloats = kValueFirst ? 0 : kKeys * kPitch;
 
   static __device__ int key(int lane, int j) { return kVector * (lane + kLanes * j); }
 
-  static __device__ void load(float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base, int column0,
-                              int V, float* s_turn) {
+  // A thread's 16-byte accesses to a state: of its columns, or with [K, V] of rows of values.
+  static constexpr int kAccesses = kColumns * kPerLane / kVector;
+  using Raw = Vector<State>[kAccesses];
+
+  // Starts the loads; nothing waits for them until unpack().
+  static __device__ void load(Raw& raw, const DeviceStates& t, int64_t base, int column0, int V) {
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-    if constexpr (kValueFirst) {
-      constexpr int kVectors = kPerLane / kVector;
-      Vector<State> raw[kColumns][kVectors];
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int column = column0 + c * kGroups + group;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          if (column < V) {
-            raw[c][j] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, j));
-          }
+    for (int m = 0; m < kAccesses; ++m) {
+      raw[m] = {};
+      if constexpr (kValueFirst) {
+        constexpr int kPerColumn = kPerLane / kVector;
+        const int column = column0 + m / kPerColumn * kGroups + group;
+        if (column < V) {
+          raw[m] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, m % kPerColumn));
         }
+      } else {
+        constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
+        const int column = column0 + threadIdx.x % kChunks * kVector;
+        const int64_t row = threadIdx.x / kChunks + m * kKeyStep;
+        if (column < V) raw[m] = load_vector<State>(t.data, base + row * V + column);
       }
+    }
+  }
+
+  static __device__ void unpack(float (&state)[kColumns][kPerLane], const Raw& raw, float* s_turn) {
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+    if constexpr (!kValueFirst) {
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const bool valid = column0 + c * kGroups + group < V;
+      for (int m = 0; m < kAccesses; ++m) {
+        float* row = s_turn + (threadIdx.x / kChunks + m * kKeyStep) * kPitch + threadIdx.x % kChunks * kVector;
 #pragma unroll
-        for (int i = 0; i < kPerLane; ++i) state[c][i] = valid ? to_float(raw[c][i / kVector].x[i % kVector]) : 0.f;
-      }
-    } else {
-      constexpr int kChunks = kBlockColumns / kVector;  // 16-byte accesses per key
-      constexpr int kKeyStep = kThreads / kChunks;
-      const int chunk = threadIdx.x % kChunks, column = chunk * kVector, key0 = threadIdx.x / kChunks;
-      const bool valid = column0 + column < V;
-      Vector<State> raw[kKeys / kKeyStep];
-#pragma unroll
-      for (int j = 0; j < kKeys / kKeyStep; ++j) {
-        if (valid) raw[j] = load_vector<State>(t.data, base + static_cast<int64_t>(key0 + j * kKeyStep) * V + column0 + column);
-      }
-#pragma unroll
-      for (int j = 0; j < kKeys / kKeyStep; ++j) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          s_turn[(key0 + j * kKeyStep) * kPitch + column + i] = valid ? to_float(raw[j].x[i]) : 0.f;
-        }
-      }
-      __syncthreads();
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          state[c][i] = s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group];
-        }
+        for (int i = 0; i < kVector; ++i) row[i] = raw[m].get(i);
       }
       __syncthreads();
     }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if constexpr (kValueFirst) {
+          state[c][i] = raw[c * (kPerLane / kVector) + i / kVector].get(i % kVector);
+        } else {
+          state[c][i] = s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group];
+        }
+      }
+    }
+    if constexpr (!kValueFirst) __syncthreads();
   }
 
   static __device__ void store(const float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base,
@@ -145,7 +160,7 @@ struct Columns {
         for (int j = 0; j < kPerLane / kVector; ++j) {
           Vector<State> raw;
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) assign(raw.x[i], state[c][j * kVector + i]);
+          for (int i = 0; i < kVector; i += 2) raw.set(i / 2, state[c][j * kVector + i], state[c][j * kVector + i + 1]);
           store_vector(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, j), raw);
         }
       }
@@ -158,13 +173,14 @@ struct Columns {
         }
       }
       __syncthreads();
-      constexpr int kChunks = kBlockColumns / kVector;
-      constexpr int kKeyStep = kThreads / kChunks;
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
       const int column = threadIdx.x % kChunks * kVector;
       for (int at = threadIdx.x / kChunks; column0 + column < V && at < kKeys; at += kKeyStep) {
         Vector<State> raw;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) assign(raw.x[i], s_turn[at * kPitch + column + i]);
+        for (int i = 0; i < kVector; i += 2) {
+          raw.set(i / 2, s_turn[at * kPitch + column + i], s_turn[at * kPitch + column + i + 1]);
+        }
         store_vector(t.data, base + static_cast<int64_t>(at) * V + column0 + column, raw);
       }
       __syncthreads();
@@ -172,14 +188,116 @@ struct Columns {
   }
 };
 
-// A lane's keys of a row of q or k, normalised where asked.
+// The tokens of a row in shared memory, with the options applied.
+template <int kKeys>
+struct SharedTokens {
+  struct alignas(16) Key {
+    float q[kKeys], k[kKeys];
+    float decay, beta;
+  };
+  Key* keys;  // [T]
+  float* v;   // [T, columns of the block]
+
+  static __host__ __device__ size_t bytes(int T, int columns) {
+    return static_cast<size_t>(T) * (sizeof(Key) + sizeof(float) * static_cast<size_t>(columns));
+  }
+};
+
+// Fills them in two steps, so that the loads of the first tokens run beside those of the state. A warp takes one row of
+// q or k at a time, one thread the gates of a token.
+template <int kKeys>
+class TokenStage {
+ public:
+  static_assert(kKeys / 4 <= 32);
+
+  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0, int columns)
+      : p_(p), n_(n), head_(head), column0_(column0), columns_(columns) {}
+
+  __device__ void load_first() {
+    row_ = load_row(threadIdx.x / 32);
+    value_ = load_value(threadIdx.x);
+    if (gate_token() < p_.T && gate_token() >= 0) {
+      const Gates& gates = p_.gates;
+      if (gates.g.data != nullptr) g_ = load_raw(gates.g, offset_of(gates.g, n_, gate_token(), head_));
+      if (gates.beta.data != nullptr) beta_ = load_raw(gates.beta, offset_of(gates.beta, n_, gate_token(), head_));
+    }
+  }
+
+  __device__ void store_all(const SharedTokens<kKeys>& s_tokens) {
+    store_row(s_tokens, threadIdx.x / 32, row_);
+    for (int row = threadIdx.x / 32 + kThreads / 32; row < 2 * p_.T; row += kThreads / 32) {
+      store_row(s_tokens, row, load_row(row));
+    }
+    store_value(s_tokens, threadIdx.x, value_);
+#pragma unroll 4
+    for (int i = threadIdx.x + kThreads; i < p_.T * columns_; i += kThreads) store_value(s_tokens, i, load_value(i));
+    if (gate_token() < p_.T && gate_token() >= 0) store_gates(s_tokens.keys[gate_token()]);
+  }
+
+ private:
+  // The last warp's threads: with one token it has no row to take.
+  __device__ int gate_token() const { return static_cast<int>(threadIdx.x) - (kThreads - 32); }
+
+  // Row 2 t is q of token t, row 2 t + 1 its k.
+  __device__ const DeviceTensor& row_tensor(int row) const { return row % 2 == 0 ? p_.q : p_.k; }
+  __device__ RawQuad load_row(int row) const {
+    if (row >= 2 * p_.T) return {};
+    const DeviceTensor& x = row_tensor(row);
+    return load_raw_quad(x, offset_of(x, n_, row / 2, head_ / p_.group), 4 * (threadIdx.x % 32), kKeys);
+  }
+  __device__ void store_row(const SharedTokens<kKeys>& s_tokens, int row, const RawQuad& raw) const {
+    if (row >= 2 * p_.T) return;  // the same for a whole warp
+    const DeviceTensor& x = row_tensor(row);
+    float4 quad = unpack(x, raw);
+    if (p_.l2norm) quad = normalized(x, quad);
+    const int key = 4 * (threadIdx.x % 32);
+    typename SharedTokens<kKeys>::Key& token = s_tokens.keys[row / 2];
+    if (key < kKeys) *reinterpret_cast<float4*>((row % 2 == 0 ? token.q : token.k) + key) = quad;
+  }
+
+  __device__ uint32_t load_value(int i) const {
+    const int column = column0_ + i % columns_;
+    return i < p_.T * columns_ && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, i / columns_, head_, column)) : 0;
+  }
+  __device__ void store_value(const SharedTokens<kKeys>& s_tokens, int i, uint32_t raw) const {
+    if (i < p_.T * columns_) s_tokens.v[i] = unpack(p_.v, raw);
+  }
+
+  __device__ void store_gates(typename SharedTokens<kKeys>::Key& token) const {
+    const Gates& gates = p_.gates;
+    float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, g_);
+    if (gates.use_gate) g = gate_rate<float>(gates, head_) * softplus(biased_gate(gates, g, head_));
+    float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, beta_);
+    if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
+    token.decay = expf(clamp_log_decay(g));
+    token.beta = beta;
+  }
+
+  static __device__ float4 normalized(const DeviceTensor& x, float4 quad) {
+    float sum = quad.x * quad.x + quad.y * quad.y + quad.z * quad.z + quad.w * quad.w;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    const float r = 1.f / sqrtf(sum + static_cast<float>(kL2NormEps));
+    const float2 low = round_pair(x.dtype, make_float2(quad.x * r, quad.y * r));
+    const float2 high = round_pair(x.dtype, make_float2(quad.z * r, quad.w * r));
+    return make_float4(low.x, low.y, high.x, high.y);
+  }
+
+  const DecodeParams& p_;
+  int64_t n_;
+  int head_, column0_, columns_;
+  RawQuad row_{};
+  uint32_t value_ = 0, g_ = 0, beta_ = 0;
+};
+
+// A lane's keys of a row in shared memory.
 template <int kVector, int kPerLane>
-__device__ void load_key_row(float (&part)[kPerLane], const DeviceTensor& x, int64_t row) {
+__device__ void read_row(float (&part)[kPerLane], const float* s_row) {
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
   for (int i = 0; i < kPerLane; i += 4) {
-    const int key = kVector * (lane + kLanes * (i / kVector)) + i % kVector;
-    const float4 quad = load_quad(x, row, key, kPerLane * kLanes);
+    const float4 quad =
+        *reinterpret_cast<const float4*>(s_row + kVector * (lane + kLanes * (i / kVector)) + i % kVector);
     part[i] = quad.x;
     part[i + 1] = quad.y;
     part[i + 2] = quad.z;
@@ -195,80 +313,79 @@ __device__ float lane_dot(const float (&a)[kPerLane], const float (&b)[kPerLane]
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-template <int kPerLane>
-__device__ void normalize(float (&part)[kPerLane], int32_t dtype) {
-  const float r = 1.f / sqrtf(lane_sum(lane_dot(part, part)) + static_cast<float>(kL2NormEps));
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) part[i] = round_to<float>(dtype, part[i] * r);
-}
-
-// Five blocks a multiprocessor leave a thread 102 registers: state, q and k take 64.
+// Four blocks a multiprocessor leave a thread 128 registers: one group of columns, the bits of the next, q and k
+// take 96.
 template <class State, int kKeys, bool kValueFirst>
-__global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Columns<State, kKeys, kValueFirst>;
-  __shared__ float s_turn[Block::kSharedFloats];
-  const int slices = (p.V + Block::kBlockColumns - 1) / Block::kBlockColumns;
+  extern __shared__ float4 s_memory[];
+  SharedTokens<kKeys> s_tokens;
+  s_tokens.keys = reinterpret_cast<typename SharedTokens<kKeys>::Key*>(s_memory);
+  s_tokens.v = reinterpret_cast<float*>(s_tokens.keys + p.T);
+  const int columns = p.passes * Block::kBlockColumns;
+  float* s_turn = s_tokens.v + p.T * columns;
+
+  const int slices = (p.V + columns - 1) / columns;
   const unsigned rest = blockIdx.x / slices;
-  const int column0 = static_cast<int>(blockIdx.x % slices) * Block::kBlockColumns;
+  const int first_column = static_cast<int>(blockIdx.x % slices) * columns;
+  const int last_column = min(first_column + columns, p.V);
   const int head = static_cast<int>(rest % p.Hv), group = threadIdx.x / kLanes;
   const int64_t n = rest / p.Hv;
-
-  float q[Block::kPerLane], k[Block::kPerLane], v[Block::kColumns];
-  float decay, beta;
-  const auto load_token = [&](int t) {
-    load_key_row<Block::kVector>(q, p.q, offset_of(p.q, n, t, head / p.group));
-    load_key_row<Block::kVector>(k, p.k, offset_of(p.k, n, t, head / p.group));
-#pragma unroll
-    for (int c = 0; c < Block::kColumns; ++c) {
-      const int column = column0 + c * kGroups + group;
-      v[c] = column < p.V ? load<float>(p.v, offset_of(p.v, n, t, head, column)) : 0.f;
-    }
-    decay = expf(clamp_log_decay(log_decay<float>(p.gates, n, t, head, false)));
-    beta = effective_beta<float>(p.gates, n, t, head);
-  };
-  const auto store_output = [&](int t, int c, float o) {
-    const int column = column0 + c * kGroups + group;
+  const auto store_output = [&](int t, int column, float o) {
     if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
 
+  // The first tokens are on their way while the slot's index and then the state are.
+  TokenStage<kKeys> stage(p, n, head, first_column, columns);
+  stage.load_first();
   const int64_t slot = read_slot(p.pool, n);
   if (slot == kSkipRow) {
     for (int t = 0; t < p.T; ++t) {
-#pragma unroll
-      for (int c = 0; c < Block::kColumns; ++c) store_output(t, c, 0.f);
+      for (int column = first_column + group; column < last_column; column += kGroups) store_output(t, column, 0.f);
     }
     return;
   }
-  float state[Block::kColumns][Block::kPerLane] = {};
-  if (p.source.data != nullptr && (slot >= 0 || !p.pool.used)) {
-    const int64_t row = p.pool.used ? slot : n;
-    Block::load(state, p.source, row * p.source.row + head * p.source.head, column0, p.V, s_turn);
-  }
-  const auto keep = [&](int64_t row) {
-    if (p.destination.data == nullptr || row < 0) return;
-    Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
-  };
+  const int64_t source_row = p.pool.used ? slot : n;
+  const bool has_source = p.source.data != nullptr && source_row >= 0;
+  const int64_t source = source_row * p.source.row + head * p.source.head;
+  typename Block::Raw raw = {};
+  if (has_source) Block::load(raw, p.source, source, first_column, p.V);
+  stage.store_all(s_tokens);
+  __syncthreads();
+  const int64_t last_slot = p.pool.per_token ? kNoSlot : p.pool.used ? write_slot(p.pool, n, 0) : n;
 
-  for (int t = 0; t < p.T; ++t) {
-    load_token(t);
-    if (p.l2norm) {
-      normalize(q, p.q.dtype);
-      normalize(k, p.k.dtype);
+  for (int column0 = first_column; column0 < last_column; column0 += Block::kBlockColumns) {
+    float state[Block::kColumns][Block::kPerLane];
+    Block::unpack(state, raw, s_turn);
+    if (has_source && column0 + Block::kBlockColumns < last_column) {
+      Block::load(raw, p.source, source, column0 + Block::kBlockColumns, p.V);
     }
-    // Both sums are taken of the state before the token, so that one pass over it serves u and o:
-    // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
-    const float kq = lane_sum(lane_dot(k, q));
+    const auto keep = [&](int64_t row) {
+      if (p.destination.data == nullptr || row < 0) return;
+      Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
+    };
+    for (int t = 0; t < p.T; ++t) {
+      const auto& s_token = s_tokens.keys[t];
+      float q[Block::kPerLane], k[Block::kPerLane];
+      read_row<Block::kVector>(q, s_token.q);
+      read_row<Block::kVector>(k, s_token.k);
+      const float decay = s_token.decay, beta = s_token.beta;
+      // Both sums are taken of the state before the token, so that one pass over it serves u and o:
+      // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
+      const float kq = lane_sum(lane_dot(k, q));
 #pragma unroll
-    for (int c = 0; c < Block::kColumns; ++c) {
-      const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
-      const float u = beta * fmaf(-decay, along_k, v[c]);
-      store_output(t, c, p.scale * fmaf(decay, along_q, u * kq));
+      for (int c = 0; c < Block::kColumns; ++c) {
+        const int column = column0 + c * kGroups + group;
+        const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
+        const float u = beta * fmaf(-decay, along_k, s_tokens.v[t * columns + column - first_column]);
+        store_output(t, column, p.scale * fmaf(decay, along_q, u * kq));
 #pragma unroll
-      for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
+        for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
+      }
+      if (p.pool.per_token) keep(write_slot(p.pool, n, t));
     }
-    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+    keep(last_slot);
   }
-  if (!p.pool.per_token) keep(p.pool.used ? write_slot(p.pool, n, 0) : n);
 }
 
 // Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
@@ -285,8 +402,7 @@ std::string reject(const Arguments& args, const Problem& p) {
   if (p.K != 64 && p.K != 128) return "needs K = 64 or 128";
   if (p.V % kValueQuantum != 0) return "needs V to be a multiple of 16";
   if (p.T > FLASH_QLA_MAX_DRAFT_TOKENS) return "takes at most 16 tokens a sequence";
-  if (present(args.initial_state) && present(args.final_state) &&
-      args.initial_state.dtype != args.final_state.dtype) {
+  if (present(args.initial_state) && present(args.final_state) && args.initial_state.dtype != args.final_state.dtype) {
     return "needs initial_state and final_state of one dtype";
   }
   for (const Tensor* t : {&args.state_pool, &args.initial_state, &args.final_state}) {
@@ -297,11 +413,19 @@ std::string reject(const Arguments& args, const Problem& p) {
 
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
+// Blocks below which a block takes one group of columns: two for each place on a large GPU (132 multiprocessors, four
+// blocks each). With more of them at hand, one start serves several groups.
+constexpr int64_t kEnoughBlocks = 1056;
+
 template <class State, int kKeys, bool kValueFirst>
-Status launch_for(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+Status launch_for(const Problem& p, DecodeParams params, cudaStream_t stream) {
   using Block = Columns<State, kKeys, kValueFirst>;
-  return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(p.V, Block::kBlockColumns),
-                kThreads, 0, stream, params);
+  const int64_t groups = ceil_div(p.V, Block::kBlockColumns), most = p.N * p.Hv * groups / kEnoughBlocks;
+  params.passes = static_cast<int32_t>(most < 1 ? 1 : most < groups ? most : groups);
+  const size_t shared =
+      SharedTokens<kKeys>::bytes(params.T, params.passes * Block::kBlockColumns) + Block::kSharedFloats * sizeof(float);
+  return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(groups, params.passes),
+                kThreads, shared, stream, params);
 }
 
 template <class State>
@@ -333,7 +457,8 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
   params.scale = static_cast<float>(p.scale);
 
-  const Tensor& states = pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
+  const Tensor& states =
+      pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
   switch (present(states) ? dtype(states) : DType::kFloat32) {
     case DType::kBFloat16:
       return launch_with<__nv_bfloat16>(p, v_first, params, stream);

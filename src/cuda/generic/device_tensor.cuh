@@ -92,43 +92,64 @@ __device__ inline void store(const DeviceTensor& t, int64_t offset, Real x) {
   }
 }
 
-// What a store to `dtype` and a load would make of x.
-template <class Real>
-__device__ inline Real round_to(int32_t dtype, Real x) {
-  switch (static_cast<DType>(dtype)) {
-    case DType::kFloat64:
-      return x;
-    case DType::kBFloat16:
-      return static_cast<Real>(__bfloat162float(__float2bfloat16_rn(static_cast<float>(x))));
-    case DType::kFloat16:
-      return static_cast<Real>(__half2float(__float2half_rn(static_cast<float>(x))));
-    default:
-      return static_cast<Real>(static_cast<float>(x));
-  }
+// Loads in two steps. The bits are read first and converted later, so that a thread has all its loads in flight before
+// it waits for one: a conversion behind a branch on the dtype would wait at every load. float64 has no place here.
+struct RawQuad {
+  uint32_t x[4];
+};
+
+__device__ inline bool is_wide(const DeviceTensor& t) { return t.dtype == static_cast<int32_t>(DType::kFloat32); }
+
+__device__ inline uint32_t load_raw(const DeviceTensor& t, int64_t offset) {
+  return is_wide(t) ? static_cast<const uint32_t*>(t.data)[offset] : static_cast<const uint16_t*>(t.data)[offset];
 }
 
-// Elements [i, i + 4) of a row that starts at `offset` and has `size` elements; zero past its end. float64 is narrowed.
-__device__ inline float4 load_quad(const DeviceTensor& t, int64_t offset, int i, int size) {
+__device__ inline float unpack(const DeviceTensor& t, uint32_t raw) {
+  if (is_wide(t)) return __uint_as_float(raw);
+  if (t.dtype == static_cast<int32_t>(DType::kBFloat16)) return __uint_as_float(raw << 16);
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(raw)));
+}
+
+// Elements [i, i + 4) of a row that starts at `offset` and has `size` elements; zero past its end.
+__device__ inline RawQuad load_raw_quad(const DeviceTensor& t, int64_t offset, int i, int size) {
+  RawQuad raw{};
   if (t.quads) {
-    if (i >= size) return make_float4(0.f, 0.f, 0.f, 0.f);
-    if (t.dtype == static_cast<int32_t>(DType::kFloat32)) {
-      return *reinterpret_cast<const float4*>(static_cast<const float*>(t.data) + offset + i);
+    if (i >= size) return raw;
+    if (is_wide(t)) {
+      const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(t.data) + offset + i);
+      raw = {bits.x, bits.y, bits.z, bits.w};
+    } else {
+      const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + offset + i);
+      raw.x[0] = bits.x;
+      raw.x[1] = bits.y;
     }
-    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(t.data) + offset + i);
-    if (t.dtype == static_cast<int32_t>(DType::kBFloat16)) {
-      return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
-                         __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u));
-    }
-    const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
-    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
-    return make_float4(low.x, low.y, high.x, high.y);
+    return raw;
   }
-  float x[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    x[j] = i + j < size ? load<float>(t, offset + static_cast<int64_t>(i + j) * t.stride[3]) : 0.f;
+    if (i + j < size) raw.x[j] = load_raw(t, offset + static_cast<int64_t>(i + j) * t.stride[3]);
   }
-  return make_float4(x[0], x[1], x[2], x[3]);
+  return raw;
+}
+
+__device__ inline float4 unpack(const DeviceTensor& t, const RawQuad& raw) {
+  if (is_wide(t) || !t.quads) {
+    return make_float4(unpack(t, raw.x[0]), unpack(t, raw.x[1]), unpack(t, raw.x[2]), unpack(t, raw.x[3]));
+  }
+  if (t.dtype == static_cast<int32_t>(DType::kBFloat16)) {
+    return make_float4(__uint_as_float(raw.x[0] << 16), __uint_as_float(raw.x[0] & 0xffff0000u),
+                       __uint_as_float(raw.x[1] << 16), __uint_as_float(raw.x[1] & 0xffff0000u));
+  }
+  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw.x[0]));
+  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw.x[1]));
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
+// Two elements as a store to `dtype` and a load would leave them; one instruction converts both. Not for float64.
+__device__ inline float2 round_pair(int32_t dtype, float2 x) {
+  if (dtype == static_cast<int32_t>(DType::kBFloat16)) return __bfloat1622float2(__float22bfloat162_rn(x));
+  if (dtype == static_cast<int32_t>(DType::kFloat16)) return __half22float2(__float22half2_rn(x));
+  return x;
 }
 
 // A vector or matrix of indices, int32 or int64.
@@ -140,7 +161,7 @@ __device__ inline int64_t load_index(const DeviceTensor& t, int64_t i, int64_t j
 
 // A tensor of states, [rows, Hv, K, V] or [rows, Hv, V, K], with its strides by meaning.
 struct DeviceStates {
-  void* data;  // NULL: absent, or without elements
+  void* data;                     // NULL: absent, or without elements
   int64_t row, head, key, value;  // strides
   int64_t rows;
   int32_t dtype;

@@ -36,8 +36,7 @@ class PreparedInputs {
 
   // Fills the copies. `x` is what the recurrence takes beside them: v, or the gradient of o.
   template <class Arguments>
-  Status prepare(const Arguments& args, const Tensor& x, const Problem& p, cudaStream_t stream,
-                 TokenInputs* in) const {
+  Status prepare(const Arguments& args, const Tensor& x, const Problem& p, cudaStream_t stream, TokenInputs* in) const {
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args.cu_seqlens, p, sequences_, stream));
     *in = {device_tensor(args.q),
            device_tensor(args.k),
@@ -71,7 +70,7 @@ class PreparedInputs {
   bool l2norm_, activates_;
   Gates gates_;
   SequenceTable sequences_;
-  char *q_ = nullptr, *k_ = nullptr;  // [B, T, Hq, K] in the inputs' dtype
+  char *q_ = nullptr, *k_ = nullptr;             // [B, T, Hq, K] in the inputs' dtype
   Real *log_decay_ = nullptr, *beta_ = nullptr;  // [B, T, Hv]
 };
 

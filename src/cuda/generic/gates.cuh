@@ -47,6 +47,7 @@ Gates device_gates(const Arguments& args, bool g_is_cumsum) {
           args.options.allow_neg_eigval ? 2.f : 1.f};
 }
 
+// log decay = gate_rate * softplus(biased gate)
 template <class Real>
 __device__ inline Real gate_rate(const Gates& gates, int64_t head) {
   return -exp(load<Real>(gates.A_log, offset_of(gates.A_log, head)));
@@ -66,7 +67,8 @@ __device__ inline Real log_decay(const Gates& gates, int64_t b, int64_t t, int64
   const Real g = load<Real>(gates.g, offset);
   if (gates.g_is_cumsum) {
     // In double: the difference of two float32 values is then exact, and so is the decision whether it was clamped.
-    return chunk_start ? g : static_cast<Real>(static_cast<double>(g) - load<double>(gates.g, offset - gates.g.stride[1]));
+    return chunk_start ? g
+                       : static_cast<Real>(static_cast<double>(g) - load<double>(gates.g, offset - gates.g.stride[1]));
   }
   return gates.use_gate ? gate_rate<Real>(gates, head) * softplus(biased_gate(gates, g, head)) : g;
 }

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t head = r % heads, t = r / heads % T, b = r / heads / T;
     const int64_t from = offset_of(x, b, t, head), to = offset_of(out, b, t, head);
     const Real scale = inverse_norm<Real>(x, from, K);
-    for (int i = threadIdx.x % 32; i < K; i += 32) store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
+    for (int i = threadIdx.x % 32; i < K; i += 32)
+      store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
   }
 }
 
@@ -74,15 +75,16 @@ __global__ void __launch_bounds__(kThreads)
       if (i >= K) continue;
       for (int64_t member = 0; member < group; ++member) dy[j] += part[member * K + i];
     }
-    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x)
-    Real scale = 1, along = 0;
+    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with one
+    // key, what is left of the difference is small.
+    double scale = 1, along = 0;
     const int64_t from = l2norm ? offset_of(x, b, t, head) : 0;
     if (l2norm) {
-      scale = inverse_norm<Real>(x, from, K);
+      scale = inverse_norm<double>(x, from, K);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
         const int i = lane + 32 * j;
-        if (i < K) along += dy[j] * load<Real>(x, from + i * x.stride[3]);
+        if (i < K) along += static_cast<double>(dy[j]) * load<double>(x, from + i * x.stride[3]);
       }
       along = warp_sum(along) * scale * scale;
     }
@@ -90,8 +92,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kPerLane; ++j) {
       const int i = lane + 32 * j;
       if (i >= K) continue;
-      const Real value = l2norm ? scale * (dy[j] - along * load<Real>(x, from + i * x.stride[3])) : dy[j];
-      store<Real>(dx, to + i * dx.stride[3], value);
+      const double through_norm =
+          l2norm ? scale * (static_cast<double>(dy[j]) - along * load<double>(x, from + i * x.stride[3])) : 0.0;
+      store<Real>(dx, to + i * dx.stride[3], l2norm ? static_cast<Real>(through_norm) : dy[j]);
     }
   }
 }
@@ -136,7 +139,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Tokens that one block sums: enough to fill its threads several times, few enough that a million tokens keep a GPU busy.
+// Tokens that one block sums: enough to fill its threads several times, few enough that a million tokens keep a GPU
+// busy.
 constexpr int64_t kSumTokens = 4096;
 
 // sums [parts, 2, Hv]: dA_log and ddt_bias over tokens [part * kSumTokens, ...) of one head. The order of the additions
@@ -231,8 +235,8 @@ Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, con
   }
   if (out.dA_log.data == nullptr && out.ddt_bias.data == nullptr) return Status();
   const int64_t parts = ceil_div(tokens, kSumTokens);
-  FLASH_QLA_RETURN_IF_ERROR(launch("sum_gates", sum_gates_kernel<Real>, parts * p.Hv, kThreads, 0, stream, tokens,
-                                   p.Hv, sequences, gates, d_log_decay, scratch));
+  FLASH_QLA_RETURN_IF_ERROR(launch("sum_gates", sum_gates_kernel<Real>, parts * p.Hv, kThreads, 0, stream, tokens, p.Hv,
+                                   sequences, gates, d_log_decay, scratch));
   return launch("store_gate_sums", store_gate_sums_kernel, 1, kThreads, 0, stream, parts, p.Hv,
                 static_cast<const double*>(scratch), out.dA_log, out.ddt_bias);
 }
@@ -245,13 +249,13 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
                 sequences, x);
 }
 
-#define FLASH_QLA_INSTANTIATE(Real)                                                                                   \
-  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);     \
-  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,        \
-                                             cudaStream_t);                                                           \
-  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&,    \
-                                           bool, const DeviceTensor&, cudaStream_t);                                  \
-  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,          \
+#define FLASH_QLA_INSTANTIATE(Real)                                                                                \
+  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);  \
+  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
+                                             cudaStream_t);                                                        \
+  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \
+                                           bool, const DeviceTensor&, cudaStream_t);                               \
+  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,       \
                                             const Real*, const GateGradients&, double*, cudaStream_t);
 FLASH_QLA_INSTANTIATE(float)
 FLASH_QLA_INSTANTIATE(double)

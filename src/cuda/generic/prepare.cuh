@@ -16,16 +16,16 @@ template <class Real>
 Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
                             Real* beta, cudaStream_t stream);
 
-// dx [B, T, Hq, K] from the parts of each value head, [B * T, Hv, K] Real: summed over a group's heads in order, chained
-// through the l2 norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero.
+// dx [B, T, Hq, K] from the parts of each value head, [B * T, Hv, K] Real: summed over a group's heads in order,
+// chained through the l2 norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero.
 template <class Real>
 Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
                           bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
 
 // Gradients of g, beta, A_log and dt_bias from those of the log decay and the effective beta, [B * T, Hv] Real.
 struct GateGradients {
-  DeviceTensor dg, dbeta;           // [B, T, Hv]
-  DeviceTensor dA_log, ddt_bias;    // [Hv]
+  DeviceTensor dg, dbeta;         // [B, T, Hv]
+  DeviceTensor dA_log, ddt_bias;  // [Hv]
 };
 // Scratch for the sums over tokens: elements of double.
 int64_t gate_sum_scratch(const Problem& p);

@@ -1,4 +1,5 @@
-// What the forward and the reverse token recurrence share: how a state is spread over threads, and how tokens reach them.
+// What the forward and the reverse token recurrence share: how a state is spread over threads, and how tokens reach
+// them.
 //
 // The columns of a state (one per value dimension) do not depend on each other. A block takes kColumns columns of one
 // (sequence, value head); each column is spread over kLanes lanes of a warp, so that a sum over the keys is a few
@@ -10,12 +11,12 @@
 
 namespace flash_qla::cuda {
 
-constexpr int kLanes = 8;         // lanes per column: 3 shuffles a sum; 4 would need twice the registers at K = 256
-constexpr int kColumns = 16;      // columns per block: 32 heads of 128 columns are 256 blocks, two for each of 132 SMs
+constexpr int kLanes = 8;     // lanes per column: 3 shuffles a sum; 4 would need twice the registers at K = 256
+constexpr int kColumns = 16;  // columns per block: 32 heads of 128 columns are 256 blocks, two for each of 132 SMs
 constexpr int kStepThreads = kLanes * kColumns;
 constexpr int kStageThreads = 128;
 constexpr int kRecurrenceThreads = kStepThreads + kStageThreads;
-constexpr int kTileTokens = 16;   // divides a chunk, so that chunk boundaries are tile boundaries
+constexpr int kTileTokens = 16;  // divides a chunk, so that chunk boundaries are tile boundaries
 static_assert(kChunkSize % kTileTokens == 0);
 
 // Keys are padded to a multiple of this; a lane holds them four side by side (one 16-byte access).
@@ -38,9 +39,9 @@ inline int64_t padded_keys(int64_t K) { return static_cast<int64_t>(keys_per_lan
 
 // Tokens of one (sequence, head), as both recurrences read them.
 struct TokenInputs {
-  DeviceTensor q, k;      // [B, T, Hq, K]; q absent: not needed
-  DeviceTensor x;         // [B, T, Hv, V]: v forward, the gradient of o in reverse; absent: zero
-  DeviceTensor g, beta;   // [B, T, Hv] log decay before the clamp, effective beta; absent: no decay, ones
+  DeviceTensor q, k;     // [B, T, Hq, K]; q absent: not needed
+  DeviceTensor x;        // [B, T, Hv, V]: v forward, the gradient of o in reverse; absent: zero
+  DeviceTensor g, beta;  // [B, T, Hv] log decay before the clamp, effective beta; absent: no decay, ones
   int32_t K, V, Hv, group;
 };
 
@@ -78,39 +79,52 @@ __device__ void stage_tile(TokenTile<kKeysPerLane>& tile, const TokenInputs& in,
   static_assert(kQuads * kStageThreads == kTileTokens * kQuadsPerRow);
   const int key_head = place.head / in.group;
   const int64_t q_row = offset_of(in.q, b, token, key_head), k_row = offset_of(in.k, b, token, key_head);
-  float4 q[kQuads], k[kQuads];
+  RawQuad q[kQuads], k[kQuads];
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int index = thread + i * kStageThreads, row = index / kQuadsPerRow, key = 4 * (index % kQuadsPerRow);
     const int size = row < count ? in.K : 0;
-    q[i] = load_quad(in.q, q_row + row * in.q.stride[1], key, in.q.data == nullptr ? 0 : size);
-    k[i] = load_quad(in.k, k_row + row * in.k.stride[1], key, size);
+    q[i] = load_raw_quad(in.q, q_row + row * in.q.stride[1], key, in.q.data == nullptr ? 0 : size);
+    k[i] = load_raw_quad(in.k, k_row + row * in.k.stride[1], key, size);
   }
   constexpr int kValues = kTileTokens * kColumns / kStageThreads;
   static_assert(kValues * kStageThreads == kTileTokens * kColumns);
+  uint32_t x[kValues] = {}, g = 0, beta = 0;  // the bits of zero are zero in every dtype
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    const int index = thread + i * kStageThreads, row = index / kColumns, column = index % kColumns;
-    const bool valid = in.x.data != nullptr && row < count && place.column0 + column < in.V;
-    tile.x[row][column] =
-        valid ? load<float>(in.x, offset_of(in.x, b, token + row, place.head, place.column0 + column)) : 0.f;
+    const int index = thread + i * kStageThreads, row = index / kColumns, column = place.column0 + index % kColumns;
+    if (in.x.data != nullptr && row < count && column < in.V) {
+      x[i] = load_raw(in.x, offset_of(in.x, b, token + row, place.head, column));
+    }
   }
-  if (thread < count) {
-    const int64_t t = token + thread;
-    tile.decay[thread] =
-        in.g.data == nullptr ? 1.f : expf(clamp_log_decay(load<float>(in.g, offset_of(in.g, b, t, place.head))));
-    tile.beta[thread] = in.beta.data == nullptr ? 1.f : load<float>(in.beta, offset_of(in.beta, b, t, place.head));
+  if (thread < count && in.g.data != nullptr) g = load_raw(in.g, offset_of(in.g, b, token + thread, place.head));
+  if (thread < count && in.beta.data != nullptr) {
+    beta = load_raw(in.beta, offset_of(in.beta, b, token + thread, place.head));
   }
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int index = thread + i * kStageThreads, row = index / kQuadsPerRow, key = 4 * (index % kQuadsPerRow);
-    *reinterpret_cast<float4*>(&tile.q[row][key]) = q[i];
-    *reinterpret_cast<float4*>(&tile.k[row][key]) = k[i];
+    *reinterpret_cast<float4*>(&tile.q[row][key]) = unpack(in.q, q[i]);
+    *reinterpret_cast<float4*>(&tile.k[row][key]) = unpack(in.k, k[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int index = thread + i * kStageThreads;
+    tile.x[index / kColumns][index % kColumns] = unpack(in.x, x[i]);
+  }
+  if (thread < count) {
+    tile.decay[thread] = in.g.data == nullptr ? 1.f : expf(clamp_log_decay(unpack(in.g, g)));
+    tile.beta[thread] = in.beta.data == nullptr ? 1.f : unpack(in.beta, beta);
   }
 }
 
 // One lane's part of a column: state[4 j + i] belongs to key key_of(lane, j) + i.
 __device__ inline int key_of(int lane, int j) { return 4 * (lane + kLanes * j); }
+
+// Blocks that share a multiprocessor. Three of them take the 384 blocks of 32 heads of 192 values at once.
+constexpr int blocks_per_multiprocessor(int keys_per_lane) {
+  return keys_per_lane <= 12 ? 3 : keys_per_lane <= 24 ? 2 : 1;
+}
 
 // Sum over the lanes of a column, in all of them.
 __device__ inline float lane_sum(float x) {
@@ -119,13 +133,13 @@ __device__ inline float lane_sum(float x) {
   return x;
 }
 
-// <state, row>, summed over the column's lanes. Four sums side by side shorten the chain of dependent additions.
+// This lane's part of <state, row>. Four sums side by side shorten the chain of dependent additions.
 template <int kKeysPerLane>
-__device__ float column_dot(const float (&state)[kKeysPerLane], const float (&row)[kKeysPerLane]) {
+__device__ float lane_dot(const float (&state)[kKeysPerLane], const float (&row)[kKeysPerLane]) {
   float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i) sum[i % 4] = fmaf(state[i], row[i], sum[i % 4]);
-  return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 // A lane's part of a row of q or k in shared memory.
@@ -165,8 +179,9 @@ __device__ void store_column(const float (&state)[kKeysPerLane], const DeviceSta
 }
 
 // States at chunk boundaries inside sequences, which the backward pass keeps in the workspace: [slots, Hv, V, padded K]
-// float32. A boundary at token t (64, 128, .. after its sequence's start) has slot t / 64: two boundaries of one sequence
-// are 64 tokens apart, and those of different sequences have a whole chunk between them, so no two share a slot.
+// float32. A boundary at token t (64, 128, .. after its sequence's start) has slot t / 64: two boundaries of one
+// sequence are 64 tokens apart, and those of different sequences have a whole chunk between them, so no two share a
+// slot.
 struct BoundaryStates {
   float* data;
   int64_t padded_keys;

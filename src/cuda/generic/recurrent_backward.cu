@@ -4,7 +4,7 @@ namespace flash_qla::cuda {
 namespace {
 
 template <int kKeysPerLane>
-__global__ void __launch_bounds__(kRecurrenceThreads)
+__global__ void __launch_bounds__(kRecurrenceThreads, blocks_per_multiprocessor(kKeysPerLane))
     recurrent_backward_kernel(const __grid_constant__ ReverseParams p) {
   using Tile = TokenTile<kKeysPerLane>;
   extern __shared__ float4 s_memory[];
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
       const int count = tile_count(tile);
       const int64_t t0 = tile * kTileTokens, t1 = t0 + count;
       if (valid && p.gradients.data != nullptr && t1 % kChunkSize == 0 && t1 < sequence.length) {
-        store_boundary(gradient,
-                       boundary_column(p.gradients, first_token + t1, p.in.Hv, place.head, p.in.V, column), lane);
+        store_boundary(gradient, boundary_column(p.gradients, first_token + t1, p.in.Hv, place.head, p.in.V, column),
+                       lane);
       }
       const int64_t du_step = static_cast<int64_t>(p.in.Hv) * p.in.V;
       int64_t du_offset = ((first_token + t1 - 1) * p.in.Hv + place.head) * p.in.V + column;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
 #pragma unroll
         for (int j = 0; j < kKeysPerLane; ++j) gradient[j] = fmaf(row[j], d_o, gradient[j]);
         read_row(row, s_tile.k[i], lane);
-        const float du = column_dot(gradient, row);
+        const float du = lane_sum(lane_dot(gradient, row));
         const float dv = s_tile.beta[i] * du;
         const float decay = s_tile.decay[i];
 #pragma unroll
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kRecurrenceThreads)
 
 template <int kKeysPerLane>
 Status launch_for(const Problem& p, const ReverseParams& params, cudaStream_t stream) {
-  return launch("recurrent_backward", recurrent_backward_kernel<kKeysPerLane>, recurrence_blocks(p),
-                kRecurrenceThreads, 2 * sizeof(TokenTile<kKeysPerLane>), stream, params);
+  return launch("recurrent_backward", recurrent_backward_kernel<kKeysPerLane>, recurrence_blocks(p), kRecurrenceThreads,
+                2 * sizeof(TokenTile<kKeysPerLane>), stream, params);
 }
 
 }  // namespace

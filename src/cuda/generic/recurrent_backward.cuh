@@ -10,11 +10,11 @@ namespace flash_qla::cuda {
 
 struct ReverseParams {
   SequenceTable sequences;
-  TokenInputs in;      // x is the gradient of o
-  DeviceTensor dv;     // [B, T, Hv, V]; absent: not wanted
-  DeviceStates dht;    // [N, Hv, K, V]; absent: zero
-  DeviceStates dh0;    // [N, Hv, K, V]; absent: not wanted
-  float* du;           // [B * T, Hv, V] gradient of u = beta (v - S~^T k); NULL: not wanted
+  TokenInputs in;            // x is the gradient of o
+  DeviceTensor dv;           // [B, T, Hv, V]; absent: not wanted
+  DeviceStates dht;          // [N, Hv, K, V]; absent: zero
+  DeviceStates dh0;          // [N, Hv, K, V]; absent: not wanted
+  float* du;                 // [B * T, Hv, V] gradient of u = beta (v - S~^T k); NULL: not wanted
   BoundaryStates gradients;  // of the states at chunk boundaries inside sequences; NULL: not wanted
   double scale;
 };

@@ -25,8 +25,8 @@ struct ForwardParams {
   DeviceStates final_state;    // [N, Hv, K, V]
   DeviceStates h;              // [chunks, Hv, K, V]
   int64_t checkpoint_every;
-  DeviceStates checkpoints;         // [rows, Hv, K, V]
-  DeviceTensor checkpoint_starts;   // [N + 1]
+  DeviceStates checkpoints;        // [rows, Hv, K, V]
+  DeviceTensor checkpoint_starts;  // [N + 1]
   CheckpointLists lists;
 
   // What a backward pass keeps: v - S~^T k of each token, [B * T, Hv, V], and the states inside sequences.

@@ -1,5 +1,6 @@
-// Where each sequence of a call lies, on the device. cu_seqlens is read there alone: one small kernel clamps it, so that
-// no value in it leads outside the tensors, and sums the chunks, so that later kernels find their sequence by bisection.
+// Where each sequence of a call lies, on the device. cu_seqlens is read there alone: one small kernel clamps it, so
+// that no value in it leads outside the tensors, and sums the chunks, so that later kernels find their sequence by
+// bisection.
 #pragma once
 
 #include <cstdint>

@@ -13,8 +13,9 @@ constexpr int64_t kMostBlocks = 132;
 
 struct OracleScratch {
   double* boundaries;  // [slots, Hv, K, V] states at chunk boundaries inside sequences
-  double* states;      // [blocks, tokens of a chunk + 1, K, V] states of the chunk at hand, before each token and at its end
-  double* gradients;   // [blocks, K, V] gradient of the state after the token at hand
+  double*
+      states;  // [blocks, tokens of a chunk + 1, K, V] states of the chunk at hand, before each token and at its end
+  double* gradients;  // [blocks, K, V] gradient of the state after the token at hand
   int64_t chunk_tokens;
 };
 
@@ -67,9 +68,9 @@ class Reverse {
 
   __device__ void fill(double* to, const DeviceStates& from) {
     for (int i = threadIdx.x; i < K_ * V_; i += kThreads) {
-      to[i] = from.data == nullptr ? 0.0
-                                   : load<double>(from, n_ * from.row + head_ * from.head + i / V_ * from.key +
-                                                            i % V_ * from.value);
+      to[i] = from.data == nullptr
+                  ? 0.0
+                  : load<double>(from, n_ * from.row + head_ * from.head + i / V_ * from.key + i % V_ * from.value);
     }
     __syncthreads();
   }
@@ -81,8 +82,7 @@ class Reverse {
       s_.k[i] = load<double>(p_.in.k, offset_of(p_.in.k, sequence_.b, token, key_head, i));
     }
     for (int i = threadIdx.x; i < V_; i += kThreads) {
-      s_.d_o[i] =
-          p_.d_o.data == nullptr ? 0.0 : load<double>(p_.d_o, offset_of(p_.d_o, sequence_.b, token, head_, i));
+      s_.d_o[i] = p_.d_o.data == nullptr ? 0.0 : load<double>(p_.d_o, offset_of(p_.d_o, sequence_.b, token, head_, i));
     }
     decay_ = oracle_decay(p_.in, sequence_.b, token, head_);
     beta_ = oracle_beta(p_.in, sequence_.b, token, head_);
@@ -243,11 +243,7 @@ Status run(const flash_qla_backward_arguments& args, const Problem& p, void* mem
 }  // namespace cuda
 
 const BackwardPath kCudaOracleChunkBackward = {
-    "cuda_reference",
-    FLASH_QLA_CUDA,
-    true,
-    cuda::accept,
-    cuda::BackwardCall<cuda::OracleBackward>::workspace_size,
+    "cuda_reference", FLASH_QLA_CUDA, true, cuda::accept, cuda::BackwardCall<cuda::OracleBackward>::workspace_size,
     cuda::run};
 
 }  // namespace flash_qla

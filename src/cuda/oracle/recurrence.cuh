@@ -1,5 +1,5 @@
-// The oracle on the device: the token recurrence of docs/math.md in fp64, forward and reverse, a few lines a step. It is
-// slow, obvious, and taken only when it is named; checks of benchmark sizes use it where the host would take hours.
+// The oracle on the device: the token recurrence of docs/math.md in fp64, forward and reverse, a few lines a step. It
+// is slow, obvious, and taken only when it is named; checks of benchmark sizes use it where the host would take hours.
 #pragma once
 
 #include "cuda/generic/backward_call.cuh"

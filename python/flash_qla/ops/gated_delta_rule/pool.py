@@ -64,25 +64,26 @@ def gated_delta_rule_prefill(
 ) -> Any:
     """Prefill of packed sequences whose states live in a pool: slots are read and written in place. Forward only.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence and the in-kernel
-    options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence and the
+    in-kernel options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
 
     Args:
         q, k: [1, T, Hq, K]; v: [1, T, Hv, V]; g, beta: [1, T, Hv] or None: as chunk_gated_delta_rule().
-        state_pool: [slots, Hv, V, K] (or [slots, Hv, K, V] with state_v_first=False) float32, bfloat16 or float16; any slot
-            stride, each slot contiguous. Written in place.
+        state_pool: [slots, Hv, V, K] (or [slots, Hv, K, V] with state_v_first=False) float32, bfloat16 or float16; any
+            slot stride, each slot contiguous. Written in place.
         initial_state_indices: [N] int32 or int64, the slot that each sequence starts from. With an index at or below
             `null_index`, or past the pool, the sequence is skipped: its o is zero and nothing is read or written.
-        final_state_indices: [N], the slot that receives each final state; such an index skips the write alone. None: the
-            initial ones.
+        final_state_indices: [N], the slot that receives each final state; such an index skips the write alone. None:
+            the initial ones.
         cu_seqlens: [N + 1] int32 or int64, packed token offsets; None: N = B sequences of T tokens.
         has_initial_state: [N] bool; False starts from zeros, whatever the initial index is. None: all True.
         null_index: the largest index that means "no slot".
         out: [1, T, Hv, V], dtype of q, any strides: receives o.
-        checkpoint_every: n, a multiple of 64: the state after every n-th token of a sequence goes to `checkpoints`; 0: none.
+        checkpoint_every: n, a multiple of 64: the state after every n-th token of a sequence goes to `checkpoints`; 0:
+            none.
         checkpoints: [rows, Hv, V, K] float, floor(length / n) rows a sequence; written.
         checkpoint_cu_starts: [N + 1], the first row of each sequence.
-        checkpoint_offsets: [M] int32 or int64, packed token positions: the state after the tokens before that position ...
+        checkpoint_offsets: [M] int32 or int64, packed token positions: the state after the tokens before each ...
         checkpoint_indices: [M] ... goes into these pool slots.
         auto_cp: as chunk_gated_delta_rule().
 
@@ -90,8 +91,9 @@ def gated_delta_rule_prefill(
         o: [1, T, Hv, V], dtype of q; `out` if it was given.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule(). With FLASH_QLA_CHECK=1 in the environment,
-        ValueError too for a slot past the pool, written twice, or written by one sequence and read by another.
+        ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule(). With FLASH_QLA_CHECK=1 in the
+        environment, ValueError too for a slot past the pool, written twice, or written by one sequence and read by
+        another.
     """
     operation = "gated_delta_rule_prefill"
     options = make_options(
@@ -144,15 +146,15 @@ def gated_delta_rule_decode(
 ) -> Any:
     """One decode step of N sequences, of one token or of up to 16 draft tokens, on states in a pool. Forward only.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence and the in-kernel
-    options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence and the
+    in-kernel options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
 
     Args:
         q, k: [N, T, Hq, K], T from 1 to 16; v: [N, T, Hv, V]; g, beta: [N, T, Hv] or None.
         state_pool: [slots, Hv, V, K], as gated_delta_rule_prefill(). Written in place.
         initial_state_indices: [N] int32 or int64, the slot to start from; or [N, S] with `num_accepted_tokens`.
-        final_state_indices: [N], the slot that receives the state after the last token; or [N, T], a slot per token, which
-            receives the state after that token. None: the initial ones.
+        final_state_indices: [N], the slot that receives the state after the last token; or [N, T], a slot per token,
+            which receives the state after that token. None: the initial ones.
         num_accepted_tokens: [N] int32 or int64 in 1..S: sequence n starts from slot
             initial_state_indices[n, num_accepted_tokens[n] - 1].
         null_index: an initial index at or below it, or past the pool, skips the sequence; a final one that write alone.

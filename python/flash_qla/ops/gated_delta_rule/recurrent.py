@@ -33,8 +33,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> Tuple[Any, Optional[Any]]:
     """The gated delta rule token by token, for decode and short steps: forward only. Parameters in FLA's order.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence, shapes, dtypes and
-    options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence, shapes, dtypes
+    and options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
 
     Args:
         q, k: [B, T, Hq, K]. v: [B, T, Hv, V]. g, beta: [B, T, Hv]; g None: no decay; beta None: ones.

@@ -48,7 +48,8 @@ def chunk_gated_delta_rule(
     head_first: bool = False,
     enable_fwd_cp_cache: bool = True,
 ) -> Tuple[Any, Optional[Any]]:
-    """Gated delta rule attention over whole sequences, differentiable in q, k, v, g, beta, initial_state, A_log, dt_bias.
+    """Gated delta rule attention over whole sequences, differentiable in q, k, v, g, beta, initial_state, A_log,
+    dt_bias.
 
     Per sequence and value head, with key head `i // (Hv / Hq)` for value head i (token recurrence, docs/math.md):
 
@@ -57,10 +58,11 @@ def chunk_gated_delta_rule(
     Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464.
 
     Args:
-        q, k: [B, T, Hq, K], K from 1 to 256; bfloat16, float16, float32, or float64 on the CPU; equal dtypes; any strides.
+        q, k: [B, T, Hq, K], K from 1 to 256; bfloat16, float16, float32, or float64 on the CPU; equal dtypes; any
+            strides.
         v: [B, T, Hv, V], V from 1 to 256, Hv a multiple of Hq; dtype as q.
-        g: [B, T, Hv] float, natural logarithm of the decay per token (0: none, and None is 0 everywhere). Values below -80
-            count as -80. With `use_gate_in_kernel` the raw gate.
+        g: [B, T, Hv] float, natural logarithm of the decay per token (0: none, and None is 0 everywhere). Values below
+            -80 count as -80. With `use_gate_in_kernel` the raw gate.
         beta: [B, T, Hv] float, writing strength; None is 1 everywhere. With `use_beta_sigmoid_in_kernel` raw.
         scale: factor on q; None: K ** -0.5. 0.0 is 0.0.
         initial_state: [N, Hv, K, V] float (N = B, or sequences in cu_seqlens); None: zeros.
@@ -76,7 +78,8 @@ def chunk_gated_delta_rule(
         cp_context: a context of build_cp_context(), FLA or FlashQLA, of one card; its cu_seqlens replace the call's.
         auto_cp: whether a sequence may be cut into segments computed side by side. True: planned from the whole batch.
             False: a sequence's bits depend on nothing but the sequence. "invariant": planned from its length alone.
-        cp_tolerance: largest part of a state, relative to the largest norm it has had, that a cut may drop (None: 1.2e-7).
+        cp_tolerance: largest part of a state, relative to the largest norm it has had, that a cut may drop (None:
+            1.2e-7).
         force_intra_cp: cut wherever that is possible (tests).
         head_first: must be False.
         enable_fwd_cp_cache: accepted, no effect: the backward pass needs no cache of a cut.
@@ -141,16 +144,16 @@ def chunk_gated_delta_rule_fwd(
             chunk_gated_delta_rule().
         output_final_state: also return final_state.
         output_h: also return h.
-        enable_fwd_cp_cache: None: five values are returned. True or False: six, the last one the cache that some callers
-            hand to the backward pass; this library needs none, so it is None.
+        enable_fwd_cp_cache: None: five values are returned. True or False: six, the last one the cache that some
+            callers hand to the backward pass; this library needs none, so it is None.
         is_train: accepted, no effect: forward and backward plan alike.
         cu_seqlens_cpu: [N + 1] offsets on the host (a CPU tensor, array or list): h then has exactly one row per chunk.
 
     Returns:
-        g: [B, T, Hv] float32, natural-log decay (clamped at -80 per token) summed from each chunk's start; chunks have 64
-            tokens. float64 for float64 inputs.
-        A: [B, T, Hv, 64], dtype of k: row t of (I + strict_lower(diag(beta) K K^T))^-1 of its chunk (the UT transform of
-            docs/math.md).
+        g: [B, T, Hv] float32, natural-log decay (clamped at -80 per token) summed from each chunk's start; chunks have
+            64 tokens. float64 for float64 inputs.
+        A: [B, T, Hv, 64], dtype of k: row t of (I + strict_lower(diag(beta) K K^T))^-1 of its chunk (the UT transform
+            of docs/math.md).
         o: [B, T, Hv, V], dtype of q.
         h: [chunks, Hv, K, V] ([.., V, K] with state_v_first), dtype of k: the state at each chunk's start, sequence by
             sequence. B * ceil(T / 64) rows; with cu_seqlens floor(T / 64) + N, zeros after the last chunk. Or None.
@@ -197,7 +200,8 @@ def chunk_gated_delta_rule_bwd(
     Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind.
 
     Args:
-        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, cp_context: as given to the forward call.
+        q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, cp_context: as given to the forward
+            call.
         g: [B, T, Hv] the cumsum that the forward call returned, or None if it was given none.
         A: [B, T, Hv, 64] as the forward call returned it; None: computed again.
         do: [B, T, Hv, V] float, gradient of o, any strides; None: zero.
@@ -206,8 +210,8 @@ def chunk_gated_delta_rule_bwd(
 
     Returns:
         dq, dk, dv, db, dg, dh0: gradients of q, k, v, beta, the log decay (not of its cumsum) and initial_state, in the
-        shapes and dtypes of q, k, v, beta, g; dh0 in float32. dq and dk are summed over the value heads of a key head in
-        float32 and rounded once. None for beta, g or initial_state that is None.
+        shapes and dtypes of q, k, v, beta, g; dh0 in float32. dq and dk are summed over the value heads of a key head
+        in float32 and rounded once. None for beta, g or initial_state that is None.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule().

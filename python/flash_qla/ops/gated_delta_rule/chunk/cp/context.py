@@ -80,8 +80,8 @@ def _world_size(group: Any) -> int:
 def _refuse_several_cards(operation: str, argument: str, ranks: int) -> None:
     if ranks > 1:
         raise NotImplementedError(
-            f"{operation}: {argument} must be of one card ({ranks} ranks): context parallelism over several cards is not "
-            "supported yet; shard by heads or by sequences"
+            f"{operation}: {argument} must be of one card ({ranks} ranks): context parallelism over several cards is "
+            "not supported yet; shard by heads or by sequences"
         )
 
 

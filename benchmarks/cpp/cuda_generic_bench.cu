@@ -1,0 +1,224 @@
+// Times of the generic CUDA paths and of decode, one line a case: median time, bytes that must move at least where that
+// is what limits, and the bound that the project holds itself to on an H200.
+//
+//   cuda_generic_bench [--reps N]
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "buffers.h"
+#include "core/half.h"
+
+namespace flash_qla::testing {
+namespace {
+
+// Uniform numbers in [low, high), so that timings are not those of zeros.
+__global__ void fill_kernel(void* data, int64_t n, int32_t type, float low, float high, uint32_t seed) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
+    uint64_t x = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull + seed;
+    x ^= x >> 31;
+    x *= 0xbf58476d1ce4e5b9ull;
+    x ^= x >> 29;
+    const float value = low + (high - low) * static_cast<float>(x >> 40) * 0x1p-24f;
+    const uint32_t bits = __float_as_uint(value);
+    if (type == static_cast<int32_t>(DType::kFloat32)) {
+      static_cast<float*>(data)[i] = value;
+    } else {  // bfloat16, truncated
+      static_cast<uint16_t*>(data)[i] = static_cast<uint16_t>(bits >> 16);
+    }
+  }
+}
+
+__global__ void count_kernel(int32_t* data, int64_t n) {
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) data[i] = static_cast<int32_t>(n - 1 - i);
+}
+
+class Bench {
+ public:
+  explicit Bench(int reps) : reps_(reps), arena_(size_t{24} << 30) {
+    check_cuda(cudaStreamCreate(&stream_), "cudaStreamCreate");
+    check_cuda(cudaEventCreate(&begin_), "cudaEventCreate");
+    check_cuda(cudaEventCreate(&end_), "cudaEventCreate");
+  }
+
+  void run() {
+    prefill(128, 128, 8192, 10.0, 40.0);
+    prefill(96, 192, 8192, 15.0, 60.0);
+    prefill(128, 128, 2048, 0.0, 0.0);
+    prefill(64, 64, 8192, 0.0, 0.0);
+    prefill(256, 256, 8192, 0.0, 0.0);
+    const double copy = 4.27e9;  // bytes a millisecond: reading and writing on an H200
+    for (const bool v_first : {true, false}) {
+      for (const int64_t batch : {1, 16, 64, 256}) {
+        decode(batch, 1, DType::kFloat32, v_first,
+               batch == 1     ? 0.008
+               : batch == 256 ? 1.25 * states_bytes(batch, 4) / copy
+                              : 0.0);
+        decode(batch, 1, DType::kBFloat16, v_first,
+               batch == 1     ? 0.008
+               : batch == 256 ? 1.35 * states_bytes(batch, 2) / copy
+                              : 0.0);
+      }
+    }
+    decode(64, 4, DType::kFloat32, true, 0.0);
+  }
+
+ private:
+  static double states_bytes(int64_t batch, int64_t size) {
+    return 2.0 * static_cast<double>(batch * 32 * 128 * 128 * size);
+  }
+
+  Tensor draw(DType type, std::initializer_list<int64_t> shape, float low, float high) {
+    Tensor t = tensor(nullptr, type, shape);
+    int64_t n = 1;
+    for (int64_t size : shape) n *= size;
+    t.data = arena_.take(static_cast<size_t>(n * size_of(type)));
+    fill_kernel<<<1024, 256, 0, stream_>>>(t.data, n, t.dtype, low, high, seed_++);
+    return t;
+  }
+
+  // Median time of one call. `calls` of them make one captured graph, so that gaps between launches stay out.
+  double time(const std::function<Status()>& call, int calls) {
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check_cuda(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    for (int i = 0; i < calls; ++i) {
+      if (const Status status = call(); !status.ok()) {
+        std::fprintf(stderr, "%s\n", status.message());
+        std::exit(2);
+      }
+    }
+    check_cuda(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
+    check_cuda(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+    std::vector<float> times;
+    for (int i = 0; i < reps_ + 2; ++i) {
+      check_cuda(cudaEventRecord(begin_, stream_), "cudaEventRecord");
+      check_cuda(cudaGraphLaunch(executable, stream_), "cudaGraphLaunch");
+      check_cuda(cudaEventRecord(end_, stream_), "cudaEventRecord");
+      check_cuda(cudaEventSynchronize(end_), "cudaEventSynchronize");
+      float ms = 0.f;
+      check_cuda(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
+      if (i >= 2) times.push_back(ms / static_cast<float>(calls));  // the first two warm up
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+  }
+
+  static void print(const std::string& what, double ms, double bound, double bytes) {
+    std::printf("%-52s %9.4f ms", what.c_str(), ms);
+    if (bytes > 0.0) std::printf("  %7.1f GB/s", bytes / ms * 1e-6);
+    if (bound > 0.0) std::printf("  bound %.4f ms: %s", bound, ms <= bound ? "met" : "MISSED");
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+
+  template <class Op, class Arguments>
+  double time_op(Arguments& args, int calls) {
+    args.options.device_type = FLASH_QLA_CUDA;
+    check_cuda(cudaGetDevice(&args.options.device_index), "cudaGetDevice");
+    size_t bytes = 0;
+    if (const Status status = Op::workspace_size(args, &bytes); !status.ok()) {
+      std::fprintf(stderr, "%s\n", status.message());
+      std::exit(2);
+    }
+    void* workspace = arena_.take(bytes);
+    return time([&] { return Op::run(args, workspace, bytes, stream_); }, calls);
+  }
+
+  void prefill(int64_t K, int64_t V, int64_t T, double forward_bound, double backward_bound) {
+    constexpr int64_t kHq = 16, kHv = 32;
+    constexpr DType kType = DType::kBFloat16;
+    arena_.reset();
+    const float unit = 1.7f / std::sqrt(static_cast<float>(K));  // keys of about unit norm
+    const Tensor q = draw(kType, {1, T, kHq, K}, -unit, unit), k = draw(kType, {1, T, kHq, K}, -unit, unit);
+    const Tensor v = draw(kType, {1, T, kHv, V}, -1.f, 1.f), o = draw(kType, {1, T, kHv, V}, -1.f, 1.f);
+    const Tensor g = draw(DType::kFloat32, {1, T, kHv}, -0.2f, 0.f);
+    const Tensor beta = draw(DType::kFloat32, {1, T, kHv}, 0.f, 1.f);
+    ForwardArguments forward;
+    forward.options.path = "cuda_generic";
+    forward.q = q;
+    forward.k = k;
+    forward.v = v;
+    forward.g = g;
+    forward.beta = beta;
+    forward.o = o;
+    forward.final_state = draw(DType::kFloat32, {1, kHv, K, V}, 0.f, 1.f);
+    char what[96];
+    std::snprintf(what, sizeof(what), "forward   T %lld  Hq 16 Hv 32  K %lld V %lld  bf16", static_cast<long long>(T),
+                  static_cast<long long>(K), static_cast<long long>(V));
+    print(what, time_op<ChunkForward>(forward, 1), forward_bound, 0.0);
+
+    BackwardArguments backward;
+    backward.options.path = "cuda_generic";
+    backward.q = q;
+    backward.k = k;
+    backward.v = v;
+    backward.g = g;
+    backward.beta = beta;
+    backward.d_o = draw(kType, {1, T, kHv, V}, -1.f, 1.f);
+    backward.dq = draw(kType, {1, T, kHq, K}, 0.f, 1.f);
+    backward.dk = draw(kType, {1, T, kHq, K}, 0.f, 1.f);
+    backward.dv = draw(kType, {1, T, kHv, V}, 0.f, 1.f);
+    backward.dg = draw(DType::kFloat32, {1, T, kHv}, 0.f, 1.f);
+    backward.dbeta = draw(DType::kFloat32, {1, T, kHv}, 0.f, 1.f);
+    std::snprintf(what, sizeof(what), "backward  T %lld  Hq 16 Hv 32  K %lld V %lld  bf16", static_cast<long long>(T),
+                  static_cast<long long>(K), static_cast<long long>(V));
+    print(what, time_op<ChunkBackward>(backward, 1), backward_bound, 0.0);
+  }
+
+  void decode(int64_t batch, int64_t T, DType state, bool v_first, double bound) {
+    constexpr int64_t kHq = 16, kHv = 32, kDim = 128;
+    constexpr DType kType = DType::kBFloat16;
+    arena_.reset();
+    ForwardArguments args;
+    args.q = draw(kType, {batch, T, kHq, kDim}, -1.f, 1.f);
+    args.k = draw(kType, {batch, T, kHq, kDim}, -1.f, 1.f);
+    args.v = draw(kType, {batch, T, kHv, kDim}, -1.f, 1.f);
+    args.g = draw(kType, {batch, T, kHv}, -1.f, 1.f);
+    args.beta = draw(kType, {batch, T, kHv}, -1.f, 1.f);
+    args.A_log = draw(DType::kFloat32, {kHv}, -2.f, 1.f);
+    args.dt_bias = draw(DType::kFloat32, {kHv}, -1.f, 1.f);
+    args.o = draw(kType, {batch, T, kHv, kDim}, -1.f, 1.f);
+    args.state_pool = draw(state, {batch, kHv, kDim, kDim}, -0.1f, 0.1f);
+    args.initial_state_indices = tensor(arena_.take(static_cast<size_t>(batch) * 4), DType::kInt32, {batch});
+    count_kernel<<<1, 256, 0, stream_>>>(static_cast<int32_t*>(args.initial_state_indices.data), batch);
+    args.options.state_v_first = v_first;
+    args.options.use_qk_l2norm_in_kernel = 1;
+    args.options.use_gate_in_kernel = 1;
+    args.options.use_beta_sigmoid_in_kernel = 1;
+    args.options.path = "cuda_decode";
+    char what[96];
+    std::snprintf(what, sizeof(what), "decode    batch %lld  T %lld  %s states [%s]", static_cast<long long>(batch),
+                  static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16", v_first ? "V, K" : "K, V");
+    print(what, time_op<Recurrent>(args, 20), bound, states_bytes(batch, size_of(state)));
+  }
+
+  int reps_;
+  Arena arena_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  uint32_t seed_ = 1;
+};
+
+}  // namespace
+}  // namespace flash_qla::testing
+
+int main(int argc, char** argv) {
+  int reps = 11;
+  if (argc == 3 && std::string(argv[1]) == "--reps") reps = std::atoi(argv[2]);
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("no GPU: nothing was measured\n");
+    return 0;
+  }
+  std::printf("%s", flash_qla::build_info().c_str());
+  flash_qla::testing::Bench(reps).run();
+  return 0;
+}

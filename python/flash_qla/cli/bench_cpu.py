@@ -1,0 +1,133 @@
+"""`bench --cpu`: the chunk operation on the CPU against Transformers' own torch functions."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+
+import flash_qla
+
+from .errors import first_failure
+from .results import Row, label, make_report, write
+
+BATCH, TOKENS, HEADS, HEAD_DIM = 1, 4096, 8, 128
+
+PROTOCOL = (
+    "float32, batch 1; forward, and forward + backward through autograd; runs of both implementations in turns, "
+    "medians; before the times, every tensor of ours checked against the fp64 reference"
+)
+
+_INPUTS = ("q", "k", "v", "g", "beta")
+
+Function = Callable[..., Tuple[torch.Tensor, Optional[torch.Tensor]]]
+
+
+def _make_inputs(seed: int = 0) -> Dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, TOKENS, HEADS)
+
+    def normal(*last: int) -> torch.Tensor:
+        return torch.randn(*shape, *last, generator=generator)
+
+    return {
+        "q": F.normalize(normal(HEAD_DIM), dim=-1),
+        "k": F.normalize(normal(HEAD_DIM), dim=-1),
+        "v": normal(HEAD_DIM),
+        "g": F.logsigmoid(normal()) / 16,
+        "beta": normal().sigmoid(),
+        "do": normal(HEAD_DIM),
+    }
+
+
+def _transformers_function() -> Tuple[str, Function]:
+    """Their torch implementation itself, whatever other packages its module would prefer."""
+    import transformers
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    return f"transformers {transformers.__version__}", inspect.unwrap(module.torch_chunk_gated_delta_rule)
+
+
+def _forward(function: Function, x: Dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        return function(*(x[n] for n in _INPUTS))[0]
+
+
+def _train(function: Function, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    leaves = [x[n].detach().requires_grad_() for n in _INPUTS]
+    o, _ = function(*leaves)
+    gradients = torch.autograd.grad(o, leaves, x["do"])
+    return {"o": o.detach(), **{f"d{n}": d for n, d in zip(_INPUTS, gradients)}}
+
+
+def _check(mode: str, x: Dict[str, torch.Tensor]) -> Tuple[Dict[str, float], Optional[str]]:
+    found = {"o": _forward(_ours, x)} if mode == "fwd" else _train(_ours, x)
+    exact_inputs = {n: t.double() for n, t in x.items()}
+    with flash_qla.use_path("reference"):
+        exact = {"o": _forward(_ours, exact_inputs)} if mode == "fwd" else _train(_ours, exact_inputs)
+    return first_failure(found, exact, torch.float32)
+
+
+def _ours(*inputs: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    return flash_qla.chunk_gated_delta_rule(*inputs)
+
+
+def _median_ms(calls: List[Callable[[], object]], runs: int, progress: Progress) -> List[float]:
+    """Medians of interleaved runs, after one of each that warms up."""
+    times: List[List[float]] = [[] for _ in calls]
+    task = progress.add_task("timing", total=(runs + 1) * len(calls))
+    for run, (i, call) in itertools.product(range(runs + 1), enumerate(calls)):
+        start = time.perf_counter()
+        call()
+        if run > 0:
+            times[i].append(1e3 * (time.perf_counter() - start))
+        progress.advance(task)
+    progress.remove_task(task)
+    return [statistics.median(t) for t in times]
+
+
+def run(runs: int, out: Optional[Path]) -> int:
+    """Measures and prints; returns the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    peer, theirs = _transformers_function()
+    x = _make_inputs()
+    rows: List[Row] = []
+    failed = False
+    console.print(f"{PROTOCOL}\n{torch.get_num_threads()} threads, {runs} runs")
+    for mode, step in (("fwd", _forward), ("train", _train)):
+        errors, failure = _check(mode, x)
+        if failure is not None:
+            failed = True
+            console.print(f"FAIL {mode}: {failure}")
+            continue
+        with Progress(console=console, transient=True) as progress:
+            ms, peer_ms = _median_ms([lambda: step(_ours, x), lambda: step(theirs, x)], runs, progress)
+        row: Row = {
+            "mode": mode,
+            "hq": HEADS,
+            "hv": HEADS,
+            "seqlens": [TOKENS],
+            "options": {"dtype": "float32"},
+            "ms": round(ms, 3),
+            # Time of one chunk of one head, on all threads together.
+            "step_us": round(1e3 * ms / (BATCH * HEADS * TOKENS / 64), 2),
+            "roofline": None,
+            "err": errors,
+            "peers": {peer: round(peer_ms, 3)},
+        }
+        rows.append(row)
+        worst = max(errors.values())
+        console.print(f"{label(row)}, K = V = {HEAD_DIM}: {ms:.1f} ms, {peer} {peer_ms:.1f} ms: {peer_ms / ms:.2f}x "
+                      f"(worst error {worst:.1e})  repeat: python -m flash_qla bench --cpu --runs {runs}")  # fmt: skip
+    if out is not None and rows:
+        write(out, make_report(PROTOCOL, rows, cuda=False))
+        console.print(f"wrote {out}")
+    return 1 if failed else 0

@@ -1,0 +1,118 @@
+"""Rows, inputs and timing of the GPU bench. This file needs torch alone: bench_peers.py uses it in another process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, List, Tuple
+
+import torch
+import torch.nn.functional as F
+
+HEAD_DIM = 128
+
+# One quarter of the heads (rounded down) does not decay at all; the others forget slowly. Published tables use this
+# mix.
+_DECAYING_HEADS = 0.75
+_DECAY_DIVISOR = 16
+
+Heads = Tuple[int, int]
+
+FORWARD_HEADS: List[Heads] = [(2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (8, 24), (16, 48), (16, 16), (32, 32)]
+BACKWARD_HEADS: List[Heads] = [(16, 32), (8, 16), (4, 8), (2, 4)]
+DECODE_HEADS: List[Heads] = [(16, 32)]
+
+
+def _forward_lengths() -> Dict[str, List[int]]:
+    singles = {f"1x{n}": [n] for n in (32768, 16384, 8192, 4096, 2048)}
+    pairs = ((28672, 4096), (16384, 16384), (4096, 28672), (12288, 4096), (4096, 4096), (1024, 7168))
+    equal = ((8192, 4), (4096, 8), (2048, 4), (1024, 8))
+    return {**singles, **{f"{a}+{b}": [a, b] for a, b in pairs}, **{f"{n}x{count}": [n] * count for n, count in equal}}
+
+
+def _cut(count: int, total: int) -> List[int]:
+    """`total` tokens in `count` sequences, cut at places drawn once and for all."""
+    if count == 1:
+        return [total]
+    generator = torch.Generator().manual_seed(42)
+    places = torch.randperm(total - 1, dtype=torch.int32, generator=generator)[: count - 1] + 1
+    edges = [0, *sorted(places.tolist()), total]
+    return [end - begin for begin, end in zip(edges, edges[1:])]
+
+
+FORWARD_LENGTHS: Dict[str, List[int]] = _forward_lengths()
+BACKWARD_LENGTHS: Dict[str, List[int]] = {
+    f"{total // 1024}k_{n}seq": _cut(n, total) for total in (8192, 32768) for n in (1, 2, 4, 8)
+}
+# Decode: so many sequences of one token each.
+DECODE_LENGTHS: Dict[str, List[int]] = {f"batch{n}": [1] * n for n in (1, 16, 256)}
+
+
+def rows_of(mode: str, heads: str, lengths: str) -> List[Dict[str, Any]]:
+    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64") and `lengths` (names); empty: all."""
+    all_heads, all_lengths = {
+        "fwd": (FORWARD_HEADS, FORWARD_LENGTHS),
+        "bwd": (BACKWARD_HEADS, BACKWARD_LENGTHS),
+        "train": (BACKWARD_HEADS, BACKWARD_LENGTHS),
+        "decode": (DECODE_HEADS, DECODE_LENGTHS),
+    }[mode]
+    chosen = [tuple(map(int, h.split("x"))) for h in heads.split(",")] if heads else all_heads
+    names = lengths.split(",") if lengths else list(all_lengths)
+    states = ("float32", "bfloat16") if mode == "decode" else ("float32",)
+    return [
+        {"mode": mode, "hq": hq, "hv": hv, "name": name, "seqlens": all_lengths[name], "state_dtype": state}
+        for hq, hv in chosen
+        for name in names
+        if name in all_lengths
+        for state in states
+    ]
+
+
+def make_inputs(row: Dict[str, Any], seed: int = 0) -> Dict[str, torch.Tensor]:
+    """Tensors of a row on the current GPU: bfloat16 q, k (normalised), v; float32 g, beta, states."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    hq, hv, lengths = row["hq"], row["hv"], row["seqlens"]
+    tokens, count = sum(lengths), len(lengths)
+    outer = (count, 1) if row["mode"] == "decode" else (1, tokens)
+    g = F.logsigmoid(normal(*outer, hv)) / _DECAY_DIVISOR
+    still = hv - math.ceil(_DECAYING_HEADS * hv)
+    g[..., torch.randperm(hv, generator=generator, device="cuda")[:still]] = 0.0
+    edges = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    return {
+        "q": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
+        "k": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
+        "v": normal(*outer, hv, HEAD_DIM).bfloat16(),
+        "g": g,
+        "beta": normal(*outer, hv).sigmoid(),
+        "h0": normal(count, hv, HEAD_DIM, HEAD_DIM).to(getattr(torch, row["state_dtype"])),
+        "do": normal(*outer, hv, HEAD_DIM).bfloat16(),
+        "dht": normal(count, hv, HEAD_DIM, HEAD_DIM) / 8,
+        "cu_seqlens": edges.to(torch.int32),
+    }
+
+
+def graph_ms(function: Callable[[], Any], replays: int, calls: int = 5) -> float:
+    """Median time of one call in milliseconds: a CUDA graph of several calls, replayed and timed with events."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compiles and plans whatever is made at first calls
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls)
+    return sorted(times)[len(times) // 2]

@@ -1,0 +1,22 @@
+# Fails if the kernels of one instruction set hold a function that the linker may merge with another file's of the same
+# name: code for AVX-512 would then run on machines without it. Given: NM, and OBJECTS, named <instruction set>.cpp.o.
+if(NOT OBJECTS)
+  message(FATAL_ERROR "OBJECTS () must name the kernels' object files")
+endif()
+foreach(object IN LISTS OBJECTS)
+  get_filename_component(isa "${object}" NAME)
+  string(REGEX REPLACE "\\..*" "" isa "${isa}")
+  execute_process(COMMAND "${NM}" -C "${object}" OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE ";" "," symbols "${symbols}")
+  string(REPLACE "\n" ";" symbols "${symbols}")
+  foreach(symbol IN LISTS symbols)
+    # W, V, u: symbols of which the linker keeps one. The pointer to the exception handler is data, the same everywhere.
+    if(symbol MATCHES " [WVu] " AND NOT symbol MATCHES "Eigen_${isa}|flash_qla::cpu::${isa}|DW\\.ref")
+      list(APPEND shared "${isa}: ${symbol}")
+    endif()
+  endforeach()
+endforeach()
+if(shared)
+  list(JOIN shared "\n" shared)
+  message(FATAL_ERROR "functions that other files may get:\n${shared}")
+endif()

@@ -1,0 +1,29 @@
+"""Rung 21: a few cases of tests/fuzz/fuzz.py; the command itself runs as many as there is time for."""
+
+import sys
+from pathlib import Path
+
+import helpers
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fuzz"))
+import fuzz
+
+CASES = {"cpu": 30, "cuda": 300}
+
+
+def test_cases_are_drawn_from_seed_and_number_alone():
+    assert fuzz.draw_case(3, 14) == fuzz.draw_case(3, 14)
+    assert fuzz.draw_case(3, 14) != fuzz.draw_case(4, 14)
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_rung21_seed_0(tenth, device):
+    step = CASES[device] // 10
+    for number in range(tenth * step, (tenth + 1) * step):
+        case = fuzz.draw_case(0, number)
+        try:
+            fuzz.run_case(case, device, "oracle")
+        except AssertionError as error:
+            raise AssertionError(f"case {number}: {error}\nrepeat: python tests/fuzz/fuzz.py --seed 0 --case {number} --device {device} "
+                                 f"--path {helpers.settings.path}\n{case}") from error

@@ -1,0 +1,157 @@
+"""Rung 22, the part without an installation: names, signatures and docstrings of the public functions."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import helpers
+import pytest
+
+import flash_qla
+
+pytestmark = pytest.mark.cpu_only
+
+IN_KERNEL = {"use_qk_l2norm_in_kernel": False, "use_gate_in_kernel": False, "A_log": None, "dt_bias": None,
+             "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
+required = inspect.Parameter.empty
+
+# The contract, word for word: (positional parameters, keyword-only parameters), each name with its default.
+SIGNATURES = {
+    "chunk_gated_delta_rule": (
+        dict(q=required, k=required, v=required, g=required, beta=required, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False),
+        dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, use_gate_in_kernel=False, A_log=None, dt_bias=None,
+             state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, auto_cp=True,
+             cp_tolerance=None, force_intra_cp=False, head_first=False, enable_fwd_cp_cache=True)),
+    "chunk_gated_delta_rule_fwd": (
+        dict(q=required, k=required, v=required, g=required, beta=required, scale=None, initial_state=None, cu_seqlens=None,
+             output_final_state=True, output_h=False, auto_cp=True, state_v_first=False, enable_fwd_cp_cache=None,
+             cp_context=None, is_train=None, cu_seqlens_cpu=None), {}),
+    "chunk_gated_delta_rule_bwd": (
+        dict(q=required, k=required, v=required, g=required, beta=required, A=required, do=required, dht=None, scale=None,
+             initial_state=None, cu_seqlens=None, state_v_first=False, auto_cp=True, cp_cache=None, cp_context=None), {}),
+    "fused_recurrent_gated_delta_rule": (
+        dict(q=required, k=required, v=required, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+             output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None,
+             use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None), {}),
+    "gated_delta_rule_prefill": (
+        dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required,
+             final_state_indices=None),
+        dict(cu_seqlens=required, has_initial_state=None, null_index=-1, out=None, checkpoint_every=0, checkpoint_offsets=None,
+             checkpoint_indices=None, checkpoints=None, checkpoint_cu_starts=None, state_v_first=True, scale=None, **IN_KERNEL)),
+    "gated_delta_rule_decode": (
+        dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required,
+             final_state_indices=None),
+        dict(num_accepted_tokens=None, null_index=-1, out=None, state_v_first=True, scale=None, **IN_KERNEL)),
+}
+# Parameters of ours beyond the contract's list; all keyword-only, so that no position is taken.
+BEYOND = {"gated_delta_rule_prefill": {"auto_cp"}}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = inspect.signature(getattr(flash_qla, name)).parameters
+    positional = {p.name: p.default for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    keyword_only = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert len(positional) + len(keyword_only) == len(parameters), "no *args or **kwargs: some callers filter those away"
+    want_positional, want_keyword_only = SIGNATURES[name]
+    assert list(positional.items()) == list(want_positional.items())
+    beyond = BEYOND.get(name, set())
+    assert {key: value for key, value in keyword_only.items() if key not in beyond} == want_keyword_only
+    assert beyond <= set(keyword_only)
+
+
+def test_public_names():
+    expected = {*SIGNATURES, "workspace_size", "explain", "build_info", "build_cp_context", "use_path"}
+    assert expected <= set(flash_qla.__all__)
+    for name in flash_qla.__all__:
+        assert hasattr(flash_qla, name), name
+
+
+def test_import_paths_of_the_public_packages():
+    chunk = importlib.import_module("flash_qla.ops.gated_delta_rule.chunk")
+    for name in ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd", "build_cp_context"):
+        assert getattr(chunk, name) is getattr(flash_qla, name)
+    assert importlib.import_module("flash_qla.ops.gated_delta_rule.chunk.cp").FlashQLACPContext is flash_qla.FlashQLACPContext
+
+
+def public_functions():
+    return [name for name in flash_qla.__all__ if inspect.isfunction(getattr(flash_qla, name))]
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_docstring_names_every_parameter(name):
+    function = getattr(flash_qla, name)
+    text = inspect.getdoc(function)
+    assert text and len(text.splitlines()[0]) > 20
+    if name not in SIGNATURES:
+        return
+    for section in ("Args:", "Returns:", "Raises:"):
+        assert section in text, section
+    # Serving and recurrent calls refer to the chunked call for what they share with it.
+    shared = text + (inspect.getdoc(flash_qla.chunk_gated_delta_rule) if "chunk_gated_delta_rule()" in text else "")
+    shared += inspect.getdoc(flash_qla.gated_delta_rule_prefill) if "gated_delta_rule_prefill()" in text else ""
+    missing = [p for p in inspect.signature(function).parameters if p not in shared]
+    assert not missing, missing
+
+
+def modules():
+    return ["flash_qla", *(m.name for m in pkgutil.walk_packages(flash_qla.__path__, "flash_qla.")
+                           if not m.name.endswith("__main__") and "integrations.fla" not in m.name)]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples_run(name):
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(f"needs an optional package: {error}")
+    failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert not failed
+    assert module.__doc__, "a module says what it is for"
+
+
+def test_typed_package():
+    from pathlib import Path
+
+    assert (Path(flash_qla.__file__).parent / "py.typed").exists()
+
+
+def test_version_is_that_of_the_header():
+    from pathlib import Path
+
+    header = Path(__file__).parents[2] / "include/flash_qla/c_api.h"
+    numbers = [line.split()[-1] for line in header.read_text().splitlines() if line.startswith("#define FLASH_QLA_VERSION_")]
+    assert flash_qla.__version__ == ".".join(numbers)
+
+
+def test_context_objects_are_accepted_by_their_fields():
+    from types import SimpleNamespace
+
+    x = helpers.make_inputs(seqlens=[40, 30], Hq=1, Hv=2, K=16)
+    plain = helpers.run(x)
+    context = flash_qla.build_cp_context(x.cu_seqlens)
+    assert context.is_first_rank and context.is_last_rank and context.num_seqs == 2
+    lookalike = SimpleNamespace(cu_seqlens=x.cu_seqlens, group=None, pre_num_ranks=0, post_num_ranks=0)
+    for given in (context, lookalike):
+        got = helpers.run(x.replace(cu_seqlens=None), cp_context=given)
+        for name, value in plain.items():
+            helpers.assert_bitwise(name, value, got[name])
+
+
+def test_contexts_of_several_cards_are_refused():
+    from types import SimpleNamespace
+
+    with pytest.raises(NotImplementedError, match=r"^build_cp_context: group .*\(4 ranks\)"):
+        flash_qla.build_cp_context(None, SimpleNamespace(size=lambda: 4))
+
+
+def test_importing_opens_no_device_and_takes_no_torch_extension():
+    done = helpers.in_subprocess(
+        "import sys, flash_qla\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not any(m.startswith(('triton', 'torch._inductor', 'torch.utils.cpp_extension')) for m in sys.modules), 'a compiler was imported'\n"
+        "print('clean')")
+    assert "clean" in done.stdout, done.stderr[-2000:]

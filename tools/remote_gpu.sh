@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Build here, run there: puts everything that the GPU tests need into one folder, to be copied to a machine with an NVIDIA
+# GPU by whatever means there is. That machine needs a driver and nothing else (compute-sanitizer for `sanitize`).
+#
+#   tools/remote_gpu.sh [FOLDER]       builds, and fills FOLDER (build/remote_gpu) with the programs and run.sh
+#
+# and there, in that folder:
+#
+#   ./run.sh test         correctness, against the fp64 oracles on the device and on the host
+#   ./run.sh bench        times beside their bounds
+#   ./run.sh sanitize     the four compute-sanitizer tools on small shapes that reach every kernel
+#   ./run.sh all          the three of them
+#
+# FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=${1:-build/remote_gpu}
+
+# shellcheck disable=SC2086  # several flags in one variable
+cmake -S . -B build/remote -DFLASH_QLA_CUDA=ON -DFLASH_QLA_TESTS=ON -DBUILD_SHARED_LIBS=OFF ${FLASH_QLA_CMAKE_FLAGS:-}
+cmake --build build/remote --parallel --target cuda_generic_test cuda_generic_bench
+mkdir -p "$folder"
+cp build/remote/tests/cpp/cuda/cuda_generic_test build/remote/tests/cpp/cuda/cuda_generic_bench "$folder"
+strip "$folder"/cuda_generic_test "$folder"/cuda_generic_bench
+cp tools/remote_gpu_run.sh "$folder"/run.sh
+du -sh "$folder"

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs on the machine with the GPU, beside the programs that tools/remote_gpu.sh has put into this folder.
+# Prints what each program prints; the last line says how many of them failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+chmod +x cuda_generic_test cuda_generic_bench
+failed=0
+
+# step SECONDS COMMAND...: a program that hangs is ended and counts as failed.
+step() {
+  echo "== ${*:2}"
+  local begin=$SECONDS
+  timeout "$1" "${@:2}" || { failed=$((failed + 1)); echo "FAILED (exit code $?): ${*:2}"; }
+  echo "-- $((SECONDS - begin)) s"
+}
+
+run_tests() { step 240 ./cuda_generic_test; }
+run_benchmarks() { step 120 ./cuda_generic_bench; }
+run_sanitizer() {
+  local tool
+  for tool in memcheck racecheck synccheck initcheck; do
+    step 240 compute-sanitizer --tool "$tool" --error-exitcode 1 ./cuda_generic_test --cases 24 --small --once
+  done
+}
+
+case "${1:-all}" in
+  test) run_tests ;;
+  bench) run_benchmarks ;;
+  sanitize) run_sanitizer ;;
+  all) run_tests; run_benchmarks; run_sanitizer ;;
+  *) echo "usage: run.sh [test|bench|sanitize|all]" >&2; exit 2 ;;
+esac
+echo "$failed failed"
+((failed == 0))
