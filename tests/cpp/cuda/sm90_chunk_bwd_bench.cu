@@ -844,6 +844,7 @@ int main(int argc, char** argv) {
                std::to_string(row.length);
       c.Hq = row.Hq;
       c.Hv = row.Hv;
+      c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);
       if (mode == "timecheck" && row.length * row.sequences <= 8192 && row.Hv <= 16) good &= runner.check();

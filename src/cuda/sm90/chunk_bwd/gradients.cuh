@@ -453,9 +453,11 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
   StageCursor cursor;
   uint32_t keys_phase = 0, parity = 0;
+  int next_valid = static_cast<int>(blockIdx.x) < items ? chunk_info(p, blockIdx.x / p.Hq).valid : 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
     int slot = item / p.Hq;
-    const int key_head = item - slot * p.Hq, valid = chunk_info(p, slot).valid;
+    const int key_head = item - slot * p.Hq, valid = next_valid, next = item + gridDim.x;
+    if (next < items) next_valid = chunk_info(p, next / p.Hq).valid;  // comes while this item is worked on
     if (valid < kChunk) {
       const int thread = group * 128 + 32 * warp + lane;
       mbarrier_wait(bars.keys_full(), keys_phase);
@@ -495,6 +497,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         if (group == kPlus) {
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
+          // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
+          if (member + 1 == p.group) named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
           if (warp == 0 && p.dg.data != nullptr) {
             store_gate_gradient(p, chunk_info(p, slot), head, work.sums, work.last, gamma_end, lane);
@@ -503,9 +507,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
     }
 
-    if (group == kQuery) {
-      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-    } else {
+    if (group != kQuery) {
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
       const uint32_t mine = sQ + (32 * warp + lane) * 16;
