@@ -19,7 +19,7 @@ run_benchmarks() { step 120 ./cuda_generic_bench; }
 run_sanitizer() {
   local tool
   for tool in memcheck racecheck synccheck initcheck; do
-    step 240 compute-sanitizer --tool "$tool" --error-exitcode 1 ./cuda_generic_test --cases 12 --no-large --once
+    step 240 compute-sanitizer --tool "$tool" --error-exitcode 1 ./cuda_generic_test --cases 24 --small --once
   done
 }
 

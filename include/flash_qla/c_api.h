@@ -2,7 +2,7 @@
  *
  * Every operation is three calls on one arguments structure:
  *     flash_qla_<op>_can_implement(&args)                       is this call legal, and if not, why
- *     flash_qla_<op>_workspace_size(&args, &bytes)              scratch that run() needs
+ *     flash_qla_<op>_workspace_size(&args, &bytes)              scratch that run() needs, of any alignment
  *     flash_qla_<op>_run(&args, workspace, bytes, stream)       does it, in the stream
  * Nothing throws, aborts, allocates device memory or waits for the device. When a call is refused nothing is written.
  * This header needs no framework and no CUDA header; it is valid C99 and C++17.

@@ -1,12 +1,13 @@
 """The low-level calls on numpy arrays and other DLPack tensors: no PyTorch, no gradients.
 
-Results are numpy arrays for numpy inputs. For another array type they come from its own array namespace (the Python
-array
-API: `x.__array_namespace__()`), so they are arrays of that type, on its device.
+Results are numpy arrays for numpy inputs. For another array type they come from its own namespace (the Python array
+API's `x.__array_namespace__()`, or the package it is from), so they are arrays of that type, on its device. CUDA work
+of arrays that are not torch's is queued on the default stream.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy
@@ -22,15 +23,15 @@ class Arrays:
 
     def __init__(self, operation: str, like: Any) -> None:
         place: dict = {}
-        if isinstance(like, numpy.ndarray):
-            namespace: Any = numpy
-        elif hasattr(like, "__array_namespace__"):
-            namespace = like.__array_namespace__()
+        if hasattr(like, "__array_namespace__") and not isinstance(like, numpy.ndarray):
+            namespace: Any = like.__array_namespace__()
             place = {"device": like.device}
-        else:
+        else:  # numpy, and packages in its image (CuPy)
+            namespace = sys.modules.get(type(like).__module__.partition(".")[0])
+        if not all(hasattr(namespace, name) for name in ("empty", "float32", "float64", "uint8")):
             raise TypeError(
-                f"{operation}: q ({type(like).__name__}) must be a numpy array, a torch.Tensor or an array of a type "
-                "that has __dlpack__ and __array_namespace__"
+                f"{operation}: q ({type(like).__name__}) must be a numpy array, a torch.Tensor or an array whose "
+                "package has numpy's empty()"
             )
         self._namespace, self._place = namespace, place
         self.dtype = like.dtype
@@ -123,6 +124,9 @@ def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Seque
     checkpoint_indices."""
     q, v = inputs[0], inputs[2]
     arrays = Arrays(options[0], q)
+    for name, written in (("state_pool", states[0]), ("checkpoints", states[7]), ("out", out)):
+        if isinstance(written, numpy.ndarray) and not written.flags.writeable:
+            raise ValueError(f"{options[0]}: {name} (a read-only array) must be writeable")
     o = arrays.empty(v.shape, arrays.dtype) if out is None else out
     views = [x if isinstance(x, int) else _view(x) for x in states]
     o_view = tvm_ffi.from_dlpack(o)

@@ -121,6 +121,21 @@ flash_qla_status missing_arguments(const char* name) {
   return make_status(FLASH_QLA_INVALID_VALUE, "%s: args (NULL) must be given", name).c_status();
 }
 
+// Paths want their scratch aligned like this (registry.h); callers bring what malloc or an allocator gives them. So
+// every size has room to move the start up.
+constexpr size_t kWorkspaceAlignment = 256;
+
+template <class Arguments>
+size_t workspace_bytes(const Path<Arguments>& path, const Arguments& args, const Problem& problem) {
+  const size_t needed = path.workspace_size(args, problem);
+  return needed == 0 ? 0 : needed + kWorkspaceAlignment - 1;
+}
+
+void* aligned(void* workspace) {
+  const auto address = reinterpret_cast<uintptr_t>(workspace);
+  return reinterpret_cast<void*>((address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment);
+}
+
 template <class Op>
 flash_qla_status can_implement(const typename Op::Arguments* args) {
   if (args == nullptr) return missing_arguments(Op::kName);
@@ -143,7 +158,7 @@ flash_qla_status workspace_size(const typename Op::Arguments* args, size_t* byte
     FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
     const Path<typename Op::Arguments>* path;
     FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, nullptr));
-    *bytes = path->workspace_size(*args, problem);
+    *bytes = workspace_bytes(*path, *args, problem);
     return Status();
   });
 }
@@ -157,13 +172,13 @@ flash_qla_status run(const typename Op::Arguments* args, void* workspace, size_t
     FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, true, &problem));
     const Path<typename Op::Arguments>* path;
     FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, nullptr));
-    const size_t needed = path->workspace_size(*args, problem);
+    const size_t needed = workspace_bytes(*path, *args, problem);
     if (needed > bytes || (needed > 0 && workspace == nullptr)) {
       return make_status(FLASH_QLA_INVALID_VALUE, "%s: workspace (%zu bytes%s) must hold at least %zu bytes", name,
                          bytes, workspace == nullptr ? ", NULL" : "", needed);
     }
     if (wants_device_check(args->options)) FLASH_QLA_RETURN_IF_ERROR(Op::check_data(*args, name, problem, stream));
-    return path->run(*args, problem, workspace, stream);
+    return path->run(*args, problem, aligned(workspace), stream);
   });
 }
 
@@ -188,7 +203,7 @@ flash_qla_status explain(const typename Op::Arguments* args, char* text, size_t 
     std::string report;
     FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, &report));
     const std::string head = std::string("path: ") + path->name +
-                             "\nworkspace: " + std::to_string(path->workspace_size(*args, problem)) + " bytes\n";
+                             "\nworkspace: " + std::to_string(workspace_bytes(*path, *args, problem)) + " bytes\n";
     return copy_text(head + report, text, size, name);
   });
 }

@@ -79,13 +79,16 @@ def test_strided_and_read_only_arrays():
     np.testing.assert_array_equal(o, flash_qla.chunk_gated_delta_rule(**x)[0])
 
 
-def test_read_only_outputs_are_refused():
-    x = draw(B=2, T=1)
-    pool = np.ones((2, 2, 8, 16), np.float32)
-    pool.flags.writeable = False
-    with pytest.raises((ValueError, TypeError, BufferError)):
-        flash_qla.gated_delta_rule_decode(**x, state_pool=pool, initial_state_indices=np.arange(2))
-    assert (pool == 1).all()
+@pytest.mark.parametrize("name", ["state_pool", "out", "checkpoints"])
+def test_read_only_outputs_are_refused(name):
+    x = draw(B=1, T=130)
+    written = dict(state_pool=np.ones((2, 2, 8, 16), np.float32), out=np.ones((1, 130, 2, 8), np.float32),
+                   checkpoints=np.ones((2, 2, 8, 16), np.float32))
+    written[name].flags.writeable = False
+    with pytest.raises(ValueError, match=rf"^gated_delta_rule_prefill: {name} \(a read-only array\)"):
+        flash_qla.gated_delta_rule_prefill(**x, **written, initial_state_indices=np.array([1]), cu_seqlens=np.array([0, 130]),
+                                           checkpoint_every=64, checkpoint_cu_starts=np.array([0, 2]))
+    assert all((array == 1).all() for array in written.values())
 
 
 def test_errors_have_the_same_form():

@@ -124,7 +124,9 @@ def _peer_times(peers: str, rows: Sequence[Dict[str, Any]], replays: int, consol
     script = Path(__file__).with_name("bench_peers.py")
     for item in filter(None, peers.split(",")):
         name, _, folder = item.partition("=")
-        environment = {**os.environ, "PYTHONPATH": folder}  # without this package, whose import name one of them shares
+        # Without this package, whose import name one of them shares; and fla with its own kernels, which it would
+        # leave for any flash_qla that it can import.
+        environment = {**os.environ, "PYTHONPATH": folder, "FLA_FLASH_QLA": "0"}
         answer = subprocess.run(
             [sys.executable, str(script), name, str(replays)],
             input=json.dumps(rows),

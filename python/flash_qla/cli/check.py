@@ -143,18 +143,32 @@ def make_inputs(case: Case, num_heads: int, device: str, seed: int) -> Dict[str,
     return {name: None if t is None else t.to(device) for name, t in x.items()}
 
 
+def _rounded_l2norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The norm as it is defined for inputs of `dtype`: its result is rounded to that dtype. The gradient passes through
+    the rounding unchanged."""
+    normalised = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    return normalised + (normalised.to(dtype).to(x.dtype) - normalised).detach()
+
+
 def compute(case: Case, x: Dict[str, Optional[torch.Tensor]], dtype: Optional[torch.dtype]) -> Dict[str, torch.Tensor]:
-    """Results and gradients. `dtype`: all floating-point inputs are cast to it first (the oracle's call)."""
+    """Results and gradients. `dtype` is the oracle's: all floating-point inputs are cast to it first, and the norm of q
+    and k, which rounds to their own dtype, is taken outside."""
+    norm_outside = dtype is not None and case.l2norm
     if dtype is not None:
         x = {n: t.to(dtype) if t is not None and t.is_floating_point() else t for n, t in x.items()}
     named = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     leaves = {n: x[n].detach().requires_grad_() for n in named if x[n] is not None}  # type: ignore[union-attr]
     options = {n: leaves.get(n) for n in ("A_log", "dt_bias", "initial_state")}
+    q, k = leaves["q"], leaves["k"]
+    if norm_outside:
+        q, k = _rounded_l2norm(q, case.dtype), _rounded_l2norm(k, case.dtype)
     o, final_state = flash_qla.chunk_gated_delta_rule(
-        *(leaves[n] for n in ("q", "k", "v", "g", "beta")),
+        q,
+        k,
+        *(leaves[n] for n in ("v", "g", "beta")),
         **options,
         output_final_state=case.state,
-        use_qk_l2norm_in_kernel=case.l2norm,
+        use_qk_l2norm_in_kernel=case.l2norm and not norm_outside,
         use_gate_in_kernel=case.activations,
         use_beta_sigmoid_in_kernel=case.activations,
         state_v_first=case.state_v_first,

@@ -1,6 +1,7 @@
 // Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes
 // a thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed
-// on the way. One block has a few dozen columns of one (row, value head).
+// on the way. A block stages the tokens of one (row, value head) in shared memory and passes over groups of its
+// columns, loading the next group while it computes one.
 #include "cuda/generic/gates.cuh"
 #include "cuda/generic/pool.cuh"
 #include "cuda/paths.h"
@@ -27,6 +28,7 @@ struct DecodeParams {
   DeviceStates source;       // the pool, or initial_state, or absent: zero
   DeviceStates destination;  // the pool, or final_state, or absent: not kept
   int32_t T, V, Hv, group;
+  int32_t passes;  // groups of columns per block
   int32_t l2norm;
   float scale;
 };
@@ -91,7 +93,7 @@ struct Columns {
   // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding
   // keeps keys in different banks.
   static constexpr int kPitch = kBlockColumns + 1;
-  static constexpr int kSharedFloats = kValueFirst ? 1 : kKeys * kPitch;
+  static constexpr int kSharedFloats = kValueFirst ? 0 : kKeys * kPitch;
 
   static __device__ int key(int lane, int j) { return kVector * (lane + kLanes * j); }
 
@@ -186,53 +188,91 @@ struct Columns {
   }
 };
 
-// A token in shared memory, with the options applied.
+// The tokens of a row in shared memory, with the options applied.
 template <int kKeys>
-struct SharedToken {
-  float q[kKeys], k[kKeys];
-  float decay, beta;
+struct SharedTokens {
+  struct alignas(16) Key {
+    float q[kKeys], k[kKeys];
+    float decay, beta;
+  };
+  Key* keys;  // [T]
+  float* v;   // [T, columns of the block]
+
+  static __host__ __device__ size_t bytes(int T, int columns) {
+    return static_cast<size_t>(T) * (sizeof(Key) + sizeof(float) * static_cast<size_t>(columns));
+  }
 };
 
-// Puts tokens into shared memory in two steps, so that their loads run beside those of the state: warp 0 takes q, warp
-// 1 takes k, warp 2 the gates.
+// Fills them in two steps, so that the loads of the first tokens run beside those of the state. A warp takes one row of
+// q or k at a time, one thread the gates of a token.
 template <int kKeys>
 class TokenStage {
  public:
   static_assert(kKeys / 4 <= 32);
-  static constexpr int kGateThread = 64;
 
-  __device__ TokenStage(const DecodeParams& p, int64_t n, int head)
-      : p_(p), n_(n), head_(head), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0, int columns)
+      : p_(p), n_(n), head_(head), column0_(column0), columns_(columns) {}
 
-  __device__ void load(int t) {
-    if (warp_ < 2) {
-      const DeviceTensor& x = warp_ == 0 ? p_.q : p_.k;
-      raw_ = load_raw_quad(x, offset_of(x, n_, t, head_ / p_.group), 4 * lane_, kKeys);
-    } else if (threadIdx.x == kGateThread) {
+  __device__ void load_first() {
+    row_ = load_row(threadIdx.x / 32);
+    value_ = load_value(threadIdx.x);
+    if (gate_token() < p_.T && gate_token() >= 0) {
       const Gates& gates = p_.gates;
-      if (gates.g.data != nullptr) raw_.x[0] = load_raw(gates.g, offset_of(gates.g, n_, t, head_));
-      if (gates.beta.data != nullptr) raw_.x[1] = load_raw(gates.beta, offset_of(gates.beta, n_, t, head_));
+      if (gates.g.data != nullptr) g_ = load_raw(gates.g, offset_of(gates.g, n_, gate_token(), head_));
+      if (gates.beta.data != nullptr) beta_ = load_raw(gates.beta, offset_of(gates.beta, n_, gate_token(), head_));
     }
   }
 
-  __device__ void store(SharedToken<kKeys>& s_token) const {
-    if (warp_ < 2) {
-      const DeviceTensor& x = warp_ == 0 ? p_.q : p_.k;
-      float4 quad = unpack(x, raw_);
-      if (p_.l2norm) quad = normalized(x, quad);
-      if (4 * lane_ < kKeys) *reinterpret_cast<float4*>((warp_ == 0 ? s_token.q : s_token.k) + 4 * lane_) = quad;
-    } else if (threadIdx.x == kGateThread) {
-      const Gates& gates = p_.gates;
-      float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, raw_.x[0]);
-      if (gates.use_gate) g = gate_rate<float>(gates, head_) * softplus(biased_gate(gates, g, head_));
-      float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, raw_.x[1]);
-      if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
-      s_token.decay = expf(clamp_log_decay(g));
-      s_token.beta = beta;
+  __device__ void store_all(const SharedTokens<kKeys>& s_tokens) {
+    store_row(s_tokens, threadIdx.x / 32, row_);
+    for (int row = threadIdx.x / 32 + kThreads / 32; row < 2 * p_.T; row += kThreads / 32) {
+      store_row(s_tokens, row, load_row(row));
     }
+    store_value(s_tokens, threadIdx.x, value_);
+#pragma unroll 4
+    for (int i = threadIdx.x + kThreads; i < p_.T * columns_; i += kThreads) store_value(s_tokens, i, load_value(i));
+    if (gate_token() < p_.T && gate_token() >= 0) store_gates(s_tokens.keys[gate_token()]);
   }
 
  private:
+  // The last warp's threads: with one token it has no row to take.
+  __device__ int gate_token() const { return static_cast<int>(threadIdx.x) - (kThreads - 32); }
+
+  // Row 2 t is q of token t, row 2 t + 1 its k.
+  __device__ const DeviceTensor& row_tensor(int row) const { return row % 2 == 0 ? p_.q : p_.k; }
+  __device__ RawQuad load_row(int row) const {
+    if (row >= 2 * p_.T) return {};
+    const DeviceTensor& x = row_tensor(row);
+    return load_raw_quad(x, offset_of(x, n_, row / 2, head_ / p_.group), 4 * (threadIdx.x % 32), kKeys);
+  }
+  __device__ void store_row(const SharedTokens<kKeys>& s_tokens, int row, const RawQuad& raw) const {
+    if (row >= 2 * p_.T) return;  // the same for a whole warp
+    const DeviceTensor& x = row_tensor(row);
+    float4 quad = unpack(x, raw);
+    if (p_.l2norm) quad = normalized(x, quad);
+    const int key = 4 * (threadIdx.x % 32);
+    typename SharedTokens<kKeys>::Key& token = s_tokens.keys[row / 2];
+    if (key < kKeys) *reinterpret_cast<float4*>((row % 2 == 0 ? token.q : token.k) + key) = quad;
+  }
+
+  __device__ uint32_t load_value(int i) const {
+    const int column = column0_ + i % columns_;
+    return i < p_.T * columns_ && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, i / columns_, head_, column)) : 0;
+  }
+  __device__ void store_value(const SharedTokens<kKeys>& s_tokens, int i, uint32_t raw) const {
+    if (i < p_.T * columns_) s_tokens.v[i] = unpack(p_.v, raw);
+  }
+
+  __device__ void store_gates(typename SharedTokens<kKeys>::Key& token) const {
+    const Gates& gates = p_.gates;
+    float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, g_);
+    if (gates.use_gate) g = gate_rate<float>(gates, head_) * softplus(biased_gate(gates, g, head_));
+    float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, beta_);
+    if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
+    token.decay = expf(clamp_log_decay(g));
+    token.beta = beta;
+  }
+
   static __device__ float4 normalized(const DeviceTensor& x, float4 quad) {
     float sum = quad.x * quad.x + quad.y * quad.y + quad.z * quad.z + quad.w * quad.w;
 #pragma unroll
@@ -245,8 +285,9 @@ class TokenStage {
 
   const DecodeParams& p_;
   int64_t n_;
-  int head_, warp_, lane_;
-  RawQuad raw_{};
+  int head_, column0_, columns_;
+  RawQuad row_{};
+  uint32_t value_ = 0, g_ = 0, beta_ = 0;
 };
 
 // A lane's keys of a row in shared memory.
@@ -272,88 +313,79 @@ __device__ float lane_dot(const float (&a)[kPerLane], const float (&b)[kPerLane]
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Five blocks a multiprocessor leave a thread 96 registers: state, q and k take 64.
+// Four blocks a multiprocessor leave a thread 128 registers: one group of columns, the bits of the next, q and k
+// take 96.
 template <class State, int kKeys, bool kValueFirst>
-__global__ void __launch_bounds__(kThreads, 5) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Columns<State, kKeys, kValueFirst>;
-  __shared__ float s_turn[Block::kSharedFloats];
-  __shared__ alignas(16) SharedToken<kKeys> s_tokens[2];  // one is used, one is filled
-  const int slices = (p.V + Block::kBlockColumns - 1) / Block::kBlockColumns;
+  extern __shared__ float4 s_memory[];
+  SharedTokens<kKeys> s_tokens;
+  s_tokens.keys = reinterpret_cast<typename SharedTokens<kKeys>::Key*>(s_memory);
+  s_tokens.v = reinterpret_cast<float*>(s_tokens.keys + p.T);
+  const int columns = p.passes * Block::kBlockColumns;
+  float* s_turn = s_tokens.v + p.T * columns;
+
+  const int slices = (p.V + columns - 1) / columns;
   const unsigned rest = blockIdx.x / slices;
-  const int column0 = static_cast<int>(blockIdx.x % slices) * Block::kBlockColumns;
+  const int first_column = static_cast<int>(blockIdx.x % slices) * columns;
+  const int last_column = min(first_column + columns, p.V);
   const int head = static_cast<int>(rest % p.Hv), group = threadIdx.x / kLanes;
   const int64_t n = rest / p.Hv;
-
-  uint32_t v[Block::kColumns];
-  const auto load_values = [&](int t) {
-    const int64_t row = offset_of(p.v, n, t, head);
-#pragma unroll
-    for (int c = 0; c < Block::kColumns; ++c) {
-      const int column = column0 + c * kGroups + group;
-      v[c] = column < p.V ? load_raw(p.v, row + column * p.v.stride[3]) : 0;
-    }
-  };
-  const auto store_output = [&](int t, int c, float o) {
-    const int column = column0 + c * kGroups + group;
+  const auto store_output = [&](int t, int column, float o) {
     if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
 
-  // The first token is on its way while the slot's index and then the state are.
-  TokenStage<kKeys> stage(p, n, head);
-  if (p.T > 0) {
-    stage.load(0);
-    load_values(0);
-  }
+  // The first tokens are on their way while the slot's index and then the state are.
+  TokenStage<kKeys> stage(p, n, head, first_column, columns);
+  stage.load_first();
   const int64_t slot = read_slot(p.pool, n);
   if (slot == kSkipRow) {
     for (int t = 0; t < p.T; ++t) {
-#pragma unroll
-      for (int c = 0; c < Block::kColumns; ++c) store_output(t, c, 0.f);
+      for (int column = first_column + group; column < last_column; column += kGroups) store_output(t, column, 0.f);
     }
     return;
   }
-  float state[Block::kColumns][Block::kPerLane] = {};
-  const bool has_source = p.source.data != nullptr && (slot >= 0 || !p.pool.used);
-  typename Block::Raw raw;
-  if (has_source) {
-    const int64_t row = p.pool.used ? slot : n;
-    Block::load(raw, p.source, row * p.source.row + head * p.source.head, column0, p.V);
-  }
-  if (p.T > 0) stage.store(s_tokens[0]);
+  const int64_t source_row = p.pool.used ? slot : n;
+  const bool has_source = p.source.data != nullptr && source_row >= 0;
+  const int64_t source = source_row * p.source.row + head * p.source.head;
+  typename Block::Raw raw = {};
+  if (has_source) Block::load(raw, p.source, source, first_column, p.V);
+  stage.store_all(s_tokens);
   __syncthreads();
-  if (has_source) Block::unpack(state, raw, s_turn);
-  const auto keep = [&](int64_t row) {
-    if (p.destination.data == nullptr || row < 0) return;
-    Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
-  };
+  const int64_t last_slot = p.pool.per_token ? kNoSlot : p.pool.used ? write_slot(p.pool, n, 0) : n;
 
-  for (int t = 0; t < p.T; ++t) {
-    const SharedToken<kKeys>& s_token = s_tokens[t % 2];
-    const bool more = t + 1 < p.T;
-    if (more) stage.load(t + 1);
-    float q[Block::kPerLane], k[Block::kPerLane];
-    read_row<Block::kVector>(q, s_token.q);
-    read_row<Block::kVector>(k, s_token.k);
-    const float decay = s_token.decay, beta = s_token.beta;
-    // Both sums are taken of the state before the token, so that one pass over it serves u and o:
-    // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
-    const float kq = lane_sum(lane_dot(k, q));
-#pragma unroll
-    for (int c = 0; c < Block::kColumns; ++c) {
-      const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
-      const float u = beta * fmaf(-decay, along_k, unpack(p.v, v[c]));
-      store_output(t, c, p.scale * fmaf(decay, along_q, u * kq));
-#pragma unroll
-      for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
+  for (int column0 = first_column; column0 < last_column; column0 += Block::kBlockColumns) {
+    float state[Block::kColumns][Block::kPerLane];
+    Block::unpack(state, raw, s_turn);
+    if (has_source && column0 + Block::kBlockColumns < last_column) {
+      Block::load(raw, p.source, source, column0 + Block::kBlockColumns, p.V);
     }
-    if (more) {
-      load_values(t + 1);
-      stage.store(s_tokens[(t + 1) % 2]);
-      __syncthreads();
+    const auto keep = [&](int64_t row) {
+      if (p.destination.data == nullptr || row < 0) return;
+      Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
+    };
+    for (int t = 0; t < p.T; ++t) {
+      const auto& s_token = s_tokens.keys[t];
+      float q[Block::kPerLane], k[Block::kPerLane];
+      read_row<Block::kVector>(q, s_token.q);
+      read_row<Block::kVector>(k, s_token.k);
+      const float decay = s_token.decay, beta = s_token.beta;
+      // Both sums are taken of the state before the token, so that one pass over it serves u and o:
+      // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
+      const float kq = lane_sum(lane_dot(k, q));
+#pragma unroll
+      for (int c = 0; c < Block::kColumns; ++c) {
+        const int column = column0 + c * kGroups + group;
+        const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
+        const float u = beta * fmaf(-decay, along_k, s_tokens.v[t * columns + column - first_column]);
+        store_output(t, column, p.scale * fmaf(decay, along_q, u * kq));
+#pragma unroll
+        for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
+      }
+      if (p.pool.per_token) keep(write_slot(p.pool, n, t));
     }
-    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+    keep(last_slot);
   }
-  if (!p.pool.per_token) keep(p.pool.used ? write_slot(p.pool, n, 0) : n);
 }
 
 // Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
@@ -381,11 +413,19 @@ std::string reject(const Arguments& args, const Problem& p) {
 
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
+// Blocks below which a block takes one group of columns: two for each place on a large GPU (132 multiprocessors, four
+// blocks each). With more of them at hand, one start serves several groups.
+constexpr int64_t kEnoughBlocks = 1056;
+
 template <class State, int kKeys, bool kValueFirst>
-Status launch_for(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+Status launch_for(const Problem& p, DecodeParams params, cudaStream_t stream) {
   using Block = Columns<State, kKeys, kValueFirst>;
-  return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(p.V, Block::kBlockColumns),
-                kThreads, 0, stream, params);
+  const int64_t groups = ceil_div(p.V, Block::kBlockColumns), most = p.N * p.Hv * groups / kEnoughBlocks;
+  params.passes = static_cast<int32_t>(most < 1 ? 1 : most < groups ? most : groups);
+  const size_t shared =
+      SharedTokens<kKeys>::bytes(params.T, params.passes * Block::kBlockColumns) + Block::kSharedFloats * sizeof(float);
+  return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(groups, params.passes),
+                kThreads, shared, stream, params);
 }
 
 template <class State>

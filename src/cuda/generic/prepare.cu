@@ -75,15 +75,16 @@ __global__ void __launch_bounds__(kThreads)
       if (i >= K) continue;
       for (int64_t member = 0; member < group; ++member) dy[j] += part[member * K + i];
     }
-    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x)
-    Real scale = 1, along = 0;
+    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with one
+    // key, what is left of the difference is small.
+    double scale = 1, along = 0;
     const int64_t from = l2norm ? offset_of(x, b, t, head) : 0;
     if (l2norm) {
-      scale = inverse_norm<Real>(x, from, K);
+      scale = inverse_norm<double>(x, from, K);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
         const int i = lane + 32 * j;
-        if (i < K) along += dy[j] * load<Real>(x, from + i * x.stride[3]);
+        if (i < K) along += static_cast<double>(dy[j]) * load<double>(x, from + i * x.stride[3]);
       }
       along = warp_sum(along) * scale * scale;
     }
@@ -91,8 +92,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kPerLane; ++j) {
       const int i = lane + 32 * j;
       if (i >= K) continue;
-      const Real value = l2norm ? scale * (dy[j] - along * load<Real>(x, from + i * x.stride[3])) : dy[j];
-      store<Real>(dx, to + i * dx.stride[3], value);
+      const double through_norm =
+          l2norm ? scale * (static_cast<double>(dy[j]) - along * load<double>(x, from + i * x.stride[3])) : 0.0;
+      store<Real>(dx, to + i * dx.stride[3], l2norm ? static_cast<Real>(through_norm) : dy[j]);
     }
   }
 }

@@ -102,38 +102,50 @@ __global__ void __launch_bounds__(kRecurrenceThreads, blocks_per_multiprocessor(
       int64_t o_offset = p.o.data == nullptr ? 0 : offset_of(p.o, sequence.b, sequence.begin + t0, place.head, column);
       int64_t error_offset = (token * p.in.Hv + place.head) * p.in.V + column;
       // A token's output is summed over the lanes beside the next token's error, so that the shuffles of one hide
-      // behind those of the other.
-      float o_part = 0.f;
+      // behind those of the other; likewise the next key is read before it is needed.
+      float o_part = 0.f, k[kKeysPerLane];
+      read_row(k, s_tile.k[0], lane);
       const auto store_output = [&](float o) {
         if (valid && lane == 0) store<float>(p.o, o_offset, scale * o);
         o_offset += p.o.stride[1];
       };
-#pragma unroll 2
-      for (int i = 0; i < count; ++i) {
-        float row[kKeysPerLane];
-        read_row(row, s_tile.k[i], lane);
-        const float decay = s_tile.decay[i];
-        const float along_k = lane_sum(lane_dot(state, row)), o = lane_sum(o_part);
-        // u = beta (v - e^g S^T k), S <- e^g S + k u^T
-        const float error = fmaf(-decay, along_k, s_tile.x[i][s_column]);
-        const float u = s_tile.beta[i] * error;
+      // Tokens [from, to) of the tile. What is kept of the states between them is stored outside of this loop: that
+      // code is long, and would push the steps out of the instruction cache.
+      const auto step_tokens = [&](int from, int to) {
+        for (int i = from; i < to; ++i) {
+          const float decay = s_tile.decay[i];
+          const float along_k = lane_sum(lane_dot(state, k)), o = lane_sum(o_part);
+          // u = beta (v - e^g S^T k), S <- e^g S + k u^T
+          const float error = fmaf(-decay, along_k, s_tile.x[i][s_column]);
+          const float u = s_tile.beta[i] * error;
 #pragma unroll
-        for (int j = 0; j < kKeysPerLane; ++j) state[j] = fmaf(row[j], u, decay * state[j]);
-        if (p.o.data != nullptr) {
-          if (i > 0) store_output(o);
-          read_row(row, s_tile.q[i], lane);
-          o_part = lane_dot(state, row);
+          for (int j = 0; j < kKeysPerLane; ++j) state[j] = fmaf(k[j], u, decay * state[j]);
+          read_row(k, s_tile.k[i + 1 < kTileTokens ? i + 1 : i], lane);
+          if (p.o.data != nullptr) {
+            float q[kKeysPerLane];
+            read_row(q, s_tile.q[i], lane);
+            if (i > 0) store_output(o);
+            o_part = lane_dot(state, q);
+          }
+          if (p.errors != nullptr) {
+            if (valid && lane == 0) p.errors[error_offset] = error;
+            error_offset += static_cast<int64_t>(p.in.Hv) * p.in.V;
+          }
         }
-        if (p.errors != nullptr) {
-          if (valid && lane == 0) p.errors[error_offset] = error;
-          error_offset += static_cast<int64_t>(p.in.Hv) * p.in.V;
+      };
+      for (int from = 0; from < count;) {
+        int to = per_token ? from + 1 : count;
+        for (int i = from; listed && i < to; ++i) {
+          if (p.lists.first[token + i] >= 0) to = i + 1;
         }
-        if (per_token) store_to_slot(write_slot(p.pool_indices, place.n, t0 + i));
+        step_tokens(from, to);
+        if (per_token) store_to_slot(write_slot(p.pool_indices, place.n, t0 + to - 1));
         if (listed) {
-          for (int32_t m = p.lists.first[token + i]; m >= 0; m = p.lists.next[m]) {
+          for (int32_t m = p.lists.first[token + to - 1]; m >= 0; m = p.lists.next[m]) {
             store_to_slot(slot_or_none(p.pool_indices, load_index(p.lists.indices, m)));
           }
         }
+        from = to;
       }
       if (p.o.data != nullptr) store_output(lane_sum(o_part));
       keep_after(t0 + count);

@@ -153,7 +153,20 @@ class Buffer {
     }
   }
   const std::vector<uint8_t>& bytes() const { return host_; }
-  void set_bytes(const std::vector<uint8_t>& bytes) { host_ = bytes; }
+
+  // Rows [begin, end) of dimension `dim`, contiguous.
+  Buffer slice(int dim, int64_t begin, int64_t end) {
+    std::vector<int64_t> shape(view_.shape, view_.shape + view_.ndim);
+    shape[static_cast<size_t>(dim)] = end - begin;
+    Buffer part(dtype(view_), shape);
+    const Tensor from = host();
+    part.fill([&](int64_t i, int64_t j, int64_t k, int64_t l) {
+      int64_t at[4] = {i, j, k, l};
+      at[dim] += begin;
+      return load(from, offset_of(from, at[0], at[1], at[2], at[3]));
+    });
+    return part;
+  }
 
  private:
   static void put(const Tensor& t, int64_t offset, double x) {
