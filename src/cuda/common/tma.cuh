@@ -48,6 +48,9 @@ __device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, 
                : "memory");
 }
 
-__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// One of the barrier's expected arrivals, once this thread's copies have landed.
+__device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 }  // namespace flash_qla::cuda

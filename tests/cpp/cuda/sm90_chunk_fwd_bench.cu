@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../../../src/cuda/sm90/chunk_fwd/params.h"
+#include "cuda/sm90/chunk_fwd/params.h"
 
 
 namespace {
@@ -363,7 +363,6 @@ Problem build(const Case& c, uint64_t seed) {
     a.g_cumsum = scratch<float>(T_ * c.hv);
     a.a = scratch<T>(T_ * c.hv * 64);
     a.h = scratch<T>(p.chunks * c.hv * 16384);
-    a.h_rows = p.chunks;
   }
   p.oracle = {q, k, v, o, g, beta, h0, ht, a.h, a.a, a.g_cumsum, d_offsets, upload(first), d_in, d_out,
               scratch<double>(std::max(1, n * c.hv) * 8), c.hq, c.hv, c.v_first, static_cast<int>(c.state_type), c.scale};
@@ -378,7 +377,7 @@ void poison_outputs(const Problem& p) {
   CHECK_CUDA(cudaMemset(a.workspace, 0xff, chunk_forward_workspace_size(a.num_sequences)));
   if (a.a != nullptr) CHECK_CUDA(cudaMemset(a.a, 0xff, p.tokens * a.num_value_heads * 128));
   if (a.g_cumsum != nullptr) CHECK_CUDA(cudaMemset(a.g_cumsum, 0xff, p.tokens * a.num_value_heads * 4));
-  if (a.h != nullptr) CHECK_CUDA(cudaMemset(a.h, 0xff, a.h_rows * a.num_value_heads * 32768));
+  if (a.h != nullptr) CHECK_CUDA(cudaMemset(a.h, 0xff, p.chunks * a.num_value_heads * 32768));
 }
 
 void release() {

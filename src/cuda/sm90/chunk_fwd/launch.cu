@@ -1,6 +1,7 @@
 // Host side of the fused Hopper forward: tensor maps, the planner of varying lengths, the choice of variant.
 #include <algorithm>
 
+#include "chunk_stream.cuh"
 #include "kernel_params.h"
 #include "traits.h"
 
@@ -11,18 +12,6 @@ constexpr int kPlanThreads = 1024;
 constexpr int kPlanBuckets = 256;  // of chunk counts: exact below 8, then eight to each doubling
 constexpr int kZeroBlocks = 32;    // clear the rows past the last offset; usually there are none
 constexpr size_t kPlanOffset = 16; // the workspace starts with the ticket
-
-__device__ int64_t load_offset(const ChunkForwardArgs& args, int64_t i) {
-  return args.cu_seqlens_are_64_bit ? static_cast<const int64_t*>(args.cu_seqlens)[i] : static_cast<const int32_t*>(args.cu_seqlens)[i];
-}
-
-// Tokens of sequence i, kept inside the tensors whatever the offsets say.
-__device__ PlannedSequence clamped_sequence(const ChunkForwardArgs& args, int32_t i) {
-  int64_t start = load_offset(args, i), end = load_offset(args, static_cast<int64_t>(i) + 1);
-  start = min(max(start, int64_t{0}), args.num_tokens);
-  end = min(max(end, start), args.num_tokens);
-  return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
-}
 
 __device__ int chunks_of(const PlannedSequence& s) { return (s.length + kChunk - 1) / kChunk; }
 
@@ -38,7 +27,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_chunk_forward_kernel(const 
   asm volatile("griddepcontrol.launch_dependents;");
   const int thread = threadIdx.x, n = args.num_sequences;
   if (blockIdx.x > 0) {
-    const int64_t end = min(max(load_offset(args, n), int64_t{0}), args.num_tokens);
+    const int64_t end = min(max(load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, n), int64_t{0}), args.num_tokens);
     const int pieces = args.num_value_heads * (kHeadDim / 8);
     const int64_t total = (args.num_tokens - end) * pieces;
     for (int64_t i = (blockIdx.x - 1) * static_cast<int64_t>(kPlanThreads) + thread; i < total; i += kZeroBlocks * kPlanThreads) {
@@ -59,7 +48,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_chunk_forward_kernel(const 
     *static_cast<uint32_t*>(args.workspace) = 0;
   }
   __syncthreads();
-  for (int i = thread; i < n; i += kPlanThreads) atomicAdd(&next[bucket_of(chunks_of(clamped_sequence(args, i)))], 1);
+  for (int i = thread; i < n; i += kPlanThreads) atomicAdd(&next[bucket_of(chunks_of(sequence_at(args, i)))], 1);
   __syncthreads();
   // Exclusive sums of the buckets, eight to a lane.
   if (thread < 32) {
@@ -84,7 +73,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_chunk_forward_kernel(const 
   for (int first = 0; first < n; first += kPlanThreads) {
     const int i = first + thread;
     PlannedSequence s{0, 0, i, 0};
-    if (i < n) s = clamped_sequence(args, i);
+    if (i < n) s = sequence_at(args, i);
     const int chunks = chunks_of(s);
     int inclusive = chunks;
     for (int step = 1; step < 32; step *= 2) {
@@ -141,7 +130,7 @@ ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
 }
 
 // A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
-constexpr double kSplitStep = 0.68;
+constexpr double kSplitStep = 0.76;
 
 bool split_pays(int64_t tiles, int sms) {
   const int64_t whole = (tiles + sms - 1) / sms, split = (2 * tiles + sms - 1) / sms;

@@ -48,8 +48,7 @@ struct ChunkForwardArgs {
   void* a = nullptr;          // [T, Hv, 64] contiguous, gate-free UT transform, q's type; null: not saved
 
   // States on the way, one [K, V] or [V, K] matrix (state_v_first) per row and head, contiguous.
-  void* h = nullptr;                                // [chunks, Hv, K, V] at chunk starts, q's type; chunks counted over sequences
-  int64_t h_rows = 0;                               // rows of h; those no chunk fills become zero
+  void* h = nullptr;                                // [chunks, Hv, K, V] at chunk starts, q's type; chunks counted over sequences, rows past the last left alone
   void* checkpoints = nullptr;                      // [rows, Hv, K, V], final_state's type
   const int64_t* checkpoint_cu_starts = nullptr;    // [N + 1] first row of each sequence
   ElementType checkpoint_type = ElementType::kFloat32;

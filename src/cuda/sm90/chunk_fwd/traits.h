@@ -74,7 +74,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesMatrix;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesMatrix;
   static constexpr uint32_t kTailV = kDone + 8 * kStagesMatrix;
-  static constexpr uint32_t kTailCount = kTailV + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
   static constexpr uint32_t kSmemBytes = kTailCount + 4 * kAuxGroups;
   static_assert(kSmemBytes <= 227 * 1024);
 };
