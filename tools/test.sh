@@ -16,7 +16,9 @@ run() {
 run ctest ctest --test-dir build/native --output-on-failure --no-tests=error --output-junit "$results/ctest.xml" -j "$(nproc)"
 run install pytest -q tests/tools tests/install --junitxml "$results/install.xml"
 run python pytest -q tests/python --junitxml "$results/python.xml"
-if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if python -c '
+import flash_qla, sys, torch
+sys.exit(not (torch.cuda.is_available() and "cuda" in flash_qla.build_info()["chunk_forward"]))'; then
   run cuda pytest -q tests/python --device cuda --junitxml "$results/cuda.xml"
 fi
 python tools/sum_tests.py "$results"/*.xml || broken=1
