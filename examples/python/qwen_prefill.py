@@ -2,9 +2,9 @@
 
     python examples/python/qwen_prefill.py
 
-The weights are random (seeded) and the tokens are the text's bytes; all layers, shapes and calls are the model's own.
-It compares logits, prefill followed by decode, and the gradients of a language-modelling loss, prints tokens per second
-of both, and exits with 1 when they disagree or flash_qla is not the faster.
+The weights are random (seeded) and the tokens are the bytes of a text in the public domain; all layers, shapes and
+calls are the model's own. It compares logits, prefill followed by decode, and the gradients of a language-modelling
+loss, prints tokens per second of both, and exits with 1 when they disagree or flash_qla is not the faster.
 """
 
 from __future__ import annotations

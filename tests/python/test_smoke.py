@@ -127,7 +127,14 @@ def test_recurrent_refuses_backward():
         o.sum().backward()
 
 
-def test_numpy_equals_torch():
+@pytest.mark.parametrize("path", ["reference", None])
+def test_numpy_equals_torch(path):
+    """On the chosen path too: its scratch then comes from numpy, at numpy's alignment."""
+    with flash_qla.use_path(path):
+        compare_numpy_with_torch()
+
+
+def compare_numpy_with_torch():
     x = make_inputs(torch.float64, requires_grad=False)
     a = {name: t.numpy() for name, t in x.items()}
     args = ("q", "k", "v", "g", "beta")
@@ -303,3 +310,12 @@ def test_import_and_call_without_torch():
         "assert isinstance(o, np.ndarray) and np.array_equal(o, p) and pool[1].any() and not pool[0].any()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_check_command_fails_loudly(monkeypatch):
+    testing = pytest.importorskip("typer.testing")
+    monkeypatch.setattr("flash_qla.cli.errors.bound", lambda name, dtype: 0.0)
+    command = ["check", "--only", "3", "--num-heads", "2"]
+    result = testing.CliRunner().invoke(importlib.import_module("flash_qla.cli").app, command)
+    assert result.exit_code == 1
+    assert "FAIL" in result.output and "repeat: python -m flash_qla check --set develop" in result.output
