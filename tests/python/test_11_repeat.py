@@ -39,6 +39,28 @@ def test_rung11_bitwise_for_any_number_of_threads():
         assert_bitwise(name, single[name], value)
 
 
+FORKED = """
+import os, sys
+sys.modules["torch"] = None  # its own thread pools do not survive a fork: numpy alone
+import numpy as np, flash_qla
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((2, 300, 4, 64)).astype(np.float32) / 8 for _ in range(3))
+parent, _ = flash_qla.chunk_gated_delta_rule(q, k, v, None, None)  # the library's threads now run; a child has none of them
+child = os.fork()
+if child == 0:
+    o, _ = flash_qla.chunk_gated_delta_rule(q, k, v, None, None)
+    os._exit(0 if np.array_equal(o, parent) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.cpu_only
+def test_rung11_in_a_forked_child():
+    # Data loaders fork.
+    done = helpers.in_subprocess(FORKED, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.cuda
 def test_rung11_beside_another_kernel(device):
     x = make_inputs(seqlens=[2000, 65, 1300], Hq=2, Hv=4, K=128, dtype=torch.bfloat16)

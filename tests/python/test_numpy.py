@@ -79,6 +79,16 @@ def test_strided_and_read_only_arrays():
     np.testing.assert_array_equal(o, flash_qla.chunk_gated_delta_rule(**x)[0])
 
 
+def test_negative_strides():
+    x = draw(B=1)
+    reversed_in_time = {name: array[:, ::-1] for name, array in x.items()}
+    o, final_state = flash_qla.chunk_gated_delta_rule(**reversed_in_time, output_final_state=True)
+    copied = {name: array.copy() for name, array in reversed_in_time.items()}
+    want_o, want_final = flash_qla.chunk_gated_delta_rule(**copied, output_final_state=True)
+    np.testing.assert_array_equal(o, want_o)
+    np.testing.assert_array_equal(final_state, want_final)
+
+
 @pytest.mark.parametrize("name", ["state_pool", "out", "checkpoints"])
 def test_read_only_outputs_are_refused(name):
     x = draw(B=1, T=130)

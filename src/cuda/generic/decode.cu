@@ -40,34 +40,41 @@ __device__ float lane_sum(float x) {
   return x;
 }
 
-// 16 bytes of states, and their conversion to and from float.
+// Elements of State in a 32-bit word, and their conversion to and from float: one instruction packs both halves.
+template <class State>
+constexpr int kPerWord = 4 / static_cast<int>(sizeof(State));
+
+template <class State>
+__device__ float unpack_word(uint32_t word, int i) {
+  if constexpr (std::is_same_v<State, float>) {
+    return __uint_as_float(word);
+  } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+    return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
+  } else {
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+    return i == 0 ? pair.x : pair.y;
+  }
+}
+
+// `high` is looked at where a word holds two.
+template <class State>
+__device__ uint32_t pack_word(float low, float high) {
+  if constexpr (std::is_same_v<State, float>) {
+    return __float_as_uint(low);
+  } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// 16 bytes of states.
 template <class State>
 struct Vector {
-  static constexpr int kSize = 16 / sizeof(State);
+  static constexpr int kSize = 4 * kPerWord<State>;
   uint32_t words[4];
-  __device__ float get(int i) const {
-    if constexpr (std::is_same_v<State, float>) {
-      return __uint_as_float(words[i]);
-    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
-      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
-    } else {
-      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i / 2]));
-      return i % 2 == 0 ? pair.x : pair.y;
-    }
-  }
-  // Elements 2 i and 2 i + 1: one instruction converts both.
-  __device__ void set(int i, float low, float high) {
-    if constexpr (std::is_same_v<State, float>) {
-      words[2 * i] = __float_as_uint(low);
-      words[2 * i + 1] = __float_as_uint(high);
-    } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-      const __half2 pair = __floats2half2_rn(low, high);
-      words[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-  }
 };
 
 template <class State>
@@ -82,36 +89,44 @@ __device__ void store_vector(void* data, int64_t offset, const Vector<State>& ve
       make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
 }
 
-// A block's columns of one state in registers: thread (group, lane) has of column `column0 + c * kGroups + group` the
-// keys kVector * (lane + 8 j) + i, at state[c][kVector * j + i].
+// A block's columns of one state in registers: state[c][kRun * j + i] of thread (group, lane) belongs to column
+// column_of(c) of the block and to key key_of(j) + i.
 template <class State, int kKeys, bool kValueFirst>
 struct Columns {
   static constexpr int kVector = Vector<State>::kSize;
+  static constexpr int kWord = kPerWord<State>;
   static constexpr int kPerLane = kKeys / kLanes;
   static constexpr int kColumns = kStatePerThread / kPerLane;
   static constexpr int kBlockColumns = kColumns * kGroups;
-  // [K, V] states pass through shared memory, which turns rows of values into columns of keys. One word of padding
-  // keeps keys in different banks.
-  static constexpr int kPitch = kBlockColumns + 1;
-  static constexpr int kSharedFloats = kValueFirst ? 0 : kKeys * kPitch;
-
-  static __device__ int key(int lane, int j) { return kVector * (lane + kLanes * j); }
+  // Keys of a lane that lie side by side: a 16-byte access of [V, K]; four floats of q and k in shared memory
+  // otherwise.
+  static constexpr int kRun = kValueFirst ? kVector : 4;
+  // [K, V] states pass through shared memory, which turns rows of values into columns of keys, as words of one or two
+  // values. One word of padding keeps keys in different banks.
+  static constexpr int kRowWords = kBlockColumns / kWord, kPitch = kRowWords + 1;
+  static constexpr int kSharedWords = kValueFirst ? 0 : kKeys * kPitch;
 
   // A thread's 16-byte accesses to a state: of its columns, or with [K, V] of rows of values.
   static constexpr int kAccesses = kColumns * kPerLane / kVector;
   using Raw = Vector<State>[kAccesses];
 
+  static __device__ int key_of(int j) { return kRun * (threadIdx.x % kLanes + kLanes * j); }
+  // Two values that share a word belong to one thread.
+  static __device__ int column_of(int c) {
+    const int group = threadIdx.x / kLanes;
+    return kValueFirst ? c * kGroups + group : kWord * (c / kWord * kGroups + group) + c % kWord;
+  }
+
   // Starts the loads; nothing waits for them until unpack().
   static __device__ void load(Raw& raw, const DeviceStates& t, int64_t base, int column0, int V) {
-    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
 #pragma unroll
     for (int m = 0; m < kAccesses; ++m) {
       raw[m] = {};
       if constexpr (kValueFirst) {
         constexpr int kPerColumn = kPerLane / kVector;
-        const int column = column0 + m / kPerColumn * kGroups + group;
+        const int column = column0 + column_of(m / kPerColumn);
         if (column < V) {
-          raw[m] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, m % kPerColumn));
+          raw[m] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key_of(m % kPerColumn));
         }
       } else {
         constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
@@ -122,66 +137,75 @@ struct Columns {
     }
   }
 
-  static __device__ void unpack(float (&state)[kColumns][kPerLane], const Raw& raw, float* s_turn) {
-    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-    if constexpr (!kValueFirst) {
-      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
-#pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        float* row = s_turn + (threadIdx.x / kChunks + m * kKeyStep) * kPitch + threadIdx.x % kChunks * kVector;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) row[i] = raw[m].get(i);
-      }
-      __syncthreads();
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if constexpr (kValueFirst) {
-          state[c][i] = raw[c * (kPerLane / kVector) + i / kVector].get(i % kVector);
-        } else {
-          state[c][i] = s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group];
-        }
-      }
-    }
-    if constexpr (!kValueFirst) __syncthreads();
-  }
-
-  static __device__ void store(const float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base,
-                               int column0, int V, float* s_turn) {
-    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  static __device__ void unpack(float (&state)[kColumns][kPerLane], const Raw& raw, uint32_t* s_turn) {
     if constexpr (kValueFirst) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int column = column0 + c * kGroups + group;
-        if (column >= V) continue;
-#pragma unroll
-        for (int j = 0; j < kPerLane / kVector; ++j) {
-          Vector<State> raw;
-#pragma unroll
-          for (int i = 0; i < kVector; i += 2) raw.set(i / 2, state[c][j * kVector + i], state[c][j * kVector + i + 1]);
-          store_vector(t.data, base + static_cast<int64_t>(column) * kKeys + key(lane, j), raw);
-        }
-      }
-    } else {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-          s_turn[(key(lane, i / kVector) + i % kVector) * kPitch + c * kGroups + group] = state[c][i];
+          const Vector<State>& vector = raw[c * (kPerLane / kVector) + i / kVector];
+          state[c][i] = unpack_word<State>(vector.words[i % kVector / kWord], i % kWord);
+        }
+      }
+    } else {
+      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
+#pragma unroll
+      for (int m = 0; m < kAccesses; ++m) {
+        uint32_t* row = s_turn + (threadIdx.x / kChunks + m * kKeyStep) * kPitch + threadIdx.x % kChunks * 4;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) row[w] = raw[m].words[w];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int c = 0; c < kColumns; c += kWord) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          const uint32_t word = s_turn[(key_of(i / kRun) + i % kRun) * kPitch + column_of(c) / kWord];
+#pragma unroll
+          for (int w = 0; w < kWord; ++w) state[c + w][i] = unpack_word<State>(word, w);
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  static __device__ void store(const float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base,
+                               int column0, int V, uint32_t* s_turn) {
+    if constexpr (kValueFirst) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int column = column0 + column_of(c);
+        if (column >= V) continue;
+#pragma unroll
+        for (int j = 0; j < kPerLane / kVector; ++j) {
+          Vector<State> vector;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float* from = &state[c][j * kVector + w * kWord];
+            vector.words[w] = pack_word<State>(from[0], from[kWord - 1]);
+          }
+          store_vector(t.data, base + static_cast<int64_t>(column) * kKeys + key_of(j), vector);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < kColumns; c += kWord) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          s_turn[(key_of(i / kRun) + i % kRun) * kPitch + column_of(c) / kWord] =
+              pack_word<State>(state[c][i], state[c + kWord - 1][i]);
         }
       }
       __syncthreads();
       constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
-      const int column = threadIdx.x % kChunks * kVector;
-      for (int at = threadIdx.x / kChunks; column0 + column < V && at < kKeys; at += kKeyStep) {
-        Vector<State> raw;
+      const int chunk = threadIdx.x % kChunks, column = column0 + chunk * kVector;
 #pragma unroll
-        for (int i = 0; i < kVector; i += 2) {
-          raw.set(i / 2, s_turn[at * kPitch + column + i], s_turn[at * kPitch + column + i + 1]);
-        }
-        store_vector(t.data, base + static_cast<int64_t>(at) * V + column0 + column, raw);
+      for (int m = 0; m < kAccesses; ++m) {
+        const int row = threadIdx.x / kChunks + m * kKeyStep;
+        Vector<State> vector;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) vector.words[w] = s_turn[row * kPitch + chunk * 4 + w];
+        if (column < V) store_vector(t.data, base + static_cast<int64_t>(row) * V + column, vector);
       }
       __syncthreads();
     }
@@ -291,13 +315,12 @@ class TokenStage {
 };
 
 // A lane's keys of a row in shared memory.
-template <int kVector, int kPerLane>
+template <int kRun, int kPerLane>
 __device__ void read_row(float (&part)[kPerLane], const float* s_row) {
   const int lane = threadIdx.x % kLanes;
 #pragma unroll
   for (int i = 0; i < kPerLane; i += 4) {
-    const float4 quad =
-        *reinterpret_cast<const float4*>(s_row + kVector * (lane + kLanes * (i / kVector)) + i % kVector);
+    const float4 quad = *reinterpret_cast<const float4*>(s_row + kRun * (lane + kLanes * (i / kRun)) + i % kRun);
     part[i] = quad.x;
     part[i + 1] = quad.y;
     part[i + 2] = quad.z;
@@ -323,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_consta
   s_tokens.keys = reinterpret_cast<typename SharedTokens<kKeys>::Key*>(s_memory);
   s_tokens.v = reinterpret_cast<float*>(s_tokens.keys + p.T);
   const int columns = p.passes * Block::kBlockColumns;
-  float* s_turn = s_tokens.v + p.T * columns;
+  uint32_t* s_turn = reinterpret_cast<uint32_t*>(s_tokens.v + p.T * columns);
 
   const int slices = (p.V + columns - 1) / columns;
   const unsigned rest = blockIdx.x / slices;
@@ -367,15 +390,15 @@ __global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_consta
     for (int t = 0; t < p.T; ++t) {
       const auto& s_token = s_tokens.keys[t];
       float q[Block::kPerLane], k[Block::kPerLane];
-      read_row<Block::kVector>(q, s_token.q);
-      read_row<Block::kVector>(k, s_token.k);
+      read_row<Block::kRun>(q, s_token.q);
+      read_row<Block::kRun>(k, s_token.k);
       const float decay = s_token.decay, beta = s_token.beta;
       // Both sums are taken of the state before the token, so that one pass over it serves u and o:
       // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
       const float kq = lane_sum(lane_dot(k, q));
 #pragma unroll
       for (int c = 0; c < Block::kColumns; ++c) {
-        const int column = column0 + c * kGroups + group;
+        const int column = column0 + Block::column_of(c);
         const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
         const float u = beta * fmaf(-decay, along_k, s_tokens.v[t * columns + column - first_column]);
         store_output(t, column, p.scale * fmaf(decay, along_q, u * kq));
@@ -422,8 +445,8 @@ Status launch_for(const Problem& p, DecodeParams params, cudaStream_t stream) {
   using Block = Columns<State, kKeys, kValueFirst>;
   const int64_t groups = ceil_div(p.V, Block::kBlockColumns), most = p.N * p.Hv * groups / kEnoughBlocks;
   params.passes = static_cast<int32_t>(most < 1 ? 1 : most < groups ? most : groups);
-  const size_t shared =
-      SharedTokens<kKeys>::bytes(params.T, params.passes * Block::kBlockColumns) + Block::kSharedFloats * sizeof(float);
+  const size_t shared = SharedTokens<kKeys>::bytes(params.T, params.passes * Block::kBlockColumns) +
+                        Block::kSharedWords * sizeof(uint32_t);
   return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(groups, params.passes),
                 kThreads, shared, stream, params);
 }

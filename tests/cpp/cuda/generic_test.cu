@@ -85,6 +85,9 @@ class Checker {
     }
   }
 
+  // A case that is compared by other means than check().
+  void count() { ++cases_; }
+
   void fail(const std::string& what, const char* path, const std::string& message) {
     ++failures_;
     std::printf("FAILED %s: %s: %s: %s\n", group_.c_str(), what.c_str(), path, message.c_str());
@@ -212,7 +215,9 @@ ForwardCall draw_forward(DType type, int64_t longest, int64_t largest_state, Ran
 
 BackwardCall draw_backward(DType type, int64_t longest, int64_t largest_state, Random& random) {
   const Shape s = draw_shape(type, longest, largest_state, random);
-  const Features f = draw_features(type, s.K, random);
+  Features f = draw_features(type, s.K, random);
+  // The norm of a single key is a constant but for its epsilon: its gradient is a difference of equals.
+  if (s.K == 1) f.l2norm = false;
   const bool cumsum = f.g && !f.gate && random.chance(0.3);
   BackwardCall call;
   call.draw(s, f, cumsum, random.chance(0.9), random.chance(0.5), random);
@@ -361,6 +366,7 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
   batch.draw(s, f, PoolFeatures{}, false, random);
   ForwardCall whole = batch;
   const auto run = [&](ForwardCall& call) {
+    checker.count();
     const std::string error = run_call(call, "cuda_generic", FLASH_QLA_CUDA, arena);
     if (!error.empty()) checker.fail("forward", "cuda_generic", error);
   };
