@@ -145,7 +145,9 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream_h
 }  // namespace
 }  // namespace cuda::sm90
 
+// Only by name for now: its kernels have passed their harness on an H200, but this file, which binds them to the C
+// interface, has not run on a device. It becomes the first choice when cuda_generic_test's group for it has passed.
 const BackwardPath kSm90ChunkBackward = {
-    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::reject, cuda::sm90::workspace_size, cuda::sm90::run};
+    "sm90", FLASH_QLA_CUDA, true, cuda::sm90::reject, cuda::sm90::workspace_size, cuda::sm90::run};
 
 }  // namespace flash_qla
