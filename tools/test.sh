@@ -8,13 +8,18 @@ export PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv"
 results=$PWD/build/results
 rm -rf "$results" && mkdir -p "$results"
 
-ctest --test-dir build/native --output-on-failure --no-tests=error --output-junit "$results/ctest.xml" -j "$(nproc)"
-ran_ctest=$?
-pytest -q tests/tools tests/install --junitxml "$results/install.xml"
-ran_install=$?
-pytest -q tests/python --junitxml "$results/python.xml"
-ran_python=$?
-python tools/sum_tests.py "$results"/*.xml
-ran_sum=$?
-# The codes too, not the counts alone: a runner that died early has counted nothing.
-((ran_ctest == 0 && ran_install == 0 && ran_python == 0 && ran_sum == 0))
+# run NAME COMMAND...: the exit code counts beside the results, for a runner that died early has counted nothing.
+broken=0
+run() {
+  "${@:2}" || { broken=1; echo "FAILED: $1"; }
+}
+run ctest ctest --test-dir build/native --output-on-failure --no-tests=error --output-junit "$results/ctest.xml" -j "$(nproc)"
+run install pytest -q tests/tools tests/install --junitxml "$results/install.xml"
+run python pytest -q tests/python --junitxml "$results/python.xml"
+if python -c '
+import flash_qla, sys, torch
+sys.exit(not (torch.cuda.is_available() and "cuda" in flash_qla.build_info()["chunk_forward"]))'; then
+  run cuda pytest -q tests/python --device cuda --junitxml "$results/cuda.xml"
+fi
+python tools/sum_tests.py "$results"/*.xml || broken=1
+exit $broken

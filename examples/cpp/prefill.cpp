@@ -18,11 +18,6 @@ constexpr int64_t Hv = 4;   // heads of v: two of them share each key head
 constexpr int64_t K = 32;   // key dimension
 constexpr int64_t V = 48;   // value dimension
 
-// Scratch memory is aligned to 256 bytes.
-struct alignas(256) Block {
-  unsigned char bytes[256];
-};
-
 // Inputs that are the same on every machine: a fixed mix of sines, in [-1, 1].
 float wave(int64_t i, double pitch) { return static_cast<float>(std::sin(pitch * static_cast<double>(i + 1))); }
 
@@ -95,7 +90,7 @@ int main() {
   if (const flash_qla::Status s = flash_qla::ChunkForward::can_implement(args); !s.ok()) return fail(s);
   size_t bytes = 0;
   if (const flash_qla::Status s = flash_qla::ChunkForward::workspace_size(args, &bytes); !s.ok()) return fail(s);
-  std::vector<Block> workspace(bytes / sizeof(Block) + 1);
+  std::vector<unsigned char> workspace(bytes);
   if (const flash_qla::Status s = flash_qla::ChunkForward::run(args, workspace.data(), bytes); !s.ok()) return fail(s);
 
   const std::vector<double> expected = recurrence(q, k, v, g, beta);

@@ -13,14 +13,16 @@ namespace {
 
 const KernelTable& choose_table() {
 #if defined(__x86_64__)
-  // FLASH_QLA_CPU_ISA=plain|avx2 keeps to less than the machine has: to compare, and to test each table on one machine.
-  const char* limit = std::getenv("FLASH_QLA_CPU_ISA");
-  const auto allowed = [limit](const char* name) { return limit == nullptr || std::strcmp(limit, name) == 0; };
+  // FLASH_QLA_CPU_ISA=plain or avx2 keeps to less than the machine has: to compare, and to test each table on one
+  // machine.
+  const char* variable = std::getenv("FLASH_QLA_CPU_ISA");
+  const std::string limit = variable == nullptr ? "" : variable;
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && allowed("avx512")) return kKernelsAvx512;
-  if (avx2 && (allowed("avx2") || allowed("avx512"))) return kKernelsAvx2;
+  if (limit == "plain") return kKernelsPlain;
+  if (avx512 && limit != "avx2") return kKernelsAvx512;
+  if (avx2) return kKernelsAvx2;
 #endif
   return kKernelsPlain;
 }

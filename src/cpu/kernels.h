@@ -33,7 +33,7 @@ struct Chunk {
   T gamma[64];  // e^c
   T* G;         // [n, 64]: e^(c_i - c_j) for i >= j, else 0
   T* KK;        // [n, 64]: K K^T, right where i >= j
-  T* A;         // [64, 64]: (I + strict_lower(diag(beta) K K^T))^-1, zero elsewhere
+  T* A;         // [n, 64]: (I + strict_lower(diag(beta) K K^T))^-1, zero elsewhere
   T* v_new;     // [n, V]
 
   // scratch

@@ -15,6 +15,8 @@ extern const ForwardPath kCudaOracleChunkForward;
 extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;
 
+extern const BackwardPath kSm90ChunkBackward;
+
 extern const DeviceAccess kCudaAccess;
 
 }  // namespace flash_qla

@@ -381,7 +381,7 @@ std::vector<Case> cases() {
     list.push_back(c);
   };
   for (int64_t T : {1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 129, 300}) {
-    add("T" + std::to_string(T), [T](Case& c) { c.T = T; });
+    add(std::string("T").append(std::to_string(T)), [T](Case& c) { c.T = T; });
   }
   for (auto [K, V] : {std::pair<int64_t, int64_t>{1, 1},
                       {1, 256},
@@ -393,7 +393,7 @@ std::vector<Case> cases() {
                       {100, 60},
                       {256, 256},
                       {255, 1}}) {
-    add("K" + std::to_string(K) + "V" + std::to_string(V), [K = K, V = V](Case& c) {
+    add(std::string("K").append(std::to_string(K)).append("V").append(std::to_string(V)), [K = K, V = V](Case& c) {
       c.K = K;
       c.V = V;
       c.Hq = c.Hv = 1;
@@ -624,7 +624,8 @@ TEST(CpuBackendArguments, EachGradientAlone) {
   Gradients all = backward(c, in, "cpu");
   const Outputs kept = forward<ChunkForward>(c, in, "cpu", true);
   Gradients one = make_gradients(c, in);
-  BackwardArguments none = backward_arguments(c, in, "cpu", nullptr);
+  Owned unused;
+  BackwardArguments none = backward_arguments(c, in, "cpu", &unused);
   none.A = kept.A.t;
   none.o = kept.o.t;
   for (size_t i = 0; i < pairs(&one, &none).size(); ++i) {

@@ -12,7 +12,10 @@ import json
 import sys
 from typing import Any, Callable, Dict, Iterator, Tuple
 
-from bench_inputs import HEAD_DIM, graph_ms, make_inputs
+if __package__:
+    from .bench_inputs import HEAD_DIM, graph_ms, make_inputs
+else:  # run as a script, without this package
+    from bench_inputs import HEAD_DIM, graph_ms, make_inputs
 
 Call = Callable[[], Any]
 Inputs = Dict[str, Any]

@@ -1,6 +1,6 @@
 // The CUDA paths against each other and against the host, on a machine with a GPU:
 //   cuda_reference (the fp64 oracle on the device) against reference (the one on the host), fp64 tensors, to 1e-12;
-//   cuda_generic and cuda_decode against cuda_reference, at the bounds that the library promises;
+//   cuda_generic, cuda_decode and sm90 against cuda_reference, at the bounds that the library promises;
 // over drawn shapes and options, and over cases that are chosen for their size. Every output and the workspace start as
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
@@ -400,6 +400,51 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// The Hopper backward: what it takes (most of it, or the group fails) against the oracle.
+int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  if (major != 9) {
+    std::printf("no Hopper GPU: sm90 was not tested\n");
+    return 0;
+  }
+  Checker checker("backward, sm90", settings, arena);
+  const auto draw = [](Random& r) {
+    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    Shape s = draw_shape(type, 400, 256 * 256, r);
+    s.K = s.V = 128;
+    s.T = std::max<int64_t>(s.T, 1);
+    Features f = draw_features(type, s.K, r);
+    f.l2norm = f.gate = f.dt_bias = f.sigmoid = f.negative = false;
+    f.strided = r.chance(0.2);
+    // Without a state before it a lone token's decay acts on nothing: its gradient is the rounding of terms that cancel.
+    f.initial_state = true;
+    BackwardCall call;
+    call.draw(s, f, f.g && r.chance(0.3), r.chance(0.9), r.chance(0.5), r);
+    if (r.chance(0.3)) {
+      for (auto [name, buffer] : call.outputs()) {
+        if (r.chance(0.5)) *buffer = Buffer();
+      }
+    }
+    return call;
+  };
+  int64_t drawn = 0, taken = 0;
+  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
+    ++drawn;
+    BackwardCall copy = call;
+    auto args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
+    args.options.path = "sm90";
+    args.options.device_type = FLASH_QLA_CUDA;
+    args.options.device_index = device;
+    if (!ChunkBackward::can_implement(args).ok()) return;  // strides that the copy engine does not take
+    ++taken;
+    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+  });
+  if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
+  return checker.finish();
+}
+
 int64_t test_large(const Settings& settings, Arena& arena) {
   Checker checker("large", settings, arena);
   Random random(11);
@@ -463,7 +508,7 @@ int run(const Settings& settings) {
   // The large cases take the most; initcheck pays for every megabyte.
   Arena arena(settings.small ? size_t{256} << 20 : size_t{24} << 30);
   int64_t failures = test_oracle(settings, arena) + test_generic(settings, arena) + test_decode(settings, arena) +
-                     test_nan(settings, arena) + test_invariance(settings, arena);
+                     test_nan(settings, arena) + test_invariance(settings, arena) + test_sm90_backward(settings, arena);
   if (!settings.small) failures += test_large(settings, arena);
   std::printf("%lld failed\n", static_cast<long long>(failures));
   return failures == 0 ? 0 : 1;

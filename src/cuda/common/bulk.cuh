@@ -1,0 +1,78 @@
+// Bulk copies of contiguous bytes, tiles of tensors with a batch dimension, the plain 8x8 matrix load, register
+// budgets.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flash_qla::cuda {
+
+// `bytes` (a multiple of 16) from global to shared memory, both 16-byte aligned; completes on `barrier`.
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+               "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The other way; joins the issuing thread's current bulk group.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(global)),
+               "r"(smem), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t c0,
+                                            int32_t c1, int32_t c2, int32_t c3, int32_t c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(smem),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t smem, int32_t c0, int32_t c1, int32_t c2,
+                                             int32_t c3, int32_t c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x4(uint32_t smem, uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+               : "r"(smem)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_u1(uint32_t smem) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+  return v;
+}
+
+// Counts in a named barrier without waiting for it.
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Lets the stream's next kernel start its blocks, if it was launched to do so; it waits for this one's end by itself.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Until the stream's kernels before this one have ended and their writes can be seen.
+__device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Registers a thread of this warpgroup may use from here on; executed by all its warps. The groups' sum must not grow
+// past what the block was launched with.
+template <int kRegisters>
+__device__ __forceinline__ void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void claim_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace flash_qla::cuda

@@ -1,0 +1,77 @@
+// Shared-memory barriers (mbarrier): the only hand-off between warps of different roles.
+#pragma once
+
+#include <cstdint>
+#ifdef FLASH_QLA_WATCHDOG
+#include <cstdio>
+#endif
+
+namespace flash_qla::cuda {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// One arrival that also announces `bytes` of copy-engine traffic.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+#ifdef FLASH_QLA_WATCHDOG
+// Debug builds: a wait that never ends is reported (shared-memory address, parity, place) and given up, so that the kernel ends.
+static __device__ unsigned watchdog_reports = 0;
+
+static __device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t parity) {
+  if (atomicAdd(&watchdog_reports, 1u) < 24u) {
+    printf("stuck: barrier 0x%x parity %u block %d thread %d\n", barrier, parity, blockIdx.x, threadIdx.x);
+  }
+}
+#endif
+
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#ifdef FLASH_QLA_WATCHDOG
+  for (uint32_t polls = 0; !mbarrier_try_wait(barrier, parity); ++polls) {
+    if (polls > (1u << 16)) {
+      watchdog_fire(barrier, parity);
+      break;
+    }
+  }
+#else
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads).
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace flash_qla::cuda

@@ -1,0 +1,127 @@
+// Device helpers that the backward's kernels share: element access, sequences and chunks, tails.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/bulk.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/common/wgmma_trans.cuh"
+#include "cuda/sm90/chunk_bwd/params.h"
+#include "cuda/sm90/chunk_bwd/traits.h"
+
+namespace flash_qla::cuda::sm90 {
+
+__device__ __forceinline__ float load_element(const StridedTensor& t, int64_t offset) {
+  switch (t.type) {
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[offset]);
+    case DType::kFloat16:
+      return __half2float(static_cast<const __half*>(t.data)[offset]);
+    default:
+      return static_cast<const float*>(t.data)[offset];
+  }
+}
+
+__device__ __forceinline__ void store_element(const StridedTensor& t, int64_t offset, float value) {
+  switch (t.type) {
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(t.data)[offset] = __float2bfloat16_rn(value);
+      break;
+    case DType::kFloat16:
+      static_cast<__half*>(t.data)[offset] = __float2half_rn(value);
+      break;
+    default:
+      static_cast<float*>(t.data)[offset] = value;
+  }
+}
+
+// Offset of [b, t, head] (and of its first column where there is one).
+__device__ __forceinline__ int64_t row_offset(const StridedTensor& t, int64_t b, int64_t token, int64_t head) {
+  return b * t.stride[0] + token * t.stride[1] + head * t.stride[2];
+}
+
+// Offset of [n, head, k, v] of a state, whichever of K and V comes first.
+__device__ __forceinline__ int64_t state_offset(const StridedTensor& t, bool v_first, int64_t n, int64_t head, int k,
+                                                int v) {
+  return n * t.stride[0] + head * t.stride[1] + (v_first ? v : k) * t.stride[2] + (v_first ? k : v) * t.stride[3];
+}
+
+struct SequenceInfo {
+  int32_t token, length, first_slot, batch;
+  __device__ int chunks() const { return (length + kChunk - 1) / kChunk; }
+};
+
+// Offsets come from the device and may be anything: the result lies within the T tokens.
+__device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int n, int32_t* begin, int32_t* length) {
+  int64_t offset[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int64_t at = (static_cast<int64_t>(n) + i) * p.cu_seqlens_stride;
+    const int64_t value = p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[at]
+                                          : static_cast<int64_t>(static_cast<const int32_t*>(p.cu_seqlens)[at]);
+    offset[i] = max(int64_t{0}, min(value, static_cast<int64_t>(p.T)));
+  }
+  *begin = static_cast<int32_t>(offset[0]);
+  *length = static_cast<int32_t>(max(int64_t{0}, offset[1] - offset[0]));
+}
+
+__device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams& p, int n) {
+  SequenceInfo s;
+  if (p.cu_seqlens == nullptr) {
+    s = {0, p.T, n * p.per_sequence, n};
+  } else {
+    s.batch = 0;
+    s.first_slot = p.first_slot[n];
+    sequence_range(p, n, &s.token, &s.length);
+    // Only wrong offsets can ask for more chunks than there are slots.
+    s.length = min(s.length, max(0, p.chunk_bound - s.first_slot) * kChunk);
+  }
+  return s;
+}
+
+__device__ __forceinline__ int total_chunks(const ChunkBackwardParams& p) {
+  return p.cu_seqlens == nullptr ? p.chunk_bound : *p.total_chunks;
+}
+
+__device__ __forceinline__ ChunkInfo chunk_info(const ChunkBackwardParams& p, int slot) {
+  if (p.cu_seqlens != nullptr) return p.chunk_map[slot];
+  const int n = slot / p.per_sequence;
+  const int token = (slot - n * p.per_sequence) * kChunk;
+  return {token, min(kChunk, p.T - token), n, n};
+}
+
+// Zeroes rows valid .. 63 of a tile: rows past a sequence's end hold its neighbour's tokens, and 0 * NaN is NaN.
+__device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int thread, int threads) {
+  for (int piece = valid * 8 + thread; piece < 64 * 8; piece += threads) {
+    store_shared_u4(tile + static_cast<uint32_t>(piece) * 16, make_uint4(0, 0, 0, 0));
+  }
+}
+
+// Byte address of the 16-byte piece `piece` of row `row` in a tile.
+__device__ __forceinline__ uint32_t tile_piece(uint32_t tile, int row, int piece) {
+  return tile + static_cast<uint32_t>(row * 128 + ((piece ^ (row & 7)) << 4));
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t scale2(uint32_t packed, float factor) {
+  const float2 x = unpack2<T>(packed);
+  return pack2<T>(x.x * factor, x.y * factor);
+}
+
+// Sum over the four lanes that share a row of an accumulator.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,579 @@
+// Chunk-parallel gradients from S, dS, V' and dv: dq, dk, dg and dbeta. One work item is a chunk of a key head, and the
+// value heads of its group follow one another, so that dq and dk are summed in fp32 accumulators and rounded once.
+//
+// Three warpgroups share the operands and exchange nothing but row sums:
+//   query   dq      = scale diag(gamma) dO S^T + dP K
+//   plus    the part of dk whose gate enters with +:  dU S^T + D K
+//   minus   the part whose gate enters with -:        diag(gC / gamma) V' dS^T + dP^T Q + D^T K
+// with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T). Then the gradient of the gate's cumsum at
+// token i is
+//   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the last token + gC <dS, S> + sum_i <k_i, (diag(gC / gamma) V'
+//   dS^T)_i>.
+// Both members of each pair (+ at i, - at j) come from the same rounded operands, so pairs inside the later sum cancel
+// as they would in exact arithmetic. The minus group makes dP^T and D^T with products of its own: the kernel waits for
+// memory, not for the tensor cores, and a transposition through shared memory would add two barriers.
+#pragma once
+
+#include "cuda/sm90/chunk_bwd/device.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+struct GradientsTraits {
+  static constexpr int kGroups = 3;
+  static constexpr int kThreads = kGroups * 128 + 128;
+  // 512 in all, what 4 * 128 threads start with. The minus group holds two products of tokens by tokens at once.
+  static constexpr int kLoadRegisters = 24, kLowerRegisters = 152, kMinusRegisters = 184;
+  static constexpr int kConsumerWarps = kGroups * 4;
+
+  // A stage is one half of V of one value head: dO, V', dv (8 KB each), S and dS (16 KB each), gates. Halves, because
+  // three of them fit where one and a half heads would: two are on their way (114 KB; 32 KB cover the latency at full
+  // bandwidth) while one is worked on.
+  static constexpr int kStages = 3;
+  static constexpr uint32_t kDo = 0;
+  static constexpr uint32_t kVNew = kDo + kTileBytes;
+  static constexpr uint32_t kDv = kVNew + kTileBytes;
+  static constexpr uint32_t kState = kDv + kTileBytes;  // [2 halves of K][64 of V][64 of K]
+  static constexpr uint32_t kGrad = kState + 2 * kTileBytes;
+  static constexpr uint32_t kGates = kGrad + 2 * kTileBytes;
+  static constexpr uint32_t kStage = kGates + kGateBytes;
+
+  static constexpr uint32_t kQ = 0;
+  static constexpr uint32_t kK = kQ + kTokensBytes;
+  static constexpr uint32_t kStageRing = kK + kTokensBytes;
+  // Row sums of the three groups and the 12 warps' parts of the last token's term, two heads deep.
+  static constexpr uint32_t kSums = kStageRing + kStages * kStage;
+  static constexpr uint32_t kSumsBytes = 3 * kChunk * 4;
+  static constexpr uint32_t kLast = kSums + 2 * kSumsBytes;
+  static constexpr uint32_t kLastBytes = 12 * 4;
+  static constexpr uint32_t kBarriers = kLast + 2 * kLastBytes;
+  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * 2 * (kStages + 1);
+  static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
+};
+
+// Named barriers: a tail was zeroed; all are done with q and k; plus has put its part where minus takes it; the row
+// sums of a head are there (two, in turns: a group may arrive for the next head before the query group has waited for
+// this one).
+constexpr uint32_t kItemBarrier = 1, kKeysBarrier = 2, kMeetBarrier = 3, kSumsBarrier = 4;
+
+struct GradientsBarriers {
+  uint32_t base;
+  __device__ uint32_t full(int stage) const { return base + 16 * stage; }
+  __device__ uint32_t empty(int stage) const { return base + 16 * stage + 8; }
+  __device__ uint32_t keys_full() const { return full(GradientsTraits::kStages); }
+  __device__ uint32_t keys_empty() const { return empty(GradientsTraits::kStages); }
+};
+
+// A place in the ring of stages.
+struct StageCursor {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void advance() {
+    if (++stage == GradientsTraits::kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// acc [64 rows, 64 tokens] += X Y^T, both tiles [64 rows][64].
+template <typename T>
+__device__ __forceinline__ void add_rows_times_rows(float (&acc)[32], uint32_t sX, uint32_t sY) {
+  const uint64_t x = wgmma_descriptor(sX), y = wgmma_descriptor(sY);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) mma_ss_n64<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
+}
+
+// diag(factor) X as A operand, X a tile [64 rows][64]; factor[0], [1]: of the thread's two rows.
+template <typename T>
+__device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, const float (&factor)[2], int warp,
+                                          int lane) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    uint32_t* a = x + 4 * step;
+    load_matrix_x4(tile_piece(sX, 16 * warp + (lane & 15), 2 * step + (lane >> 4)), a[0], a[1], a[2], a[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = scale2<T>(a[i], factor[i % 2]);
+  }
+}
+
+// acc [64 rows, 128] += X [64 rows, 64] Y, X packed, Y tiles [2 halves of its columns][64][64]: 64 of V of a state, or
+// tokens.
+template <typename T>
+__device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x)[16], uint32_t sY) {
+  const uint64_t y = wgmma_descriptor(sY, kTileBytes);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(acc, x + 4 * j, wgmma_advance(y, j * 2048));
+}
+
+// <acc_i, X_i> of the thread's two rows, for X [2 halves][64 rows][64].
+template <typename T>
+__device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64], uint32_t sX, int warp, int lane) {
+  // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
+  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;
+  float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 x = unpack2<T>(load_shared_u1((first ^ ((j % 8) << 4)) + (j / 8) * kTileBytes + h * 8 * 128));
+      sum[h] += acc[4 * j + 2 * h] * x.x + acc[4 * j + 2 * h + 1] * x.y;
+    }
+  }
+  dots[0] = quad_sum(sum[0]);
+  dots[1] = quad_sum(sum[1]);
+}
+
+// The accumulator's rows to [b, token + i, head, :], rounded.
+template <typename T>
+__device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
+                                           const float (&acc)[64], int warp, int lane) {
+  if (t.data == nullptr) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * warp + lane / 4 + 8 * h;
+    if (row >= chunk.valid) continue;
+    uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(t.data) +
+                                               row_offset(t, chunk.batch, chunk.token + row, head) + 2 * (lane % 4));
+#pragma unroll
+    for (int j = 0; j < 16; ++j) to[4 * j] = pack2<T>(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+  }
+}
+
+// <dS, S> over a stage's half, this thread's part.
+template <typename T>
+__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int thread) {
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int i = 0; i < static_cast<int>(2 * kTileBytes / 16 / 128); ++i) {
+    const uint4 a = load_shared_u4(sS + (thread + 128 * i) * 16), b = load_shared_u4(sDS + (thread + 128 * i) * 16);
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
+      sum += s.x * d.x + s.y * d.y;
+    }
+  }
+  return sum;
+}
+
+// dg of a chunk from the row sums, by one warp: lane l has tokens 2l and 2l + 1. gamma_end: gC.
+__device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
+                                                    uint32_t sums, uint32_t last, float gamma_end, int lane) {
+  float d_cumsum[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t at = sums + (2 * lane + i) * 4;
+    d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
+    if (2 * lane + i >= chunk.valid) d_cumsum[i] = 0.0f;
+    if (2 * lane + i == chunk.valid - 1) {
+      float total[3];
+#pragma unroll
+      for (int group = 0; group < 3; ++group) {
+        const float4 x = load_shared_f4(last + 16 * group);
+        total[group] = x.x + x.y + x.z + x.w;
+      }
+      d_cumsum[i] += gamma_end * (total[0] + total[1]) + total[2];
+    }
+  }
+  float sum = d_cumsum[0] + d_cumsum[1];
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_down_sync(0xffffffffu, sum, step);
+    if (lane + step < 32) sum += other;
+  }
+  const float d_g[2] = {sum, sum - d_cumsum[0]};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    if (row >= chunk.valid) continue;
+    constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
+    const bool clamped = !p.g_is_cumsum && p.g.data != nullptr &&
+                         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
+    store_element(p.dg, row_offset(p.dg, chunk.batch, chunk.token + row, head), clamped ? 0.0f : d_g[i]);
+  }
+}
+
+// One thread: every operand of every item, in the order the groups use them.
+__device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int items,
+                                              uint32_t smem, const GradientsBarriers& bars) {
+  using Traits = GradientsTraits;
+  StageCursor cursor;
+  uint32_t keys_phase = 1;  // the first round finds everything empty
+  for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
+    const int slot = item / p.Hq, key_head = item % p.Hq;
+    const ChunkInfo chunk = chunk_info(p, slot);
+    for (int member = 0; member < p.group; ++member) {
+      const int head = key_head * p.group + member;
+      const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
+      for (int half = 0; half < 2; ++half, cursor.advance()) {
+        const uint32_t bar = bars.full(cursor.stage), to = smem + Traits::kStageRing + cursor.stage * Traits::kStage;
+        mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+        mbarrier_arrive_expect(bar, Traits::kStage);
+        tma_load_5d(to + Traits::kDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, half, head, chunk.batch);
+        bulk_load(to + Traits::kVNew, p.v_new + tile * kTokensBytes + half * kTileBytes, kTileBytes, bar);
+        tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
+        for (int k_half = 0; k_half < 2; ++k_half) {
+          const int64_t from = tile * kStateBytes + k_half * kStateHalfBytes + half * kTileBytes;
+          bulk_load(to + Traits::kState + k_half * kTileBytes, p.states + from, kTileBytes, bar);
+          bulk_load(to + Traits::kGrad + k_half * kTileBytes, p.state_grads + from, kTileBytes, bar);
+        }
+        bulk_load(to + Traits::kGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
+      }
+      if (member == 0) {  // after the first head: it needs them last, and the item before may still hold their place
+        const uint32_t bar = bars.keys_full();
+        mbarrier_wait(bars.keys_empty(), keys_phase);
+        mbarrier_arrive_expect(bar, 2 * kTokensBytes);
+        for (int half = 0; half < 2; ++half) {
+          tma_load_5d(smem + Traits::kQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
+          tma_load_5d(smem + Traits::kK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch);
+        }
+      }
+    }
+  }
+}
+
+enum GradientsGroup : int { kQuery, kPlus, kMinus };
+
+// One warpgroup through one value head, both halves of V. Its sums go to `sums` and `last`.
+template <typename T>
+struct HeadWork {
+  const ChunkBackwardParams& p;
+  const GradientsBarriers& bars;
+  int slot, valid, head;
+  uint32_t ring, sQ, sK, sums, last, keys_phase;
+  int warp, lane;
+
+  __device__ int row(int h) const { return 16 * warp + lane / 4 + 8 * h; }
+  __device__ uint32_t open(const StageCursor& cursor) const {
+    mbarrier_wait(bars.full(cursor.stage), cursor.phase);
+    return ring + cursor.stage * GradientsTraits::kStage;
+  }
+  __device__ void release(const StageCursor& cursor) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bars.empty(cursor.stage));
+  }
+  // The rows' sums over this head alone: the accumulator runs on over the heads of a group, `before` is what it had.
+  __device__ void keep_sums(GradientsGroup group, const float (&dots)[2], float (&before)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0) {
+        store_shared_f1(sums + static_cast<uint32_t>(group) * kChunk * 4 + row(h) * 4, dots[h] - before[h]);
+      }
+      before[h] = dots[h];
+    }
+  }
+
+  // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
+  // strictly lower) are one code: two groups running the same instructions fetch them once. Returns gC.
+  __device__ __forceinline__ float lower(bool plus, StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
+    using Traits = GradientsTraits;
+    float product[32], factor[2], part = 0.0f;
+    const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) product[i] = 0.0f;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
+      float row_factor[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
+        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+        factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
+        row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
+      }
+      uint32_t x[16];
+      load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
+      wgmma_fence();
+      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
+      add_product<T>(acc, x, stage + Traits::kState);
+      wgmma_commit();
+      // <dS, S>: a half each
+      if (half == static_cast<int>(plus)) {
+        part = state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 32 * warp + lane);
+      }
+      wgmma_wait<0>();
+      pin(x);
+      pin(product);
+      pin(acc);
+      if (half == 0) {
+        release(cursor);
+        cursor.advance();
+      }
+    }
+    part = warp_sum(part);
+    if (lane == 0) store_shared_f1(last + (plus ? 16 : 0) + warp * 4, part);
+
+    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
+    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, gates);
+
+    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). Rows past the end are wrong, and nobody reads
+    // them.
+    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
+    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
+    uint32_t packed[16];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      // How far below the diagonal (the one that counts) the block's first element lies. Blocks wholly above it are
+      // worked out too and dropped: a branch round them costs registers for both of its ends.
+      const int below = 16 * (warp - j) + lane / 4 - 2 * (lane % 4) - static_cast<int>(plus);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const float2 c = load_shared_f2(gates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * h - 8 * side;
+          packed[i / 2] =
+              pack2<T>(below + offset >= 0 ? factor[h] * exp2_approx(c_row[h] - c.x) * product[i] : 0.0f,
+                       below + offset >= 1 ? factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1] : 0.0f);
+        }
+      }
+    }
+    release(cursor);
+    cursor.advance();
+    mbarrier_wait(bars.keys_full(), keys_phase);
+    wgmma_fence();
+    add_product<T>(acc, packed, sK);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(packed);
+    pin(acc);
+    float dots[2];
+    row_dots<T>(dots, acc, plus ? sK : sQ, warp, lane);
+    keep_sums(plus ? kPlus : kQuery, dots, before);
+    return gamma_end;
+  }
+
+  // dbeta = <Z, V'> / beta = <dv, V'> / beta^2 from the diagonal of the product; small betas come later
+  // (small_betas.cuh).
+  __device__ __forceinline__ void store_beta_gradient(const float (&product)[32], uint32_t gates) const {
+    float dot[2] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (j == warp) dot[h] = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
+      }
+    }
+    const ChunkInfo chunk = chunk_info(p, slot);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+      if (lane / 8 == lane % 4 && row(h) < chunk.valid && !(fabsf(beta) < kSmallBeta)) {
+        store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row(h), head), dot[h] / (beta * beta));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void minus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
+    using Traits = GradientsTraits;
+    float product_P[32], product_D[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) product_P[i] = product_D[i] = 0.0f;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
+      const float factor[2] = {load_shared_f1(gates + kRatioOffset + row(0) * 4),
+                               load_shared_f1(gates + kRatioOffset + row(1) * 4)};
+      uint32_t x[16];
+      load_rows<T>(x, stage + Traits::kVNew, factor, warp, lane);
+      wgmma_fence();
+      add_rows_times_rows<T>(product_P, stage + Traits::kVNew, stage + Traits::kDo);
+      add_rows_times_rows<T>(product_D, stage + Traits::kVNew, stage + Traits::kDv);
+      add_product<T>(acc, x, stage + Traits::kGrad);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(x);
+      pin(product_P);
+      pin(product_D);
+      pin(acc);
+      if (half == 0) {
+        release(cursor);
+        cursor.advance();
+      }
+    }
+
+    // dP^T and D^T: the columns are the later tokens. Columns past the end hold a neighbour's products, NaN perhaps.
+    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
+    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
+    uint32_t packed_P[16], packed_D[16];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        packed_P[4 * j + i] = 0;
+        packed_D[4 * j + i] = 0;
+      }
+      if (j < warp) continue;  // below the diagonal
+      const int above = (j > warp ? kChunk : 0) - lane / 4 + 2 * (lane % 4);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int col = 16 * j + 8 * side + 2 * (lane % 4);
+        const float2 c = load_shared_f2(gates + col * 4), beta = load_shared_f2(gates + kBetaOffset + col * 4);
+        const float rho[2] = {fabsf(beta.x) < kSmallBeta ? -beta.x : -1.0f,
+                              fabsf(beta.y) < kSmallBeta ? -beta.y : -1.0f};
+        const bool in0 = col < valid, in1 = col + 1 < valid;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * side - 8 * h;
+          const float g0 = exp2_approx(c.x - c_row[h]), g1 = exp2_approx(c.y - c_row[h]);
+          packed_P[i / 2] = pack2<T>(in0 && above + offset >= 0 ? p.scale * g0 * product_P[i] : 0.0f,
+                                     in1 && above + offset >= -1 ? p.scale * g1 * product_P[i + 1] : 0.0f);
+          packed_D[i / 2] = pack2<T>(in0 && above + offset >= 1 ? rho[0] * g0 * product_D[i] : 0.0f,
+                                     in1 && above + offset >= 0 ? rho[1] * g1 * product_D[i + 1] : 0.0f);
+        }
+      }
+    }
+    release(cursor);
+    cursor.advance();
+
+    // So far the head's part is diag(gC / gamma) V' dS^T: its row sums belong to the last token too.
+    float dots[2];
+    mbarrier_wait(bars.keys_full(), keys_phase);
+    row_dots<T>(dots, acc, sK, warp, lane);
+    const float part = warp_sum(lane % 4 == 0 ? dots[0] - before[0] + dots[1] - before[1] : 0.0f);
+    if (lane == 0) store_shared_f1(last + 32 + warp * 4, part);
+    wgmma_fence();
+    add_product<T>(acc, packed_P, sQ);
+    add_product<T>(acc, packed_D, sK);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(packed_P);
+    pin(packed_D);
+    pin(acc);
+    row_dots<T>(dots, acc, sK, warp, lane);
+    keep_sums(kMinus, dots, before);
+  }
+};
+
+// One warpgroup through all items of its block.
+template <typename T, bool kIsMinus>
+__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int items,
+                                                uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
+  using Traits = GradientsTraits;
+  const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
+  StageCursor cursor;
+  uint32_t keys_phase = 0, parity = 0;
+  int next_valid = static_cast<int>(blockIdx.x) < items ? chunk_info(p, blockIdx.x / p.Hq).valid : 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
+    int slot = item / p.Hq;
+    const int key_head = item - slot * p.Hq, valid = next_valid, next = item + gridDim.x;
+    if (next < items) next_valid = chunk_info(p, next / p.Hq).valid;  // comes while this item is worked on
+    if (valid < kChunk) {
+      const int thread = group * 128 + 32 * warp + lane;
+      mbarrier_wait(bars.keys_full(), keys_phase);
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(sQ + half * kTileBytes, valid, thread, Traits::kGroups * 128);
+        zero_tail(sK + half * kTileBytes, valid, thread, Traits::kGroups * 128);
+      }
+      fence_proxy_async();
+      named_barrier_sync(kItemBarrier, Traits::kGroups * 128);
+    }
+    float acc[64], before[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
+
+    for (int member = 0; member < p.group; ++member, parity ^= 1) {
+      // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
+      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(slot));
+      const int head = key_head * p.group + member;
+      const HeadWork<T> work = {p,
+                                bars,
+                                slot,
+                                valid,
+                                head,
+                                smem + Traits::kStageRing,
+                                sQ,
+                                sK,
+                                smem + Traits::kSums + parity * Traits::kSumsBytes,
+                                smem + Traits::kLast + parity * Traits::kLastBytes,
+                                keys_phase,
+                                warp,
+                                lane};
+      if constexpr (kIsMinus) {
+        work.minus(cursor, acc, before);
+        named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
+      } else {
+        const float gamma_end = work.lower(group == kPlus, cursor, acc, before);
+        if (group == kPlus) {
+          named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
+        } else {
+          // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
+          if (member + 1 == p.group) named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
+          if (warp == 0 && p.dg.data != nullptr) {
+            store_gate_gradient(p, chunk_info(p, slot), head, work.sums, work.last, gamma_end, lane);
+          }
+        }
+      }
+    }
+
+    if (group != kQuery) {
+      // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
+      static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
+      const uint32_t mine = sQ + (32 * warp + lane) * 16;
+      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
+      if constexpr (!kIsMinus) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          store_shared_u4(mine + i * 128 * 16,
+                          make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
+                                     __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
+        }
+        named_barrier_sync(kMeetBarrier, 2 * 128);
+      } else {
+        named_barrier_sync(kMeetBarrier, 2 * 128);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const float4 x = load_shared_f4(mine + i * 128 * 16);
+          acc[4 * i] += x.x;
+          acc[4 * i + 1] += x.y;
+          acc[4 * i + 2] += x.z;
+          acc[4 * i + 3] += x.w;
+        }
+      }
+      fence_proxy_async();  // the copy engine writes here next
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bars.keys_empty());
+    if (kIsMinus || group == kQuery)
+      store_rows<T>(kIsMinus ? p.dk : p.dq, chunk_info(p, slot), key_head, acc, warp, lane);
+  }
+}
+
+template <typename T>
+__global__ __launch_bounds__(GradientsTraits::kThreads,
+                             1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
+                                                                     const __grid_constant__ ChunkBackwardMaps maps) {
+  launch_dependents();
+  wait_for_predecessors();
+  using Traits = GradientsTraits;
+  extern __shared__ uint8_t raw[];
+  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
+  const GradientsBarriers bars = {smem + Traits::kBarriers};
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int items = total_chunks(p) * p.Hq;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kStages + 1; ++i) {
+      mbarrier_init(bars.full(i), 1);
+      mbarrier_init(bars.empty(i), Traits::kConsumerWarps);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= Traits::kConsumerWarps) {
+    release_registers<Traits::kLoadRegisters>();
+    if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, items, smem, bars);
+    return;
+  }
+  if (warp < 8) {
+    claim_registers<Traits::kLowerRegisters>();
+    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, items, smem, bars, warp % 4, lane);
+  } else {
+    claim_registers<Traits::kMinusRegisters>();
+    group_gradients<T, true>(p, kMinus, items, smem, bars, warp - 8, lane);
+  }
+}
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,84 @@
+// dbeta and dv of the rows that the reverse pass left as Z (|beta| < kSmallBeta), exactly and without a division:
+// dbeta = <Z, error>, error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j, and dv = beta Z. Such rows are rare
+// (most blocks look at 64 betas and leave), so this is plain code, a block a row at a time.
+#pragma once
+
+#include "cuda/sm90/chunk_bwd/device.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+constexpr int kSmallBetasThreads = kDim;  // one of V each
+constexpr int kSmallBetasBlocks = 528;    // four for each of an H200's multiprocessors
+
+// Eight elements from memory, 16-byte aligned, times as many floats.
+template <typename T>
+__device__ __forceinline__ float dot8(const void* x, const float* y) {
+  const uint4 bits = *static_cast<const uint4*>(x);
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack2<T>(words[i]);
+    sum += pair.x * y[2 * i] + pair.y * y[2 * i + 1];
+  }
+  return sum;
+}
+
+template <typename T>
+__global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas_kernel(const ChunkBackwardParams p) {
+  launch_dependents();
+  wait_for_predecessors();
+  __shared__ float key[kDim], coefficient[kChunk], warp_dots[kSmallBetasThreads / 32];
+  const int thread = threadIdx.x, count = *p.small_count;
+  for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
+    const int64_t tile = p.small_tiles[entry];
+    const int slot = static_cast<int>(tile / p.Hv), head = static_cast<int>(tile % p.Hv);
+    const ChunkInfo chunk = chunk_info(p, slot);
+    const float* gates = p.gates + tile * kGateVectors * kChunk;
+    const float* betas = gates + 3 * kChunk;
+    const uint8_t* state = p.states + tile * kStateBytes;
+    const uint8_t* v_new = p.v_new + tile * kTokensBytes;
+    auto key_row = [&](int row) {
+      return static_cast<const uint16_t*>(p.k.data) + row_offset(p.k, chunk.batch, chunk.token + row, head / p.group);
+    };
+    for (int row = 0; row < chunk.valid; ++row) {
+      if (!(fabsf(betas[row]) < kSmallBeta)) continue;
+      key[thread] = unpack2<T>(key_row(row)[thread]).x;
+      __syncthreads();
+      // S^T k: tiles [2 halves of K][128 of V][64 of K]
+      float read = 0.0f;
+#pragma unroll 4
+      for (int piece = 0; piece < kDim / 8; ++piece) {
+        const uint32_t at = (piece / 8) * kStateHalfBytes + tile_piece(0, thread, piece % 8);
+        read += dot8<T>(state + at, key + 8 * piece);
+      }
+      // G_ij (K K^T)_ij, a thread a token
+      if (thread < row) {
+        float kk = 0.0f;
+#pragma unroll
+        for (int piece = 0; piece < kDim / 8; ++piece) kk += dot8<T>(key_row(thread) + 8 * piece, key + 8 * piece);
+        coefficient[thread] = kk * exp2_approx(gates[row] - gates[thread]);
+      }
+      __syncthreads();
+      float error = load_element(p.v, row_offset(p.v, chunk.batch, chunk.token + row, head) + thread * p.v.stride[3]) -
+                    gates[kChunk + row] * read;
+#pragma unroll 8
+      for (int j = 0; j < row; ++j) {
+        const uint32_t at = (thread / 64) * kTileBytes + tile_piece(0, j, thread % 64 / 8) + thread % 8 * 2;
+        error -= coefficient[j] * unpack2<T>(*reinterpret_cast<const uint16_t*>(v_new + at)).x;
+      }
+      const int64_t offset = row_offset(p.dv, chunk.batch, chunk.token + row, head) + thread;
+      const float z = load_element(p.dv, offset);
+      store_element(p.dv, offset, betas[row] * z);
+      const float dot = warp_sum(z * error);
+      if (thread % 32 == 0) warp_dots[thread / 32] = dot;
+      __syncthreads();
+      if (thread == 0 && p.dbeta.data != nullptr) {
+        store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row, head),
+                      warp_dots[0] + warp_dots[1] + warp_dots[2] + warp_dots[3]);
+      }
+    }
+  }
+}
+
+}  // namespace flash_qla::cuda::sm90

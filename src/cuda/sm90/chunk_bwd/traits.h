@@ -1,0 +1,30 @@
+// Sizes and layouts that the backward's kernels share.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_qla/flash_qla.h"
+
+namespace flash_qla::cuda::sm90 {
+
+constexpr int kChunk = FLASH_QLA_CHUNK_SIZE;
+constexpr int kDim = 128;  // K and V
+
+// 64 rows of 64 16-bit elements: rows of 128 bytes, their 16-byte pieces permuted by (piece ^ row % 8), the 128-byte
+// swizzle that the copy engine and wgmma share. Every operand is made of these.
+constexpr uint32_t kTileBytes = 64 * 128;
+
+constexpr uint32_t kStateBytes = 4 * kTileBytes;      // 128 x 128
+constexpr uint32_t kStateHalfBytes = 2 * kTileBytes;  // all of V, 64 of K
+constexpr uint32_t kTokensBytes = 2 * kTileBytes;     // 64 tokens x 128
+
+// cumsum, gamma, gC / gamma, beta of a chunk.
+constexpr int kGateVectors = 4;
+constexpr uint32_t kGateBytes = kGateVectors * kChunk * sizeof(float);
+constexpr uint32_t kGammaOffset = kChunk * 4, kRatioOffset = 2 * kChunk * 4, kBetaOffset = 3 * kChunk * 4;
+
+// dv = beta Z is stored as Z where |beta| is below this, so that the gradient of beta needs no division by it. 2^-6
+// keeps V' = beta * error in fp16's normal range for errors down to 4e-3; rows below it take the slow exact form.
+constexpr float kSmallBeta = 0.015625f;
+
+}  // namespace flash_qla::cuda::sm90

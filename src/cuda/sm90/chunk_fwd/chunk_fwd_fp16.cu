@@ -1,0 +1,7 @@
+#include "kernel.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+ChunkForwardKernel chunk_forward_fp16() { return describe_kernel<ChunkForwardTraits<__half, 2, false>>(); }
+
+}  // namespace flash_qla::cuda::sm90

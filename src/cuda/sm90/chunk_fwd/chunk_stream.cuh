@@ -1,0 +1,134 @@
+// The numbered stream of chunks a block works through: records in shared memory, filled tile by tile by one thread.
+#pragma once
+
+#include "../../common/mbarrier.cuh"
+#include "../../common/tma.cuh"
+#include "kernel_params.h"
+#include "traits.h"
+
+namespace flash_qla::cuda::sm90 {
+
+inline constexpr int kFirstChunk = 1;
+inline constexpr int kLastChunk = 2;
+
+// What the roles need to know of one chunk.
+struct alignas(16) ChunkRecord {
+  int32_t row;       // first token
+  int32_t valid;     // tokens in it, 0 for an empty sequence; -1 after the last chunk
+  int32_t flags;     // kFirstChunk, kLastChunk of its tile
+  int32_t head;      // value head
+  int32_t sequence;
+  int16_t half;      // which half of V, with V split
+  int16_t key_head;
+  int32_t chunk;     // counted over all sequences
+  int32_t position;  // counted in its sequence
+  int64_t slot_in;   // initial and final state slots, -1: none
+  int64_t slot_out;
+};
+static_assert(sizeof(ChunkRecord) == 48);
+
+// The producer thread's place in the tile list.
+struct alignas(16) ChunkWalker {
+  ChunkRecord next;
+  int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
+  int32_t tile;       // tile to open next
+};
+static_assert(sizeof(ChunkWalker) == 64);
+
+// The block's dynamic shared memory. A function, not a pointer handed down: its address is a constant that needs no register.
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ __align__(1024) char memory[];
+  return memory;
+}
+__device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
+
+__device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, int64_t i) {
+  return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+}
+
+// Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
+__device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& args, int32_t i) {
+  if (args.cu_seqlens == nullptr) {
+    const int32_t length = static_cast<int32_t>(args.dense_length);
+    return {i * length, length, i, i * ((length + kChunk - 1) / kChunk)};
+  }
+  int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
+  int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, static_cast<int64_t>(i) + 1);
+  start = min(max(start, int64_t{0}), args.num_tokens);
+  end = min(max(end, start), args.num_tokens);
+  return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
+}
+
+__device__ __forceinline__ int64_t resolve_slot(const StateSet& set, int64_t sequence) {
+  if (set.data == nullptr) return -1;
+  if (set.indices == nullptr) return sequence;
+  const int64_t slot = load_index(set.indices, set.indices_are_64_bit, sequence);
+  return slot <= set.null_index || slot < 0 || slot >= set.slots ? -1 : slot;
+}
+
+__device__ __forceinline__ int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
+
+__device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot, int32_t head) {
+  return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
+}
+
+// Opens the next tile that has anything to do.
+template <typename Traits>
+__device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
+  const ChunkForwardArgs& args = p.args;
+  while (walker.tile < p.tiles) {
+    int32_t tile = walker.tile;
+    walker.tile = p.plan != nullptr ? static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u)) : tile + static_cast<int32_t>(gridDim.x);
+    int32_t half = 0;
+    if constexpr (Traits::kStateGroups == 1) {
+      half = tile & 1;
+      tile >>= 1;
+    }
+    const int32_t rank = tile / args.num_value_heads;
+    const PlannedSequence sequence = p.plan != nullptr ? p.plan[rank] : sequence_at(args, rank);
+    ChunkRecord& r = walker.next;
+    r.slot_out = resolve_slot(args.final_state, sequence.index);
+    if (sequence.length <= 0 && r.slot_out < 0) continue;
+    r.slot_in = resolve_slot(args.initial, sequence.index);
+    if (args.has_initial_state != nullptr && args.has_initial_state[sequence.index] == 0) r.slot_in = -1;
+    r.row = sequence.start;
+    r.flags = kFirstChunk;
+    r.head = tile - rank * args.num_value_heads;
+    r.sequence = sequence.index;
+    r.half = static_cast<int16_t>(half);
+    r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
+    r.chunk = sequence.first_chunk;
+    r.position = 0;
+    walker.remaining = max(sequence.length, 0);
+    if (r.slot_in >= 0) {
+      l2_prefetch(state_matrix(args.initial, r.slot_in, r.head), kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    }
+    return;
+  }
+}
+
+// Writes the record of chunk m.
+template <typename Traits>
+__device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, uint32_t m) {
+  ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+  ChunkRecord& record = reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  if (walker.remaining < 0) open_tile<Traits>(p, walker);
+  if (walker.remaining < 0) {
+    record.valid = -1;
+    return;
+  }
+  ChunkRecord r = walker.next;
+  r.valid = min(walker.remaining, kChunk);
+  walker.remaining -= r.valid;
+  if (walker.remaining == 0) {
+    r.flags |= kLastChunk;
+    walker.remaining = -1;
+  }
+  record = r;
+  walker.next.row = r.row + kChunk;
+  walker.next.flags = 0;
+  walker.next.chunk = r.chunk + 1;
+  walker.next.position = r.position + 1;
+}
+
+}  // namespace flash_qla::cuda::sm90

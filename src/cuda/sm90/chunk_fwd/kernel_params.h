@@ -1,0 +1,43 @@
+// What the launcher hands to the kernels.
+#pragma once
+
+#include <cuda.h>
+
+#include "params.h"
+
+namespace flash_qla::cuda::sm90 {
+
+// One sequence in the order the planner chose: longest first.
+struct PlannedSequence {
+  int32_t start;        // first token
+  int32_t length;       // tokens
+  int32_t index;        // position in cu_seqlens
+  int32_t first_chunk;  // chunks of all sequences before it in cu_seqlens
+};
+
+struct ChunkForwardKernelParams {
+  CUtensorMap q, k, v, o;
+  ChunkForwardArgs args;
+  const PlannedSequence* plan;  // [N]; null: sequences in their own order, tiles dealt round robin
+  uint32_t* ticket;             // tiles given out beyond the first of each block; with plan
+  int32_t tiles;                // N * Hv, twice that with V split
+};
+
+// The kernel of one instantiation and its shape; each is compiled in a file of its own.
+struct ChunkForwardKernel {
+  const void* function;
+  int32_t threads;
+  int32_t smem_bytes;
+  int32_t state_groups;
+};
+
+ChunkForwardKernel chunk_forward_bf16();
+ChunkForwardKernel chunk_forward_bf16_save();
+ChunkForwardKernel chunk_forward_bf16_split();
+ChunkForwardKernel chunk_forward_bf16_split_save();
+ChunkForwardKernel chunk_forward_fp16();
+ChunkForwardKernel chunk_forward_fp16_save();
+ChunkForwardKernel chunk_forward_fp16_split();
+ChunkForwardKernel chunk_forward_fp16_split_save();
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,196 @@
+// Host side of the fused Hopper forward: tensor maps, the planner of varying lengths, the choice of variant.
+#include <algorithm>
+
+#include "chunk_stream.cuh"
+#include "kernel_params.h"
+#include "traits.h"
+
+namespace flash_qla::cuda::sm90 {
+namespace {
+
+constexpr int kPlanThreads = 1024;
+constexpr int kPlanBuckets = 256;  // of chunk counts: exact below 8, then eight to each doubling
+constexpr int kZeroBlocks = 32;    // clear the rows past the last offset; usually there are none
+constexpr size_t kPlanOffset = 16; // the workspace starts with the ticket
+
+__device__ int chunks_of(const PlannedSequence& s) { return (s.length + kChunk - 1) / kChunk; }
+
+// Bucket 0 holds the longest.
+__device__ int bucket_of(int chunks) {
+  if (chunks < 8) return kPlanBuckets - 1 - chunks;
+  const int magnitude = 31 - __clz(chunks);
+  return kPlanBuckets - 1 - (8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7));
+}
+
+// Block 0 sorts the sequences by length, roughly, longest first; the others clear what lies past the last offset.
+__global__ void __launch_bounds__(kPlanThreads) plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int thread = threadIdx.x, n = args.num_sequences;
+  if (blockIdx.x > 0) {
+    const int64_t end = min(max(load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, n), int64_t{0}), args.num_tokens);
+    const int pieces = args.num_value_heads * (kHeadDim / 8);
+    const int64_t total = (args.num_tokens - end) * pieces;
+    for (int64_t i = (blockIdx.x - 1) * static_cast<int64_t>(kPlanThreads) + thread; i < total; i += kZeroBlocks * kPlanThreads) {
+      const int64_t row = end + i / pieces;
+      const int piece = static_cast<int>(i % pieces);
+      char* out = static_cast<char*>(args.o) +
+                  2 * (row * args.o_token_stride + piece / (kHeadDim / 8) * args.o_head_stride + piece % (kHeadDim / 8) * 8);
+      *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
+    }
+    return;
+  }
+  __shared__ int next[kPlanBuckets];
+  __shared__ int warp_chunks[kPlanThreads / 32];
+  __shared__ int chunks_before;
+  if (thread < kPlanBuckets) next[thread] = 0;
+  if (thread == 0) {
+    chunks_before = 0;
+    *static_cast<uint32_t*>(args.workspace) = 0;
+  }
+  __syncthreads();
+  for (int i = thread; i < n; i += kPlanThreads) atomicAdd(&next[bucket_of(chunks_of(sequence_at(args, i)))], 1);
+  __syncthreads();
+  // Exclusive sums of the buckets, eight to a lane.
+  if (thread < 32) {
+    int counts[kPlanBuckets / 32], sum = 0;
+    for (int i = 0; i < kPlanBuckets / 32; ++i) {
+      counts[i] = next[thread * (kPlanBuckets / 32) + i];
+      sum += counts[i];
+    }
+    int inclusive = sum;
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (thread >= step) inclusive += below;
+    }
+    int before = inclusive - sum;
+    for (int i = 0; i < kPlanBuckets / 32; ++i) {
+      next[thread * (kPlanBuckets / 32) + i] = before;
+      before += counts[i];
+    }
+  }
+  __syncthreads();
+  PlannedSequence* plan = reinterpret_cast<PlannedSequence*>(static_cast<char*>(args.workspace) + kPlanOffset);
+  for (int first = 0; first < n; first += kPlanThreads) {
+    const int i = first + thread;
+    PlannedSequence s{0, 0, i, 0};
+    if (i < n) s = sequence_at(args, i);
+    const int chunks = chunks_of(s);
+    int inclusive = chunks;
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if ((thread & 31) >= step) inclusive += below;
+    }
+    if ((thread & 31) == 31) warp_chunks[thread / 32] = inclusive;
+    __syncthreads();
+    int before = chunks_before;
+    for (int w = 0; w < thread / 32; ++w) before += warp_chunks[w];
+    s.first_chunk = before + inclusive - chunks;
+    if (i < n) plan[atomicAdd(&next[bucket_of(chunks)], 1)] = s;
+    __syncthreads();
+    if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
+    __syncthreads();
+  }
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* pointer = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found) != cudaSuccess ||
+        found != cudaDriverEntryPointSuccess) {
+      pointer = nullptr;
+    }
+    return reinterpret_cast<EncodeTiled>(pointer);
+  }();
+  return function;
+}
+
+// [T, H, 128] as (64, T, 2, H): a box of 64 tokens lands as `halves` tiles of 64 rows of 128 bytes, swizzled.
+bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t tokens, int64_t heads, int64_t token_stride,
+                int64_t head_stride, int halves) {
+  if (encode_tiled() == nullptr) return false;
+  const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(tokens), 2, static_cast<cuuint64_t>(heads)};
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(token_stride) * 2, 128, static_cast<cuuint64_t>(head_stride) * 2};
+  const cuuint32_t box[4] = {64, kChunk, static_cast<cuuint32_t>(halves), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return encode_tiled()(map, type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+                        const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
+  const bool half = type == ElementType::kFloat16;
+  if (split) {
+    return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
+                : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
+  }
+  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save()) : (half ? chunk_forward_fp16() : chunk_forward_bf16());
+}
+
+// A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
+constexpr double kSplitStep = 0.76;
+
+bool split_pays(int64_t tiles, int sms) {
+  const int64_t whole = (tiles + sms - 1) / sms, split = (2 * tiles + sms - 1) / sms;
+  return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
+}
+
+}  // namespace
+
+size_t chunk_forward_workspace_size(int32_t num_sequences) {
+  return kPlanOffset + sizeof(PlannedSequence) * static_cast<size_t>(std::max(num_sequences, 0));
+}
+
+cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
+  const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+  if (args.num_tokens == 0 && args.final_state.data == nullptr) return cudaSuccess;
+  if (whole_tiles == 0) return cudaSuccess;
+  if (whole_tiles > (int64_t{1} << 29) || args.num_tokens > INT32_MAX) return cudaErrorInvalidValue;
+
+  int device = 0, sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+
+  const bool split = variant == ChunkForwardVariant::kSplitV || (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
+  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr;
+  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
+
+  ChunkForwardKernelParams params{};
+  params.args = args;
+  params.tiles = static_cast<int32_t>(split ? 2 * whole_tiles : whole_tiles);
+  const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
+  if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
+      !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2) ||
+      !encode_map(&params.v, args.type, args.v, rows, args.num_value_heads, args.v_token_stride, args.v_head_stride, kernel.state_groups) ||
+      !encode_map(&params.o, args.type, args.o, rows, args.num_value_heads, args.o_token_stride, args.o_head_stride, kernel.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
+  error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
+  if (error != cudaSuccess) return error;
+
+  if (args.cu_seqlens != nullptr) {
+    plan_chunk_forward_kernel<<<1 + kZeroBlocks, kPlanThreads, 0, stream>>>(args);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    params.ticket = static_cast<uint32_t*>(args.workspace);
+    params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.tiles, sms)));
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(kernel.smem_bytes);
+  config.stream = stream;
+  // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = args.cu_seqlens != nullptr ? 1 : 0;
+  void* arguments[] = {&params};
+  return cudaLaunchKernelExC(&config, kernel.function, arguments);
+}
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,258 @@
+// The state warpgroups: S^T in registers, the recurrent products, O.
+#pragma once
+
+#include "../../common/fragment.cuh"
+#include "../../common/mbarrier.cuh"
+#include "../../common/wgmma.cuh"
+#include "chunk_stream.cuh"
+#include "lane_place.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+// One thread's 64 values of S^T, rows (V) dv and dv + 8, columns (K) 8j + 2q and the next, from or to a state matrix.
+template <typename Store, bool kVFirst, bool kWrite>
+__device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv, int q) {
+  constexpr int kStrideK = kVFirst ? 1 : kHeadDim;
+  constexpr int kStrideV = kVFirst ? kHeadDim : 1;
+  Store* base = matrix + dv * kStrideV + 2 * q * kStrideK;
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Store* element = base + (8 * j + (i & 1)) * kStrideK + 8 * (i >> 1) * kStrideV;
+      if constexpr (kWrite) {
+        *element = static_cast<Store>(s[4 * j + i]);
+      } else {
+        s[4 * j + i] = static_cast<float>(*element);
+      }
+    }
+  }
+}
+
+template <bool kWrite>
+__device__ __forceinline__ void move_state(void* matrix, ElementType type, bool v_first, float (&s)[64], int dv, int q) {
+  if (type == ElementType::kFloat32) {
+    v_first ? move_state<float, true, kWrite>(static_cast<float*>(matrix), s, dv, q)
+            : move_state<float, false, kWrite>(static_cast<float*>(matrix), s, dv, q);
+  } else if (type == ElementType::kBFloat16) {
+    v_first ? move_state<__nv_bfloat16, true, kWrite>(static_cast<__nv_bfloat16*>(matrix), s, dv, q)
+            : move_state<__nv_bfloat16, false, kWrite>(static_cast<__nv_bfloat16*>(matrix), s, dv, q);
+  } else {
+    v_first ? move_state<__half, true, kWrite>(static_cast<__half*>(matrix), s, dv, q)
+            : move_state<__half, false, kWrite>(static_cast<__half*>(matrix), s, dv, q);
+  }
+}
+
+template <typename Traits>
+struct StateRole {
+  using Element = typename Traits::Element;
+  const ChunkForwardKernelParams& p;
+  int group;  // which 64 rows of V
+  LanePlace at;
+
+  __device__ const ChunkRecord& record(uint32_t m) const {
+    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  }
+  __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
+
+  __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
+    if (c.slot_in >= 0) {
+      const StateSet& set = p.args.initial;
+      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+    }
+  }
+
+  // The state at the chunk's start, as the products below see it.
+  __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
+    if (p.args.h == nullptr) return;
+    Element* base = static_cast<Element*>(p.args.h) +
+                    (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
+    const int dv = first_row(c);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int row = dv + 8 * (i & 1), column = 8 * (i >> 1) + 2 * at.q;
+      if (p.args.state_v_first) {
+        *reinterpret_cast<uint32_t*>(base + row * kHeadDim + column) = packed[i];
+      } else {
+        uint16_t* element = reinterpret_cast<uint16_t*>(base + column * kHeadDim + row);
+        element[0] = static_cast<uint16_t>(packed[i] & 0xffff);
+        element[kHeadDim] = static_cast<uint16_t>(packed[i] >> 16);
+      }
+    }
+  }
+
+  // The state after every n-th full chunk of a sequence.
+  __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
+    const ChunkForwardArgs& args = p.args;
+    if (args.checkpoints == nullptr || c.valid < kChunk || (c.position + 1) % args.checkpoint_every_chunks != 0) return;
+    const int64_t row = args.checkpoint_cu_starts[c.sequence] + (c.position + 1) / args.checkpoint_every_chunks - 1;
+    char* matrix = static_cast<char*>(args.checkpoints) +
+                   (row * args.num_value_heads + c.head) * (kHeadDim * kHeadDim) * element_size(args.checkpoint_type);
+    move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
+  }
+
+  // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
+  __device__ void put_o(const float (&o)[32], uint32_t stage) const {
+    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = o + 8 * b;
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]), pack2<Element>(x[4], x[5]),
+                            pack2<Element>(x[6], x[7]));
+    }
+  }
+
+  __device__ void run() const {
+    float s[64];  // S^T: rows V, columns K
+    float o[32];  // O^T: rows V, columns tokens
+#pragma unroll
+    for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] = 0.0f;
+    uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
+    uint32_t m = 0;
+#pragma unroll 1
+    for (;; ++m) {
+      const ChunkRecord& chunk = record(m);
+      if (chunk.valid < 0) break;
+      if (chunk.flags & kFirstChunk) load_initial(s, chunk);
+      const uint32_t slot = m & 1, parity = m >> 1 & 1;
+      const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+      const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
+      const uint32_t v_base = smem() + Traits::kSmemV;
+      const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+      const uint32_t columns = gate + 80 * at.q;
+      // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same barrier.
+      mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
+
+      wgmma_wait<0>();
+      pin(s);
+      pin(o);
+      // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
+      uint32_t packed[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+      if constexpr (Traits::kSave) save_h(packed, chunk);
+      float u[32];
+      const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+      wgmma_fence();
+      mma_rs_n64_init<Element>(u, packed, k_rows);
+#pragma unroll
+      for (int i = 1; i < 8; ++i) {
+        mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+      }
+      wgmma_commit();
+      // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that nothing reads before its load.)
+      put_o(o, v_base + previous_v * Traits::kBytesV);
+      wgmma_fence();
+      mma_rs_n64_init<Element>(o, packed, q_rows);
+#pragma unroll
+      for (int i = 1; i < 8; ++i) {
+        mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+      }
+      wgmma_commit();
+      // Under both products: gC S0, and V in the accumulator's layout.
+      const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s[i] *= last;
+      uint32_t v[16];
+      const uint32_t v_rows = v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+      wgmma_wait<0>();
+      pin(u);
+      pin(o);
+      pin(packed);
+
+      // W^T = V^T - u^T diag(gamma)
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+        const float* x = u + 8 * b;
+        float2 y = unpack2<Element>(v[4 * b]);
+        v[4 * b] = pack2<Element>(fmaf(-gamma.x, x[0], y.x), fmaf(-gamma.y, x[1], y.y));
+        y = unpack2<Element>(v[4 * b + 1]);
+        v[4 * b + 1] = pack2<Element>(fmaf(-gamma.x, x[2], y.x), fmaf(-gamma.y, x[3], y.y));
+        y = unpack2<Element>(v[4 * b + 2]);
+        v[4 * b + 2] = pack2<Element>(fmaf(-gamma.z, x[4], y.x), fmaf(-gamma.w, x[5], y.y));
+        y = unpack2<Element>(v[4 * b + 3]);
+        v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
+      }
+      // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
+      mbarrier_wait(smem() + Traits::kFullA + 8 * slot, parity);
+      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + slot * Traits::kBytesMatrix);
+      float low[16], high[16];
+      wgmma_fence();
+      mma_rs_n32_init<Element>(low, v, a_rows);
+      mma_rs_n32_init<Element>(high, v, wgmma_advance(a_rows, 4096));
+      mma_rs_n32<Element>(low, v + 4, wgmma_advance(a_rows, 32));
+      mma_rs_n32<Element>(high, v + 4, wgmma_advance(a_rows, 4096 + 32));
+      mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
+      mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
+      wgmma_commit();
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float4 gamma = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        float* x = o + 8 * b;
+        x[0] *= gamma.x, x[1] *= gamma.y, x[2] *= gamma.x, x[3] *= gamma.y;
+        x[4] *= gamma.z, x[5] *= gamma.w, x[6] *= gamma.z, x[7] *= gamma.w;
+      }
+      wgmma_wait<0>();
+      pin(low);
+      pin(high);
+      pin(v);
+
+      // O^T += V'^T P^T
+      uint32_t corrected[16];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+        corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+      }
+      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+      pin(o);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+        const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+        v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+        v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+        v[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+        v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+      }
+      const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
+      pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, v + 4 * i, wgmma_advance(k_columns, 2048 * i));
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(o);
+      pin(s);
+      pin(corrected);
+      pin(v);
+      if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * slot);
+
+      if constexpr (Traits::kSave) save_checkpoint(s, chunk);
+      if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
+        const StateSet& set = p.args.final_state;
+        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s, first_row(chunk), at.q);
+      }
+      previous_v = stage_v;
+      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
+      stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
+    }
+    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
+    __syncwarp();
+    if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * (m & 1));
+  }
+};
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,83 @@
+// Compile-time shape of the fused Hopper forward: tile sizes, shared-memory map, barriers, register budgets.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_qla::cuda::sm90 {
+
+inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
+inline constexpr int kHeadDim = 128;  // K = V
+
+// One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
+template <typename Element_, int kStateGroups_, bool kSave_>
+struct ChunkForwardTraits {
+  using Element = Element_;
+  static constexpr int kStateGroups = kStateGroups_;
+  static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
+  static constexpr int kAuxGroups = 2;   // each makes A and P of every second chunk, so a chunk may take two steps to prepare
+  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
+  static constexpr int kDv = 64 * kStateGroups;
+
+  // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
+  // accumulators (64) and packed operands (32). With one state group the launch leaves 168 a thread to share out.
+  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
+  static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
+
+  // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V is used.
+  static constexpr int kStagesK = 4;
+  static constexpr int kStagesQ = 3;
+  static constexpr int kStagesV = 3;
+  static constexpr int kStagesGate = 4;
+  static constexpr int kStagesMatrix = 2;  // A_g and P, one for each auxiliary group
+
+  static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;  // [half][token][64], each half 64 rows of 128 B, swizzled
+  static constexpr uint32_t kHalf = kChunk * 128;
+  static constexpr uint32_t kBytesV = kChunk * kDv * 2;
+  static constexpr uint32_t kBytesMatrix = kChunk * kChunk * 2;  // [row][column], 128 B rows, swizzled
+  static constexpr uint32_t kBytesDiagonal = 4 * 16 * 16 * 4;    // four fp32 16x16 blocks, one for each warp
+
+  static constexpr uint32_t kSmemK = 0;
+  static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
+  static constexpr uint32_t kSmemV = kSmemQ + kStagesQ * kBytesK;
+  static constexpr uint32_t kSmemA = kSmemV + kStagesV * kBytesV;
+  static constexpr uint32_t kSmemP = kSmemA + kStagesMatrix * kBytesMatrix;
+  static constexpr uint32_t kSmemInverse = kSmemP + kStagesMatrix * kBytesMatrix;
+  static constexpr uint32_t kSmemDiagonal = kSmemInverse + kAuxGroups * kBytesMatrix;
+  static constexpr uint32_t kSmemGate = kSmemDiagonal + kAuxGroups * kBytesDiagonal;
+
+  // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
+  // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
+  static constexpr uint32_t kVector = 80 * 4;
+  static constexpr uint32_t kGateDecay = 0;                          // gamma_t
+  static constexpr uint32_t kGateScaled = kVector;                   // scale * gamma_t
+  static constexpr uint32_t kGateRest = 2 * kVector;                 // gC / gamma_t
+  static constexpr uint32_t kGateColumnA = 3 * kVector;              // 2^(end of t's block - c_t) * beta_t
+  static constexpr uint32_t kGateColumnP = 4 * kVector;              // 2^(end of t's block - c_t) * scale
+  static constexpr uint32_t kGateRow = 5 * kVector;                  // 2^(c_t - end of the block before t's), natural order
+  static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;       // beta_t, natural order
+  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;       // first g_t, then c_t in log2 units, natural order
+  static constexpr uint32_t kGatePair = kGateSum + kChunk * 4;       // 2^(end of block I-1 - end of block J), I > J
+  static constexpr uint32_t kBytesGate = kGatePair + 16 * 4;
+  static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;       // offset of token 63 in a permuted vector
+
+  static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
+  static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
+  static constexpr uint32_t kBytesRecord = 48;
+  static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
+  static constexpr uint32_t kBytesWalker = 64;
+  static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
+
+  // Barriers, 8 bytes each.
+  static constexpr uint32_t kFullK = kSmemBarriers;
+  static constexpr uint32_t kFullQ = kFullK + 8 * kStagesK;
+  static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
+  static constexpr uint32_t kFullP = kFullA + 8 * kStagesMatrix;
+  static constexpr uint32_t kDone = kFullP + 8 * kStagesMatrix;
+  static constexpr uint32_t kTailV = kDone + 8 * kStagesMatrix;
+  static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kSmemBytes = kTailCount + 4 * kAuxGroups;
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+}  // namespace flash_qla::cuda::sm90

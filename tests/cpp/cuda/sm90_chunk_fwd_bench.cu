@@ -1,0 +1,624 @@
+// Development harness of the fused Hopper forward: checks against a token recurrence in fp64 on the device, and times.
+//   sm90_chunk_fwd_bench check [filter]    every case once, poisoned outputs, then repeated runs compared bit by bit
+//   sm90_chunk_fwd_bench time [filter]     the rows of docs/design/sm90_forward.md: median of graph replays, error checked first
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuda/sm90/chunk_fwd/params.h"
+
+
+namespace {
+
+using namespace flash_qla::cuda::sm90;
+
+#define CHECK_CUDA(call)                                                                                      \
+  do {                                                                                                        \
+    const cudaError_t status_ = (call);                                                                       \
+    if (status_ != cudaSuccess) {                                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status_));                 \
+      std::exit(2);                                                                                           \
+    }                                                                                                         \
+  } while (0)
+
+enum class Gates { kBenchmark, kZero, kStrong, kExtreme };
+
+struct Case {
+  std::string name;
+  int hq = 2, hv = 2;
+  std::vector<int> lengths;
+  Gates gates = Gates::kBenchmark;
+  bool h0 = true;
+  bool v_first = false;
+  bool correlated = false;
+  bool half = false;
+  bool dense = false;
+  bool offsets_64 = false;
+  bool save = false;
+  bool poison_tail = false;  // NaN in all of q, k, v, g, beta after each sequence's end (padding) and in odd sequences
+  int padding = 0;           // tokens after the last offset
+  ElementType state_type = ElementType::kFloat32;
+  bool pool = false;
+  ChunkForwardVariant variant = ChunkForwardVariant::kAuto;
+  double bar_ms = 0.0;
+  float scale = 0.08838834764831845f;
+};
+
+__device__ uint32_t hash(uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ull;
+  x ^= x >> 33;
+  return static_cast<uint32_t>(x);
+}
+__device__ float uniform(uint64_t x) { return (hash(x) + 0.5f) * (1.0f / 4294967296.0f); }
+__device__ float normal(uint64_t x) {
+  return sqrtf(-2.0f * logf(uniform(2 * x))) * cospif(2.0f * uniform(2 * x + 1));
+}
+
+template <typename T>
+__global__ void fill_rows(T* x, int64_t rows, uint64_t seed, bool normalise, bool correlated) {
+  const int64_t row = blockIdx.x;
+  const int c = threadIdx.x;
+  float value = normal((seed << 40) + row * 128 + c);
+  if (correlated) value = 0.25f * value + normal((seed << 40) + (int64_t{1} << 38) + c);
+  if (normalise) {
+    __shared__ float sums[4];
+    float sum = value * value;
+    for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+    if (c % 32 == 0) sums[c / 32] = sum;
+    __syncthreads();
+    value *= rsqrtf(sums[0] + sums[1] + sums[2] + sums[3] + 1e-6f);
+  }
+  x[row * 128 + c] = static_cast<T>(value);
+}
+
+__global__ void fill_gates(float* g, float* beta, int64_t tokens, int hv, int mode, bool near_one, uint64_t seed) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i >= tokens * hv) return;
+  const int head = static_cast<int>(i % hv);
+  const float x = normal((seed << 40) + 2 * i), u = uniform((seed << 40) + (int64_t{1} << 38) + i);
+  const float logsigmoid = -log1pf(expf(-x));
+  float value = logsigmoid / 16.0f;
+  if (mode == 1 || (mode != 3 && head % 4 == 3)) value = 0.0f;
+  if (mode == 2) value = head % 4 == 3 ? 0.0f : 16.0f * logsigmoid * (u < 0.01f ? 60.0f : 1.0f);
+  if (mode == 3) value = u < 0.1f ? -1e4f * uniform(i * 7 + 3) : logsigmoid / 16.0f;
+  g[i] = value;
+  const float b = 1.0f / (1.0f + expf(-normal((seed << 40) + (int64_t{1} << 39) + i)));
+  beta[i] = near_one ? 0.98f + 0.02f * b : b;
+}
+
+template <typename T>
+__global__ void fill_state(T* x, int64_t n, uint64_t seed) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i < n) x[i] = static_cast<T>(0.3f * normal((seed << 40) + i));
+}
+
+template <typename T>
+__global__ void poison_rows(T* x, int64_t row_elements, const int* rows, int count, float value) {
+  const int64_t row = rows[blockIdx.x];
+  for (int64_t c = threadIdx.x; c < row_elements; c += blockDim.x) x[row * row_elements + c] = static_cast<T>(value);
+}
+
+struct OracleArgs {
+  const void *q, *k, *v, *o;
+  const float *g, *beta;
+  const void *h0, *ht;           // [N, Hv, K, V] or [.., V, K]
+  const void* h;                 // [chunks, Hv, ..] or null
+  const void* a;                 // [T, Hv, 64] or null
+  const float* g_cumsum;
+  const int64_t* offsets;        // [N + 1]
+  const int64_t* first_chunks;   // [N]
+  const int64_t *slots_in, *slots_out;
+  double* sums;                  // per tile: |o - ref|^2, |ref|^2, |state - ref|^2, |ref|^2, h, h, cumsum error, -
+  int hq, hv, v_first, state_type;
+  float scale;
+};
+
+__device__ double load_any(const void* p, int64_t i, int type) {
+  if (type == 0) return static_cast<const float*>(p)[i];
+  if (type == 1) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+  return __half2float(static_cast<const __half*>(p)[i]);
+}
+
+// One block per tile, 512 threads: thread (column dv = tid / 4, quarter = tid % 4) holds 32 rows of one column of S.
+template <typename T>
+__global__ void __launch_bounds__(512) oracle(const __grid_constant__ OracleArgs args) {
+  const int sequence = blockIdx.x / args.hv, head = blockIdx.x % args.hv;
+  const int dv = threadIdx.x / 4, part = threadIdx.x % 4, key_head = head / (args.hv / args.hq);
+  const int64_t begin = args.offsets[sequence], end = args.offsets[sequence + 1];
+  const int64_t sk = args.v_first ? 1 : 128, sv = args.v_first ? 128 : 1;
+  double s[32];
+  const int64_t in = args.slots_in[sequence];
+  for (int i = 0; i < 32; ++i) {
+    s[i] = in >= 0 ? load_any(args.h0, (in * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv, args.state_type) : 0.0;
+  }
+  __shared__ double k[128], q[128];
+  double error = 0, norm = 0, h_error = 0, h_norm = 0, c_error = 0, sum_g = 0;
+  for (int64_t t = begin; t < end; ++t) {
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      k[threadIdx.x] = static_cast<float>(static_cast<const T*>(args.k)[(t * args.hq + key_head) * 128 + threadIdx.x]);
+      q[threadIdx.x] = static_cast<float>(static_cast<const T*>(args.q)[(t * args.hq + key_head) * 128 + threadIdx.x]);
+    }
+    __syncthreads();
+    const double g = args.g[t * args.hv + head], beta = args.beta[t * args.hv + head], decay = exp(g);
+    if ((t - begin) % 64 == 0) {
+      sum_g = 0;
+      if (args.h != nullptr) {
+        const int64_t row = args.first_chunks[sequence] + (t - begin) / 64;
+        for (int i = 0; i < 32; ++i) {
+          const double got = static_cast<float>(
+              static_cast<const T*>(args.h)[(row * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv]);
+          h_error += (got - s[i]) * (got - s[i]);
+          h_norm += s[i] * s[i];
+        }
+      }
+    }
+    sum_g += fmax(g, -80.0);
+    if (args.g_cumsum != nullptr) c_error = fmax(c_error, fabs(args.g_cumsum[t * args.hv + head] - sum_g) / (1 + fabs(sum_g)));
+    double product = 0;
+    for (int i = 0; i < 32; ++i) {
+      s[i] *= decay;
+      product += s[i] * k[part * 32 + i];
+    }
+    product += __shfl_xor_sync(~0u, product, 1);
+    product += __shfl_xor_sync(~0u, product, 2);
+    const double v = static_cast<float>(static_cast<const T*>(args.v)[(t * args.hv + head) * 128 + dv]);
+    const double u = beta * (v - product);
+    double out = 0;
+    for (int i = 0; i < 32; ++i) {
+      s[i] += k[part * 32 + i] * u;
+      out += s[i] * q[part * 32 + i];
+    }
+    out += __shfl_xor_sync(~0u, out, 1);
+    out += __shfl_xor_sync(~0u, out, 2);
+    out *= args.scale;
+    if (part == 0) {
+      const double got = static_cast<float>(static_cast<const T*>(args.o)[(t * args.hv + head) * 128 + dv]);
+      error += (got - out) * (got - out);
+      norm += out * out;
+    }
+  }
+  double s_error = 0, s_norm = 0;
+  const int64_t slot = args.slots_out[sequence];
+  if (slot >= 0) {
+    for (int i = 0; i < 32; ++i) {
+      const double got = load_any(args.ht, (slot * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv, args.state_type);
+      s_error += (got - s[i]) * (got - s[i]);
+      s_norm += s[i] * s[i];
+    }
+  }
+  double* sums = args.sums + blockIdx.x * 8;
+  atomicAdd(&sums[0], error);
+  atomicAdd(&sums[1], norm);
+  atomicAdd(&sums[2], s_error);
+  atomicAdd(&sums[3], s_norm);
+  atomicAdd(&sums[4], h_error);
+  atomicAdd(&sums[5], h_norm);
+  if (threadIdx.x == 0) sums[6] = c_error;
+}
+
+// |(I + M) A - I| over the chunk, relative to |I|, by one block of 64 threads for each chunk and head.
+template <typename T>
+__global__ void check_a(const __grid_constant__ OracleArgs args, int sequence, double* worst) {
+  const int64_t begin = args.offsets[sequence] + blockIdx.x * 64;
+  const int count = static_cast<int>(min(int64_t{64}, args.offsets[sequence + 1] - begin));
+  const int head = blockIdx.y, key_head = head / (args.hv / args.hq), j = threadIdx.x;
+  double error = 0;
+  if (j < count) {
+    for (int i = 0; i < count; ++i) {
+      auto a = [&](int r) {
+        return static_cast<double>(static_cast<float>(static_cast<const T*>(args.a)[((begin + r) * args.hv + head) * 64 + j]));
+      };
+      double sum = a(i);
+      for (int r = 0; r < i; ++r) {
+        double dot = 0;
+        for (int c = 0; c < 128; ++c) {
+          dot += static_cast<double>(static_cast<float>(static_cast<const T*>(args.k)[((begin + i) * args.hq + key_head) * 128 + c])) *
+                 static_cast<double>(static_cast<float>(static_cast<const T*>(args.k)[((begin + r) * args.hq + key_head) * 128 + c]));
+        }
+        sum += args.beta[(begin + i) * args.hv + head] * dot * a(r);
+      }
+      sum -= i == j;
+      error += sum * sum;
+    }
+    error /= 1.0;
+  }
+  for (int i = 16; i > 0; i /= 2) error += __shfl_xor_sync(~0u, error, i);
+  if (j % 32 == 0) atomicAdd(worst, error);
+}
+
+template <typename T>
+T* device_alloc(int64_t count) {
+  T* p = nullptr;
+  CHECK_CUDA(cudaMalloc(&p, std::max<int64_t>(count, 16) * sizeof(T)));
+  return p;
+}
+
+std::vector<void*> pool_of_buffers;
+template <typename T>
+T* scratch(int64_t count) {
+  T* p = device_alloc<T>(count);
+  pool_of_buffers.push_back(p);
+  return p;
+}
+
+struct Problem {
+  ChunkForwardArgs args;
+  OracleArgs oracle;
+  int64_t tokens = 0, chunks = 0, state_elements = 0;
+};
+
+template <typename T>
+Problem build(const Case& c, uint64_t seed) {
+  Problem p;
+  const int n = static_cast<int>(c.lengths.size());
+  std::vector<int64_t> offsets(n + 1, 0), first(n, 0), slots_in(n), slots_out(n);
+  for (int i = 0; i < n; ++i) {
+    offsets[i + 1] = offsets[i] + c.lengths[i];
+    first[i] = p.chunks;
+    p.chunks += (c.lengths[i] + 63) / 64;
+  }
+  p.tokens = offsets[n] + c.padding;
+  const int64_t T_ = p.tokens;
+  T* q = scratch<T>(T_ * c.hq * 128);
+  T* k = scratch<T>(T_ * c.hq * 128);
+  T* v = scratch<T>(T_ * c.hv * 128);
+  T* o = scratch<T>(T_ * c.hv * 128);
+  float* g = scratch<float>(T_ * c.hv);
+  float* beta = scratch<float>(T_ * c.hv);
+  if (T_ > 0) {
+    fill_rows<T><<<T_ * c.hq, 128>>>(q, T_ * c.hq, seed + 1, true, false);
+    fill_rows<T><<<T_ * c.hq, 128>>>(k, T_ * c.hq, seed + 2, true, c.correlated);
+    fill_rows<T><<<T_ * c.hv, 128>>>(v, T_ * c.hv, seed + 3, false, false);
+    fill_gates<<<(T_ * c.hv + 255) / 256, 256>>>(g, beta, T_, c.hv, static_cast<int>(c.gates), c.correlated, seed + 4);
+  }
+  CHECK_CUDA(cudaGetLastError());
+  if (c.poison_tail) {  // every odd sequence and the padding become NaN (even rows) or Inf (odd rows)
+    std::vector<int> rows;
+    for (int i = 1; i < n; i += 2) {
+      for (int64_t t = offsets[i]; t < offsets[i + 1]; ++t) rows.push_back(static_cast<int>(t));
+    }
+    for (int64_t t = offsets[n]; t < T_; ++t) rows.push_back(static_cast<int>(t));
+    int* device_rows = scratch<int>(rows.size());
+    CHECK_CUDA(cudaMemcpy(device_rows, rows.data(), rows.size() * sizeof(int), cudaMemcpyHostToDevice));
+    const int count = static_cast<int>(rows.size());
+    if (count > 0) {
+      poison_rows<<<count, 128>>>(q, int64_t{128} * c.hq, device_rows, count, NAN);
+      poison_rows<<<count, 128>>>(k, int64_t{128} * c.hq, device_rows, count, NAN);
+      poison_rows<<<count, 128>>>(v, int64_t{128} * c.hv, device_rows, count, INFINITY);
+      poison_rows<<<count, 128>>>(g, static_cast<int64_t>(c.hv), device_rows, count, NAN);
+      poison_rows<<<count, 128>>>(beta, static_cast<int64_t>(c.hv), device_rows, count, NAN);
+    }
+  }
+  const int64_t slots = c.pool ? 2 * n + 3 : n;
+  p.state_elements = slots * c.hv * 16384;
+  const int64_t bytes = c.state_type == ElementType::kFloat32 ? 4 : 2;
+  char* h0 = scratch<char>(p.state_elements * bytes);
+  char* ht = scratch<char>(p.state_elements * bytes);
+  if (p.state_elements > 0) {
+    const unsigned blocks = static_cast<unsigned>((p.state_elements + 255) / 256);
+    if (c.state_type == ElementType::kFloat32) fill_state<<<blocks, 256>>>(reinterpret_cast<float*>(h0), p.state_elements, seed + 5);
+    if (c.state_type == ElementType::kBFloat16) fill_state<<<blocks, 256>>>(reinterpret_cast<__nv_bfloat16*>(h0), p.state_elements, seed + 5);
+    if (c.state_type == ElementType::kFloat16) fill_state<<<blocks, 256>>>(reinterpret_cast<__half*>(h0), p.state_elements, seed + 5);
+  }
+  for (int i = 0; i < n; ++i) {
+    slots_in[i] = c.h0 ? (c.pool ? (i % 5 == 4 ? -1 : 2 * n + 1 - 2 * i) : i) : -1;
+    slots_out[i] = c.pool ? (i % 7 == 6 ? -1 : 2 * i + 1) : i;
+  }
+  auto upload = [](const std::vector<int64_t>& x) {
+    int64_t* d = scratch<int64_t>(x.size());
+    CHECK_CUDA(cudaMemcpy(d, x.data(), x.size() * sizeof(int64_t), cudaMemcpyHostToDevice));
+    return d;
+  };
+  int64_t* d_offsets = upload(offsets);
+  std::vector<int> offsets_32(offsets.begin(), offsets.end());
+  int* d_offsets_32 = scratch<int>(n + 1);
+  CHECK_CUDA(cudaMemcpy(d_offsets_32, offsets_32.data(), (n + 1) * sizeof(int), cudaMemcpyHostToDevice));
+
+  ChunkForwardArgs& a = p.args;
+  a.q = q, a.k = k, a.v = v, a.o = o, a.g = g, a.beta = beta;
+  a.q_token_stride = a.k_token_stride = c.hq * 128;
+  a.v_token_stride = a.o_token_stride = c.hv * 128;
+  a.q_head_stride = a.k_head_stride = a.v_head_stride = a.o_head_stride = 128;
+  a.g_token_stride = a.beta_token_stride = c.hv;
+  a.g_head_stride = a.beta_head_stride = 1;
+  if (c.h0) a.initial.data = h0;
+  a.final_state.data = ht;
+  for (StateSet* set : {&a.initial, &a.final_state}) {
+    set->slot_stride = static_cast<int64_t>(c.hv) * 16384;
+    set->head_stride = 16384;
+    set->slots = slots;
+    set->type = c.state_type;
+    set->indices_are_64_bit = 1;
+  }
+  int64_t* d_in = upload(slots_in);
+  int64_t* d_out = upload(slots_out);
+  if (c.pool) a.initial.indices = d_in, a.final_state.indices = d_out;
+  if (!c.dense) {
+    a.cu_seqlens = c.offsets_64 ? static_cast<const void*>(d_offsets) : d_offsets_32;
+    a.cu_seqlens_are_64_bit = c.offsets_64;
+  } else {
+    a.dense_length = c.lengths[0];
+  }
+  a.num_tokens = T_;
+  a.num_sequences = n;
+  a.num_key_heads = c.hq;
+  a.num_value_heads = c.hv;
+  a.state_v_first = c.v_first;
+  a.type = c.half ? ElementType::kFloat16 : ElementType::kBFloat16;
+  a.scale = c.scale;
+  a.workspace = scratch<char>(chunk_forward_workspace_size(n));
+  if (c.save) {
+    a.g_cumsum = scratch<float>(T_ * c.hv);
+    a.a = scratch<T>(T_ * c.hv * 64);
+    a.h = scratch<T>(p.chunks * c.hv * 16384);
+  }
+  p.oracle = {q, k, v, o, g, beta, h0, ht, a.h, a.a, a.g_cumsum, d_offsets, upload(first), d_in, d_out,
+              scratch<double>(std::max(1, n * c.hv) * 8), c.hq, c.hv, c.v_first, static_cast<int>(c.state_type), c.scale};
+  CHECK_CUDA(cudaDeviceSynchronize());
+  return p;
+}
+
+void poison_outputs(const Problem& p) {
+  const ChunkForwardArgs& a = p.args;
+  CHECK_CUDA(cudaMemset(a.o, 0xff, p.tokens * a.num_value_heads * 256));
+  CHECK_CUDA(cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == ElementType::kFloat32 ? 4 : 2)));
+  CHECK_CUDA(cudaMemset(a.workspace, 0xff, chunk_forward_workspace_size(a.num_sequences)));
+  if (a.a != nullptr) CHECK_CUDA(cudaMemset(a.a, 0xff, p.tokens * a.num_value_heads * 128));
+  if (a.g_cumsum != nullptr) CHECK_CUDA(cudaMemset(a.g_cumsum, 0xff, p.tokens * a.num_value_heads * 4));
+  if (a.h != nullptr) CHECK_CUDA(cudaMemset(a.h, 0xff, p.chunks * a.num_value_heads * 32768));
+}
+
+void release() {
+  CHECK_CUDA(cudaDeviceSynchronize());
+  for (void* p : pool_of_buffers) cudaFree(p);
+  pool_of_buffers.clear();
+}
+
+struct Errors {
+  double o = 0, o_worst = 0, state = 0, state_worst = 0, h = 0, cumsum = 0, a = 0;
+  int bad_tiles = 0;
+};
+
+template <typename T>
+Errors measure(const Case& c, Problem& p) {
+  Errors e;
+  const int n = static_cast<int>(c.lengths.size()), tiles = n * c.hv;
+  if (tiles == 0) return e;
+  CHECK_CUDA(cudaMemset(p.oracle.sums, 0, tiles * 64));
+  oracle<T><<<tiles, 512>>>(p.oracle);
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<double> sums(tiles * 8);
+  CHECK_CUDA(cudaMemcpy(sums.data(), p.oracle.sums, tiles * 64, cudaMemcpyDeviceToHost));
+  double o[2] = {}, s[2] = {}, h[2] = {};
+  for (int i = 0; i < tiles; ++i) {
+    const double* x = &sums[i * 8];
+    if (c.poison_tail && (i / c.hv) % 2 == 1) continue;
+    const double eo = x[1] > 0 ? std::sqrt(x[0] / x[1]) : std::sqrt(x[0]), es = x[3] > 0 ? std::sqrt(x[2] / x[3]) : std::sqrt(x[2]);
+    if (!(eo < 0.02) || !(es < 0.02)) {
+      if (e.bad_tiles++ < 3) std::printf("  bad tile seq %d head %d len %d: o %.3g state %.3g\n", i / c.hv, i % c.hv, c.lengths[i / c.hv], eo, es);
+    }
+    e.o_worst = std::max(e.o_worst, eo), e.state_worst = std::max(e.state_worst, es);
+    o[0] += x[0], o[1] += x[1], s[0] += x[2], s[1] += x[3], h[0] += x[4], h[1] += x[5];
+    e.cumsum = std::max(e.cumsum, x[6]);
+  }
+  e.o = o[1] > 0 ? std::sqrt(o[0] / o[1]) : std::sqrt(o[0]);
+  e.state = s[1] > 0 ? std::sqrt(s[0] / s[1]) : std::sqrt(s[0]);
+  e.h = h[1] > 0 ? std::sqrt(h[0] / h[1]) : std::sqrt(h[0]);
+  if (p.args.a != nullptr) {
+    double* worst = scratch<double>(1);
+    CHECK_CUDA(cudaMemset(worst, 0, 8));
+    int64_t rows = 0;
+    for (int i = 0; i < n; ++i) {
+      if (c.lengths[i] > 0) check_a<T><<<dim3((c.lengths[i] + 63) / 64, c.hv), 64>>>(p.oracle, i, worst);
+      rows += c.lengths[i];
+    }
+    double total = 0;
+    CHECK_CUDA(cudaMemcpy(&total, worst, 8, cudaMemcpyDeviceToHost));
+    e.a = std::sqrt(total / (rows * c.hv));
+  }
+  return e;
+}
+
+uint64_t checksum(const void* device, int64_t bytes) {
+  std::vector<uint64_t> host((bytes + 7) / 8, 0);
+  CHECK_CUDA(cudaMemcpy(host.data(), device, bytes, cudaMemcpyDeviceToHost));
+  uint64_t sum = 1469598103934665603ull;
+  for (uint64_t x : host) sum = (sum ^ x) * 1099511628211ull;
+  return sum;
+}
+
+template <typename T>
+bool run_check(const Case& c, int repeats) {
+  Problem p = build<T>(c, 17);
+  poison_outputs(p);
+  CHECK_CUDA(cudaDeviceSynchronize());
+  CHECK_CUDA(launch_chunk_forward(p.args, c.variant, nullptr));
+  CHECK_CUDA(cudaDeviceSynchronize());
+  const Errors e = measure<T>(c, p);
+  int64_t tail = 0;
+  if (c.padding > 0) {
+    std::vector<uint16_t> rows(static_cast<size_t>(c.padding) * c.hv * 128);
+    CHECK_CUDA(cudaMemcpy(rows.data(), static_cast<T*>(p.args.o) + (p.tokens - c.padding) * c.hv * 128, rows.size() * 2, cudaMemcpyDeviceToHost));
+    for (uint16_t x : rows) tail += x != 0;
+  }
+  const int64_t o_bytes = p.tokens * c.hv * 256, s_bytes = p.state_elements * (c.state_type == ElementType::kFloat32 ? 4 : 2);
+  const uint64_t before = checksum(p.args.o, o_bytes) ^ checksum(p.args.final_state.data, s_bytes);
+  int different = 0;
+  for (int i = 0; i < repeats; ++i) {
+    CHECK_CUDA(launch_chunk_forward(p.args, c.variant, nullptr));
+    if (i % 10 == 9 || i == repeats - 1) different += (checksum(p.args.o, o_bytes) ^ checksum(p.args.final_state.data, s_bytes)) != before;
+  }
+  const double bound = c.correlated ? 8e-3 : 5e-3;
+  const bool ok = e.bad_tiles == 0 && e.o < bound && e.state < bound && e.h < bound && e.cumsum < 1e-5 && e.a < 1e-2 && tail == 0 && different == 0;
+  std::printf("%s %-34s o %.2e (%.2e) state %.2e (%.2e)", ok ? "ok  " : "FAIL", c.name.c_str(), e.o, e.o_worst, e.state, e.state_worst);
+  if (c.save) std::printf(" h %.2e cumsum %.1e A %.2e", e.h, e.cumsum, e.a);
+  if (tail != 0) std::printf(" tail %lld", static_cast<long long>(tail));
+  if (different != 0) std::printf(" DIFFERENT %d", different);
+  std::printf("\n");
+  std::fflush(stdout);
+  release();
+  return ok;
+}
+
+template <typename T>
+void run_time(const Case& c) {
+  Problem p = build<T>(c, 23);
+  poison_outputs(p);
+  CHECK_CUDA(launch_chunk_forward(p.args, c.variant, nullptr));
+  CHECK_CUDA(cudaDeviceSynchronize());
+  const Errors e = measure<T>(c, p);
+  cudaStream_t stream;
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  CHECK_CUDA(launch_chunk_forward(p.args, c.variant, stream));
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  cudaEvent_t start, stop;
+  CHECK_CUDA(cudaEventCreate(&start));
+  CHECK_CUDA(cudaEventCreate(&stop));
+  for (int i = 0; i < 5; ++i) CHECK_CUDA(cudaGraphLaunch(exec, stream));
+  std::vector<float> times;
+  for (int i = 0; i < 21; ++i) {
+    CHECK_CUDA(cudaEventRecord(start, stream));
+    CHECK_CUDA(cudaGraphLaunch(exec, stream));
+    CHECK_CUDA(cudaEventRecord(stop, stream));
+    CHECK_CUDA(cudaEventSynchronize(stop));
+    float ms = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, start, stop));
+    times.push_back(ms);
+  }
+  std::sort(times.begin(), times.end());
+  const double ms = times[times.size() / 2];
+  const int tiles = static_cast<int>(c.lengths.size()) * c.hv * (c.variant == ChunkForwardVariant::kSplitV ? 2 : 1);
+  const double steps = static_cast<double>((tiles + 131) / 132) * ((c.lengths[0] + 63) / 64);
+  std::printf("%-26s %8.4f ms (min %.4f)  bar %.4f  %5.3f us/step  o %.2e (%.2e) state %.2e%s\n", c.name.c_str(), ms, times[0], c.bar_ms,
+              ms * 1e3 / steps, e.o, e.o_worst, e.state, e.bad_tiles ? "  WRONG" : "");
+  std::fflush(stdout);
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  release();
+}
+
+std::vector<Case> check_cases() {
+  std::vector<Case> cases;
+  auto add = [&](const char* name, int hq, int hv, std::vector<int> lengths) -> Case& {
+    cases.push_back({});
+    Case& c = cases.back();
+    c.name = name, c.hq = hq, c.hv = hv, c.lengths = std::move(lengths);
+    return c;
+  };
+  add("1x64 no h0", 1, 1, {64}).h0 = false;
+  add("1x64", 1, 1, {64});
+  add("1x128", 1, 1, {128});
+  add("1x256", 1, 2, {256});
+  add("1x1024 dense", 2, 4, {1024}).dense = true;
+  add("2x192 dense", 2, 4, {192, 192}).dense = true;
+  add("mixed", 2, 8, {37, 300, 64, 129, 1});
+  add("mixed long", 2, 4, {1, 63, 64, 65, 127, 129, 300, 1000});
+  {
+    Case& c = add("zero lengths", 2, 4, {0, 70, 0, 0, 128, 0});
+    c.offsets_64 = true, c.padding = 77;
+  }
+  add("all empty", 2, 4, {0, 0, 0});
+  {
+    Case& c = add("v first, pool bf16", 2, 4, {100, 64, 257, 1, 63, 200, 128, 90});
+    c.v_first = true, c.pool = true, c.state_type = ElementType::kBFloat16;
+  }
+  {
+    Case& c = add("pool fp32", 2, 4, {100, 64, 257, 1, 63, 200, 128, 90});
+    c.pool = true;
+  }
+  add("g zero", 2, 4, {500}).gates = Gates::kZero;
+  add("g strong", 2, 8, {500, 129}).gates = Gates::kStrong;
+  add("g extreme", 2, 8, {500, 129}).gates = Gates::kExtreme;
+  add("correlated", 2, 8, {500, 129}).correlated = true;
+  {
+    Case& c = add("NaN neighbours", 2, 4, {100, 64, 30, 100, 129, 64, 1, 65});
+    c.poison_tail = true, c.padding = 40;
+  }
+  {
+    Case& c = add("many tiles", 4, 16, {});
+    for (int i = 0; i < 60; ++i) c.lengths.push_back((i * 37) % 400);
+  }
+  add("fp16 mixed", 2, 8, {37, 300, 64, 129, 1}).half = true;
+  {
+    Case& c = add("split mixed", 2, 8, {37, 300, 64, 129, 1, 500});
+    c.variant = ChunkForwardVariant::kSplitV;
+  }
+  {
+    Case& c = add("split NaN, v first", 2, 4, {100, 64, 30, 100, 129, 64, 1, 65});
+    c.variant = ChunkForwardVariant::kSplitV, c.poison_tail = true, c.v_first = true, c.padding = 9;
+  }
+  {
+    Case& c = add("save", 2, 8, {37, 300, 64, 129, 1});
+    c.save = true;
+  }
+  {
+    Case& c = add("save, v first, split", 2, 8, {37, 300, 64, 129, 1});
+    c.save = true, c.v_first = true, c.variant = ChunkForwardVariant::kSplitV;
+  }
+  {
+    Case& c = add("scale 0", 2, 2, {200});
+    c.scale = 0.0f;
+  }
+  return cases;
+}
+
+std::vector<Case> time_cases() {
+  struct Row {
+    int hq, hv, n, length;
+    double bar;
+  };
+  const Row rows[] = {{16, 64, 4, 8192, 0.58},  {16, 64, 8, 4096, 0.60},  {16, 64, 4, 2048, 0.155}, {16, 64, 8, 1024, 0.158},
+                      {16, 64, 1, 32768, 0.95}, {16, 64, 1, 8192, 0.26},  {16, 48, 8, 4096, 0.46},  {8, 32, 4, 8192, 0.295},
+                      {8, 32, 8, 4096, 0.30},   {8, 32, 4, 2048, 0.084},  {8, 32, 8, 1024, 0.086},  {8, 24, 4, 2048, 0.083},
+                      {16, 16, 4, 8192, 0.26},  {4, 16, 8, 1024, 0.047},  {2, 8, 8, 1024, 0.042}};
+  std::vector<Case> cases;
+  for (const Row& r : rows) {
+    Case c;
+    c.name = std::to_string(r.hq) + "/" + std::to_string(r.hv) + " " + std::to_string(r.n) + "x" + std::to_string(r.length);
+    c.hq = r.hq, c.hv = r.hv, c.bar_ms = r.bar;
+    c.lengths.assign(r.n, r.length);
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string command = argc > 1 ? argv[1] : "check";
+  const std::string filter = argc > 2 ? argv[2] : "";
+  const int option = argc > 3 ? std::atoi(argv[3]) : -1;
+  bool ok = true;
+  if (command == "check") {
+    for (const Case& c : check_cases()) {
+      if (c.name.find(filter) == std::string::npos) continue;
+      const int repeats = option >= 0 ? option : 50;
+      ok &= c.half ? run_check<__half>(c, repeats) : run_check<__nv_bfloat16>(c, repeats);
+    }
+    std::printf(ok ? "all ok\n" : "FAILURES\n");
+  } else {
+    for (Case& c : time_cases()) {
+      if (c.name.find(filter) == std::string::npos) continue;
+      if (option >= 0) c.variant = static_cast<ChunkForwardVariant>(option & 3), c.half = option & 4, c.save = option & 8, c.dense = option & 16;
+      c.half ? run_time<__half>(c) : run_time<__nv_bfloat16>(c);
+    }
+  }
+  return ok ? 0 : 1;
+}
