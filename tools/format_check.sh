@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
-# Fails on every C, C++ and CUDA file that clang-format would write differently.
+# Fails on every C, C++ and CUDA file that clang-format would write differently. With --fix it writes them instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-git ls-files -z '*.h' '*.c' '*.cpp' '*.cu' '*.cuh' | xargs -0 clang-format --dry-run -Werror
+mode=(--dry-run -Werror)
+if [[ "${1:-}" == --fix ]]; then
+  mode=(-i)
+fi
+git ls-files -z '*.h' '*.c' '*.cpp' '*.inc' '*.cu' '*.cuh' | xargs -0 clang-format "${mode[@]}"
