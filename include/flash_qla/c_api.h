@@ -66,38 +66,38 @@ typedef enum flash_qla_device_type { FLASH_QLA_CPU = 0, FLASH_QLA_CUDA = 1 } fla
 
 /* A strided view of somebody else's memory. A zeroed structure (ndim 0) is an absent tensor. */
 typedef struct flash_qla_tensor {
-  void* data;                          /* first element; may be NULL where the tensor has no elements, and for can_implement
-                                          and workspace_size, which look at no memory */
-  int64_t shape[FLASH_QLA_MAX_DIMS];   /* elements */
-  int64_t stride[FLASH_QLA_MAX_DIMS];  /* elements, any value; 0 repeats (inputs only) */
-  int32_t ndim;                        /* 1 .. 4; 0: absent */
-  int32_t dtype;                       /* flash_qla_dtype */
+  void* data; /* first element; may be NULL where the tensor has no elements, and for can_implement
+                 and workspace_size, which look at no memory */
+  int64_t shape[FLASH_QLA_MAX_DIMS];  /* elements */
+  int64_t stride[FLASH_QLA_MAX_DIMS]; /* elements, any value; 0 repeats (inputs only) */
+  int32_t ndim;                       /* 1 .. 4; 0: absent */
+  int32_t dtype;                      /* flash_qla_dtype */
 } flash_qla_tensor;
 
 /* How one sequence may be cut into segments that are computed beside each other. */
 typedef enum flash_qla_cp_mode {
-  FLASH_QLA_CP_OFF = 0,       /* a sequence's bits depend on nothing but the sequence */
-  FLASH_QLA_CP_AUTO = 1,      /* planned from the whole batch */
-  FLASH_QLA_CP_INVARIANT = 2  /* planned from each sequence's own length alone */
+  FLASH_QLA_CP_OFF = 0,      /* a sequence's bits depend on nothing but the sequence */
+  FLASH_QLA_CP_AUTO = 1,     /* planned from the whole batch */
+  FLASH_QLA_CP_INVARIANT = 2 /* planned from each sequence's own length alone */
 } flash_qla_cp_mode;
 
 /* What is common to all operations. Start from flash_qla_options_default(). */
 typedef struct flash_qla_options {
-  double scale;                     /* multiplies q; NaN: K^-1/2. 0.0 is 0.0 */
-  int32_t state_v_first;            /* states are [.., V, K] instead of [.., K, V] */
-  int32_t use_qk_l2norm_in_kernel;  /* q, k -> x / sqrt(sum x^2 + 1e-6), rounded to their dtype */
-  int32_t use_gate_in_kernel;       /* g is raw: log decay = -exp(A_log) * softplus(g + dt_bias) */
+  double scale;                       /* multiplies q; NaN: K^-1/2. 0.0 is 0.0 */
+  int32_t state_v_first;              /* states are [.., V, K] instead of [.., K, V] */
+  int32_t use_qk_l2norm_in_kernel;    /* q, k -> x / sqrt(sum x^2 + 1e-6), rounded to their dtype */
+  int32_t use_gate_in_kernel;         /* g is raw: log decay = -exp(A_log) * softplus(g + dt_bias) */
   int32_t use_beta_sigmoid_in_kernel; /* beta is raw: sigmoid(beta) */
-  int32_t allow_neg_eigval;         /* with use_beta_sigmoid_in_kernel: 2 * sigmoid(beta) */
-  int32_t cp_mode;                  /* flash_qla_cp_mode */
-  int32_t force_intra_cp;           /* split wherever it is possible (tests) */
-  double cp_tolerance;              /* dropped part of a state, relative to the largest state norm; <= 0: the default */
-  int32_t check_device_data;        /* read and check cu_seqlens and indices (waits for the device) */
-  int32_t num_threads;              /* CPU threads; 0: as many as the process may use */
-  const char* path;                 /* NULL: chosen by the library; else the name of a path, as explain() prints it */
-  const char* operation;            /* name that error messages begin with; NULL: the operation's own */
-  int32_t device_type;              /* flash_qla_device_type of every tensor */
-  int32_t device_index;             /* CUDA ordinal */
+  int32_t allow_neg_eigval;           /* with use_beta_sigmoid_in_kernel: 2 * sigmoid(beta) */
+  int32_t cp_mode;                    /* flash_qla_cp_mode */
+  int32_t force_intra_cp;             /* split wherever it is possible (tests) */
+  double cp_tolerance;       /* dropped part of a state, relative to the largest state norm; <= 0: the default */
+  int32_t check_device_data; /* read and check cu_seqlens and indices (waits for the device) */
+  int32_t num_threads;       /* CPU threads; 0: as many as the process may use */
+  const char* path;          /* NULL: chosen by the library; else the name of a path, as explain() prints it */
+  const char* operation;     /* name that error messages begin with; NULL: the operation's own */
+  int32_t device_type;       /* flash_qla_device_type of every tensor */
+  int32_t device_index;      /* CUDA ordinal */
 } flash_qla_options;
 
 /* Forward pass, chunked (flash_qla_chunk_forward_*) or token by token (flash_qla_recurrent_*).
@@ -107,18 +107,18 @@ typedef struct flash_qla_forward_arguments {
   flash_qla_options options;
 
   /* inputs */
-  flash_qla_tensor q;             /* [B, T, Hq, K] float (or float64 on the CPU) */
-  flash_qla_tensor k;             /* [B, T, Hq, K] as q */
-  flash_qla_tensor v;             /* [B, T, Hv, V] as q */
-  flash_qla_tensor g;             /* [B, T, Hv] float, natural-log decay per token (or raw gate); absent: no decay */
-  flash_qla_tensor beta;          /* [B, T, Hv] float; absent: ones */
-  flash_qla_tensor A_log;         /* [Hv] float, with use_gate_in_kernel */
-  flash_qla_tensor dt_bias;       /* [Hv] float, optional, with use_gate_in_kernel */
-  flash_qla_tensor cu_seqlens;    /* [N + 1] int32 or int64, packed token offsets; absent: N = B sequences of T tokens */
+  flash_qla_tensor q;          /* [B, T, Hq, K] float (or float64 on the CPU) */
+  flash_qla_tensor k;          /* [B, T, Hq, K] as q */
+  flash_qla_tensor v;          /* [B, T, Hv, V] as q */
+  flash_qla_tensor g;          /* [B, T, Hv] float, natural-log decay per token (or raw gate); absent: no decay */
+  flash_qla_tensor beta;       /* [B, T, Hv] float; absent: ones */
+  flash_qla_tensor A_log;      /* [Hv] float, with use_gate_in_kernel */
+  flash_qla_tensor dt_bias;    /* [Hv] float, optional, with use_gate_in_kernel */
+  flash_qla_tensor cu_seqlens; /* [N + 1] int32 or int64, packed token offsets; absent: N = B sequences of T tokens */
   flash_qla_tensor initial_state; /* [N, Hv, K, V] float, optional; excludes state_pool */
 
   /* states in a pool, read and written in place */
-  flash_qla_tensor state_pool;            /* [slots, Hv, K, V] float; any slot stride; the inner three dims contiguous */
+  flash_qla_tensor state_pool; /* [slots, Hv, K, V] float; any slot stride; the inner three dims contiguous */
   flash_qla_tensor initial_state_indices; /* [N] int32 or int64; recurrent: also [N, S] with num_accepted_tokens */
   flash_qla_tensor final_state_indices;   /* [N]; absent: the initial ones. Recurrent: also [N, T], a slot per token */
   flash_qla_tensor has_initial_state;     /* [N] bool, optional; false: start from zero, the slot is not read */
@@ -148,25 +148,25 @@ typedef struct flash_qla_backward_arguments {
 
   /* inputs of the forward pass */
   flash_qla_tensor q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state; /* as in the forward */
-  int32_t g_is_cumsum;          /* g is the forward's g_cumsum; excludes use_gate_in_kernel. dg is of the log decay */
+  int32_t g_is_cumsum; /* g is the forward's g_cumsum; excludes use_gate_in_kernel. dg is of the log decay */
 
   /* kept from the forward, each optional: absent parts are computed again */
-  flash_qla_tensor A;           /* [B, T, Hv, 64] */
-  flash_qla_tensor o;           /* [B, T, Hv, V] */
+  flash_qla_tensor A; /* [B, T, Hv, 64] */
+  flash_qla_tensor o; /* [B, T, Hv, V] */
 
   /* incoming gradients, each optional: absent is zero */
-  flash_qla_tensor d_o;         /* [B, T, Hv, V] float, any strides */
-  flash_qla_tensor dht;         /* [N, Hv, K, V] float (float64), any strides */
+  flash_qla_tensor d_o; /* [B, T, Hv, V] float, any strides */
+  flash_qla_tensor dht; /* [N, Hv, K, V] float (float64), any strides */
 
   /* outputs */
-  flash_qla_tensor dq;          /* [B, T, Hq, K] as q: summed over the group's value heads in float32, rounded once */
-  flash_qla_tensor dk;          /* [B, T, Hq, K] as k */
-  flash_qla_tensor dv;          /* [B, T, Hv, V] as v */
-  flash_qla_tensor dg;          /* [B, T, Hv] float (float64): of g as it was given (of the log decay for a cumsum) */
-  flash_qla_tensor dbeta;       /* [B, T, Hv] float (float64): of beta as it was given */
-  flash_qla_tensor dh0;         /* [N, Hv, K, V] float (float64) */
-  flash_qla_tensor dA_log;      /* [Hv] float (float64), with use_gate_in_kernel */
-  flash_qla_tensor ddt_bias;    /* [Hv] float (float64), with use_gate_in_kernel and dt_bias */
+  flash_qla_tensor dq;       /* [B, T, Hq, K] as q: summed over the group's value heads in float32, rounded once */
+  flash_qla_tensor dk;       /* [B, T, Hq, K] as k */
+  flash_qla_tensor dv;       /* [B, T, Hv, V] as v */
+  flash_qla_tensor dg;       /* [B, T, Hv] float (float64): of g as it was given (of the log decay for a cumsum) */
+  flash_qla_tensor dbeta;    /* [B, T, Hv] float (float64): of beta as it was given */
+  flash_qla_tensor dh0;      /* [N, Hv, K, V] float (float64) */
+  flash_qla_tensor dA_log;   /* [Hv] float (float64), with use_gate_in_kernel */
+  flash_qla_tensor ddt_bias; /* [Hv] float (float64), with use_gate_in_kernel and dt_bias */
 } flash_qla_backward_arguments;
 
 /* Fills in the defaults: everything absent or off, scale K^-1/2, auto CP, null_index -1, device CPU. */

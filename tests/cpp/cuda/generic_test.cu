@@ -418,7 +418,8 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
     Features f = draw_features(type, s.K, r);
     f.l2norm = f.gate = f.dt_bias = f.sigmoid = f.negative = false;
     f.strided = r.chance(0.2);
-    // Without a state before it a lone token's decay acts on nothing: its gradient is the rounding of terms that cancel.
+    // Without a state before it a lone token's decay acts on nothing: its gradient is the rounding of terms that
+    // cancel.
     f.initial_state = true;
     BackwardCall call;
     call.draw(s, f, f.g && r.chance(0.3), r.chance(0.9), r.chance(0.5), r);
