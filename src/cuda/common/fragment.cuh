@@ -39,7 +39,8 @@ __device__ __forceinline__ float2 unpack2<__half>(uint32_t packed) {
   return __half22float2(*reinterpret_cast<const __half2*>(&packed));
 }
 
-__device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3) {
+__device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t& r0, uint32_t& r1, uint32_t& r2,
+                                                     uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
                : "r"(smem)
@@ -47,21 +48,26 @@ __device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t& r0
 }
 
 __device__ __forceinline__ void store_matrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
                : "memory");
 }
 
-__device__ __forceinline__ void store_matrix_x4_trans(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2),
-               "r"(r3)
+__device__ __forceinline__ void store_matrix_x4_trans(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2,
+                                                      uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
                : "memory");
 }
 
-// Plain shared-memory accesses by address. Volatile: the compiler must not move them away from where a role placed them,
-// hoisting them would cost registers the accumulators need.
+// Plain shared-memory accesses by address. Volatile: the compiler must not move them away from where a role placed
+// them, hoisting them would cost registers the accumulators need.
 __device__ __forceinline__ float4 load_shared_f4(uint32_t smem) {
   float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(smem) : "memory");
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(smem)
+               : "memory");
   return v;
 }
 
@@ -79,7 +85,10 @@ __device__ __forceinline__ float load_shared_f1(uint32_t smem) {
 
 __device__ __forceinline__ uint4 load_shared_u4(uint32_t smem) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(smem)
+               : "memory");
   return v;
 }
 
@@ -92,7 +101,8 @@ __device__ __forceinline__ void store_shared_f2(uint32_t smem, float x, float y)
 }
 
 __device__ __forceinline__ void store_shared_u4(uint32_t smem, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

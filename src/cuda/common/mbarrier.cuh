@@ -45,7 +45,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 }
 
 #ifdef FLASH_QLA_WATCHDOG
-// Debug builds: a wait that never ends is reported (shared-memory address, parity, place) and given up, so that the kernel ends.
+// Debug builds: a wait that never ends is reported (shared-memory address, parity, place) and given up, so that the
+// kernel ends.
 static __device__ unsigned watchdog_reports = 0;
 
 static __device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t parity) {

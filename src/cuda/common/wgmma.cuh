@@ -1,8 +1,9 @@
 // Warpgroup matrix products (wgmma, sm_90a), fp32 accumulators. CCCL has no wrapper for them.
 //
-// Names: mma_<rs|ss>_n<N>[_trans][_init]. rs: A from registers, ss: A from shared memory; trans: B is stored with N contiguous;
-// init: D = A B, otherwise D += A B. The init forms name D as a pure output, so that no copy of an old value is carried round a loop.
-// M is 64 and K is 16: warp w of the group holds rows 16w..16w+15, and an accumulator of N columns is N/2 registers:
+// Names: mma_<rs|ss>_n<N>[_trans][_init]. rs: A from registers, ss: A from shared memory; trans: B is stored with N
+// contiguous; init: D = A B, otherwise D += A B. The init forms name D as a pure output, so that no copy of an old
+// value is carried round a loop. M is 64 and K is 16: warp w of the group holds rows 16w..16w+15, and an accumulator of
+// N columns is N/2 registers:
 //   d[4j + 2h + e] = D[16w + lane/4 + 8h][8j + 2(lane%4) + e].
 // The packed pairs of an accumulator's 16 columns are the A registers of one K step.
 #pragma once
@@ -15,15 +16,18 @@
 
 namespace flash_qla::cuda {
 
-// A 128-byte swizzled operand in shared memory. `stride_bytes`: from 8 rows to the next 8. `leading_bytes`: from 64 contiguous
-// elements to the next 64 (read for the N-contiguous form alone).
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t leading_bytes = 16, uint32_t stride_bytes = 1024) {
+// A 128-byte swizzled operand in shared memory. `stride_bytes`: from 8 rows to the next 8. `leading_bytes`: from 64
+// contiguous elements to the next 64 (read for the N-contiguous form alone).
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t leading_bytes = 16,
+                                                     uint32_t stride_bytes = 1024) {
   return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
          static_cast<uint64_t>(stride_bytes >> 4) << 32 | uint64_t{1} << 62;
 }
 
 // The same operand `bytes` further on.
-__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
+  return descriptor + (bytes >> 4);
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -2,8 +2,8 @@
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel. Stands alone: its own oracle, random
 // inputs, no framework.
 //   sm90_chunk_bwd_bench check | time
-// Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc -Iinclude
-// from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
+// Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc
+// -Iinclude from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

@@ -1,6 +1,7 @@
 // Development harness of the fused Hopper forward: checks against a token recurrence in fp64 on the device, and times.
 //   sm90_chunk_fwd_bench check [filter]    every case once, poisoned outputs, then repeated runs compared bit by bit
-//   sm90_chunk_fwd_bench time [filter]     the rows of docs/design/sm90_forward.md: median of graph replays, error checked first
+//   sm90_chunk_fwd_bench time [filter]     the rows of docs/design/sm90_forward.md: median of graph replays, error
+//   checked first
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -15,18 +16,17 @@
 
 #include "cuda/sm90/chunk_fwd/params.h"
 
-
 namespace {
 
 using namespace flash_qla::cuda::sm90;
 
-#define CHECK_CUDA(call)                                                                                      \
-  do {                                                                                                        \
-    const cudaError_t status_ = (call);                                                                       \
-    if (status_ != cudaSuccess) {                                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status_));                 \
-      std::exit(2);                                                                                           \
-    }                                                                                                         \
+#define CHECK_CUDA(call)                                                                      \
+  do {                                                                                        \
+    const cudaError_t status_ = (call);                                                       \
+    if (status_ != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status_)); \
+      std::exit(2);                                                                           \
+    }                                                                                         \
   } while (0)
 
 enum class Gates { kBenchmark, kZero, kStrong, kExtreme };
@@ -61,9 +61,7 @@ __device__ uint32_t hash(uint64_t x) {
   return static_cast<uint32_t>(x);
 }
 __device__ float uniform(uint64_t x) { return (hash(x) + 0.5f) * (1.0f / 4294967296.0f); }
-__device__ float normal(uint64_t x) {
-  return sqrtf(-2.0f * logf(uniform(2 * x))) * cospif(2.0f * uniform(2 * x + 1));
-}
+__device__ float normal(uint64_t x) { return sqrtf(-2.0f * logf(uniform(2 * x))) * cospif(2.0f * uniform(2 * x + 1)); }
 
 template <typename T>
 __global__ void fill_rows(T* x, int64_t rows, uint64_t seed, bool normalise, bool correlated) {
@@ -112,14 +110,14 @@ __global__ void poison_rows(T* x, int64_t row_elements, const int* rows, int cou
 struct OracleArgs {
   const void *q, *k, *v, *o;
   const float *g, *beta;
-  const void *h0, *ht;           // [N, Hv, K, V] or [.., V, K]
-  const void* h;                 // [chunks, Hv, ..] or null
-  const void* a;                 // [T, Hv, 64] or null
+  const void *h0, *ht;  // [N, Hv, K, V] or [.., V, K]
+  const void* h;        // [chunks, Hv, ..] or null
+  const void* a;        // [T, Hv, 64] or null
   const float* g_cumsum;
-  const int64_t* offsets;        // [N + 1]
-  const int64_t* first_chunks;   // [N]
+  const int64_t* offsets;       // [N + 1]
+  const int64_t* first_chunks;  // [N]
   const int64_t *slots_in, *slots_out;
-  double* sums;                  // per tile: |o - ref|^2, |ref|^2, |state - ref|^2, |ref|^2, h, h, cumsum error, -
+  double* sums;  // per tile: |o - ref|^2, |ref|^2, |state - ref|^2, |ref|^2, h, h, cumsum error, -
   int hq, hv, v_first, state_type;
   float scale;
 };
@@ -140,7 +138,8 @@ __global__ void __launch_bounds__(512) oracle(const __grid_constant__ OracleArgs
   double s[32];
   const int64_t in = args.slots_in[sequence];
   for (int i = 0; i < 32; ++i) {
-    s[i] = in >= 0 ? load_any(args.h0, (in * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv, args.state_type) : 0.0;
+    s[i] = in >= 0 ? load_any(args.h0, (in * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv, args.state_type)
+                   : 0.0;
   }
   __shared__ double k[128], q[128];
   double error = 0, norm = 0, h_error = 0, h_norm = 0, c_error = 0, sum_g = 0;
@@ -165,7 +164,8 @@ __global__ void __launch_bounds__(512) oracle(const __grid_constant__ OracleArgs
       }
     }
     sum_g += fmax(g, -80.0);
-    if (args.g_cumsum != nullptr) c_error = fmax(c_error, fabs(args.g_cumsum[t * args.hv + head] - sum_g) / (1 + fabs(sum_g)));
+    if (args.g_cumsum != nullptr)
+      c_error = fmax(c_error, fabs(args.g_cumsum[t * args.hv + head] - sum_g) / (1 + fabs(sum_g)));
     double product = 0;
     for (int i = 0; i < 32; ++i) {
       s[i] *= decay;
@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(512) oracle(const __grid_constant__ OracleArgs
   const int64_t slot = args.slots_out[sequence];
   if (slot >= 0) {
     for (int i = 0; i < 32; ++i) {
-      const double got = load_any(args.ht, (slot * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv, args.state_type);
+      const double got =
+          load_any(args.ht, (slot * args.hv + head) * 16384 + (part * 32 + i) * sk + dv * sv, args.state_type);
       s_error += (got - s[i]) * (got - s[i]);
       s_norm += s[i] * s[i];
     }
@@ -218,14 +219,17 @@ __global__ void check_a(const __grid_constant__ OracleArgs args, int sequence, d
   if (j < count) {
     for (int i = 0; i < count; ++i) {
       auto a = [&](int r) {
-        return static_cast<double>(static_cast<float>(static_cast<const T*>(args.a)[((begin + r) * args.hv + head) * 64 + j]));
+        return static_cast<double>(
+            static_cast<float>(static_cast<const T*>(args.a)[((begin + r) * args.hv + head) * 64 + j]));
       };
       double sum = a(i);
       for (int r = 0; r < i; ++r) {
         double dot = 0;
         for (int c = 0; c < 128; ++c) {
-          dot += static_cast<double>(static_cast<float>(static_cast<const T*>(args.k)[((begin + i) * args.hq + key_head) * 128 + c])) *
-                 static_cast<double>(static_cast<float>(static_cast<const T*>(args.k)[((begin + r) * args.hq + key_head) * 128 + c]));
+          dot += static_cast<double>(
+                     static_cast<float>(static_cast<const T*>(args.k)[((begin + i) * args.hq + key_head) * 128 + c])) *
+                 static_cast<double>(
+                     static_cast<float>(static_cast<const T*>(args.k)[((begin + r) * args.hq + key_head) * 128 + c]));
         }
         sum += args.beta[(begin + i) * args.hv + head] * dot * a(r);
       }
@@ -308,9 +312,12 @@ Problem build(const Case& c, uint64_t seed) {
   char* ht = scratch<char>(p.state_elements * bytes);
   if (p.state_elements > 0) {
     const unsigned blocks = static_cast<unsigned>((p.state_elements + 255) / 256);
-    if (c.state_type == ElementType::kFloat32) fill_state<<<blocks, 256>>>(reinterpret_cast<float*>(h0), p.state_elements, seed + 5);
-    if (c.state_type == ElementType::kBFloat16) fill_state<<<blocks, 256>>>(reinterpret_cast<__nv_bfloat16*>(h0), p.state_elements, seed + 5);
-    if (c.state_type == ElementType::kFloat16) fill_state<<<blocks, 256>>>(reinterpret_cast<__half*>(h0), p.state_elements, seed + 5);
+    if (c.state_type == ElementType::kFloat32)
+      fill_state<<<blocks, 256>>>(reinterpret_cast<float*>(h0), p.state_elements, seed + 5);
+    if (c.state_type == ElementType::kBFloat16)
+      fill_state<<<blocks, 256>>>(reinterpret_cast<__nv_bfloat16*>(h0), p.state_elements, seed + 5);
+    if (c.state_type == ElementType::kFloat16)
+      fill_state<<<blocks, 256>>>(reinterpret_cast<__half*>(h0), p.state_elements, seed + 5);
   }
   for (int i = 0; i < n; ++i) {
     slots_in[i] = c.h0 ? (c.pool ? (i % 5 == 4 ? -1 : 2 * n + 1 - 2 * i) : i) : -1;
@@ -364,8 +371,27 @@ Problem build(const Case& c, uint64_t seed) {
     a.a = scratch<T>(T_ * c.hv * 64);
     a.h = scratch<T>(p.chunks * c.hv * 16384);
   }
-  p.oracle = {q, k, v, o, g, beta, h0, ht, a.h, a.a, a.g_cumsum, d_offsets, upload(first), d_in, d_out,
-              scratch<double>(std::max(1, n * c.hv) * 8), c.hq, c.hv, c.v_first, static_cast<int>(c.state_type), c.scale};
+  p.oracle = {q,
+              k,
+              v,
+              o,
+              g,
+              beta,
+              h0,
+              ht,
+              a.h,
+              a.a,
+              a.g_cumsum,
+              d_offsets,
+              upload(first),
+              d_in,
+              d_out,
+              scratch<double>(std::max(1, n * c.hv) * 8),
+              c.hq,
+              c.hv,
+              c.v_first,
+              static_cast<int>(c.state_type),
+              c.scale};
   CHECK_CUDA(cudaDeviceSynchronize());
   return p;
 }
@@ -373,7 +399,8 @@ Problem build(const Case& c, uint64_t seed) {
 void poison_outputs(const Problem& p) {
   const ChunkForwardArgs& a = p.args;
   CHECK_CUDA(cudaMemset(a.o, 0xff, p.tokens * a.num_value_heads * 256));
-  CHECK_CUDA(cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == ElementType::kFloat32 ? 4 : 2)));
+  CHECK_CUDA(
+      cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == ElementType::kFloat32 ? 4 : 2)));
   CHECK_CUDA(cudaMemset(a.workspace, 0xff, chunk_forward_workspace_size(a.num_sequences)));
   if (a.a != nullptr) CHECK_CUDA(cudaMemset(a.a, 0xff, p.tokens * a.num_value_heads * 128));
   if (a.g_cumsum != nullptr) CHECK_CUDA(cudaMemset(a.g_cumsum, 0xff, p.tokens * a.num_value_heads * 4));
@@ -405,9 +432,12 @@ Errors measure(const Case& c, Problem& p) {
   for (int i = 0; i < tiles; ++i) {
     const double* x = &sums[i * 8];
     if (c.poison_tail && (i / c.hv) % 2 == 1) continue;
-    const double eo = x[1] > 0 ? std::sqrt(x[0] / x[1]) : std::sqrt(x[0]), es = x[3] > 0 ? std::sqrt(x[2] / x[3]) : std::sqrt(x[2]);
+    const double eo = x[1] > 0 ? std::sqrt(x[0] / x[1]) : std::sqrt(x[0]),
+                 es = x[3] > 0 ? std::sqrt(x[2] / x[3]) : std::sqrt(x[2]);
     if (!(eo < 0.02) || !(es < 0.02)) {
-      if (e.bad_tiles++ < 3) std::printf("  bad tile seq %d head %d len %d: o %.3g state %.3g\n", i / c.hv, i % c.hv, c.lengths[i / c.hv], eo, es);
+      if (e.bad_tiles++ < 3)
+        std::printf("  bad tile seq %d head %d len %d: o %.3g state %.3g\n", i / c.hv, i % c.hv, c.lengths[i / c.hv],
+                    eo, es);
     }
     e.o_worst = std::max(e.o_worst, eo), e.state_worst = std::max(e.state_worst, es);
     o[0] += x[0], o[1] += x[1], s[0] += x[2], s[1] += x[3], h[0] += x[4], h[1] += x[5];
@@ -450,19 +480,24 @@ bool run_check(const Case& c, int repeats) {
   int64_t tail = 0;
   if (c.padding > 0) {
     std::vector<uint16_t> rows(static_cast<size_t>(c.padding) * c.hv * 128);
-    CHECK_CUDA(cudaMemcpy(rows.data(), static_cast<T*>(p.args.o) + (p.tokens - c.padding) * c.hv * 128, rows.size() * 2, cudaMemcpyDeviceToHost));
+    CHECK_CUDA(cudaMemcpy(rows.data(), static_cast<T*>(p.args.o) + (p.tokens - c.padding) * c.hv * 128, rows.size() * 2,
+                          cudaMemcpyDeviceToHost));
     for (uint16_t x : rows) tail += x != 0;
   }
-  const int64_t o_bytes = p.tokens * c.hv * 256, s_bytes = p.state_elements * (c.state_type == ElementType::kFloat32 ? 4 : 2);
+  const int64_t o_bytes = p.tokens * c.hv * 256,
+                s_bytes = p.state_elements * (c.state_type == ElementType::kFloat32 ? 4 : 2);
   const uint64_t before = checksum(p.args.o, o_bytes) ^ checksum(p.args.final_state.data, s_bytes);
   int different = 0;
   for (int i = 0; i < repeats; ++i) {
     CHECK_CUDA(launch_chunk_forward(p.args, c.variant, nullptr));
-    if (i % 10 == 9 || i == repeats - 1) different += (checksum(p.args.o, o_bytes) ^ checksum(p.args.final_state.data, s_bytes)) != before;
+    if (i % 10 == 9 || i == repeats - 1)
+      different += (checksum(p.args.o, o_bytes) ^ checksum(p.args.final_state.data, s_bytes)) != before;
   }
   const double bound = c.correlated ? 8e-3 : 5e-3;
-  const bool ok = e.bad_tiles == 0 && e.o < bound && e.state < bound && e.h < bound && e.cumsum < 1e-5 && e.a < 1e-2 && tail == 0 && different == 0;
-  std::printf("%s %-34s o %.2e (%.2e) state %.2e (%.2e)", ok ? "ok  " : "FAIL", c.name.c_str(), e.o, e.o_worst, e.state, e.state_worst);
+  const bool ok = e.bad_tiles == 0 && e.o < bound && e.state < bound && e.h < bound && e.cumsum < 1e-5 && e.a < 1e-2 &&
+                  tail == 0 && different == 0;
+  std::printf("%s %-34s o %.2e (%.2e) state %.2e (%.2e)", ok ? "ok  " : "FAIL", c.name.c_str(), e.o, e.o_worst, e.state,
+              e.state_worst);
   if (c.save) std::printf(" h %.2e cumsum %.1e A %.2e", e.h, e.cumsum, e.a);
   if (tail != 0) std::printf(" tail %lld", static_cast<long long>(tail));
   if (different != 0) std::printf(" DIFFERENT %d", different);
@@ -505,8 +540,8 @@ void run_time(const Case& c) {
   const double ms = times[times.size() / 2];
   const int tiles = static_cast<int>(c.lengths.size()) * c.hv * (c.variant == ChunkForwardVariant::kSplitV ? 2 : 1);
   const double steps = static_cast<double>((tiles + 131) / 132) * ((c.lengths[0] + 63) / 64);
-  std::printf("%-26s %8.4f ms (min %.4f)  bar %.4f  %5.3f us/step  o %.2e (%.2e) state %.2e%s\n", c.name.c_str(), ms, times[0], c.bar_ms,
-              ms * 1e3 / steps, e.o, e.o_worst, e.state, e.bad_tiles ? "  WRONG" : "");
+  std::printf("%-26s %8.4f ms (min %.4f)  bar %.4f  %5.3f us/step  o %.2e (%.2e) state %.2e%s\n", c.name.c_str(), ms,
+              times[0], c.bar_ms, ms * 1e3 / steps, e.o, e.o_worst, e.state, e.bad_tiles ? "  WRONG" : "");
   std::fflush(stdout);
   cudaGraphExecDestroy(exec);
   cudaGraphDestroy(graph);
@@ -584,14 +619,16 @@ std::vector<Case> time_cases() {
     int hq, hv, n, length;
     double bar;
   };
-  const Row rows[] = {{16, 64, 4, 8192, 0.58},  {16, 64, 8, 4096, 0.60},  {16, 64, 4, 2048, 0.155}, {16, 64, 8, 1024, 0.158},
-                      {16, 64, 1, 32768, 0.95}, {16, 64, 1, 8192, 0.26},  {16, 48, 8, 4096, 0.46},  {8, 32, 4, 8192, 0.295},
-                      {8, 32, 8, 4096, 0.30},   {8, 32, 4, 2048, 0.084},  {8, 32, 8, 1024, 0.086},  {8, 24, 4, 2048, 0.083},
+  const Row rows[] = {{16, 64, 4, 8192, 0.58},  {16, 64, 8, 4096, 0.60},  {16, 64, 4, 2048, 0.155},
+                      {16, 64, 8, 1024, 0.158}, {16, 64, 1, 32768, 0.95}, {16, 64, 1, 8192, 0.26},
+                      {16, 48, 8, 4096, 0.46},  {8, 32, 4, 8192, 0.295},  {8, 32, 8, 4096, 0.30},
+                      {8, 32, 4, 2048, 0.084},  {8, 32, 8, 1024, 0.086},  {8, 24, 4, 2048, 0.083},
                       {16, 16, 4, 8192, 0.26},  {4, 16, 8, 1024, 0.047},  {2, 8, 8, 1024, 0.042}};
   std::vector<Case> cases;
   for (const Row& r : rows) {
     Case c;
-    c.name = std::to_string(r.hq) + "/" + std::to_string(r.hv) + " " + std::to_string(r.n) + "x" + std::to_string(r.length);
+    c.name =
+        std::to_string(r.hq) + "/" + std::to_string(r.hv) + " " + std::to_string(r.n) + "x" + std::to_string(r.length);
     c.hq = r.hq, c.hv = r.hv, c.bar_ms = r.bar;
     c.lengths.assign(r.n, r.length);
     cases.push_back(c);
@@ -616,7 +653,9 @@ int main(int argc, char** argv) {
   } else {
     for (Case& c : time_cases()) {
       if (c.name.find(filter) == std::string::npos) continue;
-      if (option >= 0) c.variant = static_cast<ChunkForwardVariant>(option & 3), c.half = option & 4, c.save = option & 8, c.dense = option & 16;
+      if (option >= 0)
+        c.variant = static_cast<ChunkForwardVariant>(option & 3), c.half = option & 4, c.save = option & 8,
+        c.dense = option & 16;
       c.half ? run_time<__half>(c) : run_time<__nv_bfloat16>(c);
     }
   }

@@ -11,13 +11,15 @@
 namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kGateFloor = -80.0f;  // e^-80 is nothing in fp32; a larger step would ruin the differences of the sum
+inline constexpr float kGateFloor =
+    -80.0f;  // e^-80 is nothing in fp32; a larger step would ruin the differences of the sum
 
-// All gate vectors of one chunk by one warp, from g and beta in the stage itself; lane l holds tokens 2l and 2l + 1. Every exponent
-// is a difference, at most 0 for g <= 0. A lane sums its block of 16 tokens by itself: with the copy engine and wgmma on the same
-// memory a shuffle takes about 100 clocks, and a scan by shuffles six of them in a row.
+// All gate vectors of one chunk by one warp, from g and beta in the stage itself; lane l holds tokens 2l and 2l + 1.
+// Every exponent is a difference, at most 0 for g <= 0. A lane sums its block of 16 tokens by itself: with the copy
+// engine and wgmma on the same memory a shuffle takes about 100 clocks, and a scan by shuffles six of them in a row.
 template <typename Traits>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate, int lane) {
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
+                                           int lane) {
   const int block = lane >> 3;
   float4 g[4];
 #pragma unroll
@@ -64,7 +66,8 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
   store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
   store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
-  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);  // every lane has its g by now: the shuffles have met
+  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e,
+                  cy * kLog2e);  // every lane has its g by now: the shuffles have met
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
   store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
@@ -72,19 +75,21 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const int i = (lane >> 2) & 3, j = lane & 3;
   const float row_end = i == 1 ? end0 : i == 2 ? end1 : end2;
   const float column_end = j == 0 ? end0 : j == 1 ? end1 : end2;
-  if (lane < 16) store_shared_f1(gate + Traits::kGatePair + 4 * lane, i > j ? exp2_approx((row_end - column_end) * kLog2e) : 0.0f);
+  if (lane < 16)
+    store_shared_f1(gate + Traits::kGatePair + 4 * lane, i > j ? exp2_approx((row_end - column_end) * kLog2e) : 0.0f);
 }
 
 // g and beta of a chunk into its gate stage, zeros past the end, by one warp; `barrier` counts its 32 lanes.
 template <typename Traits>
-__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate, uint32_t barrier,
-                                           int lane) {
+__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
+                                           uint32_t barrier, int lane) {
 #pragma unroll
   for (int t = lane; t < kChunk; t += 32) {
     const bool valid = t < chunk.valid;
     const int64_t row = chunk.row + (valid ? t : 0);
     const float* g = args.g != nullptr ? args.g + row * args.g_token_stride + chunk.head * args.g_head_stride : nullptr;
-    const float* beta = args.beta != nullptr ? args.beta + row * args.beta_token_stride + chunk.head * args.beta_head_stride : nullptr;
+    const float* beta =
+        args.beta != nullptr ? args.beta + row * args.beta_token_stride + chunk.head * args.beta_head_stride : nullptr;
     // With nothing to read, any mapped address does: zero bytes are taken from it.
     copy_async_4(gate + Traits::kGateSum + 4 * t, g != nullptr ? g : args.q, valid && g != nullptr);
     copy_async_4(gate + Traits::kGateBeta + 4 * t, beta != nullptr ? beta : args.q, valid && beta != nullptr);
@@ -92,8 +97,8 @@ __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const C
   copy_async_arrive(barrier);
 }
 
-// Zeros rows valid..63 of `halves` 64x64 swizzled half tiles, so that what follows the sequence in memory, Inf and NaN included,
-// meets no product. By one whole warpgroup; the caller synchronises.
+// Zeros rows valid..63 of `halves` 64x64 swizzled half tiles, so that what follows the sequence in memory, Inf and NaN
+// included, meets no product. By one whole warpgroup; the caller synchronises.
 __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int valid, int thread) {
   const int per_half = (kChunk - valid) * 8;
   for (int i = thread; i < per_half * halves; i += 128) {
@@ -103,7 +108,8 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int v
   fence_proxy_async();
 }
 
-// A thread's gate factors for its block on the diagonal, and of its two rows. Loaded while the product they belong to still runs.
+// A thread's gate factors for its block on the diagonal, and of its two rows. Loaded while the product they belong to
+// still runs.
 template <typename Traits, bool kIsA>
 struct GateFactors {
   float sum0, sum1, row0, row1;
@@ -123,12 +129,12 @@ struct GateFactors {
   }
 };
 
-// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma operand.
-// Blocks below the diagonal: G_ij = row_i * pair_IJ * column_j; diagonal blocks: the exponential of the difference itself.
-// x: the three left column blocks; y: the warp's block on the diagonal.
+// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma
+// operand. Blocks below the diagonal: G_ij = row_i * pair_IJ * column_j; diagonal blocks: the exponential of the
+// difference itself. x: the three left column blocks; y: the warp's block on the diagonal.
 template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_gated(const float* x, float (&y)[8], const GateFactors<Traits, kIsA>& factors, uint32_t tile,
-                                            uint32_t gate, float scale, const LanePlace& at) {
+__device__ __forceinline__ void store_gated(const float* x, float (&y)[8], const GateFactors<Traits, kIsA>& factors,
+                                            uint32_t tile, uint32_t gate, float scale, const LanePlace& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
 #pragma unroll
@@ -165,13 +171,15 @@ __device__ __forceinline__ float diagonal_block(const float (&x)[32], int i, int
   return warp == 0 ? x[i] : warp == 1 ? x[8 + i] : warp == 2 ? x[16 + i] : x[24 + i];
 }
 
-// M = strict_lower(diag(beta) K K^T) from the accumulator of K K^T into the inverse's workspace: diagonal 16x16 blocks in fp32,
-// column-major; the blocks below as fp16, transposed: tile[column][row].
-__device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile, uint32_t diagonal, const LanePlace& at) {
+// M = strict_lower(diag(beta) K K^T) from the accumulator of K K^T into the inverse's workspace: diagonal 16x16 blocks
+// in fp32, column-major; the blocks below as fp16, transposed: tile[column][row].
+__device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
+                                          uint32_t diagonal, const LanePlace& at) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float x = diagonal_block(kkt, i, at.warp);
-    // Element (r, c) of the block is float c * 16 + ((r / 4) ^ (c / 2 % 4)) * 4 + r % 4: no worse than two-way bank conflicts.
+    // Element (r, c) of the block is float c * 16 + ((r / 4) ^ (c / 2 % 4)) * 4 + r % 4: no worse than two-way bank
+    // conflicts.
     const int r = (at.lane >> 2) + 8 * ((i >> 1) & 1);
     const int c = 2 * at.q + 8 * (i >> 2) + (i & 1);
     store_shared_f1(diagonal + (c * 16 + (((r >> 2) ^ at.q) << 2) + (r & 3)) * 4, x * ((i >> 1) & 1 ? beta1 : beta0));
@@ -187,8 +195,8 @@ __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, f
   }
 }
 
-// D_w = (I + M_ww)^-1 of the warp's diagonal 16x16 block by substitution in fp32, into the tile's diagonal block; a lane owns the
-// column lane % 16 (both halves of the warp do the same).
+// D_w = (I + M_ww)^-1 of the warp's diagonal 16x16 block by substitution in fp32, into the tile's diagonal block; a
+// lane owns the column lane % 16 (both halves of the warp do the same).
 __device__ __forceinline__ void solve_diagonal_block(uint32_t tile, uint32_t diagonal, const LanePlace& at) {
   const int column = at.lane & 15;
   float x[16];
@@ -214,12 +222,13 @@ __device__ __forceinline__ void solve_diagonal_block(uint32_t tile, uint32_t dia
   store_shared_u4(address ^ 16, make_uint4(packed[4], packed[5], packed[6], packed[7]));
 }
 
-// A = (I + X)^-1 D = (I - X + X^2 - X^3) D with X = D M, M being what the tile holds below its diagonal blocks, which hold D.
-// X^4 = 0, and of X^3 only block (3, 0) is not zero. fp16 operands, fp32 accumulators; the left operands stay in registers, X goes
-// back to the tile as a right operand. a: the blocks of columns 0..47 left of the diagonal (elsewhere zero); diagonal: the warp's
-// block of D, which is A's. `sync`: a barrier of the warpgroup.
+// A = (I + X)^-1 D = (I - X + X^2 - X^3) D with X = D M, M being what the tile holds below its diagonal blocks, which
+// hold D. X^4 = 0, and of X^3 only block (3, 0) is not zero. fp16 operands, fp32 accumulators; the left operands stay
+// in registers, X goes back to the tile as a right operand. a: the blocks of columns 0..47 left of the diagonal
+// (elsewhere zero); diagonal: the warp's block of D, which is A's. `sync`: a barrier of the warpgroup.
 template <typename Sync>
-__device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], uint32_t tile, const LanePlace& at, Sync sync) {
+__device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], uint32_t tile, const LanePlace& at,
+                                       Sync sync) {
   const uint64_t base = wgmma_descriptor(tile);
   auto block = [&](int k, int n) { return wgmma_advance(base, n * 2048 + k * 32); };
   const uint32_t fragment = tile + at.trans_row + at.trans_chunk;
@@ -260,7 +269,8 @@ __device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], u
   for (int b = 0; b < 3; ++b) {
     // Without a branch, which would serialise the wgmma around it: D again in the diagonal block, zeros to its right.
     const bool own = b == at.warp;
-    store_matrix_x4_trans(fragment + b * 2048, own ? d[0] : x[b][0], own ? d[1] : x[b][1], own ? d[2] : x[b][2], own ? d[3] : x[b][3]);
+    store_matrix_x4_trans(fragment + b * 2048, own ? d[0] : x[b][0], own ? d[1] : x[b][1], own ? d[2] : x[b][2],
+                          own ? d[3] : x[b][3]);
   }
   fence_proxy_async();
   sync();
@@ -331,7 +341,8 @@ struct AuxRole {
   int group;   // 0 or 1
   int thread;  // 0..127
 
-  // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short here.
+  // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
+  // here.
   template <typename Number>
   static __device__ Number opaque(Number value) {
     asm volatile("" : "+r"(value));
@@ -342,11 +353,21 @@ struct AuxRole {
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
   }
-  __device__ uint32_t stage_k(uint32_t m) const { return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK; }
-  __device__ uint32_t stage_q(uint32_t m) const { return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK; }
-  __device__ uint32_t stage_v(uint32_t m) const { return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV; }
-  __device__ uint32_t stage_gate(uint32_t m) const { return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate; }
-  __device__ uint32_t inverse_tile() const { return smem() + Traits::kSmemInverse + opaque(group) * Traits::kBytesMatrix; }
+  __device__ uint32_t stage_k(uint32_t m) const {
+    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+  }
+  __device__ uint32_t stage_q(uint32_t m) const {
+    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+  }
+  __device__ uint32_t stage_v(uint32_t m) const {
+    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
+  }
+  __device__ uint32_t stage_gate(uint32_t m) const {
+    return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+  }
+  __device__ uint32_t inverse_tile() const {
+    return smem() + Traits::kSmemInverse + opaque(group) * Traits::kBytesMatrix;
+  }
   __device__ uint32_t diagonal_blocks() const {
     return smem() + Traits::kSmemDiagonal + opaque(group) * Traits::kBytesDiagonal + (opaque_thread() >> 5) * 1024;
   }
@@ -377,10 +398,12 @@ struct AuxRole {
   __device__ void store_o_rows(uint32_t m) const {
     const ChunkRecord& c = record(m);
     constexpr int kPieces = Traits::kDv / 8;
-    Element* out = static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
+    Element* out =
+        static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
     for (int i = thread; i < c.valid * kPieces; i += 128) {
       const int row = i / kPieces, piece = i % kPieces;
-      const uint4 value = load_shared_u4(stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
+      const uint4 value =
+          load_shared_u4(stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
       *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) = value;
     }
     sync();
@@ -412,7 +435,9 @@ struct AuxRole {
 
   // By one warp each: g and beta on their way into a chunk's gate stage, and the gates made of them.
   __device__ void fetch_gates(uint32_t m) const {
-    if (record(m).valid >= 0) load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (m & 1), opaque_thread() & 31);
+    if (record(m).valid >= 0)
+      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (m & 1),
+                         opaque_thread() & 31);
   }
   __device__ void finish_gates(uint32_t m) const {
     if (record(m).valid < 0) return;
@@ -420,14 +445,16 @@ struct AuxRole {
     make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
   }
 
-  __device__ void save_a(const float (&a)[3][8], const float (&diagonal)[8], const ChunkRecord& c, const LanePlace& at) const {
+  __device__ void save_a(const float (&a)[3][8], const float (&diagonal)[8], const ChunkRecord& c,
+                         const LanePlace& at) const {
     if (p.args.a == nullptr || c.half != 0) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + 8 * h;
       if (row >= c.valid) continue;
-      uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<Element*>(p.args.a) +
-                                                  ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk);
+      uint32_t* out =
+          reinterpret_cast<uint32_t*>(static_cast<Element*>(p.args.a) +
+                                      ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk);
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         const float* x = b < 3 ? a[b] : diagonal;  // zeros right of the diagonal
@@ -439,7 +466,8 @@ struct AuxRole {
     }
   }
 
-  // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only memory of its own.
+  // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
+  // memory of its own.
   __device__ void prepare(uint32_t m) {
     // K K^T, and the gates while it runs; its blocks into the inverse's workspace; the inverse.
     mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
@@ -469,8 +497,8 @@ struct AuxRole {
       if constexpr (Traits::kSave) save_a(a, diagonal, record(m), lane_place(opaque_thread()));
       const GateFactors<Traits, true> factors(stage_gate(m), lane_place(opaque_thread()));
       if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
-      store_gated<Traits, true>(a[0], diagonal, factors, smem() + Traits::kSmemA + (m & 1) * Traits::kBytesMatrix, stage_gate(m), 1.0f,
-                                lane_place(opaque_thread()));
+      store_gated<Traits, true>(a[0], diagonal, factors, smem() + Traits::kSmemA + (m & 1) * Traits::kBytesMatrix,
+                                stage_gate(m), 1.0f, lane_place(opaque_thread()));
     }
     fence_proxy_async();
     __syncwarp();
@@ -495,7 +523,8 @@ struct AuxRole {
     float diagonal[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) diagonal[i] = diagonal_block(qkt, i, at.warp);
-    store_gated<Traits, false>(qkt, diagonal, factors, smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix, stage_gate(m), p.args.scale, at);
+    store_gated<Traits, false>(qkt, diagonal, factors, smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix,
+                               stage_gate(m), p.args.scale, at);
     fence_proxy_async();
     if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid, full_p);
     __syncwarp();

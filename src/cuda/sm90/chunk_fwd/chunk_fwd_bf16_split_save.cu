@@ -2,6 +2,8 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_bf16_split_save() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 1, true>>(); }
+ChunkForwardKernel chunk_forward_bf16_split_save() {
+  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 1, true>>();
+}
 
 }  // namespace flash_qla::cuda::sm90

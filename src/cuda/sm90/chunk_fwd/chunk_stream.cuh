@@ -13,12 +13,12 @@ inline constexpr int kLastChunk = 2;
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {
-  int32_t row;       // first token
-  int32_t valid;     // tokens in it, 0 for an empty sequence; -1 after the last chunk
-  int32_t flags;     // kFirstChunk, kLastChunk of its tile
-  int32_t head;      // value head
+  int32_t row;    // first token
+  int32_t valid;  // tokens in it, 0 for an empty sequence; -1 after the last chunk
+  int32_t flags;  // kFirstChunk, kLastChunk of its tile
+  int32_t head;   // value head
   int32_t sequence;
-  int16_t half;      // which half of V, with V split
+  int16_t half;  // which half of V, with V split
   int16_t key_head;
   int32_t chunk;     // counted over all sequences
   int32_t position;  // counted in its sequence
@@ -35,7 +35,8 @@ struct alignas(16) ChunkWalker {
 };
 static_assert(sizeof(ChunkWalker) == 64);
 
-// The block's dynamic shared memory. A function, not a pointer handed down: its address is a constant that needs no register.
+// The block's dynamic shared memory. A function, not a pointer handed down: its address is a constant that needs no
+// register.
 __device__ __forceinline__ char* shared_memory() {
   extern __shared__ __align__(1024) char memory[];
   return memory;
@@ -78,7 +79,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < p.tiles) {
     int32_t tile = walker.tile;
-    walker.tile = p.plan != nullptr ? static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u)) : tile + static_cast<int32_t>(gridDim.x);
+    walker.tile = p.plan != nullptr ? static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u))
+                                    : tile + static_cast<int32_t>(gridDim.x);
     int32_t half = 0;
     if constexpr (Traits::kStateGroups == 1) {
       half = tile & 1;
@@ -101,7 +103,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.position = 0;
     walker.remaining = max(sequence.length, 0);
     if (r.slot_in >= 0) {
-      l2_prefetch(state_matrix(args.initial, r.slot_in, r.head), kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+      l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
+                  kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
     return;
   }

@@ -1,9 +1,13 @@
-// The fused Hopper forward: one persistent block per SM, a tile is one (sequence, value head), names as in docs/math.md.
+// The fused Hopper forward: one persistent block per SM, a tile is one (sequence, value head), names as in
+// docs/math.md.
 //
-// Two state warpgroups carry S^T in fp32 registers, 64 rows of V each, and run the recurrent products with A from registers:
-//   W = V - gamma K S0,  V' = Ag W,  O = scale gamma Q S0 + P V',  S1 = gC S0 + K^T (gC/gamma) V'     (all transposed: M = V, N = tokens)
-// Two auxiliary warpgroups take every second chunk each and make, off that chain, the gates, A_g and P; they also run the copy engine.
-// All chunks of all tiles of a block form one numbered stream m = 0, 1, ..; its records are in a ring that one thread fills six ahead.
+// Two state warpgroups carry S^T in fp32 registers, 64 rows of V each, and run the recurrent products with A from
+// registers:
+//   W = V - gamma K S0,  V' = Ag W,  O = scale gamma Q S0 + P V',  S1 = gC S0 + K^T (gC/gamma) V'     (all transposed:
+//   M = V, N = tokens)
+// Two auxiliary warpgroups take every second chunk each and make, off that chain, the gates, A_g and P; they also run
+// the copy engine. All chunks of all tiles of a block form one numbered stream m = 0, 1, ..; its records are in a ring
+// that one thread fills six ahead.
 #pragma once
 
 #include "aux_role.cuh"
@@ -15,19 +19,22 @@
 namespace flash_qla::cuda::sm90 {
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
-  // The warpgroup by votes, so that the compiler knows it to be the same in all lanes: descriptors then stay in uniform registers.
-  const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    sm90_chunk_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
+  // The warpgroup by votes, so that the compiler knows it to be the same in all lanes: descriptors then stay in uniform
+  // registers.
+  const int group =
+      (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesMatrix; ++i) {
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4);                         // the warps of an auxiliary group
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 5);                         // ... and V
-      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * Traits::kStateGroups);   // the warps of the state groups
+      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4);                        // the warps of an auxiliary group
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 5);                        // ... and V
+      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);                    // the lanes that load g and beta
+      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
@@ -43,7 +50,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_forward_kernel
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
   }
   // Blocks of A_g and P right of the diagonal are never written: zero once.
-  for (uint32_t i = threadIdx.x * 16; i < 2 * Traits::kStagesMatrix * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
+  for (uint32_t i = threadIdx.x * 16; i < 2 * Traits::kStagesMatrix * Traits::kBytesMatrix;
+       i += Traits::kThreads * 16) {
     store_shared_u4(smem() + Traits::kSmemA + i, make_uint4(0, 0, 0, 0));
   }
   fence_proxy_async();
@@ -52,13 +60,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_forward_kernel
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, thread};
-    #ifndef NO_AUX
+#ifndef NO_AUX
     role.run();
 #endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
-    #ifndef NO_STATE
+#ifndef NO_STATE
     role.run();
 #endif
   }
@@ -66,7 +74,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_forward_kernel
 
 template <typename Traits>
 ChunkForwardKernel describe_kernel() {
-  return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes, Traits::kStateGroups};
+  return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
+          Traits::kStateGroups};
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -7,10 +7,11 @@ namespace flash_qla::cuda::sm90 {
 
 // The place of a warp and lane in the fragments of one 64-row tile.
 struct LanePlace {
-  int warp, lane, q, row;   // q = lane % 4, row = 16 warp + lane / 4
-  uint32_t swizzle;         // 16-byte chunk exclusive-or of the lane's ldmatrix / stmatrix row
-  uint32_t trans_row;       // byte offset of that row, 16-row block 0: transposed (row = token or column, chunk = warp's 16 rows)
-  uint32_t trans_chunk;     // swizzled chunk, in bytes
+  int warp, lane, q, row;  // q = lane % 4, row = 16 warp + lane / 4
+  uint32_t swizzle;        // 16-byte chunk exclusive-or of the lane's ldmatrix / stmatrix row
+  uint32_t
+      trans_row;  // byte offset of that row, 16-row block 0: transposed (row = token or column, chunk = warp's 16 rows)
+  uint32_t trans_chunk;  // swizzled chunk, in bytes
 };
 
 __device__ __forceinline__ LanePlace lane_place(int thread) {

@@ -9,9 +9,9 @@ namespace flash_qla::cuda::sm90 {
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kPlanBuckets = 256;  // of chunk counts: exact below 8, then eight to each doubling
-constexpr int kZeroBlocks = 32;    // clear the rows past the last offset; usually there are none
-constexpr size_t kPlanOffset = 16; // the workspace starts with the ticket
+constexpr int kPlanBuckets = 256;   // of chunk counts: exact below 8, then eight to each doubling
+constexpr int kZeroBlocks = 32;     // clear the rows past the last offset; usually there are none
+constexpr size_t kPlanOffset = 16;  // the workspace starts with the ticket
 
 __device__ int chunks_of(const PlannedSequence& s) { return (s.length + kChunk - 1) / kChunk; }
 
@@ -23,18 +23,22 @@ __device__ int bucket_of(int chunks) {
 }
 
 // Block 0 sorts the sequences by length, roughly, longest first; the others clear what lies past the last offset.
-__global__ void __launch_bounds__(kPlanThreads) plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
   asm volatile("griddepcontrol.launch_dependents;");
   const int thread = threadIdx.x, n = args.num_sequences;
   if (blockIdx.x > 0) {
-    const int64_t end = min(max(load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, n), int64_t{0}), args.num_tokens);
+    const int64_t end =
+        min(max(load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, n), int64_t{0}), args.num_tokens);
     const int pieces = args.num_value_heads * (kHeadDim / 8);
     const int64_t total = (args.num_tokens - end) * pieces;
-    for (int64_t i = (blockIdx.x - 1) * static_cast<int64_t>(kPlanThreads) + thread; i < total; i += kZeroBlocks * kPlanThreads) {
+    for (int64_t i = (blockIdx.x - 1) * static_cast<int64_t>(kPlanThreads) + thread; i < total;
+         i += kZeroBlocks * kPlanThreads) {
       const int64_t row = end + i / pieces;
       const int piece = static_cast<int>(i % pieces);
-      char* out = static_cast<char*>(args.o) +
-                  2 * (row * args.o_token_stride + piece / (kHeadDim / 8) * args.o_head_stride + piece % (kHeadDim / 8) * 8);
+      char* out =
+          static_cast<char*>(args.o) +
+          2 * (row * args.o_token_stride + piece / (kHeadDim / 8) * args.o_head_stride + piece % (kHeadDim / 8) * 8);
       *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
     }
     return;
@@ -98,7 +102,8 @@ EncodeTiled encode_tiled() {
   static const EncodeTiled function = [] {
     void* pointer = nullptr;
     cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found) != cudaSuccess ||
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found) !=
+            cudaSuccess ||
         found != cudaDriverEntryPointSuccess) {
       pointer = nullptr;
     }
@@ -108,16 +113,19 @@ EncodeTiled encode_tiled() {
 }
 
 // [T, H, 128] as (64, T, 2, H): a box of 64 tokens lands as `halves` tiles of 64 rows of 128 bytes, swizzled.
-bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t tokens, int64_t heads, int64_t token_stride,
-                int64_t head_stride, int halves) {
+bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t tokens, int64_t heads,
+                int64_t token_stride, int64_t head_stride, int halves) {
   if (encode_tiled() == nullptr) return false;
   const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(tokens), 2, static_cast<cuuint64_t>(heads)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(token_stride) * 2, 128, static_cast<cuuint64_t>(head_stride) * 2};
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(token_stride) * 2, 128,
+                                 static_cast<cuuint64_t>(head_stride) * 2};
   const cuuint32_t box[4] = {64, kChunk, static_cast<cuuint32_t>(halves), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return encode_tiled()(map, type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-                        const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tiled()(
+             map, type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
@@ -126,7 +134,8 @@ ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
-  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save()) : (half ? chunk_forward_fp16() : chunk_forward_bf16());
+  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save())
+              : (half ? chunk_forward_fp16() : chunk_forward_bf16());
 }
 
 // A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
@@ -154,7 +163,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  const bool split = variant == ChunkForwardVariant::kSplitV || (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
+  const bool split = variant == ChunkForwardVariant::kSplitV ||
+                     (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr;
   const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
 
@@ -164,8 +174,10 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2) ||
-      !encode_map(&params.v, args.type, args.v, rows, args.num_value_heads, args.v_token_stride, args.v_head_stride, kernel.state_groups) ||
-      !encode_map(&params.o, args.type, args.o, rows, args.num_value_heads, args.o_token_stride, args.o_head_stride, kernel.state_groups)) {
+      !encode_map(&params.v, args.type, args.v, rows, args.num_value_heads, args.v_token_stride, args.v_head_stride,
+                  kernel.state_groups) ||
+      !encode_map(&params.o, args.type, args.o, rows, args.num_value_heads, args.o_token_stride, args.o_head_stride,
+                  kernel.state_groups)) {
     return cudaErrorInvalidValue;
   }
   error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);

@@ -13,18 +13,19 @@ enum class ElementType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // A set of states, one [K, V] (or [V, K]) matrix per slot and value head. The matrix itself is contiguous.
 struct StateSet {
-  void* data = nullptr;            // [slots, Hv, K, V], or [slots, Hv, V, K]; null: there is none
-  int64_t slot_stride = 0;         // elements from slot to slot
-  int64_t head_stride = 0;         // elements from head to head
-  int64_t slots = 0;               // a slot index at or past it is skipped
-  const void* indices = nullptr;   // [N] slot of each sequence, int32 or int64; null: sequence i uses slot i
-  int64_t null_index = -1;         // an index at or below it is skipped
+  void* data = nullptr;           // [slots, Hv, K, V], or [slots, Hv, V, K]; null: there is none
+  int64_t slot_stride = 0;        // elements from slot to slot
+  int64_t head_stride = 0;        // elements from head to head
+  int64_t slots = 0;              // a slot index at or past it is skipped
+  const void* indices = nullptr;  // [N] slot of each sequence, int32 or int64; null: sequence i uses slot i
+  int64_t null_index = -1;        // an index at or below it is skipped
   ElementType type = ElementType::kFloat32;
   int32_t indices_are_64_bit = 0;
 };
 
 struct ChunkForwardArgs {
-  // Token-major tensors. The last dimension is contiguous, every other stride a multiple of 8 elements, every base 16-byte aligned.
+  // Token-major tensors. The last dimension is contiguous, every other stride a multiple of 8 elements, every base
+  // 16-byte aligned.
   const void* q = nullptr;  // [T, Hq, 128]
   const void* k = nullptr;  // [T, Hq, 128]
   const void* v = nullptr;  // [T, Hv, 128]
@@ -39,32 +40,33 @@ struct ChunkForwardArgs {
   int64_t g_token_stride = 0, g_head_stride = 0;
   int64_t beta_token_stride = 0, beta_head_stride = 0;
 
-  StateSet initial;                              // null data: every sequence starts from zero
-  StateSet final_state;                          // null data: not written
-  const uint8_t* has_initial_state = nullptr;    // [N] 0: start from zero, the slot is not read; null: ones
+  StateSet initial;                            // null data: every sequence starts from zero
+  StateSet final_state;                        // null data: not written
+  const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
 
   // Training: what the backward needs.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
   void* a = nullptr;          // [T, Hv, 64] contiguous, gate-free UT transform, q's type; null: not saved
 
   // States on the way, one [K, V] or [V, K] matrix (state_v_first) per row and head, contiguous.
-  void* h = nullptr;                                // [chunks, Hv, K, V] at chunk starts, q's type; chunks counted over sequences, rows past the last left alone
-  void* checkpoints = nullptr;                      // [rows, Hv, K, V], final_state's type
-  const int64_t* checkpoint_cu_starts = nullptr;    // [N + 1] first row of each sequence
+  void* h = nullptr;  // [chunks, Hv, K, V] at chunk starts, q's type; chunks counted over sequences, rows past the last
+                      // left alone
+  void* checkpoints = nullptr;                    // [rows, Hv, K, V], final_state's type
+  const int64_t* checkpoint_cu_starts = nullptr;  // [N + 1] first row of each sequence
   ElementType checkpoint_type = ElementType::kFloat32;
-  int32_t checkpoint_every_chunks = 0;              // 0: none; otherwise one state every that many chunks
+  int32_t checkpoint_every_chunks = 0;  // 0: none; otherwise one state every that many chunks
 
   // Sequences. With offsets, sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1]; without, i * dense_length ..
   const void* cu_seqlens = nullptr;  // [N + 1] int32 or int64, on the device
   int64_t dense_length = 0;          // tokens of each sequence when cu_seqlens is null
   int64_t num_tokens = 0;            // T, the rows of q, k, v, o
   int32_t cu_seqlens_are_64_bit = 0;
-  int32_t num_sequences = 0;         // N
-  int32_t num_key_heads = 0;         // Hq
-  int32_t num_value_heads = 0;       // Hv, a multiple of Hq
-  int32_t state_v_first = 0;         // states are [V, K]
+  int32_t num_sequences = 0;                  // N
+  int32_t num_key_heads = 0;                  // Hq
+  int32_t num_value_heads = 0;                // Hv, a multiple of Hq
+  int32_t state_v_first = 0;                  // states are [V, K]
   ElementType type = ElementType::kBFloat16;  // of q, k, v, o
-  float scale = 0.0f;                // of q k^T
+  float scale = 0.0f;                         // of q k^T
 
   void* workspace = nullptr;  // chunk_forward_workspace_size() bytes, 16-byte aligned, any contents
 };
@@ -75,8 +77,9 @@ enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 
 
 size_t chunk_forward_workspace_size(int32_t num_sequences);
 
-// Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary. No allocation, no synchronisation;
-// the arguments must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
+// Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary. No allocation, no
+// synchronisation; the arguments must satisfy the comments above (they are not checked here, beyond what the tensor
+// maps refuse).
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

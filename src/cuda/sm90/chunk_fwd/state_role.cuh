@@ -30,7 +30,8 @@ __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv
 }
 
 template <bool kWrite>
-__device__ __forceinline__ void move_state(void* matrix, ElementType type, bool v_first, float (&s)[64], int dv, int q) {
+__device__ __forceinline__ void move_state(void* matrix, ElementType type, bool v_first, float (&s)[64], int dv,
+                                           int q) {
   if (type == ElementType::kFloat32) {
     v_first ? move_state<float, true, kWrite>(static_cast<float*>(matrix), s, dv, q)
             : move_state<float, false, kWrite>(static_cast<float*>(matrix), s, dv, q);
@@ -100,8 +101,8 @@ struct StateRole {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const float* x = o + 8 * b;
-      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]), pack2<Element>(x[4], x[5]),
-                            pack2<Element>(x[6], x[7]));
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
+                            pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
     }
   }
 
@@ -125,7 +126,8 @@ struct StateRole {
       const uint32_t v_base = smem() + Traits::kSmemV;
       const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
       const uint32_t columns = gate + 80 * at.q;
-      // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same barrier.
+      // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
+      // barrier.
       mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
       wgmma_wait<0>();
@@ -145,7 +147,8 @@ struct StateRole {
         mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
       wgmma_commit();
-      // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that nothing reads before its load.)
+      // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that nothing reads before
+      // its load.)
       put_o(o, v_base + previous_v * Traits::kBytesV);
       wgmma_fence();
       mma_rs_n64_init<Element>(o, packed, q_rows);
@@ -159,9 +162,11 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] *= last;
       uint32_t v[16];
-      const uint32_t v_rows = v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+      const uint32_t v_rows =
+          v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
-      for (int b = 0; b < 4; ++b) load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+      for (int b = 0; b < 4; ++b)
+        load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
       wgmma_wait<0>();
       pin(u);
       pin(o);
@@ -243,7 +248,8 @@ struct StateRole {
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;
-        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s, first_row(chunk), at.q);
+        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                         first_row(chunk), at.q);
       }
       previous_v = stage_v;
       stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;

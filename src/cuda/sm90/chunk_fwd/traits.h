@@ -14,7 +14,8 @@ struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
-  static constexpr int kAuxGroups = 2;   // each makes A and P of every second chunk, so a chunk may take two steps to prepare
+  static constexpr int kAuxGroups =
+      2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -23,7 +24,8 @@ struct ChunkForwardTraits {
   static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
   static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
 
-  // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V is used.
+  // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
+  // is used.
   static constexpr int kStagesK = 4;
   static constexpr int kStagesQ = 3;
   static constexpr int kStagesV = 3;
@@ -48,17 +50,17 @@ struct ChunkForwardTraits {
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
   static constexpr uint32_t kVector = 80 * 4;
-  static constexpr uint32_t kGateDecay = 0;                          // gamma_t
-  static constexpr uint32_t kGateScaled = kVector;                   // scale * gamma_t
-  static constexpr uint32_t kGateRest = 2 * kVector;                 // gC / gamma_t
-  static constexpr uint32_t kGateColumnA = 3 * kVector;              // 2^(end of t's block - c_t) * beta_t
-  static constexpr uint32_t kGateColumnP = 4 * kVector;              // 2^(end of t's block - c_t) * scale
-  static constexpr uint32_t kGateRow = 5 * kVector;                  // 2^(c_t - end of the block before t's), natural order
-  static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;       // beta_t, natural order
-  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;       // first g_t, then c_t in log2 units, natural order
-  static constexpr uint32_t kGatePair = kGateSum + kChunk * 4;       // 2^(end of block I-1 - end of block J), I > J
+  static constexpr uint32_t kGateDecay = 0;                     // gamma_t
+  static constexpr uint32_t kGateScaled = kVector;              // scale * gamma_t
+  static constexpr uint32_t kGateRest = 2 * kVector;            // gC / gamma_t
+  static constexpr uint32_t kGateColumnA = 3 * kVector;         // 2^(end of t's block - c_t) * beta_t
+  static constexpr uint32_t kGateColumnP = 4 * kVector;         // 2^(end of t's block - c_t) * scale
+  static constexpr uint32_t kGateRow = 5 * kVector;             // 2^(c_t - end of the block before t's), natural order
+  static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;  // beta_t, natural order
+  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // first g_t, then c_t in log2 units, natural order
+  static constexpr uint32_t kGatePair = kGateSum + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
   static constexpr uint32_t kBytesGate = kGatePair + 16 * 4;
-  static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;       // offset of token 63 in a permuted vector
+  static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
   static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
