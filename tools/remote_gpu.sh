@@ -18,9 +18,11 @@ folder=${1:-build/remote_gpu}
 
 # shellcheck disable=SC2086  # several flags in one variable
 cmake -S . -B build/remote -DFLASH_QLA_CUDA=ON -DFLASH_QLA_TESTS=ON -DBUILD_SHARED_LIBS=OFF ${FLASH_QLA_CMAKE_FLAGS:-}
-cmake --build build/remote --parallel --target cuda_generic_test cuda_generic_bench
+programs=(cuda_generic_test cuda_generic_bench sm90_chunk_bwd_bench sm90_chunk_fwd_bench)
+cmake --build build/remote --parallel --target "${programs[@]}"
 mkdir -p "$folder"
-cp build/remote/tests/cpp/cuda/cuda_generic_test build/remote/tests/cpp/cuda/cuda_generic_bench "$folder"
-strip "$folder"/cuda_generic_test "$folder"/cuda_generic_bench
+for program in "${programs[@]}"; do
+  strip -o "$folder/$program" "build/remote/tests/cpp/cuda/$program"
+done
 cp tools/remote_gpu_run.sh "$folder"/run.sh
 du -sh "$folder"

@@ -3,7 +3,7 @@
 # Prints what each program prints; the last line says how many of them failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-chmod +x cuda_generic_test cuda_generic_bench
+chmod +x cuda_generic_* sm90_chunk_*
 failed=0
 
 # step SECONDS COMMAND...: a program that hangs is ended and counts as failed.
@@ -14,8 +14,16 @@ step() {
   echo "-- $((SECONDS - begin)) s"
 }
 
-run_tests() { step 240 ./cuda_generic_test; }
-run_benchmarks() { step 120 ./cuda_generic_bench; }
+run_tests() {
+  step 240 ./cuda_generic_test
+  step 60 ./sm90_chunk_bwd_bench check
+  step 60 ./sm90_chunk_fwd_bench check
+}
+run_benchmarks() {
+  step 120 ./cuda_generic_bench
+  step 60 ./sm90_chunk_bwd_bench time
+  step 60 ./sm90_chunk_fwd_bench time
+}
 run_sanitizer() {
   local tool
   for tool in memcheck racecheck synccheck initcheck; do

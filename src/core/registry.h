@@ -18,7 +18,7 @@ struct Path {
   // What explain() prints and options.path takes.
   const char* name;
   flash_qla_device_type device;
-  // Taken only when options.path names it (oracles).
+  // Taken only when options.path names it: oracles, and kernels whose path has not passed the tests on a device yet.
   bool only_by_name;
   // Empty: this path computes the call. Otherwise why it does not, as half a sentence ("needs K = V = 128").
   // The arguments are already validated. Reads pointers' alignment at most, never what they point to; a NULL pointer
