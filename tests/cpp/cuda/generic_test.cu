@@ -5,11 +5,12 @@
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
 //
-//   generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once]
+//   generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once] [--groups a,b]
 //
 // prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
-// the the second runs.
+// the second runs, --groups all groups but those named (the table in run() has the names).
 #include <chrono>
+#include <functional>
 #include <map>
 
 #include "calls.h"
@@ -23,6 +24,7 @@ struct Settings {
   int64_t only_case = -1;
   bool small = false;
   bool twice = true;
+  std::string groups;  // ",a,b,": only these; empty: all
   // Longest batch row and largest K * V of a drawn case. The small ones still reach every kernel: K = 256 with V = 8.
   int64_t longest() const { return small ? 70 : 400; }
   int64_t largest_state() const { return small ? 256 * 8 : 256 * 256; }
@@ -46,8 +48,8 @@ int head_dim(const std::string& name) {
 
 class Checker {
  public:
-  Checker(const char* group, const Settings& settings, Arena& arena)
-      : group_(group), twice_(settings.twice), arena_(arena), start_(std::chrono::steady_clock::now()) {}
+  Checker(std::string group, const Settings& settings, Arena& arena)
+      : group_(std::move(group)), twice_(settings.twice), arena_(arena), start_(std::chrono::steady_clock::now()) {}
 
   // Compares path `path` with path `reference` on the host or the device. exact_bound: for all tensors, if above 0.
   template <class Call>
@@ -349,8 +351,9 @@ bool same(Buffer a, Buffer b) {
 }
 
 // A sequence's bits depend on nothing but the sequence: not on what else is in the batch, nor on where it is cut.
-int64_t test_invariance(const Settings& settings, Arena& arena) {
-  Checker checker("bits depend on the sequence alone", settings, arena);
+int64_t test_invariance(const Settings& settings, Arena& arena, const char* path, int64_t V,
+                        const std::vector<int64_t>& cuts) {
+  Checker checker(std::string("bits depend on the sequence alone, ") + path, settings, arena);
   Random random(13);
   Shape s;
   s.dtype = DType::kBFloat16;
@@ -358,7 +361,7 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
   s.Hq = 2;
   s.Hv = 4;
   s.K = 128;
-  s.V = 72;
+  s.V = V;
   s.cu_seqlens = {0, 17, 17, 209, 300};
   Features f;
   f.initial_state = f.final_state = true;
@@ -367,8 +370,8 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
   ForwardCall whole = batch;
   const auto run = [&](ForwardCall& call) {
     checker.count();
-    const std::string error = run_call(call, "cuda_generic", FLASH_QLA_CUDA, arena);
-    if (!error.empty()) checker.fail("forward", "cuda_generic", error);
+    const std::string error = run_call(call, path, FLASH_QLA_CUDA, arena);
+    if (!error.empty()) checker.fail("forward", path, error);
   };
   run(whole);
   // Tokens [begin, end) of the batch as a call of their own, from `state`.
@@ -385,32 +388,108 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
     run(call);
     return call;
   };
-  // The third sequence alone, and cut after 64 and 100 tokens.
+  // The third sequence alone, and cut.
   ForwardCall alone = part(17, 209, batch.in.initial_state.slice(0, 2, 3));
-  if (!same(alone.o, whole.o.slice(1, 17, 209))) checker.fail("alone", "cuda_generic", "o differs");
-  if (!same(alone.final_state, whole.final_state.slice(0, 2, 3)))
-    checker.fail("alone", "cuda_generic", "state differs");
-  for (const int64_t cut : {64, 100}) {
+  if (!same(alone.o, whole.o.slice(1, 17, 209))) checker.fail("alone", path, "o differs");
+  if (!same(alone.final_state, whole.final_state.slice(0, 2, 3))) checker.fail("alone", path, "state differs");
+  for (const int64_t cut : cuts) {
     ForwardCall first = part(17, 17 + cut, batch.in.initial_state.slice(0, 2, 3));
     ForwardCall second = part(17 + cut, 209, first.final_state);
-    if (!same(first.o, alone.o.slice(1, 0, cut))) checker.fail("cut", "cuda_generic", "o before the cut differs");
-    if (!same(second.o, alone.o.slice(1, cut, 192))) checker.fail("cut", "cuda_generic", "o after the cut differs");
-    if (!same(second.final_state, alone.final_state)) checker.fail("cut", "cuda_generic", "state differs");
+    if (!same(first.o, alone.o.slice(1, 0, cut))) checker.fail("cut", path, "o before the cut differs");
+    if (!same(second.o, alone.o.slice(1, cut, 192))) checker.fail("cut", path, "o after the cut differs");
+    if (!same(second.final_state, alone.final_state)) checker.fail("cut", path, "state differs");
   }
   return checker.finish();
 }
 
-// The Hopper backward: what it takes (most of it, or the group fails) against the oracle.
-int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
+bool on_hopper() {
   int device = 0, major = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  if (major != 9) {
-    std::printf("no Hopper GPU: sm90 was not tested\n");
-    return 0;
+  return major == 9;
+}
+
+// Checks path sm90 against the oracle on the drawn calls that it takes: most of them, or the group fails.
+template <class Operation, class Draw>
+int64_t test_sm90(const char* group, const Settings& settings, Arena& arena, Draw draw) {
+  Checker checker(group, settings, arena);
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  int64_t drawn = 0, taken = 0;
+  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const auto& call) {
+    ++drawn;
+    auto copy = call;
+    auto args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
+    args.options.path = "sm90";
+    args.options.device_type = FLASH_QLA_CUDA;
+    args.options.device_index = device;
+    if (!Operation::can_implement(args).ok()) return;
+    ++taken;
+    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+  });
+  if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
+  return checker.finish();
+}
+
+int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
+  return test_sm90<ChunkForward>("forward, sm90", settings, arena, [&](Random& r) {
+    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    Shape s = draw_shape(type, settings.small ? 140 : 400, 256 * 256, r);
+    s.K = s.V = 128;
+    ForwardCall call;
+    call.draw(s, draw_features(type, s.K, r), draw_pool_features(false, !s.cu_seqlens.empty(), r), false, r);
+    return call;
+  });
+}
+
+// NaN and infinity in q, k, v, g and beta of one sequence, side by side with finite ones whose last chunk is not full.
+int64_t test_sm90_nan(const Settings& settings, Arena& arena) {
+  Checker checker("NaN stays in its sequence, sm90", settings, arena);
+  Random random(7);
+  for (const double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = 333;
+    s.Hv = 2;
+    s.K = s.V = 128;
+    s.cu_seqlens = {0, 70, 133, 260, 261, 333};
+    Features f;
+    f.final_state = true;
+    f.initial_state = true;
+    ForwardCall clean;
+    clean.draw(s, f, PoolFeatures{}, false, random);
+    ForwardCall dirty = clean;
+    // Sequences 1 and 3 alone: the first and the last token of one, the only token of the other.
+    const auto spoil = [&](Buffer& x) {
+      const Tensor t = x.host();
+      x.fill([&](int64_t i, int64_t j, int64_t k, int64_t l) {
+        return j == 70 || j == 132 || j == 260 ? bad : load(t, offset_of(t, i, j, k, l));
+      });
+    };
+    for (Buffer* x : {&dirty.in.q, &dirty.in.k, &dirty.in.v, &dirty.in.g, &dirty.in.beta}) spoil(*x);
+    for (ForwardCall* call : {&clean, &dirty}) {
+      checker.count();
+      const std::string error = run_call(*call, "sm90", FLASH_QLA_CUDA, arena);
+      if (!error.empty()) checker.fail("forward", "sm90", error);
+    }
+    const auto same_part = [&](Buffer& a, Buffer& b, int dim, int64_t begin, int64_t end) {
+      return a.slice(dim, begin, end).bytes() == b.slice(dim, begin, end).bytes();
+    };
+    for (const int64_t n : {0, 2, 4}) {
+      const size_t i = static_cast<size_t>(n);
+      if (!same_part(clean.o, dirty.o, 1, s.cu_seqlens[i], s.cu_seqlens[i + 1])) {
+        checker.fail("sequence " + std::to_string(n), "sm90", "o depends on a neighbour");
+      }
+      if (!same_part(clean.final_state, dirty.final_state, 0, n, n + 1)) {
+        checker.fail("sequence " + std::to_string(n), "sm90", "the final state depends on a neighbour");
+      }
+    }
   }
-  Checker checker("backward, sm90", settings, arena);
-  const auto draw = [](Random& r) {
+  return checker.finish();
+}
+
+int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
+  return test_sm90<ChunkBackward>("backward, sm90", settings, arena, [](Random& r) {
     const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
     Shape s = draw_shape(type, 400, 256 * 256, r);
     s.K = s.V = 128;
@@ -429,21 +508,7 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
       }
     }
     return call;
-  };
-  int64_t drawn = 0, taken = 0;
-  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
-    ++drawn;
-    BackwardCall copy = call;
-    auto args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
-    args.options.path = "sm90";
-    args.options.device_type = FLASH_QLA_CUDA;
-    args.options.device_index = device;
-    if (!ChunkBackward::can_implement(args).ok()) return;  // strides that the copy engine does not take
-    ++taken;
-    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
   });
-  if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
-  return checker.finish();
 }
 
 int64_t test_large(const Settings& settings, Arena& arena) {
@@ -508,9 +573,39 @@ int run(const Settings& settings) {
   std::printf("%s", build_info().c_str());
   // The large cases take the most; initcheck pays for every megabyte.
   Arena arena(settings.small ? size_t{256} << 20 : size_t{24} << 30);
-  int64_t failures = test_oracle(settings, arena) + test_generic(settings, arena) + test_decode(settings, arena) +
-                     test_nan(settings, arena) + test_invariance(settings, arena) + test_sm90_backward(settings, arena);
-  if (!settings.small) failures += test_large(settings, arena);
+  struct Group {
+    const char* name;
+    bool needs_hopper;
+    std::function<int64_t()> test;
+  };
+  std::vector<Group> groups = {
+      {"oracle", false, [&] { return test_oracle(settings, arena); }},
+      {"generic", false, [&] { return test_generic(settings, arena); }},
+      {"decode", false, [&] { return test_decode(settings, arena); }},
+      {"nan", false, [&] { return test_nan(settings, arena); }},
+      {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
+      {"sm90_forward", true, [&] { return test_sm90_forward(settings, arena); }},
+      {"sm90_nan", true, [&] { return test_sm90_nan(settings, arena); }},
+      {"sm90_invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
+      {"sm90_backward", true, [&] { return test_sm90_backward(settings, arena); }}};
+  if (!settings.small) groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
+  const bool hopper = on_hopper();
+  int64_t failures = 0, done = 0;
+  for (const Group& group : groups) {
+    if (!settings.groups.empty() && settings.groups.find("," + std::string(group.name) + ",") == std::string::npos) {
+      continue;
+    }
+    ++done;
+    if (group.needs_hopper && !hopper) {
+      std::printf("%s: no Hopper GPU, not tested\n", group.name);
+    } else {
+      failures += group.test();
+    }
+  }
+  if (done == 0) {
+    std::fprintf(stderr, "--groups names none of the groups\n");
+    return 2;
+  }
   std::printf("%lld failed\n", static_cast<long long>(failures));
   return failures == 0 ? 0 : 1;
 }
@@ -533,8 +628,11 @@ int main(int argc, char** argv) {
       settings.small = true;
     } else if (flag == "--once") {
       settings.twice = false;
+    } else if (flag == "--groups" && i + 1 < argc) {
+      settings.groups = "," + std::string(argv[++i]) + ",";
     } else {
-      std::fprintf(stderr, "usage: generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once]\n");
+      std::fprintf(stderr,
+                   "usage: generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once] [--groups a,b]\n");
       return 2;
     }
   }

@@ -370,6 +370,7 @@ Problem build(const Case& c, uint64_t seed) {
     a.g_cumsum = scratch<float>(T_ * c.hv);
     a.a = scratch<T>(T_ * c.hv * 64);
     a.h = scratch<T>(p.chunks * c.hv * 16384);
+    a.h_rows = p.chunks;
   }
   p.oracle = {q,
               k,

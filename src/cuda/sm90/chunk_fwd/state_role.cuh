@@ -68,7 +68,9 @@ struct StateRole {
 
   // The state at the chunk's start, as the products below see it.
   __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
-    if (p.args.h == nullptr) return;
+    // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
+    // order can give, is past the rows as well.
+    if (p.args.h == nullptr || c.valid == 0 || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) return;
     Element* base = static_cast<Element*>(p.args.h) +
                     (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
     const int dv = first_row(c);
@@ -89,7 +91,10 @@ struct StateRole {
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
     if (args.checkpoints == nullptr || c.valid < kChunk || (c.position + 1) % args.checkpoint_every_chunks != 0) return;
-    const int64_t row = args.checkpoint_cu_starts[c.sequence] + (c.position + 1) / args.checkpoint_every_chunks - 1;
+    const int64_t first = load_index(args.checkpoint_cu_starts, args.checkpoint_starts_are_64_bit,
+                                     c.sequence * args.checkpoint_starts_stride);
+    const int64_t row = first + (c.position + 1) / args.checkpoint_every_chunks - 1;
+    if (row < 0 || row >= args.checkpoint_rows) return;
     char* matrix = static_cast<char*>(args.checkpoints) +
                    (row * args.num_value_heads + c.head) * (kHeadDim * kHeadDim) * element_size(args.checkpoint_type);
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
