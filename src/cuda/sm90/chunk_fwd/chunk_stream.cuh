@@ -50,8 +50,8 @@ __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
 __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& args, int32_t i) {
   if (args.cu_seqlens == nullptr) {
-    const int32_t length = static_cast<int32_t>(args.dense_length);
-    return {i * length, length, i, i * ((length + kChunk - 1) / kChunk)};
+    const int32_t room = static_cast<int32_t>(args.dense_length);
+    return {i * room, args.lengths != nullptr ? args.lengths[i] : room, i, i * ((room + kChunk - 1) / kChunk)};
   }
   int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
   int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, static_cast<int64_t>(i) + 1);

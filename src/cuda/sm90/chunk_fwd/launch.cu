@@ -163,7 +163,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
 
   const bool split = variant == ChunkForwardVariant::kSplitV ||
                      (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
-  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr;
+  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
+                    args.start_lists != nullptr;
   const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
 
   ChunkForwardKernelParams params{};

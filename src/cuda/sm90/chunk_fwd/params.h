@@ -65,9 +65,15 @@ struct ChunkForwardArgs {
   int32_t checkpoint_every_chunks = 0;  // 0: none; otherwise one state every that many chunks
   int32_t checkpoint_starts_are_64_bit = 0;
 
+  // States at the start of listed chunks, float32: a list of entries for each token that a chunk may start at.
+  const int32_t* start_lists = nullptr;  // [T] first entry for the chunk that starts there, -1: none; null: no lists
+  const int32_t* start_next = nullptr;   // [entries] the next entry for the same chunk, -1: none
+  float* start_states = nullptr;         // [entries, Hv, K, V] or [entries, Hv, V, K], contiguous and 16-byte aligned
+
   // Sequences. With offsets, sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1]; without, i * dense_length ..
   const void* cu_seqlens = nullptr;  // [N + 1] int32 or int64, on the device
   int64_t dense_length = 0;          // tokens of each sequence when cu_seqlens is null
+  const int32_t* lengths = nullptr;  // [N] of the dense_length tokens of each, as many belong to it; null: all
   int64_t num_tokens = 0;            // T, the rows of q, k, v, o
   int32_t cu_seqlens_are_64_bit = 0;
   int32_t num_sequences = 0;                  // N

@@ -3,6 +3,7 @@
 
 #include "cuda/generic/launch.h"
 #include "cuda/paths.h"
+#include "cuda/sm90/chunk_fwd/listed.h"
 #include "cuda/sm90/chunk_fwd/params.h"
 #include "cuda/sm90/chunk_fwd/prepare.h"
 #include "cuda/sm90/chunk_fwd/traits.h"
@@ -90,7 +91,9 @@ std::string reject(const Arguments& args, const Problem& p) {
     if (present(*t) && !contiguous(*t)) return "needs g_cumsum, A and checkpoints contiguous and on 16-byte boundaries";
   }
   if (present(args.state_pool) && !takes_states(args.state_pool)) return "needs pool slots on 16-byte boundaries";
-  if (present(args.checkpoint_offsets)) return "does not keep states at listed tokens";
+  if (present(args.checkpoint_offsets) && args.checkpoint_offsets.shape[0] * p.Hv > kMost / 64) {
+    return "needs fewer than 2^25 listed tokens times value heads";
+  }
   if (!is_hopper(args.options.device_index)) return "needs a GPU of compute capability 9.0";
   return {};
 }
@@ -127,8 +130,10 @@ class Call {
 
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(launch_prepare(gates_, before_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_list_starts(kernel_, listed_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
         cuda_status(launch_chunk_forward(kernel_, ChunkForwardVariant::kAuto, stream), "the sm90 chunk forward"));
+    FLASH_QLA_RETURN_IF_ERROR(launch_listed_states(kernel_, listed_, stream));
     return launch_prepare(GateCopy{}, after_, stream);
   }
 
@@ -277,11 +282,18 @@ class Call {
       kernel_.checkpoint_every_chunks =
           static_cast<int32_t>(std::min<int64_t>(args.checkpoint_every / kChunk, INT32_MAX));
     }
+    if (present(args.checkpoint_offsets)) {
+      take_listed(args, kernel_, workspace, &listed_);
+      kernel_.start_lists = listed_.lists;
+      kernel_.start_next = listed_.next;
+      kernel_.start_states = listed_.states;
+    }
   }
 
   const Problem& p_;
   ChunkForwardArgs kernel_;
   GateCopy gates_;
+  ListedStates listed_;
   RowCopy before_[kMostRowCopies], after_[kMostRowCopies];
 };
 

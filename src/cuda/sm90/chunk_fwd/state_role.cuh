@@ -87,6 +87,17 @@ struct StateRole {
     }
   }
 
+  // The state at the chunk's start in full, for every entry of its list.
+  __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
+    const ChunkForwardArgs& args = p.args;
+    if (args.start_lists == nullptr || c.valid == 0) return;
+    for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
+      float* matrix =
+          args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
+      move_state<true>(matrix, ElementType::kFloat32, args.state_v_first, s, first_row(c), at.q);
+    }
+  }
+
   // The state after every n-th full chunk of a sequence.
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
@@ -142,7 +153,10 @@ struct StateRole {
       uint32_t packed[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-      if constexpr (Traits::kSave) save_h(packed, chunk);
+      if constexpr (Traits::kSave) {
+        save_h(packed, chunk);
+        save_listed(s, chunk);
+      }
       float u[32];
       const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
       wgmma_fence();
