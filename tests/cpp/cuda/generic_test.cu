@@ -505,6 +505,198 @@ int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// The chunk algorithm in double with the roundings of a tensor-core kernel, for one dense batch row: the operands of
+// every product are rounded to the inputs' dtype. What is asked of a kernel where a case is ill-conditioned for all of
+// them (docs/numerics.md). Names are those of docs/math.md.
+class Emulation {
+ public:
+  explicit Emulation(ForwardCall& call) : call_(call), shape_(call.in.shape), word_(shape_.dtype, {1}) {}
+
+  // Fills the call's o and final_state.
+  void run() {
+    const Shape& s = shape_;
+    std::vector<double> o(static_cast<size_t>(s.T * s.Hv * s.V)), states;
+    for (int64_t head = 0; head < s.Hv; ++head) {
+      std::vector<double> S = start(head);
+      for (int64_t t0 = 0; t0 < s.T; t0 += kChunkSize) step(head, t0, std::min(kChunkSize, s.T - t0), &S, &o);
+      states.insert(states.end(), S.begin(), S.end());
+    }
+    call_.o.fill([&](int64_t, int64_t t, int64_t head, int64_t column) {
+      return o[static_cast<size_t>((t * s.Hv + head) * s.V + column)];
+    });
+    call_.final_state.fill([&](int64_t, int64_t head, int64_t i, int64_t j) {
+      return states[static_cast<size_t>((head * s.K + i) * s.V + j)];
+    });
+  }
+
+ private:
+  using Matrix = std::vector<double>;
+
+  static double at(Buffer& x, int64_t i, int64_t j, int64_t k, int64_t l = 0) {
+    const Tensor t = x.host();
+    return load(t, offset_of(t, i, j, k, l));
+  }
+  double rounded(double x) {
+    word_.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(word_.host(), 0);
+  }
+  Matrix rounded(Matrix x) {
+    for (double& value : x) value = rounded(value);
+    return x;
+  }
+  // [n, m] = a [n, k] b [k, m]
+  static Matrix product(const Matrix& a, const Matrix& b, int64_t n, int64_t k, int64_t m) {
+    Matrix c(static_cast<size_t>(n * m), 0.0);
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t l = 0; l < k; ++l) {
+        const double x = a[static_cast<size_t>(i * k + l)];
+        for (int64_t j = 0; j < m; ++j) c[static_cast<size_t>(i * m + j)] += x * b[static_cast<size_t>(l * m + j)];
+      }
+    }
+    return c;
+  }
+  static Matrix transposed(const Matrix& a, int64_t n, int64_t m) {
+    Matrix c(a.size());
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j < m; ++j) c[static_cast<size_t>(j * n + i)] = a[static_cast<size_t>(i * m + j)];
+    }
+    return c;
+  }
+
+  Matrix start(int64_t head) {
+    Matrix S;
+    for (int64_t i = 0; i < shape_.K * shape_.V; ++i) {
+      S.push_back(call_.in.initial_state.present() ? at(call_.in.initial_state, 0, head, i / shape_.V, i % shape_.V)
+                                                   : 0.0);
+    }
+    return S;
+  }
+
+  void step(int64_t head, int64_t t0, int64_t n, Matrix* S, Matrix* o) {
+    const int64_t K = shape_.K, V = shape_.V, group = shape_.Hv / shape_.Hq;
+    const double scale = 1.0 / std::sqrt(static_cast<double>(K));
+    const auto rows = [&](Buffer& x, int64_t h, int64_t size) {
+      Matrix m;
+      for (int64_t i = 0; i < n * size; ++i) m.push_back(at(x, 0, t0 + i / size, h, i % size));
+      return m;
+    };
+    const Matrix Q = rows(call_.in.q, head / group, K), Kt = transposed(rows(call_.in.k, head / group, K), n, K);
+    const Matrix keys = rows(call_.in.k, head / group, K), values = rows(call_.in.v, head, V);
+    std::vector<double> c, beta;
+    for (int64_t i = 0; i < n; ++i) {
+      c.push_back((i > 0 ? c.back() : 0.0) + std::max(kMinLogDecay, at(call_.in.g, 0, t0 + i, head)));
+      beta.push_back(at(call_.in.beta, 0, t0 + i, head));
+    }
+    const auto decay = [&](int64_t i, int64_t j) {
+      return std::exp(c[static_cast<size_t>(i)] - c[static_cast<size_t>(j)]);
+    };
+    const Matrix KK = product(keys, Kt, n, K, n), QK = product(Q, Kt, n, K, n);
+    Matrix A(static_cast<size_t>(n * n), 0.0), P = A;
+    for (int64_t i = 0; i < n; ++i) {
+      A[static_cast<size_t>(i * n + i)] = 1.0;
+      for (int64_t j = 0; j < i; ++j) {
+        double sum = 0.0;
+        for (int64_t l = j; l < i; ++l) sum += KK[static_cast<size_t>(i * n + l)] * A[static_cast<size_t>(l * n + j)];
+        A[static_cast<size_t>(i * n + j)] = -beta[static_cast<size_t>(i)] * sum;
+      }
+    }
+    A = rounded(A);
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j <= i; ++j) {
+        A[static_cast<size_t>(i * n + j)] *= decay(i, j) * beta[static_cast<size_t>(j)];
+        P[static_cast<size_t>(i * n + j)] = scale * decay(i, j) * QK[static_cast<size_t>(i * n + j)];
+      }
+    }
+    const Matrix S0 = rounded(*S), KS = product(keys, S0, n, K, V), QS = product(Q, S0, n, K, V);
+    Matrix W = values;
+    for (int64_t i = 0; i < n * V; ++i) {
+      W[static_cast<size_t>(i)] -= std::exp(c[static_cast<size_t>(i / V)]) * KS[static_cast<size_t>(i)];
+    }
+    const Matrix corrected = product(rounded(A), rounded(W), n, n, V);
+    const Matrix PV = product(rounded(P), rounded(corrected), n, n, V);
+    Matrix last = corrected;
+    for (int64_t i = 0; i < n * V; ++i) {
+      const size_t e = static_cast<size_t>(i);
+      (*o)[static_cast<size_t>(((t0 + i / V) * shape_.Hv + head) * V + i % V)] =
+          scale * std::exp(c[static_cast<size_t>(i / V)]) * QS[e] + PV[e];
+      last[e] *= decay(n - 1, i / V);
+    }
+    const Matrix update = product(Kt, rounded(last), K, n, V);
+    for (size_t i = 0; i < S->size(); ++i) (*S)[i] = std::exp(c.back()) * (*S)[i] + update[i];
+  }
+
+  ForwardCall& call_;
+  const Shape shape_;
+  Buffer word_;
+};
+
+// Keys that make the triangular inverse grow. The bound is twice the error of an emulation where the case is
+// ill-conditioned for any kernel of the dtype.
+int64_t test_sm90_keys(const Settings& settings, Arena& arena) {
+  Checker checker("correlated keys, sm90", settings, arena);
+  struct Keys {
+    const char* name;
+    double common, own, length;  // of a shared direction, of one's own, of the whole key
+  };
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const Keys& keys :
+         {Keys{"random", 0, 1, 1}, Keys{"correlated", 1, 0.3, 1}, Keys{"identical", 1, 0, 1}, Keys{"long", 0, 1, 8}}) {
+      for (const double beta : {0.5, 0.98, 1.0, 2.0}) {
+        for (const bool decays : {false, true}) {
+          Random random(29);
+          Shape s;
+          s.dtype = type;
+          s.T = 200;
+          s.Hq = 1;
+          s.Hv = 2;
+          s.K = s.V = 128;
+          Features f;
+          f.initial_state = f.final_state = true;
+          ForwardCall call;
+          call.draw(s, f, PoolFeatures{}, false, random);
+          std::vector<double> direction;
+          for (int64_t i = 0; i < s.K; ++i) direction.push_back(random.normal());
+          call.in.k.fill([&](int64_t, int64_t, int64_t, int64_t i) {
+            return keys.common * direction[static_cast<size_t>(i)] + keys.own * random.normal();
+          });
+          Inputs::scale_rows(call.in.k);
+          const Tensor k = call.in.k.host();
+          call.in.k.fill([&](int64_t i, int64_t j, int64_t h, int64_t l) {
+            return keys.length * load(k, offset_of(k, i, j, h, l));
+          });
+          call.in.beta.fill([&](int64_t, int64_t, int64_t, int64_t) { return beta / (keys.length * keys.length); });
+          if (!decays) call.in.g.fill([](int64_t, int64_t, int64_t, int64_t) { return 0.0; });
+          char what[96];
+          std::snprintf(what, sizeof(what), "%s keys, %s, beta %g%s", keys.name,
+                        type == DType::kBFloat16 ? "bf16" : "fp16", beta, decays ? ", decay" : "");
+          checker.count();
+          ForwardCall expected = call, emulated = call;
+          for (const auto& [which, path] : {std::pair<ForwardCall*, const char*>{&expected, "cuda_reference"},
+                                            std::pair<ForwardCall*, const char*>{&call, "sm90"}}) {
+            const std::string error = run_call(*which, path, FLASH_QLA_CUDA, arena);
+            if (!error.empty()) checker.fail(what, path, error);
+          }
+          Emulation(emulated).run();
+          for (const bool state : {false, true}) {
+            const auto error = [&](ForwardCall& c) {
+              return state ? relative_error(c.final_state, expected.final_state, 1)
+                           : relative_error(c.o, expected.o, 2);
+            };
+            const double got = error(call), yardstick = error(emulated), most = std::max(5e-3, 2.0 * yardstick);
+            std::printf("  %-40s %-5s %.2e, emulation %.2e\n", what, state ? "state" : "o", got, yardstick);
+            if (!(got <= most)) {
+              checker.fail(what, "sm90",
+                           (state ? "the state" : "o") + std::string(" differs by ") + std::to_string(got) +
+                               " (at most " + std::to_string(most) + ")");
+            }
+          }
+        }
+      }
+    }
+  }
+  return checker.finish();
+}
+
 // NaN and infinity in q, k, v, g and beta of one sequence, side by side with finite ones whose last chunk is not full.
 int64_t test_sm90_nan(const Settings& settings, Arena& arena) {
   Checker checker("NaN stays in its sequence, sm90", settings, arena);
@@ -895,6 +1087,7 @@ int run(const Settings& settings) {
       {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
       {"sm90 forward", true, [&] { return test_sm90_forward(settings, arena); }},
       {"sm90 forward, single tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
+      {"sm90 forward, keys", true, [&] { return test_sm90_keys(settings, arena); }},
       {"sm90 forward, repeats", true, [&] { return test_sm90_repeat(settings, arena); }},
       {"sm90 forward, soak", true, [&] { return test_sm90_soak(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
