@@ -17,12 +17,75 @@ __device__ Real warp_sum(Real x) {
 __device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
+// A row in the registers of a warp: lane l has elements [4 l + 128 j, + 4), so that one load of four of them serves
+// where they lie side by side. Zero past the row's end.
+constexpr int kQuads = (FLASH_QLA_MAX_HEAD_DIM + 127) / 128;
+
 template <class Real>
-__device__ Real inverse_norm(const DeviceTensor& x, int64_t row, int K) {
+struct Row {
+  Real x[kQuads][4];
+};
+
+__device__ int quad_start(int j) { return 4 * (threadIdx.x % 32) + 128 * j; }
+
+template <class Real>
+__device__ Row<Real> load_row(const DeviceTensor& t, int64_t offset, int size) {
+  Row<Real> row{};
+  if constexpr (std::is_same_v<Real, float>) {
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+      const float4 x = unpack(t, load_raw_quad(t, offset, quad_start(j), size));
+      row.x[j][0] = x.x;
+      row.x[j][1] = x.y;
+      row.x[j][2] = x.z;
+      row.x[j][3] = x.w;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = quad_start(j) + e;
+        if (i < size) row.x[j][e] = load<Real>(t, offset + i * t.stride[3]);
+      }
+    }
+  }
+  return row;
+}
+
+// Rounds to t's dtype.
+template <class Real>
+__device__ void store_row(const DeviceTensor& t, int64_t offset, int size, const Row<Real>& row) {
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+    const int start = quad_start(j);
+    if (start >= size) continue;
+    const Real(&x)[4] = row.x[j];
+    if (t.quads && t.dtype == static_cast<int32_t>(DType::kBFloat16)) {
+      auto* to = reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(t.data) + offset + start);
+      to[0] = __floats2bfloat162_rn(static_cast<float>(x[0]), static_cast<float>(x[1]));
+      to[1] = __floats2bfloat162_rn(static_cast<float>(x[2]), static_cast<float>(x[3]));
+    } else if (t.quads && t.dtype == static_cast<int32_t>(DType::kFloat16)) {
+      auto* to = reinterpret_cast<__half2*>(static_cast<__half*>(t.data) + offset + start);
+      to[0] = __floats2half2_rn(static_cast<float>(x[0]), static_cast<float>(x[1]));
+      to[1] = __floats2half2_rn(static_cast<float>(x[2]), static_cast<float>(x[3]));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (start + e < size) store<Real>(t, offset + (start + e) * t.stride[3], x[e]);
+      }
+    }
+  }
+}
+
+// 1 / sqrt(sum x^2 + eps), summed in Real.
+template <class Real, class Element>
+__device__ Real inverse_norm(const Row<Element>& row) {
   Real sum = 0;
-  for (int i = threadIdx.x % 32; i < K; i += 32) {
-    const Real value = load<Real>(x, row + i * x.stride[3]);
-    sum += value * value;
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum += static_cast<Real>(row.x[j][e]) * static_cast<Real>(row.x[j][e]);
   }
   return Real(1) / sqrt(warp_sum(sum) + Real(kL2NormEps));
 }
@@ -32,10 +95,22 @@ __global__ void __launch_bounds__(kThreads)
     normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K, DeviceTensor x, DeviceTensor out) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const int64_t head = r % heads, t = r / heads % T, b = r / heads / T;
-    const int64_t from = offset_of(x, b, t, head), to = offset_of(out, b, t, head);
-    const Real scale = inverse_norm<Real>(x, from, K);
-    for (int i = threadIdx.x % 32; i < K; i += 32)
-      store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
+    Row<Real> row = load_row<Real>(x, offset_of(x, b, t, head), K);
+    const Real scale = inverse_norm<Real>(row);
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) row.x[j][e] *= scale;
+    }
+    store_row(out, offset_of(out, b, t, head), K, row);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    copy_rows_kernel(int64_t rows, int64_t T, int64_t heads, int size, DeviceTensor from, DeviceTensor to) {
+  for (int64_t r = first_row(); r < rows; r += row_step()) {
+    const int64_t head = r % heads, t = r / heads % T, b = r / heads / T;
+    store_row(to, offset_of(to, b, t, head), size, load_row<float>(from, offset_of(from, b, t, head), size));
   }
 }
 
@@ -48,54 +123,55 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t head = i % Hv, t = i / Hv % sequences.T, b = i / Hv / sequences.T;
     const bool chunk_start = gates.g_is_cumsum && starts_chunk(sequences, t);
     const bool inside = in_a_sequence(sequences, t);
-    out_log_decay[i] = inside ? clamp_log_decay(log_decay<Real>(gates, b, t, head, chunk_start)) : Real(0);
-    out_beta[i] = inside ? effective_beta<Real>(gates, b, t, head) : Real(0);
+    if (out_log_decay != nullptr) {
+      out_log_decay[i] = inside ? clamp_log_decay(log_decay<Real>(gates, b, t, head, chunk_start)) : Real(0);
+    }
+    if (out_beta != nullptr) out_beta[i] = inside ? effective_beta<Real>(gates, b, t, head) : Real(0);
   }
 }
 
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, const Real* parts,
+    finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, DeviceTensor parts,
                        DeviceTensor x, bool l2norm, DeviceTensor dx) {
-  const int lane = threadIdx.x % 32;
-  constexpr int kPerLane = FLASH_QLA_MAX_HEAD_DIM / 32;
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const int64_t head = r % Hq, t = r / Hq % sequences.T, b = r / Hq / sequences.T;
     const int64_t to = offset_of(dx, b, t, head);
+    Row<Real> dy{};
     if (!in_a_sequence(sequences, t)) {
-      for (int i = lane; i < K; i += 32) store<Real>(dx, to + i * dx.stride[3], Real(0));
+      store_row(dx, to, K, dy);
       continue;
     }
-    const Real* part = parts + r / Hq * Hq * group * K + head * group * K;  // heads of a group are neighbours
-    Real dy[kPerLane];
+    for (int64_t member = 0; member < group; ++member) {  // heads of a group are neighbours
+      const Row<Real> part = load_row<Real>(parts, offset_of(parts, b, t, head * group + member), K);
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const int i = lane + 32 * j;
-      dy[j] = 0;
-      if (i >= K) continue;
-      for (int64_t member = 0; member < group; ++member) dy[j] += part[member * K + i];
+      for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dy.x[j][e] += part.x[j][e];
+      }
     }
-    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with one
-    // key, what is left of the difference is small.
-    double scale = 1, along = 0;
-    const int64_t from = l2norm ? offset_of(x, b, t, head) : 0;
     if (l2norm) {
-      scale = inverse_norm<double>(x, from, K);
+      // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with
+      // one key, what is left of the difference is small.
+      const Row<Real> row = load_row<Real>(x, offset_of(x, b, t, head), K);
+      const double scale = inverse_norm<double>(row);
+      double along = 0;
 #pragma unroll
-      for (int j = 0; j < kPerLane; ++j) {
-        const int i = lane + 32 * j;
-        if (i < K) along += static_cast<double>(dy[j]) * load<double>(x, from + i * x.stride[3]);
+      for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) along += static_cast<double>(dy.x[j][e]) * static_cast<double>(row.x[j][e]);
       }
       along = warp_sum(along) * scale * scale;
-    }
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const int i = lane + 32 * j;
-      if (i >= K) continue;
-      const double through_norm =
-          l2norm ? scale * (static_cast<double>(dy[j]) - along * load<double>(x, from + i * x.stride[3])) : 0.0;
-      store<Real>(dx, to + i * dx.stride[3], l2norm ? static_cast<Real>(through_norm) : dy[j]);
+      for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          dy.x[j][e] =
+              static_cast<Real>(scale * (static_cast<double>(dy.x[j][e]) - along * static_cast<double>(row.x[j][e])));
+        }
+      }
     }
+    store_row(dx, to, K, dy);
   }
 }
 
@@ -206,6 +282,13 @@ Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTen
                 static_cast<int>(p.K), x, out);
 }
 
+Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
+                        cudaStream_t stream) {
+  const int64_t rows = p.B * p.T * heads;
+  return launch("copy_rows", copy_rows_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T, heads,
+                static_cast<int>(size), from, to);
+}
+
 template <class Real>
 Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
                             Real* beta, cudaStream_t stream) {
@@ -215,11 +298,11 @@ Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, co
 }
 
 template <class Real>
-Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
-                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const DeviceTensor& parts, int64_t group,
+                          const DeviceTensor& x, bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.Hq;
   return launch("finish_keys", finish_keys_kernel<Real>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.Hq,
-                p.group, static_cast<int>(p.K), sequences, parts, x, l2norm, dx);
+                group, static_cast<int>(p.K), sequences, parts, x, l2norm, dx);
 }
 
 int64_t gate_sum_scratch(const Problem& p) { return ceil_div(p.B * p.T, kSumTokens) * 2 * p.Hv; }
@@ -249,13 +332,13 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
                 sequences, x);
 }
 
-#define FLASH_QLA_INSTANTIATE(Real)                                                                                \
-  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);  \
-  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
-                                             cudaStream_t);                                                        \
-  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \
-                                           bool, const DeviceTensor&, cudaStream_t);                               \
-  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,       \
+#define FLASH_QLA_INSTANTIATE(Real)                                                                               \
+  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t); \
+  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,    \
+                                             cudaStream_t);                                                       \
+  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const DeviceTensor&, int64_t,    \
+                                           const DeviceTensor&, bool, const DeviceTensor&, cudaStream_t);         \
+  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,      \
                                             const Real*, const GateGradients&, double*, cudaStream_t);
 FLASH_QLA_INSTANTIATE(float)
 FLASH_QLA_INSTANTIATE(double)
