@@ -166,9 +166,9 @@ Features draw_features(DType type, int64_t K, Random& random) {
   static const std::vector<DType> kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
   Features f;
   f.g = random.chance(0.9);
-  // With one key of norm one and beta 1 a token replaces the whole state, every decay's gradient is exactly zero, and
-  // rounding would be all that is left to compare.
-  f.beta = K == 1 || random.chance(0.9);
+  // With one key of norm one and beta 1 a token replaces the whole state: every decay's gradient is exactly zero, and
+  // two oracles in fp64 have only rounding left to compare.
+  f.beta = (K == 1 && type == DType::kFloat64) || random.chance(0.9);
   f.l2norm = random.chance(0.3);
   f.gate = f.g && random.chance(0.3);
   f.dt_bias = f.gate && random.chance(0.5);
@@ -212,15 +212,19 @@ ForwardCall draw_forward(DType type, int64_t longest, int64_t largest_state, Ran
   const PoolFeatures pool = draw_pool_features(recurrent, !s.cu_seqlens.empty(), random);
   if (recurrent && pool.pool && s.cu_seqlens.empty()) s.T = std::min<int64_t>(s.T, FLASH_QLA_MAX_DRAFT_TOKENS);
   ForwardCall call;
-  call.draw(s, draw_features(type, s.K, random), pool, recurrent, random);
+  Features f = draw_features(type, s.K, random);
+  f.any_length = random.chance(0.3);
+  call.draw(s, f, pool, recurrent, random);
   return call;
 }
 
 BackwardCall draw_backward(DType type, int64_t longest, int64_t largest_state, Random& random) {
   const Shape s = draw_shape(type, longest, largest_state, random);
   Features f = draw_features(type, s.K, random);
-  // The norm of a single key is a constant but for its epsilon: its gradient is a difference of equals.
-  if (s.K == 1) f.l2norm = false;
+  f.any_length = random.chance(0.3);
+  // The norm of a single key is a constant but for its epsilon of 1e-6: its gradient is a difference of equals, of
+  // which fp64 keeps ten digits.
+  if (s.K == 1 && type == DType::kFloat64) f.l2norm = f.any_length = false;
   const bool cumsum = f.g && !f.gate && random.chance(0.3);
   BackwardCall call;
   call.draw(s, f, cumsum, random.chance(0.9), random.chance(0.5), random);
