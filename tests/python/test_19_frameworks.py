@@ -318,6 +318,16 @@ def test_workspace_size_serves_every_smaller_call(seqlens, device):
     assert workspace_of(text) <= bound
 
 
+@pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "gated_delta_rule_decode"])
+def test_workspace_size_serves_whatever_path_takes_the_call(op, device):
+    # The preferred path may refuse a tensor's strides or address, which this question cannot know.
+    sizes = {}
+    for path in (None, "cpu" if device == "cpu" else "cuda_generic"):
+        with flash_qla.use_path(path):
+            sizes[path] = flash_qla.workspace_size(op, 1024, 2, 2, 4, 128, 128, device=device)
+    assert sizes.pop(None) >= max(sizes.values()) > 0
+
+
 def test_build_info_names_version_and_paths():
     info = flash_qla.build_info()
     assert info["version"] == flash_qla.__version__
