@@ -18,11 +18,13 @@ size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
   p->small_count = workspace.take<int32_t>(1);
   p->small_tiles = workspace.take<int32_t>(tiles);
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
-  p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
-  p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   p->states = workspace.take<uint8_t>(tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
+  if (p->solves_A) {
+    const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
+    p->A = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kChunk, 1}, p->v.type};
+  }
   if (!has_dv) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kDim;
     p->dv = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kDim, 1}, p->v.type};
@@ -48,10 +50,11 @@ cudaError_t find_encoder(EncodeTiled* encode) {
   return error;
 }
 
-cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int64_t T, int64_t heads,
+// `halves`: 64 columns each that a row has.
+cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int64_t T, int64_t halves, int64_t heads,
                      CUtensorMap* map) {
-  const cuuint64_t dims[5] = {64, static_cast<cuuint64_t>(T), 2, static_cast<cuuint64_t>(heads),
-                              static_cast<cuuint64_t>(B)};
+  const cuuint64_t dims[5] = {64, static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(halves),
+                              static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(B)};
   // The stride of a dimension of one element means nothing and may be anything: the encoder wants a legal one.
   auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size == 1 ? 128 : stride * 2); };
   const cuuint64_t strides[4] = {bytes(T, t.stride[1]), 128, bytes(heads, t.stride[2]), bytes(B, t.stride[0])};
@@ -68,10 +71,12 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv) {
   ChunkBackwardParams copy = params;
+  copy.solves_A = params.A.data == nullptr;
   return take_all(&copy, has_dv, nullptr);
 }
 
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace) {
+  params->solves_A = params->A.data == nullptr;
   take_all(params, has_dv, workspace);
 }
 
@@ -79,12 +84,13 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
                                      ChunkBackwardMaps* maps) {
   EncodeTiled encode = nullptr;
   cudaError_t error = find_encoder(&encode);
-  if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, p.Hq, &maps->q);
-  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, p.Hq, &maps->k);
-  if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, p.Hv, &maps->v);
+  if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, 2, p.Hq, &maps->q);
+  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, 2, p.Hq, &maps->k);
+  if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, 2, p.Hv, &maps->v);
   // Without dO its map only has to exist: all its loads lie outside.
-  if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, p.Hv, &maps->d_o);
-  if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, p.Hv, &maps->dv);
+  if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
+  if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
+  if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
   return error;
 }
 

@@ -40,10 +40,11 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
-// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole dv is added when the caller wants none.
+// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A and a whole dv are added
+// where the caller has none.
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv);
 
-// Sets params' scratch pointers; without a dv of the caller's, dv too.
+// Sets params' scratch pointers; without an A or a dv of the caller's, those too.
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace);
 
 // Describes q, d_o [B, T, heads, 128] and params' k, v, dv to the copy engine. bf16 or fp16.

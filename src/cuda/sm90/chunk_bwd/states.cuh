@@ -2,70 +2,88 @@
 // one keeps dS at each chunk's end and writes dv. Neither needs the other, so a short batch fills twice the
 // multiprocessors.
 //
-// States are held transposed, S^T [64 of V, 128 of K] to a warpgroup, as fp32 accumulators: packed, they are the A
-// operand of the next product, and S never waits for shared memory. One warp loads, each warpgroup owns 64 of V.
+// A block has one pass of one sequence, value head and half of V. States are held transposed, S^T [64 of V, 128 of K],
+// as fp32 accumulators of one warpgroup: packed, they are the A operand of the next product, and S never waits for
+// shared memory. A second warpgroup runs ahead and makes G o A and P of the coming chunks where their operands landed;
+// of a third, one warp loads, one makes the gate vectors, one stores.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
+#include "cuda/sm90/chunk_bwd/gates.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
-// kGroups: warpgroups of a block, each with half of V: 1 while blocks are fewer than multiprocessors (the chain of
-// products is shortest with a tensor core of its own), else 2 (K, Q, G o A and P are loaded once for both).
-template <int kGroups>
 struct StatesTraits {
-  // One group lives within the 255 registers of any thread. Two need more than an even share: the copying warps come as
-  // a whole warpgroup then, that leaves them its registers (40 + 2 * 232 = 3 * 168).
-  static constexpr bool kMoveRegisters = kGroups == 2;
-  static constexpr int kThreads = kGroups * 128 + (kMoveRegisters ? 128 : 64);
-  static constexpr int kCopyRegisters = 56, kGroupRegisters = 224;
+  static constexpr int kThreads = 3 * 128;
+  // 384 threads start with 168 each; the state group needs more, the copying warps less.
+  static constexpr int kCopyRegisters = 64, kStateRegisters = 232;
 
-  // A stage of the forward pass: K, V, G o A, gates.
+  // A stage of the forward pass: K, V, G o A (A at first), gates.
   static constexpr uint32_t kFwdK = 0;
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
-  static constexpr uint32_t kFwdGA = kFwdV + kGroups * kTileBytes;
+  static constexpr uint32_t kFwdGA = kFwdV + kTileBytes;
   static constexpr uint32_t kFwdGates = kFwdGA + kTileBytes;
   static constexpr uint32_t kFwdStage = kFwdGates + kGateBytes;
-  // A stage of the reverse pass: K, Q, dO, G o A, P, gates.
+  // A stage of the reverse pass: K, Q, dO, G o A, gates, P.
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
-  static constexpr uint32_t kRevGA = kRevDo + kGroups * kTileBytes;
+  static constexpr uint32_t kRevGA = kRevDo + kTileBytes;
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
   static constexpr uint32_t kRevGates = kRevP + kTileBytes;
   static constexpr uint32_t kRevStage = kRevGates + kGateBytes;
+  // What the copy engine brings of them.
+  static constexpr uint32_t kFwdLoaded = kTokensBytes + 2 * kTileBytes;
+  static constexpr uint32_t kRevLoaded = 2 * kTokensBytes + 2 * kTileBytes;
 
-  // As many stages as fit beside the outgoing tiles: 2 to 5.
-  static constexpr int kRevStages = kGroups == 1 ? 3 : 2;
-  static constexpr int kFwdStages = kGroups == 1 ? 5 : 4;
+  // As many stages as fit beside the outgoing tiles.
+  static constexpr int kRevStages = 3, kFwdStages = 5;
 
-  // On their way out, for each group: the state (two tiles) and 64 tokens of V' or dv.
+  // On their way out: the state (two tiles) and 64 tokens of V' or dv.
   static constexpr uint32_t kOut = 3 * kTileBytes;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
   static constexpr uint32_t kOutOffset = kStagesBytes;
-  static constexpr uint32_t kBarriers = kOutOffset + kGroups * kOut;
-  // Full and empty of five stages, then of each group's state and token tiles on their way out.
-  static constexpr uint32_t kBarrierCount = 2 * 5 + kGroups * 4;
+  static constexpr uint32_t kBarriers = kOutOffset + kOut;
+  static constexpr int kMostStages = 5;
+  static constexpr uint32_t kBarrierCount = 4 * kMostStages + 4;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kBlockBarrier = 1;  // named barrier of all groups
+constexpr uint32_t kPrepareBarrier = 1;  // named barrier of the preparing group
 
-// A group's outgoing tiles: written by the group, stored by a warp that has nothing else to do, so that the chain of
-// products waits neither for the copy engine nor for the fence before it.
-struct OutBarriers {
+// A stage is loaded (copy engine) and its gates made; prepared (G o A and P are there); empty again. The outgoing tiles
+// are written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
+// neither for the copy engine nor for the fence before it.
+struct StatesBarriers {
   uint32_t base;
-  __device__ uint32_t state_full() const { return base; }
-  __device__ uint32_t state_empty() const { return base + 8; }
-  __device__ uint32_t tokens_full() const { return base + 16; }
-  __device__ uint32_t tokens_empty() const { return base + 24; }
+  __device__ uint32_t loaded(int stage) const { return base + 32 * stage; }
+  __device__ uint32_t gates(int stage) const { return base + 32 * stage + 8; }
+  __device__ uint32_t prepared(int stage) const { return base + 32 * stage + 16; }
+  __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
+  __device__ uint32_t state_full() const { return base + 32 * StatesTraits::kMostStages; }
+  __device__ uint32_t state_empty() const { return state_full() + 8; }
+  __device__ uint32_t tokens_full() const { return state_full() + 16; }
+  __device__ uint32_t tokens_empty() const { return state_full() + 24; }
 };
 
-// One warpgroup's place.
+// A place in the ring of stages.
+template <int kStages>
+struct StatesCursor {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// A thread's place in its warpgroup.
 struct Lane {
-  int warp, lane, group, thread;  // warp and thread within the group
+  int warp, lane;
 };
 
 // S^T from memory, or zeros.
@@ -135,17 +153,21 @@ __device__ __forceinline__ void add_outer_half(float (&S)[64], const uint32_t (&
   for (int j = 2 * half; j < 2 * half + 2; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));
 }
 
-// What both passes know of their work.
+// What all roles know of their block's work.
 struct StatesWork {
   SequenceInfo sequence;
   int n, head, key_head;
-  int half;  // of V, the block's first
+  int half;  // of V
+  bool reverse;
+  // The chunk of the step-th turn.
+  __device__ int chunk(int step) const { return reverse ? sequence.chunks() - 1 - step : step; }
+  __device__ ChunkInfo info(int c) const {
+    return {sequence.token + c * kChunk, min(kChunk, sequence.length - c * kChunk), n, sequence.batch};
+  }
+  __device__ int64_t tile(const ChunkBackwardParams& p, int c) const {
+    return static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
+  }
 };
-
-// The chunk of the step-th turn of a pass.
-__device__ __forceinline__ int chunk_of(int step, int chunks, bool reverse) {
-  return reverse ? chunks - 1 - step : step;
-}
 
 __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
@@ -162,35 +184,27 @@ __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, in
   }
 }
 
-template <typename T, int kGroups>
+template <typename T>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
-                                               uint32_t full, uint32_t empty, const OutBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kGroups>;
-  const int half = work.half + at.group, chunks = work.sequence.chunks();
-  const uint32_t out = smem + Traits::kOutOffset + at.group * Traits::kOut, out_v = out + 2 * kTileBytes;
+                                               const StatesBarriers& bars, Lane at) {
+  using Traits = StatesTraits;
+  const int chunks = work.sequence.chunks();
+  const uint32_t out = smem + Traits::kOutOffset, out_v = out + 2 * kTileBytes;
   float S[64];
-  load_state(S, p.initial_state, p.state_v_first, work.n, work.head, 64 * half, at);
+  load_state(S, p.initial_state, p.state_v_first, work.n, work.head, 64 * work.half, at);
 
-  int stage = 0;
-  uint32_t phase = 0;
+  StatesCursor<Traits::kFwdStages> cursor;
   for (int c = 0; c < chunks; ++c) {
     // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane), "+r"(at.thread));
-    const int valid = min(kChunk, work.sequence.length - c * kChunk);
-    const uint32_t base = smem + stage * Traits::kFwdStage;
-    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + at.group * kTileBytes;
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
+    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV;
     const uint32_t sGA = base + Traits::kFwdGA, sGates = base + Traits::kFwdGates;
     const uint32_t out_phase = (c & 1) ^ 1;
     uint32_t packed[32];
     pack_state<T>(packed, S);
-    mbarrier_wait(full + 8 * stage, phase);
-    if (valid < kChunk) {
-      zero_tail(sK, valid, at.thread, 128);
-      zero_tail(sK + kTileBytes, valid, at.thread, 128);
-      zero_tail(sV, valid, at.thread, 128);
-      fence_proxy_async();
-      named_barrier_sync(kBlockBarrier, kGroups * 128);
-    }
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    mbarrier_wait(bars.prepared(cursor.stage), cursor.phase);
 
     // u = S^T K^T; under it the state on its way out, and what the next product needs.
     float u[32];
@@ -267,44 +281,30 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    arrive_warp(empty + 8 * stage, at.lane);
-    if (++stage == Traits::kFwdStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    arrive_warp(bars.empty(cursor.stage), at.lane);
+    cursor.advance();
   }
 }
 
-template <typename T, int kGroups>
+template <typename T>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
-                                               uint32_t full, uint32_t empty, const OutBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kGroups>;
-  const int half = work.half + at.group, chunks = work.sequence.chunks();
-  const uint32_t out = smem + Traits::kOutOffset + at.group * Traits::kOut, out_v = out + 2 * kTileBytes;
+                                               const StatesBarriers& bars, Lane at) {
+  using Traits = StatesTraits;
+  const int chunks = work.sequence.chunks();
+  const uint32_t out = smem + Traits::kOutOffset, out_v = out + 2 * kTileBytes;
   float dS[64];
-  load_state(dS, p.dht, p.state_v_first, work.n, work.head, 64 * half, at);
+  load_state(dS, p.dht, p.state_v_first, work.n, work.head, 64 * work.half, at);
 
-  int stage = 0;
-  uint32_t phase = 0;
+  StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < chunks; ++step) {
     // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane), "+r"(at.thread));
-    const int valid = min(kChunk, work.sequence.length - chunk_of(step, chunks, true) * kChunk);
-    const uint32_t base = smem + stage * Traits::kRevStage;
-    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ,
-                   sDo = base + Traits::kRevDo + at.group * kTileBytes;
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const uint32_t base = smem + cursor.stage * Traits::kRevStage;
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
     const uint32_t sGA = base + Traits::kRevGA, sP = base + Traits::kRevP, sGates = base + Traits::kRevGates;
     const uint32_t out_phase = (step & 1) ^ 1;
-    mbarrier_wait(full + 8 * stage, phase);
-    if (valid < kChunk) {
-      for (int k_half = 0; k_half < 2; ++k_half) {
-        zero_tail(sK + k_half * kTileBytes, valid, at.thread, 128);
-        zero_tail(sQ + k_half * kTileBytes, valid, at.thread, 128);
-      }
-      zero_tail(sDo, valid, at.thread, 128);
-      fence_proxy_async();
-      named_barrier_sync(kBlockBarrier, kGroups * 128);
-    }
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    mbarrier_wait(bars.prepared(cursor.stage), cursor.phase);
 
     // P^T dO, which needs no state, then K dS, transposed; under them dS on its way out.
     uint32_t packed[32], d_o[16];
@@ -399,11 +399,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     pin(scaled);
     pin(dU);
     pin(dS);
-    arrive_warp(empty + 8 * stage, at.lane);
-    if (++stage == Traits::kRevStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    arrive_warp(bars.empty(cursor.stage), at.lane);
+    cursor.advance();
   }
 
   if (p.dh0.data != nullptr) {
@@ -411,30 +408,28 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     for (int j = 0; j < 16; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int v = 64 * half + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
+        const int v = 64 * work.half + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
         store_element(p.dh0, state_offset(p.dh0, p.state_v_first, work.n, work.head, k, v), dS[4 * j + i]);
       }
     }
   }
 }
 
-// One warp: a group's outgoing tiles to memory.
-template <int kGroups>
+// One warp: the outgoing tiles to memory.
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            StatesWork work, bool reverse, uint32_t smem, const OutBarriers& bars,
-                                            int group, int lane) {
-  using Traits = StatesTraits<kGroups>;
-  const int half = work.half + group, chunks = work.sequence.chunks();
-  const uint32_t out = smem + Traits::kOutOffset + group * Traits::kOut, out_v = out + 2 * kTileBytes;
+                                            StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
+  using Traits = StatesTraits;
+  const int chunks = work.sequence.chunks();
+  const uint32_t out = smem + Traits::kOutOffset, out_v = out + 2 * kTileBytes;
   for (int step = 0; step < chunks; ++step) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
-    const int c = chunk_of(step, chunks, reverse), phase = step & 1;
-    const int token = work.sequence.token + c * kChunk, valid = min(kChunk, work.sequence.length - c * kChunk);
-    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
+    const int c = work.chunk(step), phase = step & 1;
+    const ChunkInfo chunk = work.info(c);
+    const int64_t tile = work.tile(p, c);
     mbarrier_wait(bars.state_full(), phase);
     fence_proxy_async();
     if (lane == 0) {
-      uint8_t* to = (reverse ? p.state_grads : p.states) + tile * kStateBytes + half * kTileBytes;
+      uint8_t* to = (work.reverse ? p.state_grads : p.states) + tile * kStateBytes + work.half * kTileBytes;
       bulk_store(to, out, kTileBytes);
       bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       tma_store_commit();
@@ -443,19 +438,19 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
     }
     mbarrier_wait(bars.tokens_full(), phase);
     fence_proxy_async();
-    if (reverse && valid < kChunk) {
+    if (work.reverse && chunk.valid < kChunk) {
       // The copy engine knows no sequence ends.
-      for (int piece = lane; piece < valid * 8; piece += 32) {
+      for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
         const int row = piece / 8, within = piece % 8;
         uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
-                       row_offset(p.dv, work.sequence.batch, token + row, work.head) + 64 * half + 8 * within;
+                       row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
         *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(out_v, row, within));
       }
     } else if (lane == 0) {
-      if (reverse) {
-        tma_store_5d(&maps.dv, out_v, 0, token, half, work.head, work.sequence.batch);
+      if (work.reverse) {
+        tma_store_5d(&maps.dv, out_v, 0, chunk.token, work.half, work.head, chunk.batch);
       } else {
-        bulk_store(p.v_new + tile * kTokensBytes + half * kTileBytes, out_v, kTileBytes);
+        bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, out_v, kTileBytes);
       }
       tma_store_commit();
       tma_store_wait_read();
@@ -465,115 +460,218 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   if (lane == 0) tma_store_wait_all();
 }
 
-// Keeps the stages full; one thread.
-template <int kGroups>
+// One thread: the tensors' tiles into the stages.
+template <bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            const StatesWork& work, bool reverse, uint32_t smem, uint32_t full,
-                                            uint32_t empty) {
-  using Traits = StatesTraits<kGroups>;
-  const int chunks = work.sequence.chunks(), batch = work.sequence.batch;
-  const int stages = reverse ? Traits::kRevStages : Traits::kFwdStages;
-  int stage = 0;
-  uint32_t phase = 1;  // the first round finds all stages empty
-  for (int step = 0; step < chunks; ++step) {
-    const int c = chunk_of(step, chunks, reverse);
-    const int token = work.sequence.token + c * kChunk;
-    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
-    const uint32_t bar = full + 8 * stage;
-    mbarrier_wait(empty + 8 * stage, phase);
-    mbarrier_arrive_expect(bar, reverse ? Traits::kRevStage : Traits::kFwdStage);
-    const uint32_t base = smem + stage * (reverse ? Traits::kRevStage : Traits::kFwdStage);
-    for (int half = 0; half < 2; ++half) {
-      tma_load_5d(base + half * kTileBytes, &maps.k, bar, 0, token, half, work.key_head,
-                  batch);  // K first in both stages
-    }
-    if (reverse) {
+                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
+  using Traits = StatesTraits;
+  const int chunks = work.sequence.chunks();
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < chunks; ++step, cursor.advance()) {
+    const ChunkInfo chunk = work.info(work.chunk(step));
+    const uint32_t bar = bars.loaded(cursor.stage);
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
+    mbarrier_arrive_expect(bar, kReverse ? Traits::kRevLoaded : Traits::kFwdLoaded);
+    if constexpr (kReverse) {
+      // P is made of these first.
       for (int half = 0; half < 2; ++half) {
-        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, token, half, work.key_head, batch);
+        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
+                    chunk.batch);
       }
-      for (int group = 0; group < kGroups; ++group) {
-        // Without dO: a tile wholly outside the tensor, which arrives as zeros.
-        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? token : -kChunk,
-                    work.half + group, work.head, batch);
-      }
-      bulk_load(base + Traits::kRevGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(base + Traits::kRevGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
-    } else {
-      for (int group = 0; group < kGroups; ++group) {
-        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0, token, work.half + group, work.head,
-                    batch);
-      }
-      bulk_load(base + Traits::kFwdGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(base + Traits::kFwdGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
     }
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
+    static_assert(Traits::kFwdK == Traits::kRevK);
+    for (int half = 0; half < 2; ++half) {
+      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
+                  chunk.batch);
+    }
+    tma_load_5d(base + (kReverse ? Traits::kRevGA : Traits::kFwdGA), &maps.A, bar, 0, chunk.token, 0, work.head,
+                chunk.batch);
+    if constexpr (kReverse) {
+      // Without dO: a tile wholly outside the tensor, which arrives as zeros.
+      tma_load_5d(base + Traits::kRevDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, work.half, work.head,
+                  chunk.batch);
+    } else {
+      tma_load_5d(base + Traits::kFwdV, &maps.v, bar, 0, chunk.token, work.half, work.head, chunk.batch);
     }
   }
 }
 
-// Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V when a block has one.
-template <typename T, int kGroups>
-__global__ __launch_bounds__(StatesTraits<kGroups>::kThreads,
+// One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
+template <bool kReverse>
+__device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                                 const StatesBarriers& bars, int lane) {
+  using Traits = StatesTraits;
+  const int chunks = work.sequence.chunks();
+  const bool keeps = kReverse && work.half == 0;
+  if (chunks == 0) return;
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  RawGates raw = load_gates(p, work.info(work.chunk(0)), work.head, lane);
+  for (int step = 0; step < chunks; ++step, cursor.advance()) {
+    const int c = work.chunk(step);
+    const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
+    const bool small = keeps && any_small_beta(raw, work.info(c).valid, lane);
+    // The next chunk's are on their way while a stage is waited for.
+    if (step + 1 < chunks) raw = load_gates(p, work.info(work.chunk(step + 1)), work.head, lane);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    const uint32_t to = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
+                        (kReverse ? Traits::kRevGates : Traits::kFwdGates) + static_cast<uint32_t>(lane) * 8;
+    store_shared_f2(to, gates.cumsum.x, gates.cumsum.y);
+    store_shared_f2(to + kGammaOffset, gates.gamma.x, gates.gamma.y);
+    store_shared_f2(to + kRatioOffset, gates.ratio.x, gates.ratio.y);
+    store_shared_f2(to + kBetaOffset, gates.beta.x, gates.beta.y);
+    arrive_warp(bars.gates(cursor.stage), lane);
+    if (keeps) {
+      const int64_t tile = work.tile(p, c);
+      float2* kept = reinterpret_cast<float2*>(p.gates + tile * kGateVectors * kChunk) + lane;
+      kept[0] = gates.cumsum;
+      kept[kChunk / 2] = gates.gamma;
+      kept[kChunk] = gates.ratio;
+      kept[3 * kChunk / 2] = gates.beta;
+      if (small && lane == 0) p.small_tiles[atomicAdd(p.small_count, 1)] = static_cast<int32_t>(tile);
+    }
+  }
+}
+
+// One warpgroup: in each stage A becomes G o A, and in the reverse pass P = scale G o (Q K^T) is made of Q and K.
+template <typename T, bool kReverse>
+__device__ __forceinline__ void prepare_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                               const StatesBarriers& bars, Lane at) {
+  using Traits = StatesTraits;
+  const int chunks = work.sequence.chunks();
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < chunks; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    const uint32_t sGates = base + (kReverse ? Traits::kRevGates : Traits::kFwdGates);
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      const int thread = 32 * at.warp + at.lane;
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
+        if constexpr (kReverse) zero_tail(base + Traits::kRevQ + half * kTileBytes, valid, thread, 128);
+      }
+      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
+      fence_proxy_async();
+      named_barrier_sync(kPrepareBarrier, 128);
+    }
+    float qk[32];
+    if constexpr (kReverse) {
+      const uint64_t q_desc = wgmma_descriptor(base + Traits::kRevQ), k_desc = wgmma_descriptor(base + Traits::kRevK);
+      wgmma_fence();
+#pragma unroll
+      for (int k_step = 0; k_step < 8; ++k_step) {
+        const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
+        if (k_step == 0) {
+          mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+        } else {
+          mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+        }
+      }
+      wgmma_commit();
+    }
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    const int row = 16 * at.warp + at.lane / 4;
+    const float c_row[2] = {load_shared_f1(sGates + row * 4), load_shared_f1(sGates + row * 4 + 32)};
+    if constexpr (kReverse) {
+      wgmma_wait<0>();
+      pin(qk);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t offset = tile_piece(0, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4));
+      uint32_t ga[4] = {}, packed_P[4] = {};
+      if (j <= at.warp) {  // else above the diagonal
+        load_matrix_x4(sGA + offset, ga[0], ga[1], ga[2], ga[3]);
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+          const int column = 16 * j + 8 * (part / 2) + 2 * (at.lane % 4), r = row + 8 * (part % 2);
+          const float2 c = load_shared_f2(sGates + column * 4), a = unpack2<T>(ga[part]);
+          const bool keep0 = column <= r && r < valid, keep1 = column + 1 <= r && r < valid;
+          const float g0 = exp2_approx(c_row[part % 2] - c.x), g1 = exp2_approx(c_row[part % 2] - c.y);
+          ga[part] = pack2<T>(keep0 ? g0 * a.x : 0.0f, keep1 ? g1 * a.y : 0.0f);
+          if constexpr (kReverse) {
+            const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+            packed_P[part] = pack2<T>(keep0 ? p.scale * g0 * qk[i] : 0.0f, keep1 ? p.scale * g1 * qk[i + 1] : 0.0f);
+          }
+        }
+      }
+      store_matrix_x4(sGA + offset, ga[0], ga[1], ga[2], ga[3]);
+      if constexpr (kReverse) {
+        store_matrix_x4(base + Traits::kRevP + offset, packed_P[0], packed_P[1], packed_P[2], packed_P[3]);
+      }
+    }
+    fence_proxy_async();
+    arrive_warp(bars.prepared(cursor.stage), at.lane);
+  }
+}
+
+template <typename T, bool kReverse>
+__device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+                                           const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
+                                           int lane) {
+  if (warp >= 8) {
+    release_registers<StatesTraits::kCopyRegisters>();
+    if (warp == 8 && lane == 0) load_stages<kReverse>(p, maps, work, smem, bars);
+    if (warp == 9) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+    if (warp == 10) store_tiles(p, maps, work, smem, bars, lane);
+  } else if (warp >= 4) {
+    prepare_stages<T, kReverse>(p, work, smem, bars, {warp - 4, lane});
+  } else {
+    claim_registers<StatesTraits::kStateRegisters>();
+    if constexpr (kReverse) {
+      reverse_states<T>(p, work, smem, bars, {warp, lane});
+    } else {
+      forward_states<T>(p, work, smem, bars, {warp, lane});
+    }
+  }
+}
+
+// Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V.
+template <typename T>
+__global__ __launch_bounds__(StatesTraits::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps) {
   launch_dependents();
   wait_for_predecessors();
-  using Traits = StatesTraits<kGroups>;
+  using Traits = StatesTraits;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
-  const uint32_t full = smem + Traits::kBarriers, empty = full + 8 * 5;
+  const StatesBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
-  constexpr int kHalves = 2 / kGroups;
   int index = blockIdx.x;
   const int one_pass = gridDim.x / 2;
-  const bool reverse = index < one_pass;
-  if (!reverse) index -= one_pass;
   StatesWork work;
-  work.half = index % kHalves;
-  index /= kHalves;
+  work.reverse = index < one_pass;
+  if (!work.reverse) index -= one_pass;
+  work.half = index % 2;
+  index /= 2;
   work.head = index % p.Hv;
   work.n = index / p.Hv;
   work.key_head = work.head / p.group;
   work.sequence = sequence_info(p, work.n);
 
-  const uint32_t out_bars = full + 8 * 10;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 5; ++i) {
-      mbarrier_init(full + 8 * i, 1);
-      mbarrier_init(empty + 8 * i, kGroups * 4);
+    for (int i = 0; i < Traits::kMostStages; ++i) {
+      mbarrier_init(bars.loaded(i), 1);
+      mbarrier_init(bars.gates(i), 1);
+      mbarrier_init(bars.prepared(i), 4);
+      mbarrier_init(bars.empty(i), 4);
     }
-    for (int group = 0; group < kGroups; ++group) {
-      const OutBarriers bars = {out_bars + 32 * group};
-      mbarrier_init(bars.state_full(), 4);
-      mbarrier_init(bars.state_empty(), 1);
-      mbarrier_init(bars.tokens_full(), 4);
-      mbarrier_init(bars.tokens_empty(), 1);
-    }
+    mbarrier_init(bars.state_full(), 4);
+    mbarrier_init(bars.state_empty(), 1);
+    mbarrier_init(bars.tokens_full(), 4);
+    mbarrier_init(bars.tokens_empty(), 1);
     mbarrier_init_fence();
   }
   __syncthreads();
 
-  if (warp >= kGroups * 4) {
-    if constexpr (Traits::kMoveRegisters) release_registers<Traits::kCopyRegisters>();
-    const int group = warp - kGroups * 4 - 1;
-    if (group < 0) {
-      if (lane == 0) load_stages<kGroups>(p, maps, work, reverse, smem, full, empty);
-    } else if (group < kGroups) {
-      store_tiles<kGroups>(p, maps, work, reverse, smem, OutBarriers{out_bars + 32 * group}, group, lane);
-    }
+  if (work.reverse) {
+    run_states<T, true>(p, maps, work, smem, bars, warp, lane);
   } else {
-    if constexpr (Traits::kMoveRegisters) claim_registers<Traits::kGroupRegisters>();
-    const Lane at = {warp % 4, lane, warp / 4, static_cast<int>(threadIdx.x % 128)};
-    const OutBarriers bars = {out_bars + 32 * at.group};
-    if (reverse) {
-      reverse_states<T, kGroups>(p, work, smem, full, empty, bars, at);
-    } else {
-      forward_states<T, kGroups>(p, work, smem, full, empty, bars, at);
-    }
+    run_states<T, false>(p, maps, work, smem, bars, warp, lane);
   }
 }
 
