@@ -45,6 +45,7 @@ struct Case {
   bool small_beta = false;  // a third of the betas 0 or tiny
   int padding = 0;          // tokens after the last sequence
   bool int64_offsets = false;
+  int segment_chunks = 0;  // -1: what choose_segment_chunks says
 };
 
 template <typename T>
@@ -479,8 +480,8 @@ class Runner {
     const float all = median({true, true, true, true}), plan = median({true, false, false, false});
     const float prepare = median({false, true, false, false}), states = median({false, false, true, false});
     const float gradients = median({false, false, false, true});
-    std::printf("%-28s total %.4f ms: plan %.4f prepare %.4f states %.4f gradients %.4f\n", c_.name.c_str(), all, plan,
-                prepare, states, gradients);
+    std::printf("%-16s segments of %2d: total %.4f ms: plan %.4f solve %.4f states %.4f gradients %.4f\n",
+                c_.name.c_str(), p_.segment_chunks, all, plan, prepare, states, gradients);
     std::fflush(stdout);
   }
 
@@ -627,6 +628,7 @@ class Runner {
     p_.dv = tokens(dv_.data, c_.Hv, 128, type);
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
+    p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
     workspace_bytes_ = chunk_backward_workspace_size(p_, true);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, true, workspace_);
@@ -827,6 +829,31 @@ std::vector<Case> check_cases() {
     Case& c = add("no states, no A", 2, 2, {100, 200, 65});
     c.h0 = c.dht = c.A = false;
   }
+  {
+    Case& c = add("segments", 2, 4, {1600, 37, 0, 2049, 512});
+    c.segment_chunks = 9;
+    c.padding = 7;
+  }
+  {
+    Case& c = add("segments dense cumsum", 2, 8, {1500, 1500});
+    c.segment_chunks = 8;
+    c.varlen = false;
+    c.cumsum = true;
+    c.v_first = true;
+  }
+  {
+    Case& c = add("segments strong, no states", 1, 4, {1300, 700, 1});
+    c.segment_chunks = 3;
+    c.strong = true;
+    c.h0 = c.dht = c.A = false;
+  }
+  {
+    Case& c = add("segments fp16", 2, 4, {1400, 200, 900});
+    c.segment_chunks = 4;
+    c.fp16 = true;
+    c.half_gates = true;
+    c.small_beta = true;
+  }
   add("no dO", 2, 2, {100, 200, 65}).d_o = false;
   return cases;
 }
@@ -855,6 +882,7 @@ int main(int argc, char** argv) {
       if (c.name.find(wanted) == std::string::npos) continue;
       c.Hq = row.Hq;
       c.Hv = row.Hv;
+      c.segment_chunks = -1;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);

@@ -25,9 +25,20 @@ template <typename T>
 cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
   using Traits = StatesTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_states_kernel<T>, Traits::kBytes));
-  // Two passes, two halves of V each.
-  const unsigned blocks = 4u * static_cast<unsigned>(p.N) * p.Hv;
-  return launch_chained(sm90_chunk_bwd_states_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps);
+  if (p.segment_chunks == 0) {
+    // Two passes, two halves of V each.
+    const unsigned blocks = 4u * static_cast<unsigned>(p.N) * p.Hv;
+    return launch_chained(sm90_chunk_bwd_states_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps,
+                          false);
+  }
+  const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(
+      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, pieces, kWarmupThreads, 0, stream, p));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_states_kernel<T>, 6 * pieces, Traits::kThreads,
+                                                Traits::kBytes, stream, p, maps, false));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));
+  return launch_chained(sm90_chunk_bwd_states_kernel<T>, 4 * pieces, Traits::kThreads, Traits::kBytes, stream, p, maps,
+                        true);
 }
 
 template <typename T>

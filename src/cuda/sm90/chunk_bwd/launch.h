@@ -40,6 +40,10 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
+// params' segment_chunks that is expected to be fastest, from shapes alone: 0 where whole sequences fill the device.
+// Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
+int32_t choose_segment_chunks(const ChunkBackwardParams& params, int multiprocessors);
+
 // Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A and a whole dv are added
 // where the caller has none.
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv);
@@ -54,6 +58,9 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const St
 // Copies [B, T, heads, 128] of any strides and float type into a tensor that the copy engine takes.
 cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
                              cudaStream_t stream);
+
+// Starts the kernel between the two rounds of passes over segments (combine.cuh).
+cudaError_t launch_combine(const ChunkBackwardParams& params, cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,

@@ -31,6 +31,9 @@ struct ChunkBackwardParams {
   int32_t Hq, Hv, group;  // group = Hv / Hq
   int32_t chunk_bound;    // chunk slots that the workspace has
   int32_t per_sequence;   // dense: chunks of one sequence; 0 with cu_seqlens
+  // Sequences in pieces of so many chunks (segments.cuh); 0: whole. segment_bound: pieces that the workspace has room
+  // for; segments_per_sequence: dense, 0 with cu_seqlens.
+  int32_t segment_chunks, segment_bound, segments_per_sequence;
   float scale;
   bool g_is_cumsum;
   bool state_v_first;
@@ -58,6 +61,11 @@ struct ChunkBackwardParams {
   int32_t* total_chunks;  // [1]; with cu_seqlens alone
   int32_t* small_count;   // [1] how many entries small_tiles has
   int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
+  int2* segment_map;      // [segment_bound] (sequence, which of its segments); with cu_seqlens and segments alone
+  int32_t* first_segment; // [N]; with cu_seqlens and segments alone
+  int32_t* total_segments;  // [1]; with cu_seqlens and segments alone
+  int32_t* warmups;       // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
+  float* edges;           // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   float* gates;           // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
   uint8_t* states;        // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
   uint8_t* state_grads;   // the same of dS at the chunk's end
