@@ -1,7 +1,7 @@
 // Development harness of the Hopper backward: every intermediate and every gradient against an fp64 token recurrence,
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel. Stands alone: its own oracle, random
 // inputs, no framework.
-//   sm90_chunk_bwd_bench check | time [part of a row's name]
+//   sm90_chunk_bwd_bench check | time [part of a row's name [chunks of a segment]]
 // Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc
 // -Iinclude from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
 #include <cuda_bf16.h>
@@ -882,7 +882,7 @@ int main(int argc, char** argv) {
       if (c.name.find(wanted) == std::string::npos) continue;
       c.Hq = row.Hq;
       c.Hv = row.Hv;
-      c.segment_chunks = -1;
+      c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);

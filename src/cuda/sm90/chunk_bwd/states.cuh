@@ -4,8 +4,8 @@
 //
 // A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held transposed, S^T [64 of V, 128 of K],
 // as fp32 accumulators of one warpgroup: packed, they are the A operand of the next product, and S never waits for
-// shared memory. A second warpgroup runs ahead and makes G o A and P of the coming chunks where their operands landed;
-// of a third, one warp loads, one makes the gate vectors, one stores.
+// shared memory. Two more warpgroups run ahead: one makes G o A of A where that landed, one P (the reverse pass's). Of a
+// fourth, one warp loads, one makes the gate vectors, one stores.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -15,9 +15,9 @@
 namespace flash_qla::cuda::sm90 {
 
 struct StatesTraits {
-  static constexpr int kThreads = 3 * 128;
-  // 384 threads start with 168 each; the state group needs more, the copying warps less.
-  static constexpr int kCopyRegisters = 64, kStateRegisters = 232;
+  static constexpr int kThreads = 4 * 128;
+  // In all what 512 threads start with, 128 each.
+  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (A at first), gates.
   static constexpr uint32_t kFwdK = 0;
@@ -46,21 +46,22 @@ struct StatesTraits {
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kPrepareBarrier = 1;  // named barrier of the preparing group
+constexpr uint32_t kPrepareBarrier = 1;  // named barrier of the group that makes P
 
-// A stage is loaded (copy engine) and its gates made; prepared (G o A and P are there); empty again. What goes out is
+// A stage is loaded (copy engine) and its gates made; gated (G o A is there); empty again. What goes out is
 // written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
 // neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
 struct StatesBarriers {
   uint32_t base;
   __device__ uint32_t loaded(int stage) const { return base + 32 * stage; }
   __device__ uint32_t gates(int stage) const { return base + 32 * stage + 8; }
-  __device__ uint32_t prepared(int stage) const { return base + 32 * stage + 16; }
+  __device__ uint32_t gated(int stage) const { return base + 32 * stage + 16; }
   __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
   __device__ uint32_t state_full() const { return base + 32 * StatesTraits::kMostStages; }
   __device__ uint32_t state_empty() const { return state_full() + 8; }
   __device__ uint32_t tokens_full() const { return state_full() + 16; }
-  __device__ uint32_t P_empty() const { return state_full() + 24; }
+  __device__ uint32_t P_full() const { return state_full() + 24; }
+  __device__ uint32_t P_empty() const { return state_full() + 32; }
 };
 
 // A place in the ring of stages.
@@ -252,14 +253,14 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     uint32_t packed[32];
     pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (work.has_tail(step)) mbarrier_wait(bars.prepared(cursor.stage), cursor.phase);
+    if (work.has_tail(step)) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
 
     // u = S^T K^T; under it the state on its way out, and what the next product needs.
     float u[32];
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
-    mbarrier_wait(bars.prepared(cursor.stage), cursor.phase);
+    mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     float beta_v[32], beta_gamma[16];
     {
       float beta[16];
@@ -355,38 +356,41 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
     const uint32_t out_phase = (step & 1) ^ 1;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (work.has_tail(step)) mbarrier_wait(bars.prepared(cursor.stage), cursor.phase);
+    if (work.has_tail(step)) {  // its last rows are zeroed by those who prepare it
+      mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+      mbarrier_wait(bars.P_full(), step & 1);
+    }
 
     // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
-    uint32_t packed[32], d_o[16];
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    uint32_t packed[32], d_o[16], scaled[16];
     float k_dS[32], p_do[32];
     pack_state<T>(packed, dS);
+    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
     wgmma_fence();
     state_times_keys<T>(k_dS, packed, sK);
     wgmma_commit();
+    float gamma[16], ratio[16];
+    load_columns(gamma, sGates + kGammaOffset, at.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
     }
-    mbarrier_wait(bars.prepared(cursor.stage), cursor.phase);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 x = unpack2<T>(d_o[i]);
+      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
+    }
+    mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
     mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
     wgmma_commit();
-    uint32_t scaled[16];
-    float gamma[16], ratio[16];
-    load_columns(gamma, sGates + kGammaOffset, at.lane);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 x = unpack2<T>(d_o[i]);
-      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
-    }
     load_columns(ratio, sGates + kRatioOffset, at.lane);
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
-#pragma unroll
-    for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
 
     // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
@@ -395,6 +399,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     mbarrier_wait(bars.state_empty(), out_phase);
     put_state(out, packed, at);
     arrive_warp(bars.state_full(), at.lane);
+    mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
@@ -582,93 +587,127 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
   }
 }
 
-// One warpgroup: in each stage A becomes G o A, and in the reverse pass P = scale G o (Q K^T) is made of Q and K.
+// G of a thread's two rows, in an accumulator's order. Blocks of 16 columns above the diagonal are left out.
+__device__ __forceinline__ void make_G(float (&G)[32], uint32_t sGates, int valid, const Lane& at) {
+  const int row = 16 * at.warp + at.lane / 4;
+  const float c_row[2] = {load_shared_f1(sGates + row * 4), load_shared_f1(sGates + row * 4 + 32)};
+  float c[16];
+  load_columns(c, sGates, at.lane);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j > at.warp) continue;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+      const int column = 16 * j + 8 * (part / 2) + 2 * (at.lane % 4), r = row + 8 * (part % 2);
+      const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+      G[i] = column <= r && r < valid ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]) : 0.0f;
+      G[i + 1] = column + 1 <= r && r < valid ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]) : 0.0f;
+    }
+  }
+}
+
+// Where a lane's part of 16 rows by 16 columns j lies in a tile, for loads and stores of four 8x8 matrices.
+__device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane& at) {
+  return tile_piece(tile, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4));
+}
+
+// One warpgroup: in each stage A becomes G o A.
 template <typename T, bool kReverse>
-__device__ __forceinline__ void prepare_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
-                                               const StatesBarriers& bars, Lane at) {
+__device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
+                                            const Lane& at) {
   using Traits = StatesTraits;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
-    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (valid < kChunk) {
-      const int thread = 32 * at.warp + at.lane;
-      for (int half = 0; half < 2; ++half) {
-        zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
-        if constexpr (kReverse) zero_tail(base + Traits::kRevQ + half * kTileBytes, valid, thread, 128);
-      }
-      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
-      fence_proxy_async();
-      named_barrier_sync(kPrepareBarrier, 128);
-    }
-    float qk[32];
-    if constexpr (kReverse) {
-      const uint64_t q_desc = wgmma_descriptor(base + Traits::kRevQ), k_desc = wgmma_descriptor(base + Traits::kRevK);
-      wgmma_fence();
-#pragma unroll
-      for (int k_step = 0; k_step < 8; ++k_step) {
-        const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
-        if (k_step == 0) {
-          mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
-        } else {
-          mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
-        }
-      }
-      wgmma_commit();
-    }
-    // While Q K^T is made: G, and G o A. Blocks of 16 columns above the diagonal are zeros.
+    float G[32];
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    const int row = 16 * at.warp + at.lane / 4;
-    const float c_row[2] = {load_shared_f1(sGates + row * 4), load_shared_f1(sGates + row * 4 + 32)};
-    float c[16], G[32];
-    uint32_t ga[16];
-    load_columns(c, sGates, at.lane);
-    auto piece = [&](int j) { return tile_piece(0, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4)); };
+    make_G(G, smem + Traits::kGates + cursor.stage * kGateBytes, valid, at);
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    uint32_t a[16];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      load_matrix_x4(sGA + piece(j), ga[4 * j], ga[4 * j + 1], ga[4 * j + 2], ga[4 * j + 3]);
+      if (j <= at.warp) load_matrix_x4(block_piece(sGA, j, at), a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3]);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t gated[4] = {};
       if (j <= at.warp) {
 #pragma unroll
-        for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-          const int column = 16 * j + 8 * (part / 2) + 2 * (at.lane % 4), r = row + 8 * (part % 2);
+        for (int part = 0; part < 4; ++part) {
           const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-          const float2 a = unpack2<T>(ga[4 * j + part]);
-          const bool keep0 = column <= r && r < valid, keep1 = column + 1 <= r && r < valid;
-          G[i] = keep0 ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]) : 0.0f;
-          G[i + 1] = keep1 ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]) : 0.0f;
+          const float2 x = unpack2<T>(a[4 * j + part]);
           // Selected, not multiplied by zero: past the end A is a neighbour's, NaN perhaps.
-          gated[part] = pack2<T>(keep0 ? G[i] * a.x : 0.0f, keep1 ? G[i + 1] * a.y : 0.0f);
+          gated[part] = pack2<T>(G[i] == 0.0f ? 0.0f : G[i] * x.x, G[i + 1] == 0.0f ? 0.0f : G[i + 1] * x.y);
         }
       }
-      store_matrix_x4(sGA + piece(j), gated[0], gated[1], gated[2], gated[3]);
+      store_matrix_x4(block_piece(sGA, j, at), gated[0], gated[1], gated[2], gated[3]);
     }
-    if constexpr (kReverse) {
-      wgmma_wait<0>();
-      pin(qk);
-      mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t packed[4] = {};
-        if (j <= at.warp) {
-#pragma unroll
-          for (int part = 0; part < 4; ++part) {
-            const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-            packed[part] = pack2<T>(G[i] == 0.0f ? 0.0f : p.scale * G[i] * qk[i],
-                                    G[i + 1] == 0.0f ? 0.0f : p.scale * G[i + 1] * qk[i + 1]);
-          }
-        }
-        store_matrix_x4(smem + Traits::kP + piece(j), packed[0], packed[1], packed[2], packed[3]);
+    if (valid < kChunk) {
+      const int thread = 32 * at.warp + at.lane;
+      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
+      if constexpr (!kReverse) {
+        for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
       }
     }
     fence_proxy_async();
-    arrive_warp(bars.prepared(cursor.stage), at.lane);
+    arrive_warp(bars.gated(cursor.stage), at.lane);
+  }
+}
+
+// One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
+template <typename T>
+__device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                       const StatesBarriers& bars, const Lane& at) {
+  using Traits = StatesTraits;
+  StatesCursor<Traits::kRevStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
+    const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+        zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+      }
+      fence_proxy_async();
+      named_barrier_sync(kPrepareBarrier, 128);
+    }
+    float qk[32], G[32];
+    const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
+    wgmma_fence();
+#pragma unroll
+    for (int k_step = 0; k_step < 8; ++k_step) {
+      const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
+      if (k_step == 0) {
+        mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      } else {
+        mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      }
+    }
+    wgmma_commit();
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    make_G(G, smem + Traits::kGates + cursor.stage * kGateBytes, valid, at);
+    mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
+    wgmma_wait<0>();
+    pin(qk);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t packed[4] = {};
+      if (j <= at.warp) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+          packed[part] = pack2<T>(G[i] == 0.0f ? 0.0f : p.scale * G[i] * qk[i],
+                                  G[i + 1] == 0.0f ? 0.0f : p.scale * G[i + 1] * qk[i + 1]);
+        }
+      }
+      store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_proxy_async();
+    arrive_warp(bars.P_full(), at.lane);
   }
 }
 
@@ -676,13 +715,17 @@ template <typename T, bool kReverse>
 __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
                                            int lane) {
-  if (warp >= 8) {
+  if (warp >= 12) {
     release_registers<StatesTraits::kCopyRegisters>();
-    if (warp == 8 && lane == 0) load_stages<kReverse>(p, maps, work, smem, bars);
-    if (warp == 9) make_gate_stages<kReverse>(p, work, smem, bars, lane);
-    if (warp == 10) store_tiles<kReverse>(p, maps, work, smem, bars, lane);
+    if (warp == 12 && lane == 0) load_stages<kReverse>(p, maps, work, smem, bars);
+    if (warp == 13) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+    if (warp == 14) store_tiles<kReverse>(p, maps, work, smem, bars, lane);
+  } else if (warp >= 8) {
+    release_registers<StatesTraits::kPrepareRegisters>();
+    gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
   } else if (warp >= 4) {
-    prepare_stages<T, kReverse>(p, work, smem, bars, {warp - 4, lane});
+    release_registers<StatesTraits::kPrepareRegisters>();
+    if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
   } else {
     claim_registers<StatesTraits::kStateRegisters>();
     if constexpr (kReverse) {
@@ -784,12 +827,13 @@ __global__ __launch_bounds__(StatesTraits::kThreads,
     for (int i = 0; i < Traits::kMostStages; ++i) {
       mbarrier_init(bars.loaded(i), 1);
       mbarrier_init(bars.gates(i), 1);
-      mbarrier_init(bars.prepared(i), 4);
+      mbarrier_init(bars.gated(i), 4);
       mbarrier_init(bars.empty(i), 5);
     }
     mbarrier_init(bars.state_full(), 4);
     mbarrier_init(bars.state_empty(), 1);
     mbarrier_init(bars.tokens_full(), 4);
+    mbarrier_init(bars.P_full(), 4);
     mbarrier_init(bars.P_empty(), 4);
     mbarrier_init_fence();
   }
