@@ -979,6 +979,7 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
     f.initial_state = true;
     // Under strong decay the final state's gradient alone reaches but a few tokens.
     const bool has_d_o = f.gate || f.strong_decay || r.chance(0.9);
+    f.force_intra_cp = r.chance(0.3);
     BackwardCall call;
     call.draw(s, f, f.g && !f.gate && r.chance(0.3), has_d_o, r.chance(0.5), r);
     if (r.chance(0.3)) {
@@ -998,7 +999,7 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// Chunk slots are bounded by tokens / 64 + sequences, so these heads together would take 0.8 GB of scratch: they go in
+// Chunk slots are bounded by tokens / 64 + sequences, so these heads together would take 2 GB of scratch: they go in
 // two halves, of which the first is the larger.
 int64_t test_sm90_head_halves(const Settings& settings, Arena& arena) {
   Checker checker("heads in halves, sm90", settings, arena);
@@ -1006,7 +1007,7 @@ int64_t test_sm90_head_halves(const Settings& settings, Arena& arena) {
   Shape s;
   s.dtype = DType::kBFloat16;
   s.Hq = 3;
-  s.Hv = 48;
+  s.Hv = 96;
   s.K = s.V = 128;
   s.T = 750;
   for (int64_t t = 0; t <= s.T; t += 3) s.cu_seqlens.push_back(t);
