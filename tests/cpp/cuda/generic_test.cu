@@ -967,12 +967,16 @@ int64_t test_sm90_soak(const Settings& settings, Arena& arena) {
 int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
   Checker checker("backward, sm90", settings, arena);
   const auto draw = [&](Random& r) {
-    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
     Shape s;
     do {
       s = draw_shape(type, settings.longest(), 256 * 256, r);
     } while (tokens_of(s) == 0);
     s.K = s.V = 128;
+    // dg and dbeta are one inner product a token, and dq and dk of a lone token have one for a factor. The relative
+    // error of a few such numbers measures how much their terms cancel, which no rounding to bf16 survives
+    // (docs/numerics.md).
+    if (tokens_of(s) < kChunkSize) s.dtype = type = DType::kFloat16;
     Features f = draw_features(type, s.K, r);
     // Without a state before it a lone token's decay acts on nothing: its gradient is the rounding of terms that
     // cancel.
@@ -987,10 +991,6 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
         if (r.chance(0.5) && !(f.gate && name == "dg")) *buffer = Buffer();  // a gate's dg measures dA_log's terms
       }
     }
-    // dg and dbeta are one inner product a token, and dk of a lone token has one for a factor. The relative error of a
-    // few such numbers measures how much their terms cancel, which no rounding to 16 bits survives (docs/numerics.md).
-    if (tokens_of(s) < kChunkSize) call.dg = call.dbeta = call.dA_log = call.ddt_bias = Buffer();
-    if (tokens_of(s) < 8) call.dk = Buffer();
     return call;
   };
   for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {

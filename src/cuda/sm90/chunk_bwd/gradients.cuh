@@ -518,11 +518,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         if (group == kPlus) {
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
-          if (member + 1 == p.group) {
-            if (p.q_inverse_norms != nullptr) {
-              through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
-            }
-            // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
+          // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
+          if (member + 1 == p.group && p.q_inverse_norms == nullptr) {
             named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
           }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
@@ -533,6 +530,10 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
     }
 
+    if (group == kQuery && p.q_inverse_norms != nullptr) {
+      through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
+      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+    }
     if (group != kQuery) {
       if (p.k_inverse_norms != nullptr) {
         through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
