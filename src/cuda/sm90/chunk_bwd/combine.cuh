@@ -6,7 +6,7 @@
 namespace flash_qla::cuda::sm90 {
 
 constexpr int kCombineThreads = 256;
-constexpr int kCombineColumns = 8;  // of V, a block: 16 blocks share the reading of M
+constexpr int kCombineColumns = 8;        // of V, a block: 16 blocks share the reading of M
 constexpr int kCombineStride = kDim + 1;  // M in shared memory: rows and columns are both read without bank conflicts
 constexpr uint32_t kCombineBytes = (kDim * kCombineStride + kCombineColumns * kDim) * 4;
 

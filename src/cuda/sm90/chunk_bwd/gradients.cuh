@@ -20,8 +20,8 @@ namespace flash_qla::cuda::sm90 {
 struct GradientsTraits {
   static constexpr int kGroups = 3;
   static constexpr int kThreads = kGroups * 128 + 128;
-  // 504 of the 512 that 4 * 128 threads start with.
-  static constexpr int kLoadRegisters = 24, kGroupRegisters = 160;
+  // In all what 4 * 128 threads start with, 128 each.
+  static constexpr int kLoadRegisters = 24, kLowerRegisters = 160, kMinusRegisters = 168;
   static constexpr int kConsumerWarps = kGroups * 4;
 
   // A stage is one half of V of one value head: dO, V', dv (8 KB each), S and dS (16 KB each), gates. Halves, because
@@ -223,6 +223,13 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
+// The chunk slot of an item. From both ends in turns: the serial passes end there, and the L2 cache still has some of
+// what they wrote last.
+__device__ __forceinline__ int slot_of(int item, int Hq, int items) {
+  const int turn = item / Hq;
+  return turn % 2 == 0 ? items / Hq - 1 - turn / 2 : turn / 2;
+}
+
 // One thread: every operand of every item, in the order the groups use them.
 __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int items,
                                               uint32_t smem, const GradientsBarriers& bars) {
@@ -230,7 +237,7 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
   StageCursor cursor;
   uint32_t keys_phase = 1;  // the first round finds everything empty
   for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    const int slot = item / p.Hq, key_head = item % p.Hq;
+    const int slot = slot_of(item, p.Hq, items), key_head = item % p.Hq;
     const ChunkInfo chunk = chunk_info(p, slot);
     for (int member = 0; member < p.group; ++member) {
       const int head = key_head * p.group + member;
@@ -297,49 +304,53 @@ struct HeadWork {
   // strictly lower) are one code: two groups running the same instructions fetch them once. Returns gC.
   __device__ __forceinline__ float lower(bool plus, StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
-    float product[32], factor[2], part = 0.0f;
+    float product[32], factor[2], row_factor[2], part = 0.0f;
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
 #pragma unroll
     for (int i = 0; i < 32; ++i) product[i] = 0.0f;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
-      float row_factor[2];
+
+    // The halves overlap: the second's products are queued before the first's have ended.
+    const StageCursor first_cursor = cursor;
+    const uint32_t first = open(cursor), gates = first + Traits::kGates;
+    wgmma_fence();
+    add_rows_times_rows<T>(product, first + rows_at, first + Traits::kVNew);
+    wgmma_commit();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
-        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-        factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
-        row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
-      }
-      uint32_t x[16];
-      load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
-      wgmma_fence();
-      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
-      add_product<T>(acc, x, stage + Traits::kState);
-      wgmma_commit();
-      // <dS, S>: five eighths of a half each, the rest is the minus group's
-      if (half == static_cast<int>(plus)) {
-        part = state_product<T, 0, 5>(stage + Traits::kState, stage + Traits::kGrad, 32 * warp + lane);
-      }
-      wgmma_wait<0>();
-      pin(x);
-      pin(product);
-      pin(acc);
-      if (half == 0) {
-        release(cursor);
-        cursor.advance();
-      }
+    for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
+      const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+      factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
+      row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
     }
+    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
+    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
+    uint32_t x[16], y[16];
+    load_rows<T>(x, first + rows_at, row_factor, warp, lane);
+    wgmma_fence();
+    add_product<T>(acc, x, first + Traits::kState);
+    wgmma_commit();
+    // <dS, S>: five eighths of a half each, the rest is the minus group's.
+    if (!plus) part = state_product<T, 0, 5>(first + Traits::kState, first + Traits::kGrad, 32 * warp + lane);
+    cursor.advance();
+    const uint32_t second = open(cursor);
+    wgmma_fence();
+    add_rows_times_rows<T>(product, second + rows_at, second + Traits::kVNew);
+    wgmma_commit();
+    load_rows<T>(y, second + rows_at, row_factor, warp, lane);
+    wgmma_wait<1>();
+    pin(x);
+    release(first_cursor);
+    wgmma_fence();
+    add_product<T>(acc, y, second + Traits::kState);
+    wgmma_commit();
+    if (plus) part = state_product<T, 0, 5>(second + Traits::kState, second + Traits::kGrad, 32 * warp + lane);
     part = warp_sum(part);
     if (lane == 0) store_shared_f1(last + (plus ? 16 : 0) + warp * 4, part);
-
-    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
-    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, gates);
+    wgmma_wait<1>();
+    pin(product);
+    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, second + Traits::kGates);
 
     // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). Rows past the end hold a neighbour's
     // products, NaN perhaps.
-    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
-    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
     uint32_t packed[16];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -348,7 +359,7 @@ struct HeadWork {
       const int below = 16 * (warp - j) + lane / 4 - 2 * (lane % 4) - static_cast<int>(plus);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const float2 c = load_shared_f2(gates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
+        const float2 c = load_shared_f2(second + Traits::kGates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int i = 8 * j + 4 * side + 2 * h, offset = 8 * h - 8 * side;
@@ -359,6 +370,9 @@ struct HeadWork {
         }
       }
     }
+    wgmma_wait<0>();
+    pin(y);
+    pin(acc);
     release(cursor);
     cursor.advance();
     mbarrier_wait(bars.keys_full(), keys_phase);
@@ -414,25 +428,32 @@ struct HeadWork {
 
   __device__ __forceinline__ void minus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
-    float part = 0.0f;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
-      const float factor[2] = {load_shared_f1(gates + kRatioOffset + row(0) * 4),
-                               load_shared_f1(gates + kRatioOffset + row(1) * 4)};
-      uint32_t x[16];
-      load_rows<T>(x, stage + Traits::kVNew, factor, warp, lane);
-      wgmma_fence();
-      add_product<T>(acc, x, stage + Traits::kGrad);
-      wgmma_commit();
-      part += state_product<T, 5, 3>(stage + Traits::kState, stage + Traits::kGrad, 32 * warp + lane);
-      if (half == 1) part *= load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
-      wgmma_wait<0>();
-      pin(x);
-      pin(acc);
-      release(cursor);
-      cursor.advance();
-    }
+    const StageCursor first_cursor = cursor;
+    const uint32_t first = open(cursor), gates = first + Traits::kGates;
+    const float factor[2] = {load_shared_f1(gates + kRatioOffset + row(0) * 4),
+                             load_shared_f1(gates + kRatioOffset + row(1) * 4)};
+    uint32_t x[16], y[16];
+    load_rows<T>(x, first + Traits::kVNew, factor, warp, lane);
+    wgmma_fence();
+    add_product<T>(acc, x, first + Traits::kGrad);
+    wgmma_commit();
+    float part = state_product<T, 5, 3>(first + Traits::kState, first + Traits::kGrad, 32 * warp + lane);
+    cursor.advance();
+    const uint32_t second = open(cursor);
+    load_rows<T>(y, second + Traits::kVNew, factor, warp, lane);
+    wgmma_fence();
+    add_product<T>(acc, y, second + Traits::kGrad);
+    wgmma_commit();
+    part += state_product<T, 5, 3>(second + Traits::kState, second + Traits::kGrad, 32 * warp + lane);
+    part *= load_shared_f1(second + Traits::kGates + kGammaOffset + (kChunk - 1) * 4);
+    wgmma_wait<1>();
+    pin(x);
+    release(first_cursor);
+    wgmma_wait<0>();
+    pin(y);
+    pin(acc);
+    release(cursor);
+    cursor.advance();
 
     // So far the head's part is diag(gC / gamma) V' dS^T: its row sums belong to the last token too.
     float dots[2];
@@ -468,11 +489,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
   StageCursor cursor;
   uint32_t keys_phase = 0, parity = 0, tail_phase = 0;
-  int next_valid = static_cast<int>(blockIdx.x) < items ? chunk_info(p, blockIdx.x / p.Hq).valid : 0;
+  int next_valid = static_cast<int>(blockIdx.x) < items ? chunk_info(p, slot_of(blockIdx.x, p.Hq, items)).valid : 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    int slot = item / p.Hq;
-    const int key_head = item - slot * p.Hq, valid = next_valid, next = item + gridDim.x;
-    if (next < items) next_valid = chunk_info(p, next / p.Hq).valid;  // comes while this item is worked on
+    int slot = slot_of(item, p.Hq, items);
+    const int key_head = item % p.Hq, valid = next_valid, next = item + gridDim.x;
+    if (next < items)
+      next_valid = chunk_info(p, slot_of(next, p.Hq, items)).valid;  // comes while this item is worked on
     if (valid < kChunk) {
       const int thread = group * 128 + 32 * warp + lane;
       mbarrier_wait(bars.keys_full(), keys_phase);
@@ -601,10 +623,11 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, items, smem, bars);
     return;
   }
-  claim_registers<Traits::kGroupRegisters>();
   if (warp < 8) {
+    claim_registers<Traits::kLowerRegisters>();
     group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, items, smem, bars, warp % 4, lane);
   } else {
+    claim_registers<Traits::kMinusRegisters>();
     group_gradients<T, true>(p, kMinus, items, smem, bars, warp - 8, lane);
   }
 }

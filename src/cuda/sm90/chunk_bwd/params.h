@@ -60,20 +60,20 @@ struct ChunkBackwardParams {
   StridedTensor dh0;        // as initial_state, or absent
 
   // Scratch. Tiles are images of swizzled shared memory (traits.h), so that plain bulk copies move them.
-  ChunkInfo* chunk_map;   // [chunk_bound]; with cu_seqlens alone
-  int32_t* first_slot;    // [N] first chunk slot of each sequence; with cu_seqlens alone
-  int32_t* total_chunks;  // [1]; with cu_seqlens alone
-  int32_t* small_count;   // [1] how many entries small_tiles has
-  int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
-  int2* segment_map;      // [segment_bound] (sequence, which of its segments); with cu_seqlens and segments alone
-  int32_t* first_segment; // [N]; with cu_seqlens and segments alone
+  ChunkInfo* chunk_map;     // [chunk_bound]; with cu_seqlens alone
+  int32_t* first_slot;      // [N] first chunk slot of each sequence; with cu_seqlens alone
+  int32_t* total_chunks;    // [1]; with cu_seqlens alone
+  int32_t* small_count;     // [1] how many entries small_tiles has
+  int32_t* small_tiles;     // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
+  int2* segment_map;        // [segment_bound] (sequence, which of its segments); with cu_seqlens and segments alone
+  int32_t* first_segment;   // [N]; with cu_seqlens and segments alone
   int32_t* total_segments;  // [1]; with cu_seqlens and segments alone
-  int32_t* warmups;       // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
-  float* edges;           // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
-  float* gates;           // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
-  uint8_t* states;        // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
-  uint8_t* state_grads;   // the same of dS at the chunk's end
-  uint8_t* v_new;         // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+  int32_t* warmups;         // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
+  float* edges;             // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
+  float* gates;             // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
+  uint8_t* states;          // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
+  uint8_t* state_grads;     // the same of dS at the chunk's end
+  uint8_t* v_new;           // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
 

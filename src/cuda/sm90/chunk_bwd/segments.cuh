@@ -1,11 +1,13 @@
-// A long sequence in pieces ("segments"), so that few heads fill the device. The state at a segment's edge is had in one
-// of two ways, chosen on the device for each (edge, value head, direction):
-//   warm-up   the pass starts up to kMostWarmup chunks before the edge with a state of zeros. What is left out is at most
-//             exp(sum g + sum log max(1, |1 - beta |k|^2|)) of the state before the window, both sums over the window: it
-//             is taken where that is at most exp(-16) = 1.1e-7, below one fp32 rounding, whatever the keys.
+// A long sequence in pieces ("segments"), so that few heads fill the device. The state at a segment's edge is had in
+// one of two ways, chosen on the device for each (edge, value head, direction):
+//   warm-up   the pass starts up to kMostWarmup chunks before the edge with a state of zeros. What is left out is at
+//   most
+//             exp(sum g + sum log max(1, |1 - beta |k|^2|)) of the state before the window, both sums over the window:
+//             it is taken where that is at most exp(-16) = 1.1e-7, below one fp32 rounding, whatever the keys.
 //   exact     else. Over a segment both passes are affine in the state that enters, S_out = M S_in + F and
-//             dS_out = M^T dS_in + R, with one M for both. A first round of passes makes F, R (from zeros) and M (from the
-//             identity, without values), the combination below the states at the edges, and a second round starts there.
+//             dS_out = M^T dS_in + R, with one M for both. A first round of passes makes F, R (from zeros) and M (from
+//             the identity, without values), the combination below the states at the edges, and a second round starts
+//             there.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -55,7 +57,8 @@ __device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int 
 }
 
 // M is needed where an exact edge follows an exact edge.
-__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment, int head) {
+__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment,
+                                                 int head) {
   if (s.index == 0 || s.index + 1 == s.count) return false;
   return (warmup_of(p, segment, head, false) == kExact && warmup_of(p, segment + 1, head, false) == kExact) ||
          (warmup_of(p, segment, head, true) == kExact && warmup_of(p, segment - 1, head, true) == kExact);

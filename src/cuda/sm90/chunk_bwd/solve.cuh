@@ -20,8 +20,9 @@ struct SolveSmem {
 };
 
 template <typename T>
-__global__ __launch_bounds__(kSolveThreads, 3) void sm90_chunk_bwd_solve_kernel(
-    const ChunkBackwardParams p, const __grid_constant__ ChunkBackwardMaps maps) {
+__global__ __launch_bounds__(kSolveThreads,
+                             3) void sm90_chunk_bwd_solve_kernel(const ChunkBackwardParams p,
+                                                                 const __grid_constant__ ChunkBackwardMaps maps) {
   launch_dependents();
   wait_for_predecessors();
   const int slot = blockIdx.x / p.Hq, key_head = blockIdx.x % p.Hq;
@@ -81,10 +82,10 @@ __global__ __launch_bounds__(kSolveThreads, 3) void sm90_chunk_bwd_solve_kernel(
     if (thread < kChunk) {
       const bool inside = thread < chunk.valid;
       store_shared_f1(sBeta + thread * 4,
-                      !inside                  ? 0.0f
-                      : p.beta.data == nullptr ? 1.0f
-                                               : load_element(p.beta, row_offset(p.beta, chunk.batch,
-                                                                                 chunk.token + thread, head)));
+                      !inside ? 0.0f
+                      : p.beta.data == nullptr
+                          ? 1.0f
+                          : load_element(p.beta, row_offset(p.beta, chunk.batch, chunk.token + thread, head)));
     }
     __syncthreads();
     // A thread a column: x_i = [i = column] - beta_i sum_j<i (K K^T)_ij x_j.
@@ -108,8 +109,8 @@ __global__ __launch_bounds__(kSolveThreads, 3) void sm90_chunk_bwd_solve_kernel(
     }
     __syncthreads();
     for (int piece = thread; piece < chunk.valid * 8; piece += kSolveThreads) {
-      uint16_t* to = static_cast<uint16_t*>(p.A.data) +
-                     row_offset(p.A, chunk.batch, chunk.token + piece / 8, head) + piece % 8 * 8;
+      uint16_t* to = static_cast<uint16_t*>(p.A.data) + row_offset(p.A, chunk.batch, chunk.token + piece / 8, head) +
+                     piece % 8 * 8;
       *reinterpret_cast<uint4*>(to) = load_shared_u4(sOut + piece * 16);
     }
     __syncthreads();

@@ -2,10 +2,10 @@
 // one keeps dS at each chunk's end and writes dv. Neither needs the other, so a short batch fills twice the
 // multiprocessors.
 //
-// A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held transposed, S^T [64 of V, 128 of K],
-// as fp32 accumulators of one warpgroup: packed, they are the A operand of the next product, and S never waits for
-// shared memory. Two more warpgroups run ahead: one makes G o A of A where that landed, one P (the reverse pass's). Of a
-// fourth, one warp loads, one makes the gate vectors, one stores.
+// A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
+// transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one warpgroup: packed, they are the A operand of the
+// next product, and S never waits for shared memory. Two more warpgroups run ahead: one makes G o A of A where that
+// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
