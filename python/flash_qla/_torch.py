@@ -6,7 +6,8 @@ they can be, and mutate only what a caller hands over to be written (pools, chec
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -288,6 +289,16 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
             found = [_NotDifferentiable.apply(message, gradient, *inputs, do, dht) for gradient in found]
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
+
+
+def saved_for_backward(arguments: Mapping[str, Any]) -> Tuple[int, int]:
+    """Bytes that chunk_gated_delta_rule() with these arguments keeps beside its inputs, and its tokens. No bytes where no
+    gradient is recorded, or where the arguments are no torch tensors."""
+    tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
+    k, v = arguments["k"], arguments["v"]
+    if not isinstance(v, Tensor) or not _wants_gradient(tensors):
+        return 0, 0
+    return math.prod(a_shape(v.shape)) * k.element_size(), v.shape[0] * v.shape[1]
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:

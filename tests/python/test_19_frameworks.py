@@ -278,6 +278,14 @@ def test_explain_names_the_path():
         assert flash_qla.explain(x.q, x.k, x.v, x.g, beta=x.beta, op=operation).startswith("path: ")
 
 
+def test_explain_says_what_training_keeps():
+    x = make_inputs(**small)
+    assert "saved" not in flash_qla.explain(x.q, x.k, x.v, x.g, x.beta)
+    text = flash_qla.explain(x.q, x.k, x.v.requires_grad_(), x.g, x.beta)
+    A = flash_qla.chunk_gated_delta_rule_fwd(x.q, x.k, x.v.detach(), x.g, x.beta)[1]
+    assert f"saved for the backward pass beside the inputs: {A.numel() * A.element_size()} bytes" in text
+
+
 def test_explain_computes_nothing():
     x = make_inputs(B=2, T=1, Hq=1, Hv=2, K=16, V=8, grads=False, state_v_first=True)
     pool = torch.full_like(x.initial_state, torch.nan)
