@@ -26,6 +26,7 @@ struct Features {
   bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
+  flash_qla_cp_mode cp_mode = FLASH_QLA_CP_AUTO;
 };
 
 using NamedBuffers = std::vector<std::pair<std::string, Buffer*>>;
@@ -130,6 +131,7 @@ struct Inputs {
   template <class Arguments, class View>
   void set(Arguments& args, View view) {
     args.options.scale = features.scale;
+    args.options.cp_mode = features.cp_mode;
     args.options.state_v_first = features.v_first;
     args.options.use_qk_l2norm_in_kernel = features.l2norm;
     args.options.use_gate_in_kernel = features.gate;
