@@ -27,6 +27,7 @@ struct Features {
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
   flash_qla_cp_mode cp_mode = FLASH_QLA_CP_AUTO;
+  bool force_intra_cp = false;
 };
 
 using NamedBuffers = std::vector<std::pair<std::string, Buffer*>>;
@@ -132,6 +133,7 @@ struct Inputs {
   void set(Arguments& args, View view) {
     args.options.scale = features.scale;
     args.options.cp_mode = features.cp_mode;
+    args.options.force_intra_cp = features.force_intra_cp;
     args.options.state_v_first = features.v_first;
     args.options.use_qk_l2norm_in_kernel = features.l2norm;
     args.options.use_gate_in_kernel = features.gate;
