@@ -89,7 +89,7 @@ __global__ __launch_bounds__(kWarmupThreads) void sm90_chunk_bwd_warmups_kernel(
       if (p.g.data != nullptr && (!p.g_is_cumsum || row == valid - 1)) {
         constexpr float kMinLogDecay = -80.0f;  // docs/math.md
         g = load_element(p.g, row_offset(p.g, s.sequence.batch, token, head));
-        if (!p.g_is_cumsum) g = fmaxf(g, kMinLogDecay);
+        if (!p.g_is_cumsum) g = g < kMinLogDecay ? kMinLogDecay : g;
       }
       const float beta =
           p.beta.data == nullptr ? 1.0f : load_element(p.beta, row_offset(p.beta, s.sequence.batch, token, head));
