@@ -22,10 +22,10 @@ class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     error_ = cudaGetDevice(&previous_);
-    if (error_ == cudaSuccess && previous_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
+    // Also where the device is the current one: a thread that has not used it (autograd's own, say) has no context
+    // until then, and tensor maps cannot be encoded without.
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
+    changed_ = error_ == cudaSuccess && previous_ != device;
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);
