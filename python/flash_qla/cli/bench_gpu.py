@@ -140,6 +140,8 @@ def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
     errors, failure = first_failure(found, exact, torch.bfloat16)
     worst_heads = {name: relative_l2(name, found[name], exact[name])[1] for name in exact}
     del found, exact
+    # What is timed gets memory of its own, not pieces of what the oracle's larger tensors have left.
+    torch.cuda.empty_cache()
     if failure is not None:
         return None, failure
     ms = graph_ms(_timed(given, x), replays)
@@ -275,7 +277,6 @@ def run(
                 row, failure = _measure(row_given, replays)
             except Exception as error:  # the rows after this one are worth having
                 row, failure = None, f"{type(error).__name__}: {error}"
-            torch.cuda.empty_cache()
             if row is None:
                 failed = True
                 console.print(f"FAIL {label(row_given)}: {failure}  repeat: {_repeat(row_given)}")
