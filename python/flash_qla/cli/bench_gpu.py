@@ -141,6 +141,8 @@ def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
     errors, failure = first_failure(found, exact, torch.bfloat16)
     heads = {name: head_errors(name, found[name], exact[name]) for name in exact}
     del found, exact
+    # What is timed gets memory of its own, not pieces of what the oracle's larger tensors have left.
+    torch.cuda.empty_cache()
     if failure is not None:
         return None, failure
     call = _timed(given, x)
@@ -281,7 +283,6 @@ def run(
                 row, failure = _measure(row_given, replays)
             except Exception as error:  # the rows after this one are worth having
                 row, failure = None, f"{type(error).__name__}: {error}"
-            torch.cuda.empty_cache()
             if row is None:
                 failed = True
                 console.print(f"FAIL {label(row_given)}: {failure}  repeat: {_repeat(row_given)}")
