@@ -17,13 +17,13 @@ inline Status cuda_status(cudaError_t error, const char* what) {
                      cudaGetErrorString(error));
 }
 
-// Makes a device current for as long as the object lives.
+// Makes a device current for as long as the object lives. Its context too: a thread that has made no call of the
+// runtime yet (a framework's own for the backward pass, say) has none, and the driver's encoder of tensor maps wants
+// one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     error_ = cudaGetDevice(&previous_);
-    // Also where the device is the current one: a thread that has not used it (autograd's own, say) has no context
-    // until then, and tensor maps cannot be encoded without.
     if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
     changed_ = error_ == cudaSuccess && previous_ != device;
   }
