@@ -19,14 +19,11 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
   if (p->segment_chunks > 0) {
-    const bool packed = p->cu_seqlens != nullptr;
-    p->segments_per_sequence = packed ? 0 : static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks));
-    p->segment_bound = packed ? p->chunk_bound / p->segment_chunks + p->N : p->N * p->segments_per_sequence;
-    if (packed) {
-      p->segment_map = workspace.take<int2>(p->segment_bound);
-      p->first_segment = workspace.take<int32_t>(p->N);
-      p->total_segments = workspace.take<int32_t>(1);
-    }
+    p->segment_bound = p->cu_seqlens == nullptr
+                           ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
+                           : p->chunk_bound / p->segment_chunks + p->N;
+    p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
+    p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
     p->warmups = workspace.take<int32_t>(2 * pieces);
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);

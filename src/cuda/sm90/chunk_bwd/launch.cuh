@@ -33,7 +33,7 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   }
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, pieces, kWarmupThreads, 0, stream, p));
+      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_states_kernel<T>, 6 * pieces, Traits::kThreads,
                                                 Traits::kBytes, stream, p, maps, false));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));

@@ -46,7 +46,7 @@ struct StatesTraits {
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kPrepareBarrier = 1;  // named barrier of the group that makes P
+constexpr uint32_t kPBarrier = 1, kGateBarrier = 2;  // named barriers of the groups that make P and G o A
 
 // A stage is loaded (copy engine) and its gates made; gated (G o A is there); empty again. What goes out is
 // written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
@@ -587,22 +587,22 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
   }
 }
 
-// G of a thread's two rows, in an accumulator's order. Blocks of 16 columns above the diagonal are left out.
-__device__ __forceinline__ void make_G(float (&G)[32], uint32_t sGates, int valid, const Lane& at) {
-  const int row = 16 * at.warp + at.lane / 4;
-  const float c_row[2] = {load_shared_f1(sGates + row * 4), load_shared_f1(sGates + row * 4 + 32)};
-  float c[16];
-  load_columns(c, sGates, at.lane);
+// The cumsum at a thread's two rows; past the end -infinity, so that G is 0 there.
+__device__ __forceinline__ void load_row_cumsums(float (&c_row)[2], uint32_t sGates, int valid, const Lane& at) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > at.warp) continue;
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * at.warp + at.lane / 4 + 8 * h;
+    c_row[h] = row < valid ? load_shared_f1(sGates + row * 4) : -INFINITY;
+  }
+}
+
+// Which packed pairs of a thread lie on or below the diagonal of a block of 16 x 16 on it: words to mask them with, so
+// that what is above (infinite G, whatever A holds there) leaves no trace.
+__device__ __forceinline__ void diagonal_masks(uint32_t (&diagonal)[4], int lane) {
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-      const int column = 16 * j + 8 * (part / 2) + 2 * (at.lane % 4), r = row + 8 * (part % 2);
-      const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-      G[i] = column <= r && r < valid ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]) : 0.0f;
-      G[i + 1] = column + 1 <= r && r < valid ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]) : 0.0f;
-    }
+  for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+    const int column = 8 * (part / 2) + 2 * (lane % 4), row = lane / 4 + 8 * (part % 2);
+    diagonal[part] = (column <= row ? 0xffffu : 0u) | (column < row ? 0xffff0000u : 0u);
   }
 }
 
@@ -616,41 +616,43 @@ template <typename T, bool kReverse>
 __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
                                             const Lane& at) {
   using Traits = StatesTraits;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane);
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    float G[32];
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    float c_row[2];
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    make_G(G, smem + Traits::kGates + cursor.stage * kGateBytes, valid, at);
+    load_row_cumsums(c_row, sGates, valid, at);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    uint32_t a[16];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j <= at.warp) load_matrix_x4(block_piece(sGA, j, at), a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3]);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t gated[4] = {};
-      if (j <= at.warp) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-          const float2 x = unpack2<T>(a[4 * j + part]);
-          // Selected, not multiplied by zero: past the end A is a neighbour's, NaN perhaps.
-          gated[part] = pack2<T>(G[i] == 0.0f ? 0.0f : G[i] * x.x, G[i + 1] == 0.0f ? 0.0f : G[i + 1] * x.y);
-        }
-      }
-      store_matrix_x4(block_piece(sGA, j, at), gated[0], gated[1], gated[2], gated[3]);
-    }
     if (valid < kChunk) {
       const int thread = 32 * at.warp + at.lane;
       zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
       if constexpr (!kReverse) {
         for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
       }
+      zero_tail(sGA, valid, thread, 128);
+      named_barrier_sync(kGateBarrier, 128);
     }
+    // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
+#pragma unroll 1
+    for (int j = 0; j <= at.warp; ++j) {
+      uint32_t a[4];
+      load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+        const float2 x = unpack2<T>(a[part]);
+        a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                  (j < at.warp ? ~0u : diagonal[part]);
+      }
+      store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+    }
+#pragma unroll 1
+    for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
     fence_proxy_async();
     arrive_warp(bars.gated(cursor.stage), at.lane);
   }
@@ -661,6 +663,8 @@ template <typename T>
 __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                        const StatesBarriers& bars, const Lane& at) {
   using Traits = StatesTraits;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane);
   StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
@@ -673,9 +677,10 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
         zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
       }
       fence_proxy_async();
-      named_barrier_sync(kPrepareBarrier, 128);
+      named_barrier_sync(kPBarrier, 128);
     }
-    float qk[32], G[32];
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    float qk[32], c_row[2], c[16];
     const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
     wgmma_fence();
 #pragma unroll
@@ -689,7 +694,8 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
     }
     wgmma_commit();
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    make_G(G, smem + Traits::kGates + cursor.stage * kGateBytes, valid, at);
+    load_row_cumsums(c_row, sGates, valid, at);
+    load_columns(c, sGates, at.lane);
     mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
     wgmma_wait<0>();
     pin(qk);
@@ -700,8 +706,10 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-          packed[part] = pack2<T>(G[i] == 0.0f ? 0.0f : p.scale * G[i] * qk[i],
-                                  G[i + 1] == 0.0f ? 0.0f : p.scale * G[i + 1] * qk[i + 1]);
+          const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
+          const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
+          packed[part] =
+              pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
         }
       }
       store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
