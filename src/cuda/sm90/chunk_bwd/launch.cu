@@ -30,6 +30,10 @@ size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
   }
   p->small_count = workspace.take<int32_t>(1);
   p->small_tiles = workspace.take<int32_t>(tiles);
+  if (!p->fused) {
+    p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
+    p->P = workspace.take<uint8_t>(tiles * kTileBytes);
+  }
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
   p->states = workspace.take<uint8_t>(tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
@@ -82,6 +86,9 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 
 }  // namespace
 
+namespace {
+
+// Chunks of a segment that are expected to be fastest, from shapes alone; 0: whole sequences.
 int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
   // In steps of a pass (about 1.3 us). Packed sequences' lengths are not known here: the longest may have it all.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
@@ -103,6 +110,15 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
     }
   }
   return best_length;
+}
+
+}  // namespace
+
+void choose_chunk_backward_plan(ChunkBackwardParams* p, int multiprocessors, bool may_split) {
+  p->segment_chunks = may_split ? choose_segment_chunks(*p, multiprocessors) : 0;
+  // One round of blocks that nearly fills the device waits for memory; fewer or shorter ones for the chain of products.
+  const int64_t blocks = 4 * static_cast<int64_t>(p->N) * p->Hv;
+  p->fused = p->segment_chunks == 0 && blocks <= multiprocessors && 4 * blocks > 3 * multiprocessors;
 }
 
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv) {

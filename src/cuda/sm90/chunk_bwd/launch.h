@@ -40,9 +40,10 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
-// params' segment_chunks that is expected to be fastest, from shapes alone: 0 where whole sequences fill the device.
-// Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
-int32_t choose_segment_chunks(const ChunkBackwardParams& params, int multiprocessors);
+// Sets params' segment_chunks and fused as is expected to be fastest, from shapes alone. Before the workspace is sized
+// and bound; without it (both 0) all works too. may_split false: whole sequences, so that a sequence's bits do not
+// depend on what is computed beside it (fused or not, they are the same).
+void choose_chunk_backward_plan(ChunkBackwardParams* params, int multiprocessors, bool may_split);
 
 // Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A and a whole dv are added
 // where the caller has none.
