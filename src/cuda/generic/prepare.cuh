@@ -7,11 +7,17 @@
 
 namespace flash_qla::cuda {
 
-// [B, T, Hq, K] -> rows of norm 1 in x's dtype. Statistics in Real.
+// [B, T, Hq, K] -> rows of norm 1 in x's dtype, and where wanted what they were multiplied by, [B * T, Hq]. Statistics
+// in Real.
 template <class Real>
-Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream);
+Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
+                        cudaStream_t stream);
 
-// Clamped log decay and beta of every token, [B, T, Hv] Real.
+// [B, T, heads, size] float32, bf16 or fp16 into another layout or dtype of them.
+Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
+                        cudaStream_t stream);
+
+// Clamped log decay and beta of every token, [B, T, Hv] Real; a NULL is not wanted.
 template <class Real>
 Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
                             Real* beta, cudaStream_t stream);

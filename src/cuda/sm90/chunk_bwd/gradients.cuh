@@ -47,14 +47,14 @@ struct GradientsTraits {
   static constexpr uint32_t kLast = kSums + 2 * kSumsBytes;
   static constexpr uint32_t kLastBytes = 12 * 4;
   static constexpr uint32_t kBarriers = kLast + 2 * kLastBytes;
-  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * 2 * (kStages + 2);
+  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * (2 * (kStages + 2) + 1);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-// Named barriers: a tail was zeroed; all are done with q and k; plus has put its part where minus takes it; the row
-// sums of a head are there (two, in turns: a group may arrive for the next head before the query group has waited for
-// this one).
-constexpr uint32_t kItemBarrier = 1, kKeysBarrier = 2, kMeetBarrier = 3, kSumsBarrier = 4;
+// Named barriers: all are done with q and k (plus waits, to take their place); plus has put its part where minus takes
+// it (minus waits); the row sums of a head are there (query waits; two, in turns: a group may arrive for the next head
+// before the query group has waited for this one).
+constexpr uint32_t kKeysBarrier = 1, kMeetBarrier = 2, kSumsBarrier = 3;
 
 struct GradientsBarriers {
   uint32_t base;
@@ -65,6 +65,8 @@ struct GradientsBarriers {
   // dP and D: two groups write, one reads.
   __device__ uint32_t products_full() const { return full(GradientsTraits::kStages + 1); }
   __device__ uint32_t products_empty() const { return empty(GradientsTraits::kStages + 1); }
+  // The tail of an item's q and k was zeroed by all groups.
+  __device__ uint32_t tail() const { return full(GradientsTraits::kStages + 2); }
 };
 
 // A place in the ring of stages.
@@ -128,6 +130,26 @@ __device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64
   }
   dots[0] = quad_sum(sum[0] + sum[2]);
   dots[1] = quad_sum(sum[1] + sum[3]);
+}
+
+// The rows' gradient through their normalisation y = r x: r (acc - <acc, y> y), where dots is <acc, y>, sX holds y, and
+// inverse_norms r. For the parts of a sum too: it is linear.
+template <typename T>
+__device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dots)[2], uint32_t sX,
+                                             const float* inverse_norms, const ChunkBackwardParams& p,
+                                             const ChunkInfo& chunk, int key_head, int warp, int lane) {
+  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in row_dots
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = max(0, min(16 * warp + lane / 4 + 8 * h, chunk.valid - 1));  // past the end: stored nowhere
+    const float r = inverse_norms[(static_cast<int64_t>(chunk.batch) * p.T + chunk.token + row) * p.Hq + key_head];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 y = unpack2<T>(load_shared_u1((first ^ ((j % 8) << 4)) + (j / 8) * kTileBytes + h * 8 * 128));
+      acc[4 * j + 2 * h] = r * (acc[4 * j + 2 * h] - dots[h] * y.x);
+      acc[4 * j + 2 * h + 1] = r * (acc[4 * j + 2 * h + 1] - dots[h] * y.y);
+    }
+  }
 }
 
 // The accumulator's rows to [b, token + i, head, :], rounded.
@@ -482,7 +504,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
   using Traits = GradientsTraits;
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
   StageCursor cursor;
-  uint32_t keys_phase = 0, parity = 0;
+  uint32_t keys_phase = 0, parity = 0, tail_phase = 0;
   const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
   ItemCursor item(p.Hq, slots);
   ChunkInfo next_chunk = item.valid() ? chunk_info(p, item.slot()) : ChunkInfo{};
@@ -500,7 +522,10 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         zero_tail(sK + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
       }
       fence_proxy_async();
-      named_barrier_sync(kItemBarrier, Traits::kGroups * 128);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(bars.tail());
+      mbarrier_wait(bars.tail(), tail_phase);
+      tail_phase ^= 1;
     }
     float acc[64], before[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -534,7 +559,9 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
           // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
-          if (member + 1 == p.group) named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          if (member + 1 == p.group && p.q_inverse_norms == nullptr) {
+            named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
           if (warp == 0 && p.dg.data != nullptr) {
             store_gate_gradient(p, chunk, head, work.sums, work.last, gamma_end, lane);
@@ -543,20 +570,28 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
     }
 
+    if (group == kQuery && p.q_inverse_norms != nullptr) {
+      through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk, key_head, warp, lane);
+      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+    }
     if (group != kQuery) {
+      if (p.k_inverse_norms != nullptr) {
+        through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk, key_head, warp, lane);
+      }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
       const uint32_t mine = sQ + (32 * warp + lane) * 16;
-      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
       if constexpr (!kIsMinus) {
+        named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           store_shared_u4(mine + i * 128 * 16,
                           make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
                                      __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
         }
-        named_barrier_sync(kMeetBarrier, 2 * 128);
+        named_barrier_arrive(kMeetBarrier, 2 * 128);
       } else {
+        named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
         named_barrier_sync(kMeetBarrier, 2 * 128);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
@@ -595,6 +630,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     }
     mbarrier_init(bars.products_full(), 8);
     mbarrier_init(bars.products_empty(), 4);
+    mbarrier_init(bars.tail(), Traits::kConsumerWarps);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -12,7 +12,7 @@
 namespace flash_qla::cuda::sm90 {
 namespace {
 
-size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
+size_t take_all(ChunkBackwardParams* p, void* base) {
   Workspace workspace(base);
   const int64_t tiles = static_cast<int64_t>(p->chunk_bound) * p->Hv;
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
@@ -41,10 +41,6 @@ size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
   if (p->solves_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
     p->A = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kChunk, 1}, p->v.type};
-  }
-  if (!has_dv) {
-    const int64_t token = static_cast<int64_t>(p->Hv) * kDim;
-    p->dv = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kDim, 1}, p->v.type};
   }
   return workspace.bytes();
 }
@@ -86,9 +82,6 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 
 }  // namespace
 
-namespace {
-
-// Chunks of a segment that are expected to be fastest, from shapes alone; 0: whole sequences.
 int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
   // In steps of a pass (about 1.3 us). Packed sequences' lengths are not known here: the longest may have it all.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
@@ -98,7 +91,7 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   int64_t best = whole;
   int32_t best_length = 0;
   // Half of a segment for warm-up is the most that can pay; 64: longer ones are few, and the next is the whole.
-  for (int32_t length = 12; length <= 64 && length < longest; ++length) {
+  for (int32_t length = kLeastSegmentChunks; length <= 64 && length < longest; ++length) {
     const int64_t segments = ceil_div(chunks, length) + p.N / 2;
     // Taken: a quarter of the heads does not decay (half again as many blocks in the first round, all of its blocks in
     // the second), the others warm up in 6 chunks; combining takes 0.8 of a step per segment, the launches 6 steps.
@@ -112,24 +105,30 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   return best_length;
 }
 
+namespace {
+
+// Whether the serial passes should make G o A and P themselves: with one long sequence whose blocks nearly fill the
+// device at once they wait for memory, not for the chain of products (docs/design/sm90_backward.md). Not with several
+// sequences: a workspace must not shrink where a sequence is added, and fusing needs less.
+bool gains_by_fusing(const ChunkBackwardParams& p) {
+  constexpr int32_t kLeastBlocks = 100, kMostBlocks = 132;  // multiprocessors of an H200
+  const int32_t blocks = 4 * p.Hv;
+  return p.segment_chunks == 0 && p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+}
+
 }  // namespace
 
-void choose_chunk_backward_plan(ChunkBackwardParams* p, int multiprocessors, bool may_split) {
-  p->segment_chunks = may_split ? choose_segment_chunks(*p, multiprocessors) : 0;
-  // One round of blocks that nearly fills the device waits for memory; fewer or shorter ones for the chain of products.
-  const int64_t blocks = 4 * static_cast<int64_t>(p->N) * p->Hv;
-  p->fused = p->segment_chunks == 0 && blocks <= multiprocessors && 4 * blocks > 3 * multiprocessors;
-}
-
-size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv) {
+size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
   copy.solves_A = params.A.data == nullptr;
-  return take_all(&copy, has_dv, nullptr);
+  copy.fused = params.fused || gains_by_fusing(params);
+  return take_all(&copy, nullptr);
 }
 
-void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace) {
+void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
-  take_all(params, has_dv, workspace);
+  params->fused = params->fused || gains_by_fusing(*params);
+  take_all(params, workspace);
 }
 
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const StridedTensor& q, const StridedTensor& d_o,
@@ -144,15 +143,6 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
   if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
   if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
   return error;
-}
-
-cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
-                             cudaStream_t stream) {
-  constexpr int kThreads = 256;
-  const int64_t rows = B * T * heads;
-  sm90_chunk_bwd_copy_kernel<<<static_cast<unsigned>(ceil_div(rows, kThreads / 32)), kThreads, 0, stream>>>(
-      from, to, T, heads, rows);
-  return cudaGetLastError();
 }
 
 cudaError_t launch_combine(const ChunkBackwardParams& p, cudaStream_t stream) {

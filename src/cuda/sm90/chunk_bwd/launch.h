@@ -40,25 +40,22 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
-// Sets params' segment_chunks and fused as is expected to be fastest, from shapes alone. Before the workspace is sized
-// and bound; without it (both 0) all works too. may_split false: whole sequences, so that a sequence's bits do not
-// depend on what is computed beside it (fused or not, they are the same).
-void choose_chunk_backward_plan(ChunkBackwardParams* params, int multiprocessors, bool may_split);
+// The shortest segment that choose_segment_chunks() looks at.
+constexpr int32_t kLeastSegmentChunks = 12;
 
-// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A and a whole dv are added
-// where the caller has none.
-size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv);
+// params' segment_chunks that is expected to be fastest, from shapes alone: 0 where whole sequences fill the device.
+// Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
+int32_t choose_segment_chunks(const ChunkBackwardParams& params, int multiprocessors);
 
-// Sets params' scratch pointers; without an A or a dv of the caller's, those too.
-void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace);
+// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A is added where the caller has none.
+size_t chunk_backward_workspace_size(const ChunkBackwardParams& params);
+
+// Sets params' scratch pointers; without an A of the caller's, that too.
+void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace);
 
 // Describes q, d_o [B, T, heads, 128] and params' k, v, dv to the copy engine. bf16 or fp16.
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q,
                                      const StridedTensor& d_o, ChunkBackwardMaps* maps);
-
-// Copies [B, T, heads, 128] of any strides and float type into a tensor that the copy engine takes.
-cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
-                             cudaStream_t stream);
 
 // Starts the kernel between the two rounds of passes over segments (combine.cuh).
 cudaError_t launch_combine(const ChunkBackwardParams& params, cudaStream_t stream);

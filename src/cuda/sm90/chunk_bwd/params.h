@@ -48,7 +48,7 @@ struct ChunkBackwardParams {
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool solves_A;  // the caller has no A
-  bool fused;     // the serial passes make G o A and P themselves (states.cuh)
+  bool fused;     // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
@@ -59,8 +59,12 @@ struct ChunkBackwardParams {
   StridedTensor initial_state;  // [N, Hv, 128, 128] by state_v_first, or absent
   StridedTensor dht;            // as initial_state, or absent
 
-  StridedTensor dq, dk;     // [B, T, Hq, 128], or absent
-  StridedTensor dv;         // [B, T, Hv, 128]; always there (scratch when the caller does not want it)
+  // What the rows of q and k were multiplied by before they came here, [B * T, Hq]: dq and dk are those of the rows
+  // before. NULL: of q and k as they are.
+  const float *q_inverse_norms, *k_inverse_norms;
+
+  StridedTensor dq, dk;  // [B, T, Hq, 128], or absent
+  StridedTensor dv;      // [B, T, Hv, 128]; always there (the caller of the kernels has scratch where it is not wanted)
   StridedTensor dg, dbeta;  // [B, T, Hv], or absent
   StridedTensor dh0;        // as initial_state, or absent
 
