@@ -459,7 +459,6 @@ struct AuxRole {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + 8 * h;
-      if (row >= c.valid) continue;
       uint32_t* out =
           reinterpret_cast<uint32_t*>(static_cast<Element*>(p.args.a) +
                                       ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk);
@@ -468,8 +467,10 @@ struct AuxRole {
         const float* x = b < 3 ? a[b] : diagonal;  // zeros right of the diagonal
         const uint32_t low = b < at.warp ? pack2<Element>(x[2 * h], x[2 * h + 1]) : 0u;
         const uint32_t high = b < at.warp ? pack2<Element>(x[4 + 2 * h], x[5 + 2 * h]) : 0u;
-        out[8 * b + at.q] = b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low;
-        out[8 * b + 4 + at.q] = b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high;
+        const uint2 words =
+            pair_words(b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low,
+                       b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high, at.q);
+        if (row < c.valid) *reinterpret_cast<uint2*>(out + 8 * b + paired_word(at.q)) = words;
       }
     }
   }
