@@ -69,6 +69,7 @@ def train(arguments: argparse.Namespace) -> List[float]:
     """The loss of every step."""
     model = build_model().to(arguments.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
     losses = []
     for ids in batches(arguments.steps, arguments.batch, arguments.tokens):
         ids = ids.to(arguments.device)
@@ -78,6 +79,7 @@ def train(arguments: argparse.Namespace) -> List[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         losses.append(loss.detach())
     return [loss.item() for loss in losses]
 
@@ -109,7 +111,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300, help="default 300")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step (default 4)")
     parser.add_argument("--tokens", type=int, default=192, help="of a sequence (default 192)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default 1e-3)")
+    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate at the start (default 5e-4)")
     parser.add_argument("--plot", type=Path, default=Path("train_tiny.png"), help="where the curves are drawn")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -23,6 +23,7 @@ struct Features {
   bool g = true, beta = true, l2norm = false, gate = false, dt_bias = false, sigmoid = false, negative = false;
   bool v_first = false, strided = false, strong_decay = false;
   bool initial_state = false, final_state = false;
+  bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
 };
@@ -57,10 +58,11 @@ struct Inputs {
     q = token(s.Hq, s.K);
     k = token(s.Hq, s.K);
     v = token(s.Hv, s.V);
-    q.fill(normal(1.0));
-    k.fill(normal(1.0));
-    // Keys of unit norm, as the models have them: longer ones make the recurrence itself unstable.
-    if (!f.l2norm) {
+    // Keys of unit norm, as the models have them, or near it: much longer ones make the recurrence itself unstable.
+    const double element = f.any_length && !f.l2norm ? 1.0 / std::sqrt(static_cast<double>(s.K)) : 1.0;
+    q.fill(normal(element));
+    k.fill(normal(element));
+    if (!f.l2norm && !f.any_length) {
       scale_rows(q);
       scale_rows(k);
     }
