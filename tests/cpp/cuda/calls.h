@@ -26,6 +26,7 @@ struct Features {
   bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
+  flash_qla_cp_mode cp_mode = FLASH_QLA_CP_AUTO;
 };
 
 using NamedBuffers = std::vector<std::pair<std::string, Buffer*>>;
@@ -135,6 +136,7 @@ struct Inputs {
     args.options.use_gate_in_kernel = features.gate;
     args.options.use_beta_sigmoid_in_kernel = features.sigmoid;
     args.options.allow_neg_eigval = features.negative;
+    args.options.cp_mode = features.cp_mode;
     args.q = view(q);
     args.k = view(k);
     args.v = view(v);
