@@ -66,8 +66,8 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
   store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
   store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
-  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e,
-                  cy * kLog2e);  // every lane has its g by now: the shuffles have met
+  __syncwarp();  // every lane has its g: the sums take their place
+  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
   store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
@@ -521,7 +521,7 @@ struct AuxRole {
     }
     fence_proxy_async();
     __syncwarp();
-    if ((thread & 31) == 0) mbarrier_arrive(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA));
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), thread & 31);
 
     // O of chunk m - 3, then Q K^T and P. While that runs, one thread each passes on the stages of chunk m - 2.
     m = opaque(m);
@@ -549,7 +549,7 @@ struct AuxRole {
     fence_proxy_async();
     if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid, full_p);
     __syncwarp();
-    if ((thread & 31) == 0) mbarrier_arrive(full_p);
+    mbarrier_arrive_warp(full_p, thread & 31);
   }
 
   // At a sequence's end V comes through a barrier of this group's own, and is passed on once its tail is cleared.

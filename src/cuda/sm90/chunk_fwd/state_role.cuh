@@ -266,7 +266,7 @@ struct StateRole {
       pin(s);
       pin(corrected);
       pin(v);
-      if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * slot);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
@@ -280,7 +280,7 @@ struct StateRole {
     }
     put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
     __syncwarp();
-    if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * (m & 1));
+    mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m & 1), at.lane);
   }
 };
 
