@@ -564,11 +564,12 @@ int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
 }
 
 // The chunk algorithm in double with the roundings of a tensor-core kernel, for one dense batch row: the operands of
-// every product are rounded to the inputs' dtype. What is asked of a kernel where a case is ill-conditioned for all of
-// them (docs/numerics.md). Names are those of docs/math.md.
+// every product are rounded to the inputs' dtype (those of the inverse to fp16). What is asked of a kernel where a case
+// is ill-conditioned for all of them (docs/numerics.md). Names are those of docs/math.md.
 class Emulation {
  public:
-  explicit Emulation(ForwardCall& call) : call_(call), shape_(call.in.shape), word_(shape_.dtype, {1}) {}
+  explicit Emulation(ForwardCall& call)
+      : call_(call), shape_(call.in.shape), word_(shape_.dtype, {1}), half_(DType::kFloat16, {1}) {}
 
   // Fills the call's o and final_state.
   void run() {
@@ -621,6 +622,14 @@ class Emulation {
     return c;
   }
 
+  // Element (i, j) of what the inverse is made of. Beside the blocks of 16 on the diagonal the kernel has it in fp16,
+  // which is what an inverse costs that is multiplied on tensor cores.
+  double inverted(int64_t i, int64_t j, double x) {
+    if (i / 16 == j / 16) return x;
+    half_.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(half_.host(), 0);
+  }
+
   Matrix start(int64_t head) {
     Matrix S;
     for (int64_t i = 0; i < shape_.K * shape_.V; ++i) {
@@ -654,8 +663,11 @@ class Emulation {
       A[static_cast<size_t>(i * n + i)] = 1.0;
       for (int64_t j = 0; j < i; ++j) {
         double sum = 0.0;
-        for (int64_t l = j; l < i; ++l) sum += KK[static_cast<size_t>(i * n + l)] * A[static_cast<size_t>(l * n + j)];
-        A[static_cast<size_t>(i * n + j)] = -beta[static_cast<size_t>(i)] * sum;
+        for (int64_t l = j; l < i; ++l) {
+          sum += inverted(i, l, beta[static_cast<size_t>(i)] * KK[static_cast<size_t>(i * n + l)]) *
+                 A[static_cast<size_t>(l * n + j)];
+        }
+        A[static_cast<size_t>(i * n + j)] = -sum;
       }
     }
     A = rounded(A);
@@ -685,7 +697,7 @@ class Emulation {
 
   ForwardCall& call_;
   const Shape shape_;
-  Buffer word_;
+  Buffer word_, half_;
 };
 
 // Keys that make the triangular inverse grow. The bound is twice the error of an emulation where the case is
