@@ -357,14 +357,15 @@ int64_t test_nan(const Settings& settings, Arena& arena) {
   forward.draw(s, f, PoolFeatures{}, false, random);
   forward.in.g.fill([&](int64_t, int64_t t, int64_t, int64_t) { return t == 90 ? NAN : -0.1 * random.uniform(); });
   checker.check("forward", forward, "cuda_generic", "cuda_reference", FLASH_QLA_CUDA);
-  // With an initial state: the gradient of a decay that acts on nothing is 0 * NaN, and whether that is formed is no
-  // rule.
-  f.initial_state = true;
-  BackwardCall backward;
-  backward.draw(s, f, false, true, false, random);
-  backward.in.g.fill([&](int64_t, int64_t t, int64_t, int64_t) { return -0.1 * random.uniform() * (t % 3); });
-  backward.d_o.fill([&](int64_t, int64_t t, int64_t, int64_t) { return t == 129 ? NAN : random.normal(); });
-  checker.check("backward", backward, "cuda_generic", "cuda_reference", FLASH_QLA_CUDA);
+  for (const bool initial_state : {true, false}) {
+    f.initial_state = initial_state;
+    BackwardCall backward;
+    backward.draw(s, f, false, true, false, random);
+    backward.in.g.fill([&](int64_t, int64_t t, int64_t, int64_t) { return -0.1 * random.uniform() * (t % 3); });
+    backward.d_o.fill([&](int64_t, int64_t t, int64_t, int64_t) { return t == 129 ? NAN : random.normal(); });
+    checker.check(initial_state ? "backward" : "backward from zero", backward, "cuda_generic", "cuda_reference",
+                  FLASH_QLA_CUDA);
+  }
   return checker.finish();
 }
 
@@ -1146,7 +1147,7 @@ int run(const Settings& settings) {
     std::printf("no GPU: nothing was tested\n");
     return 0;
   }
-  std::printf("%s", build_info().c_str());
+  std::printf("%s\n", build_info().c_str());
   // The large cases take the most; initcheck pays for every megabyte.
   Arena arena(settings.small ? size_t{256} << 20 : size_t{24} << 30);
   struct Group {
