@@ -896,6 +896,90 @@ class RepeatedCall {
   std::vector<std::pair<char*, size_t>> outputs_;
 };
 
+// bf16 numbers of about unit norm in a row of 128, made on the device.
+__global__ void fill_rows_kernel(uint16_t* data, int64_t n, uint32_t seed) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    uint64_t x = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull + seed;
+    x ^= x >> 31;
+    x *= 0xbf58476d1ce4e5b9ull;
+    const float value = (static_cast<float>(x >> 40) * 0x1p-24f - 0.5f) * 0.3f;
+    data[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+  }
+}
+
+// More sequences than a grid dimension other than the first holds, and elements past the 2^31st.
+int64_t test_sm90_large(const Settings& settings, Arena& arena) {
+  Checker checker("large, sm90", settings, arena);
+  Random random(31);
+  Shape many;
+  many.T = 65536;
+  many.Hv = 2;
+  many.K = many.V = 128;
+  many.dtype = DType::kBFloat16;
+  many.cu_seqlens.resize(65537);
+  std::iota(many.cu_seqlens.begin(), many.cu_seqlens.end(), 0);
+  ForwardCall call;
+  call.draw(many, Features{}, PoolFeatures{}, false, random);
+  checker.check("65,536 sequences of one token", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+
+  // The last of two sequences begins past element 2^31 of v and o. Alone it must give the same bits.
+  checker.count();
+  arena.reset();
+  constexpr int64_t kHq = 8, kHv = 128, kDim = 128, kFirst = (int64_t{1} << 17) + 5, kLast = 300,
+                    kTokens = kFirst + kLast;
+  const auto take = [&](int64_t heads, uint32_t seed) {
+    const Tensor t = tensor(arena.take(static_cast<size_t>(kTokens * heads * kDim * 2)), DType::kBFloat16,
+                            {1, kTokens, heads, kDim});
+    fill_rows_kernel<<<1024, 256>>>(static_cast<uint16_t*>(t.data), kTokens * heads * kDim, seed);
+    return t;
+  };
+  ForwardArguments whole;
+  whole.q = take(kHq, 1);
+  whole.k = take(kHq, 2);
+  whole.v = take(kHv, 3);
+  whole.o = take(kHv, 4);
+  const auto take_states = [&](int64_t rows) {
+    return tensor(arena.take(static_cast<size_t>(rows * kHv * kDim * kDim * 4)), DType::kFloat32,
+                  {rows, kHv, kDim, kDim});
+  };
+  whole.final_state = take_states(2);
+  const int32_t offsets[] = {0, kFirst, kTokens};
+  whole.cu_seqlens = tensor(arena.take(sizeof(offsets)), DType::kInt32, {3});
+  check_cuda(cudaMemcpy(whole.cu_seqlens.data, offsets, sizeof(offsets), cudaMemcpyHostToDevice), "cudaMemcpy");
+  whole.options.path = "sm90";
+  whole.options.device_type = FLASH_QLA_CUDA;
+  whole.options.cp_mode = FLASH_QLA_CP_OFF;
+  check_cuda(cudaGetDevice(&whole.options.device_index), "cudaGetDevice");
+  ForwardArguments alone = whole;
+  for (Tensor* t : {&alone.q, &alone.k, &alone.v, &alone.o}) {
+    t->shape[1] = kLast;
+    t->data = static_cast<uint16_t*>(t->data) + kFirst * t->stride[1];
+  }
+  alone.o.data = arena.take(static_cast<size_t>(kLast * kHv * kDim * 2));
+  alone.final_state = take_states(1);
+  alone.cu_seqlens = Tensor{};
+  for (const ForwardArguments* args : {&whole, &alone}) {
+    size_t bytes = 0;
+    Status status = ChunkForward::workspace_size(*args, &bytes);
+    if (status.ok()) status = ChunkForward::run(*args, arena.take(bytes), bytes);
+    if (!status.ok()) checker.fail("elements past 2^31", "sm90", status.message());
+  }
+  auto* count = static_cast<unsigned long long*>(arena.take(sizeof(unsigned long long)));
+  check_cuda(cudaMemset(count, 0, sizeof(*count)), "cudaMemset");
+  const int64_t values = kLast * kHv * kDim, states = kHv * kDim * kDim;
+  count_different_kernel<<<64, 256>>>(
+      reinterpret_cast<const uint32_t*>(static_cast<uint16_t*>(whole.o.data) + kFirst * kHv * kDim),
+      static_cast<const uint32_t*>(alone.o.data), values / 2, count);
+  count_different_kernel<<<64, 256>>>(static_cast<const uint32_t*>(whole.final_state.data) + states,
+                                      static_cast<const uint32_t*>(alone.final_state.data), states, count);
+  unsigned long long different = 0;
+  check_cuda(cudaMemcpy(&different, count, sizeof(different), cudaMemcpyDeviceToHost), "sm90, elements past 2^31");
+  if (different > 0) {
+    checker.fail("elements past 2^31", "sm90", std::to_string(different) + " words differ from the slice alone");
+  }
+  return checker.finish();
+}
+
 // The same bits a thousand times over, half of them beside another kernel that takes a varying part of the card.
 int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
   Checker checker("a thousand runs, sm90", settings, arena);
@@ -1172,6 +1256,7 @@ int run(const Settings& settings) {
       {"sm90 backward", true, [&] { return test_sm90_backward(settings, arena); }}};
   if (!settings.small) {
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
+    groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
   }
   const bool hopper = on_hopper();
