@@ -1292,6 +1292,8 @@ int main(int argc, char** argv) {
       settings.seed = static_cast<uint64_t>(value());
     } else if (flag == "--only-case") {
       settings.only_case = value();
+    } else if (flag == "--only" && i + 1 < argc) {
+      settings.only = argv[++i];
     } else if (flag == "--small") {
       settings.small = true;
     } else if (flag == "--once") {

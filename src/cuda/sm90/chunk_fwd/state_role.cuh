@@ -9,55 +9,21 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Two neighbours of a state matrix, as one access.
-template <typename Store>
-struct StatePair;
-template <>
-struct StatePair<float> {
-  using Type = float2;
-  static __device__ __forceinline__ float2 load(float2 x) { return x; }
-  static __device__ __forceinline__ float2 store(float x, float y) { return make_float2(x, y); }
-};
-template <>
-struct StatePair<__nv_bfloat16> {
-  using Type = uint32_t;
-  static __device__ __forceinline__ float2 load(uint32_t x) { return unpack2<__nv_bfloat16>(x); }
-  static __device__ __forceinline__ uint32_t store(float x, float y) { return pack2<__nv_bfloat16>(x, y); }
-};
-template <>
-struct StatePair<__half> {
-  using Type = uint32_t;
-  static __device__ __forceinline__ float2 load(uint32_t x) { return unpack2<__half>(x); }
-  static __device__ __forceinline__ uint32_t store(float x, float y) { return pack2<__half>(x, y); }
-};
-
 // One thread's 64 values of S^T, rows (V) dv and dv + 8, columns (K) 8j + 2q and the next, from or to a state matrix.
 template <typename Store, bool kVFirst, bool kWrite>
 __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv, int q) {
-  using Pair = StatePair<Store>;
+  constexpr int kStrideK = kVFirst ? 1 : kHeadDim;
+  constexpr int kStrideV = kVFirst ? kHeadDim : 1;
+  Store* base = matrix + dv * kStrideV + 2 * q * kStrideK;
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      float* x = s + 4 * j + i;
-      const int row = dv + 4 * i, column = 8 * j + 2 * q;
-      if constexpr (kVFirst) {
-        auto* pair = reinterpret_cast<typename Pair::Type*>(matrix + row * kHeadDim + column);
-        if constexpr (kWrite) {
-          *pair = Pair::store(x[0], x[1]);
-        } else {
-          const float2 y = Pair::load(*pair);
-          x[0] = y.x, x[1] = y.y;
-        }
+    for (int i = 0; i < 4; ++i) {
+      Store* element = base + (8 * j + (i & 1)) * kStrideK + 8 * (i >> 1) * kStrideV;
+      if constexpr (kWrite) {
+        *element = static_cast<Store>(s[4 * j + i]);
       } else {
-        Store* element = matrix + column * kHeadDim + row;
-        if constexpr (kWrite) {
-          element[0] = static_cast<Store>(x[0]);
-          element[kHeadDim] = static_cast<Store>(x[1]);
-        } else {
-          x[0] = static_cast<float>(element[0]);
-          x[1] = static_cast<float>(element[kHeadDim]);
-        }
+        s[4 * j + i] = static_cast<float>(*element);
       }
     }
   }
