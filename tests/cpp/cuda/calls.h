@@ -131,6 +131,7 @@ struct Inputs {
   template <class Arguments, class View>
   void set(Arguments& args, View view) {
     args.options.scale = features.scale;
+    args.options.cp_mode = features.cp_mode;
     args.options.state_v_first = features.v_first;
     args.options.use_qk_l2norm_in_kernel = features.l2norm;
     args.options.use_gate_in_kernel = features.gate;

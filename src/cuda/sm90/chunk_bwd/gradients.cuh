@@ -123,6 +123,26 @@ __device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64
   dots[1] = quad_sum(sum[1]);
 }
 
+// The rows' gradient through their normalisation y = r x: r (acc - <acc, y> y), where dots is <acc, y>, sX holds y, and
+// inverse_norms r. For the parts of a sum too: it is linear.
+template <typename T>
+__device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dots)[2], uint32_t sX,
+                                             const float* inverse_norms, const ChunkBackwardParams& p,
+                                             const ChunkInfo& chunk, int key_head, int warp, int lane) {
+  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in row_dots
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = min(16 * warp + lane / 4 + 8 * h, chunk.valid - 1);  // rows past the end are stored nowhere
+    const float r = inverse_norms[(static_cast<int64_t>(chunk.batch) * p.T + chunk.token + row) * p.Hq + key_head];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 y = unpack2<T>(load_shared_u1((first ^ ((j % 8) << 4)) + (j / 8) * kTileBytes + h * 8 * 128));
+      acc[4 * j + 2 * h] = r * (acc[4 * j + 2 * h] - dots[h] * y.x);
+      acc[4 * j + 2 * h + 1] = r * (acc[4 * j + 2 * h + 1] - dots[h] * y.y);
+    }
+  }
+}
+
 // The accumulator's rows to [b, token + i, head, :], rounded.
 template <typename T>
 __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
@@ -497,8 +517,13 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         if (group == kPlus) {
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
-          // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
-          if (member + 1 == p.group) named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          if (member + 1 == p.group) {
+            if (p.q_inverse_norms != nullptr) {
+              through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
+            }
+            // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
+            named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
           if (warp == 0 && p.dg.data != nullptr) {
             store_gate_gradient(p, chunk_info(p, slot), head, work.sums, work.last, gamma_end, lane);
@@ -508,6 +533,9 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     }
 
     if (group != kQuery) {
+      if (p.k_inverse_norms != nullptr) {
+        through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
+      }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
       const uint32_t mine = sQ + (32 * warp + lane) * 16;

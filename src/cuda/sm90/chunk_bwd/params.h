@@ -46,8 +46,12 @@ struct ChunkBackwardParams {
   StridedTensor initial_state;  // [N, Hv, 128, 128] by state_v_first, or absent
   StridedTensor dht;            // as initial_state, or absent
 
-  StridedTensor dq, dk;     // [B, T, Hq, 128], or absent
-  StridedTensor dv;         // [B, T, Hv, 128]; always there (the caller of the kernels has scratch where it is not wanted)
+  // What the rows of q and k were multiplied by before they came here, [B * T, Hq]: dq and dk are those of the rows
+  // before. NULL: of q and k as they are.
+  const float *q_inverse_norms, *k_inverse_norms;
+
+  StridedTensor dq, dk;  // [B, T, Hq, 128], or absent
+  StridedTensor dv;      // [B, T, Hv, 128]; always there (the caller of the kernels has scratch where it is not wanted)
   StridedTensor dg, dbeta;  // [B, T, Hv], or absent
   StridedTensor dh0;        // as initial_state, or absent
 

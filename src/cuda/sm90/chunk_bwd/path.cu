@@ -149,6 +149,10 @@ class HeadsBackward {
     const auto gate = [&](bool wanted, Tensor* t) {
       if (wanted) *t = tensor(workspace->take<float>(p.B * p.T * p.Hv), DType::kFloat32, {p.B, p.T, p.Hv});
     };
+    if (wrapping.l2norm) {
+      q_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
+      k_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
+    }
     gate(wrapping.gate, &core_.g);
     gate(wrapping.sigmoid, &core_.beta);
     wants_gate_ = wrapping.gate && (present(args.dg) || present(args.dA_log) || present(args.ddt_bias));
@@ -156,9 +160,11 @@ class HeadsBackward {
     gate(wants_gate_, &core_.dg);
     gate(wants_beta_, &core_.dbeta);
     if (wants_gate_) gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
-    if (wrapping.l2norm || wrapping.gate || wrapping.sigmoid) sequences_ = take_sequences(p, workspace);
+    if (wrapping.gate || wrapping.sigmoid) sequences_ = take_sequences(p, workspace);
 
     params_ = make_params(core_, p);
+    params_.q_inverse_norms = q_inverse_norms_;
+    params_.k_inverse_norms = k_inverse_norms_;
     const size_t bytes = chunk_backward_workspace_size(params_);
     kernels_ = workspace->take<char>(static_cast<int64_t>(bytes));
   }
@@ -183,8 +189,10 @@ class HeadsBackward {
   // The inputs as the kernels take them.
   Status prepare(cudaStream_t stream) const {
     if (wrapping_.l2norm) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<float>(p_, device_tensor(args_.q), device_tensor(core_.q), stream));
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<float>(p_, device_tensor(args_.k), device_tensor(core_.k), stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          launch_normalize<float>(p_, device_tensor(args_.q), device_tensor(core_.q), q_inverse_norms_, stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          launch_normalize<float>(p_, device_tensor(args_.k), device_tensor(core_.k), k_inverse_norms_, stream));
     } else {
       FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.q, args_.q, core_.q, stream));
       FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.k, args_.k, core_.k, stream));
@@ -192,10 +200,8 @@ class HeadsBackward {
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.v, args_.v, core_.v, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.A, args_.A, core_.A, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.d_o, args_.d_o, core_.d_o, stream));
-    if (wrapping_.l2norm || wrapping_.gate || wrapping_.sigmoid) {
-      FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    }
     if (!wrapping_.gate && !wrapping_.sigmoid) return Status();
+    FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
     return launch_prepare_gates<float>(p_, sequences_, gates(),
                                        wrapping_.gate ? static_cast<float*>(core_.g.data) : nullptr,
                                        wrapping_.sigmoid ? static_cast<float*>(core_.beta.data) : nullptr, stream);
@@ -203,13 +209,8 @@ class HeadsBackward {
 
   // The kernels' gradients back through the options, to where the caller wants them.
   Status finish(cudaStream_t stream) const {
-    const auto keys = [&](bool copied, const Tensor& x, const Tensor& made, const Tensor& wanted) {
-      if (!wrapping_.l2norm || !present(wanted)) return copy(copied, made, wanted, stream);
-      return launch_finish_keys<float>(p_, sequences_, device_tensor(made), 1, device_tensor(x), true,
-                                       device_tensor(wanted), stream);
-    };
-    FLASH_QLA_RETURN_IF_ERROR(keys(wrapping_.dq, args_.q, core_.dq, args_.dq));
-    FLASH_QLA_RETURN_IF_ERROR(keys(wrapping_.dk, args_.k, core_.dk, args_.dk));
+    FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.dq, core_.dq, args_.dq, stream));
+    FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.dk, core_.dk, args_.dk, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.dv && present(args_.dv), core_.dv, args_.dv, stream));
     if (!wants_gate_ && !wants_beta_) return Status();
     GateGradients out{};
@@ -230,6 +231,7 @@ class HeadsBackward {
   const Wrapping wrapping_;
   Arguments core_;  // as the kernels take them
   bool wants_gate_ = false, wants_beta_ = false;
+  float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr;
   double* gate_sums_ = nullptr;
   SequenceTable sequences_{};
   ChunkBackwardParams params_{};
