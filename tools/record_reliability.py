@@ -28,8 +28,8 @@ GPU = re.compile(r"^gpu_0: ([^,\n]+)", re.MULTILINE)
 
 
 def rung_of(file: str, name: str) -> str:
-    """ "rung 7" of test_rung7_lengths, else the file's name without its prefix."""
-    numbered = re.match(r"test_rung(\d+)", name)
+    """ "rung 7" of test_rung7_lengths or of a file test_07_*; else the file's name without its prefix."""
+    numbered = re.match(r"test_rung(\d+)", name) or re.match(r"test_(0[1-9]|[1-9]\d)_", file)
     return f"rung {int(numbered.group(1))}" if numbered else re.sub(r"^test_(\d+_)?", "", file)
 
 

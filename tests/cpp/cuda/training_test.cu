@@ -3,6 +3,7 @@
 //   the same step again and again, beside another stream's work: the same bits every time;
 //   the step captured once in a CUDA graph, replayed with other lengths written into cu_seqlens: the bits of a direct
 //   call with those lengths;
+//   the same step from a thread that has called nothing of CUDA before, as frameworks run their backward passes;
 //   heads divided among calls, and a sequence taken out of its batch: the bits of the whole call.
 // Without a GPU it says so and succeeds.
 //
@@ -10,6 +11,7 @@
 //
 // prints a line for every failed check and exits with 1 if any check failed.
 #include <functional>
+#include <thread>
 
 #include "calls.h"
 
@@ -90,10 +92,16 @@ class Step {
 
   // Outputs and scratch poisoned, then both passes, all in the stream.
   void run(cudaStream_t stream) {
+    run_forward(stream);
+    run_backward(stream);
+  }
+  void run_forward(cudaStream_t stream) {
     check_cuda(cudaMemsetAsync(outputs_, 0xff, bytes_, stream), "cudaMemsetAsync");
     check_cuda(cudaMemsetAsync(workspace_, 0xff, workspace_bytes_, stream), "cudaMemsetAsync");
     require(ChunkForward::run(forward_args_, workspace_, workspace_bytes_, stream));
     check_cuda(cudaMemsetAsync(workspace_, 0xff, workspace_bytes_, stream), "cudaMemsetAsync");
+  }
+  void run_backward(cudaStream_t stream) {
     require(ChunkBackward::run(backward_args_, workspace_, workspace_bytes_, stream));
   }
 
@@ -203,6 +211,27 @@ void test_repeats(int64_t repeats, Arena& arena) {
     check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
     check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
   }
+}
+
+void test_threads(Arena& arena) {
+  for (const bool options : {false, true}) {
+    arena.reset();
+    Features f;
+    f.l2norm = f.gate = f.sigmoid = options;
+    Step step(model_shape(300, 2, 4, {0, 100, 300}), f, 9, arena);
+    step.run_forward(nullptr);
+    step.run_backward(nullptr);
+    const uint8_t* first = step.keep(arena);
+    step.run_forward(nullptr);
+    std::thread([&] { step.run_backward(nullptr); }).join();
+    expect(!step.differs(first, nullptr), "a step whose backward runs in a thread of its own differs");
+    std::thread([&] {
+      step.run_forward(nullptr);
+      step.run_backward(nullptr);
+    }).join();
+    expect(!step.differs(first, nullptr), "a step in a thread of its own differs");
+  }
+  std::printf("a step in threads of its own: compared\n");
 }
 
 void test_graph(Arena& arena) {
@@ -325,6 +354,7 @@ int run(int64_t repeats) {
   }
   Arena arena(size_t{4} << 30);
   test_repeats(repeats, arena);
+  test_threads(arena);
   test_graph(arena);
   test_invariance(arena);
   std::printf("%lld failed\n", static_cast<long long>(failures));

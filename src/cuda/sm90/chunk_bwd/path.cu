@@ -102,6 +102,44 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   return params;
 }
 
+// Sets how sequences are cut into segments; returns the kernels' bytes of scratch. Those must grow with tokens and
+// sequences, and a cut does not: one long sequence is cut where several are not. So the room for what segments leave at
+// their edges is there whenever one sequence of all the tokens would be cut, and a cut that does not fit is made
+// coarser.
+size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* params) {
+  params->segment_chunks = 0;
+  const size_t whole = chunk_backward_workspace_size(*params);
+  if (options.cp_mode != FLASH_QLA_CP_AUTO) return whole;  // whole sequences are planned from nothing but themselves
+  int multiprocessors = 0;
+  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device_index) != cudaSuccess) {
+    return whole;
+  }
+  constexpr int32_t kForcedSegment = 2;  // chunks, in tests: as many edges as there can be with chunks inside
+  const auto choose = [&](const ChunkBackwardParams& of) {
+    return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
+  };
+  const auto bytes_with = [&](ChunkBackwardParams of, int32_t segment_chunks) {
+    of.segment_chunks = segment_chunks;
+    return chunk_backward_workspace_size(of);
+  };
+  ChunkBackwardParams longest = *params;
+  longest.N = 1;
+  if (params->cu_seqlens == nullptr) {
+    longest.per_sequence = params->chunk_bound;
+  } else {
+    longest.chunk_bound = params->chunk_bound - params->N + 1;
+  }
+  if (choose(longest) == 0) return whole;
+  // An eighth of what the chunks take: segments shorter than 16 chunks would leave more.
+  constexpr size_t kLeastRoom = size_t{64} << 20;
+  const size_t most = whole + std::max(kLeastRoom, whole / 8);
+  int32_t segment = choose(*params);
+  while (segment > 0 && bytes_with(*params, segment) > most) segment = segment < params->chunk_bound ? 2 * segment : 0;
+  params->segment_chunks = segment;
+  const int32_t finest = options.force_intra_cp ? kForcedSegment : kLeastSegmentChunks;
+  return std::min(most, bytes_with(*params, finest));
+}
+
 // What surrounds the kernels of a call. Decided from the whole call, so that both halves of its heads have the same
 // scratch.
 struct Wrapping {
@@ -165,8 +203,7 @@ class HeadsBackward {
     params_ = make_params(core_, p);
     params_.q_inverse_norms = q_inverse_norms_;
     params_.k_inverse_norms = k_inverse_norms_;
-    const size_t bytes = chunk_backward_workspace_size(params_);
-    kernels_ = workspace->take<char>(static_cast<int64_t>(bytes));
+    kernels_ = workspace->take<char>(static_cast<int64_t>(plan_segments(args.options, &params_)));
   }
 
   Status run(cudaStream_t stream) {
@@ -272,12 +309,11 @@ size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrappi
 }
 
 // Scratch up to which all heads go through together. Beyond it they go in two halves, one after the other in the same
-// scratch, while a half has enough heads to keep a GPU busy. Measured on an H200 with 32 value heads and 32k tokens:
-// halves cost 6 % of the time with one sequence and 5 % with eight, quarters 62 % and 12 %. The bound lets 16k tokens
-// of 32 heads go together, and keeps a training step of 32k below every peer's memory (docs/design/sm90_backward.md).
+// scratch, while a half has heads enough to fill a GPU with one sequence: 32 value heads are 128 blocks of the serial
+// passes. Halves of 16 cost 6 to 47 % of the time on an H200 (docs/design/sm90_backward.md). Halves save nothing that
+// matters below the bound.
 constexpr size_t kWholeScratch = size_t{768} << 20;
-constexpr int64_t kLeastValueHeads =
-    16;  // of a half: with one sequence, as many blocks of either serial pass, times two
+constexpr int64_t kLeastValueHeads = 32;
 
 bool goes_in_halves(const Problem& p, size_t bytes_of_all) {
   return bytes_of_all > kWholeScratch && p.Hq > 1 && p.Hq / 2 * p.group >= kLeastValueHeads;

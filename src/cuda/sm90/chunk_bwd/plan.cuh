@@ -39,6 +39,26 @@ __device__ __forceinline__ void zero_padding(const ChunkBackwardParams& p) {
   zero_tokens(p, last + length, p.T);
 }
 
+// Segments of the sequences, by the whole block. Few sequences are cut into segments: a thread counts them all.
+__device__ __forceinline__ void plan_segments(const ChunkBackwardParams& p, int thread) {
+  if (thread == 0) {
+    int total = 0;
+    for (int n = 0; n < p.N; ++n) {
+      p.first_segment[n] = total;
+      const int count = max(1, (sequence_info(p, n).chunks() + p.segment_chunks - 1) / p.segment_chunks);
+      total = min(total + count, p.segment_bound);
+    }
+    *p.total_segments = total;
+  }
+  __syncthreads();
+  const int total = *p.total_segments;
+  for (int segment = thread; segment < total; segment += kPlanThreads) {
+    int n = 0;
+    while (n + 1 < p.N && p.first_segment[n + 1] <= segment) ++n;
+    p.segment_map[segment] = make_int2(n, segment - p.first_segment[n]);
+  }
+}
+
 // Block 0: a running sum of the sequences' chunk counts, then every slot finds its sequence by bisection.
 __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
   launch_dependents();
@@ -93,6 +113,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     const int32_t offset = (slot - p.first_slot[low]) * kChunk;
     p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), low, 0};
   }
+  if (p.segment_chunks > 0) plan_segments(p, thread);
 }
 
 }  // namespace flash_qla::cuda::sm90
