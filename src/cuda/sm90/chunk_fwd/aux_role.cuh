@@ -179,17 +179,23 @@ __device__ __forceinline__ float diagonal_block(const float (&x)[32], int i, int
 }
 
 // M = strict_lower(diag(beta) K K^T) from the accumulator of K K^T into the inverse's workspace: diagonal 16x16 blocks
-// in fp32, column-major; the blocks below as fp16, transposed: tile[column][row].
+// in fp32, column-major; the blocks below as fp16, transposed: tile[column][row]. The diagonal blocks are rounded to
+// fp16 as well: the inverse is then that of one matrix close to M. Where keys lie along each other and beta is near 2
+// two differently rounded parts of one triple the error.
 __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
                                           uint32_t diagonal, const LanePlace& at) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float x = diagonal_block(kkt, i, at.warp);
+  for (int i = 0; i < 8; i += 2) {
+    const float beta = (i >> 1) & 1 ? beta1 : beta0;
+    const float2 x = unpack2<__half>(
+        pack2<__half>(beta * diagonal_block(kkt, i, at.warp), beta * diagonal_block(kkt, i + 1, at.warp)));
     // Element (r, c) of the block is float c * 16 + ((r / 4) ^ (c / 2 % 4)) * 4 + r % 4: no worse than two-way bank
     // conflicts.
     const int r = (at.lane >> 2) + 8 * ((i >> 1) & 1);
-    const int c = 2 * at.q + 8 * (i >> 2) + (i & 1);
-    store_shared_f1(diagonal + (c * 16 + (((r >> 2) ^ at.q) << 2) + (r & 3)) * 4, x * ((i >> 1) & 1 ? beta1 : beta0));
+    const int c = 2 * at.q + 8 * (i >> 2);
+    const uint32_t address = diagonal + (c * 16 + (((r >> 2) ^ at.q) << 2) + (r & 3)) * 4;
+    store_shared_f1(address, x.x);
+    store_shared_f1(address + 16 * 4, x.y);
   }
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
