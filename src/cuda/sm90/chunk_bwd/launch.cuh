@@ -30,7 +30,8 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
 }
 
 template <typename T, bool kFused>
-cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
+cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
+                          cudaStream_t stream) {
   using Traits = StatesTraits<kFused>;
   const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
@@ -41,6 +42,7 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
       launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));
   return launch(4 * pieces, true);
@@ -68,8 +70,8 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, stream));
   if (stage.states) {
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, stream)
-                                           : launch_states<T, false>(p, maps, stream));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, multiprocessors, stream)
+                                           : launch_states<T, false>(p, maps, multiprocessors, stream));
   }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;
