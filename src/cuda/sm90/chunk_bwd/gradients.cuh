@@ -497,8 +497,9 @@ struct HeadWork {
   }
 };
 
-// One warpgroup through all items of its block.
-template <typename T, bool kIsMinus>
+// One warpgroup through all items of its block. kNorms: q and k were normalised (a kernel of its own: what the other
+// does not execute would still take its registers).
+template <typename T, bool kNorms, bool kIsMinus>
 __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int slots,
                                                 uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
   using Traits = GradientsTraits;
@@ -559,7 +560,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
           // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
-          if (member + 1 == p.group && p.q_inverse_norms == nullptr) {
+          if (!kNorms && member + 1 == p.group) {
             named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
           }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
@@ -570,12 +571,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
     }
 
-    if (group == kQuery && p.q_inverse_norms != nullptr) {
+    if (kNorms && group == kQuery) {
       through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk, key_head, warp, lane);
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
     }
     if (group != kQuery) {
-      if (p.k_inverse_norms != nullptr) {
+      if constexpr (kNorms) {
         through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk, key_head, warp, lane);
       }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
@@ -610,7 +611,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
   }
 }
 
-template <typename T>
+template <typename T, bool kNorms>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
                              1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
                                                                      const __grid_constant__ ChunkBackwardMaps maps) {
@@ -642,10 +643,10 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   }
   if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
-    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
+    group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
   } else {
     claim_registers<Traits::kMinusRegisters>();
-    group_gradients<T, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
+    group_gradients<T, kNorms, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
   }
 }
 
