@@ -1,0 +1,388 @@
+// The sequence split of the fused Hopper forward, as plain functions: where sequences may be cut, which cuts are taken,
+// and the tiles that follow. They run on the device (plan.cu) and, in a test, on the host.
+// docs/design/sequence_split.md explains the scheme.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FLASH_QLA_HOST_DEVICE __host__ __device__
+#else
+#define FLASH_QLA_HOST_DEVICE
+#endif
+
+namespace flash_qla::cuda::sm90 {
+
+enum class SplitMode : int32_t {
+  kOff = 0,        // no sequence is cut
+  kAuto = 1,       // cut as the whole batch, the heads and the card ask for
+  kInvariant = 2,  // cut by each sequence's own length alone
+};
+
+inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
+
+// A start state may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up is at most this:
+// e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
+inline constexpr float kDecayThreshold = -16.0f;
+
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O (measured points:
+// docs/design/sequence_split.md).
+struct SplitCosts {
+  float state_step = 0.55f;   // a chunk in the kernel that makes states alone
+  float tile_edge = 1.5f;     // a tile's first and last state, and filling the pipeline
+  float combine_step = 0.4f;  // one transition applied to a boundary state
+  float phase = 4.0f;         // from the last state tile to the first boundary state, besides the transitions
+  float plan = 3.0f;          // the planning kernels, and the launches that an unsplit call does without
+};
+
+// No segment is shorter: below it edges and warm-up cost more than the segment.
+inline constexpr int32_t kMinSpacing = 4;
+inline constexpr int32_t kForcedSpacing = 2;  // under force_intra_cp: two whole chunks, so that everything is met
+// A sequence may be cut into pieces of about (all chunks of all heads) / (this * SMs): three items to an SM let the
+// planner merge them into nearly full waves, and bound the boundary states to 50 MB on a card of 132 SMs.
+inline constexpr int32_t kItemsPerSm = 3;
+// SplitMode::kInvariant: as many pieces as whole spacings fit, up to a number that keeps chains of transitions short.
+inline constexpr int32_t kInvariantSpacing = 32;
+inline constexpr int32_t kInvariantPieces = 16;
+// Longest warm-up, in chunks; kept in a byte.
+inline constexpr int32_t kMaxWarmup = 64;
+// With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
+inline constexpr int64_t kTilesPerSmUnsplit = 16;
+
+// --- where sequences may be cut ---
+
+struct SplitGrid {
+  int32_t spacing = 0;    // chunks between boundaries of a sequence, at least; 0: no sequence may be cut
+  int32_t by_length = 0;  // pieces by SplitMode::kInvariant's rule
+};
+
+// What the choice of a grid sees of the lengths.
+struct LengthSummary {
+  int64_t chunks = 0;
+  int32_t sequences = 0;  // that are not empty
+  int32_t longest = 0;    // chunks
+};
+
+FLASH_QLA_HOST_DEVICE constexpr int32_t chunks_in(int32_t tokens) { return (tokens + kSplitChunk - 1) / kSplitChunk; }
+FLASH_QLA_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Steps that the card needs without a cut, an estimate: exact for equal lengths.
+FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                 const SplitCosts& costs) {
+  if (lengths.sequences == 0) return 0.0f;
+  const int64_t tiles = static_cast<int64_t>(lengths.sequences) * heads;
+  const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
+  if (static_cast<float>(lengths.longest) <= average * 1.02f) {
+    return static_cast<float>(divide_up(tiles, sms)) * (static_cast<float>(lengths.longest) + costs.tile_edge);
+  }
+  // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
+  const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
+  const float longest = static_cast<float>(lengths.longest) + costs.tile_edge;
+  const float spread = tiles > sms ? even + average / 3 : even;
+  return longest > spread ? longest : spread;
+}
+
+FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
+                                                   int32_t heads, int32_t sms, const SplitCosts& costs) {
+  SplitGrid grid;
+  if (mode == SplitMode::kOff || lengths.sequences == 0) return grid;
+  if (mode == SplitMode::kInvariant) {
+    grid.spacing = forced ? kForcedSpacing : kInvariantSpacing;
+    grid.by_length = 1;
+    return grid;
+  }
+  const int64_t work = lengths.chunks * heads;
+  if (!forced) {
+    // The best that any split can do: even work, if every cut were free.
+    const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
+    const float best = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms) + costs.plan;
+    if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
+  }
+  const int64_t spacing = divide_up(work, static_cast<int64_t>(kItemsPerSm) * sms);
+  const int64_t least = forced ? kForcedSpacing : kMinSpacing;
+  grid.spacing = static_cast<int32_t>(spacing > least ? spacing : least);
+  return grid;
+}
+
+// Pieces between the boundaries of a sequence; boundary i of 1 .. pieces - 1 is before chunk boundary_chunk(i).
+FLASH_QLA_HOST_DEVICE inline int32_t pieces_of(int32_t chunks, const SplitGrid& grid) {
+  if (grid.spacing == 0 || chunks < 2 * grid.spacing) return 1;
+  const int32_t pieces = chunks / grid.spacing;
+  return grid.by_length != 0 && pieces > kInvariantPieces ? kInvariantPieces : pieces;
+}
+FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_chunk(int32_t chunks, int32_t pieces, int32_t i) {
+  return static_cast<int32_t>(static_cast<int64_t>(chunks) * i / pieces);
+}
+
+// Boundaries have numbers: no two of a batch are nearer than the spacing (a sequence's first lies that far inside it),
+// so the number of the spacing-wide window they fall in is theirs alone. A boundary whose number is past the capacity
+// is not used.
+FLASH_QLA_HOST_DEVICE constexpr int64_t boundary_number(int64_t first_token, int32_t chunk, const SplitGrid& grid) {
+  return (first_token + static_cast<int64_t>(chunk) * kSplitChunk) / (static_cast<int64_t>(grid.spacing) * kSplitChunk);
+}
+
+// Boundaries that a call can have for each head. Depends on shapes alone: it sizes the workspace.
+FLASH_QLA_HOST_DEVICE inline int32_t boundary_capacity(SplitMode mode, bool forced, int64_t tokens, int32_t heads,
+                                                       int32_t sms) {
+  if (mode == SplitMode::kOff) return 0;
+  const int64_t least = forced ? kForcedSpacing : mode == SplitMode::kInvariant ? kInvariantSpacing : kMinSpacing;
+  const int64_t by_length = divide_up(tokens, least * kSplitChunk);
+  if (mode == SplitMode::kInvariant) return static_cast<int32_t>(by_length);
+  const int64_t by_card = divide_up(static_cast<int64_t>(kItemsPerSm) * sms, heads) + 1;
+  return static_cast<int32_t>(by_length < by_card ? by_length : by_card);
+}
+
+// --- light and heavy ---
+
+// Chunks of warm-up that a start at `position` needs to leave the state before them out; 0: no warm-up of up to `limit`
+// chunks does. decay(c): sum over the tokens of chunk c of g + log max(1, |1 - beta |k|^2|). NaN is heavy.
+template <typename Decay>
+FLASH_QLA_HOST_DEVICE int32_t warmup_chunks(int32_t position, int32_t limit, float threshold, const Decay& decay) {
+  float sum = 0.0f;
+  for (int32_t w = 1; w <= limit && w <= position; ++w) {
+    sum += decay(position - w);
+    if (sum <= threshold) return w;
+  }
+  return 0;
+}
+
+FLASH_QLA_HOST_DEVICE constexpr int32_t warmup_limit(const SplitGrid& grid) {
+  // A longer warm-up would cost more than the two state tiles that it saves.
+  const int32_t limit = 2 * grid.spacing < 8 ? 8 : 2 * grid.spacing;
+  return limit < kMaxWarmup ? limit : kMaxWarmup;
+}
+
+// --- tiles ---
+
+inline constexpr int32_t kTileFromStart = 1;    // starts from the sequence's initial state
+inline constexpr int32_t kTileToEnd = 2;        // ends with the sequence: its state is the final one
+inline constexpr int32_t kTileFromSlot = 4;     // starts from boundary state `slot`
+inline constexpr int32_t kTileToSlot = 8;       // a state tile: its last state is boundary state `slot`, no outputs
+inline constexpr int32_t kTileTransition = 16;  // with kTileToSlot: starts from the identity with V = 0, so that its
+                                                // last state is the transition that leads to boundary `slot`
+
+struct Tile {
+  int32_t row;       // first token, warm-up included
+  int32_t tokens;    // warm-up included
+  int32_t sequence;  // position in cu_seqlens
+  int32_t chunk;     // its first chunk, counted over all sequences
+  int32_t position;  // ... and in its sequence
+  int32_t slot;      // boundary state read or written, -1: none
+  int16_t head;      // value head
+  int16_t warmup;    // chunks at its start that leave nothing behind
+  int32_t flags;
+};
+static_assert(sizeof(Tile) == 32);
+
+// Boundary states first_slot + 1 .. first_slot + transitions follow from first_slot, one transition each.
+struct TransitionChain {
+  int32_t first_slot;
+  int32_t transitions;
+};
+
+struct PlannedSequenceCut {
+  int32_t start;        // first token
+  int32_t length;       // tokens
+  int32_t index;        // position in cu_seqlens
+  int32_t first_chunk;  // chunks of all sequences before it
+};
+
+// How many neighbouring pieces make one tile, roughly, where the boundaries between them are light or heavy.
+struct SplitMerge {
+  int32_t light = 1;
+  int32_t heavy = 1;
+};
+inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
+
+// Whether boundary i of `pieces` stays when about `merge` pieces are joined, as evenly as may be.
+FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, int32_t merge) {
+  const int64_t joined = merge >= pieces ? 1 : (pieces + merge - 1) / merge;
+  return joined * i / pieces != joined * (i - 1) / pieces;
+}
+
+// Calls visit(first chunk, end chunk, warmup of the end boundary or 0, heavy, last) for each tile-to-be of one sequence
+// and head. warmups(number): of that boundary, 0: heavy.
+template <typename Warmups, typename Visit>
+FLASH_QLA_HOST_DEVICE void for_each_segment(const PlannedSequenceCut& s, const SplitGrid& grid, const SplitMerge& merge,
+                                            int32_t capacity, const Warmups& warmups, const Visit& visit) {
+  const int32_t chunks = chunks_in(s.length), pieces = pieces_of(chunks, grid);
+  int32_t first = 0;
+  for (int32_t i = 1; i < pieces; ++i) {
+    const int32_t at = boundary_chunk(chunks, pieces, i);
+    const int64_t number = boundary_number(s.start, at, grid);
+    if (number >= capacity) continue;
+    const int32_t warmup = warmups(static_cast<int32_t>(number));
+    if (!boundary_stays(pieces, i, warmup > 0 ? merge.light : merge.heavy)) continue;
+    visit(first, at, warmup, warmup == 0, false);
+    first = at;
+  }
+  visit(first, chunks, 0, false, true);
+}
+
+// Heavy boundaries that stay: boundary states that the sequence and head need.
+template <typename Warmups>
+FLASH_QLA_HOST_DEVICE int32_t count_slots(const PlannedSequenceCut& s, const SplitGrid& grid, const SplitMerge& merge,
+                                          int32_t capacity, const Warmups& warmups) {
+  int32_t slots = 0;
+  for_each_segment(s, grid, merge, capacity, warmups,
+                   [&](int32_t, int32_t, int32_t, bool heavy, bool) { slots += heavy ? 1 : 0; });
+  return slots;
+}
+
+// The tiles of one sequence and head: sink.tile(Tile) for each, sink.chain(TransitionChain) for each run of
+// transitions. Slots are first_slot and those after it.
+template <typename Warmups, typename Sink>
+FLASH_QLA_HOST_DEVICE void plan_head(const PlannedSequenceCut& s, int32_t head, const SplitGrid& grid,
+                                     const SplitMerge& merge, int32_t capacity, int32_t first_slot,
+                                     const Warmups& warmups, Sink& sink) {
+  int32_t from_slot = -1, from_warmup = 0, next_slot = first_slot, chain = 0;
+  auto emit = [&](int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) {
+    Tile t;
+    const int32_t last = end * kSplitChunk < s.length ? end * kSplitChunk : s.length;
+    t.row = s.start + from * kSplitChunk;
+    t.tokens = last - from * kSplitChunk;
+    t.sequence = s.index;
+    t.chunk = s.first_chunk + from;
+    t.position = from;
+    t.slot = slot;
+    t.head = static_cast<int16_t>(head);
+    t.warmup = static_cast<int16_t>(warmup);
+    t.flags = flags;
+    sink.tile(t);
+  };
+  for_each_segment(s, grid, merge, capacity, warmups,
+                   [&](int32_t first, int32_t end, int32_t warmup, bool heavy, bool last) {
+                     const int32_t to_end = last ? kTileToEnd : 0;
+                     if (from_slot < 0) {
+                       const int32_t from = first - from_warmup, start = from == 0 ? kTileFromStart : 0;
+                       emit(from, end, from_warmup, -1, start | to_end);
+                       if (heavy) emit(from, end, 0, next_slot, start | kTileToSlot);
+                     } else {
+                       emit(first, end, 0, from_slot, kTileFromSlot | to_end);
+                       if (heavy) {
+                         emit(first, end, 0, next_slot, kTileToSlot);
+                         emit(first, end, 0, next_slot, kTileToSlot | kTileTransition);
+                         ++chain;
+                       }
+                     }
+                     if (!heavy && chain > 0) {
+                       sink.chain(TransitionChain{from_slot - chain, chain});
+                       chain = 0;
+                     }
+                     from_slot = heavy ? next_slot++ : -1;
+                     from_warmup = warmup;
+                   });
+}
+
+// --- the choice of merges ---
+
+// What one choice costs; a sink for plan_head.
+struct SplitEstimate {
+  SplitCosts costs;
+  float state_work = 0.0f, output_work = 0.0f;
+  float longest_state = 0.0f, longest_output = 0.0f, longest_dependent = 0.0f;
+  int32_t outputs = 0, longest_chain = 0;
+
+  FLASH_QLA_HOST_DEVICE void tile(const Tile& t) {
+    const float chunks = static_cast<float>(chunks_in(t.tokens));
+    if (t.flags & kTileToSlot) {
+      const float cost = chunks * costs.state_step + costs.tile_edge;
+      state_work += cost;
+      longest_state = cost > longest_state ? cost : longest_state;
+    } else {
+      const float cost = chunks + costs.tile_edge;
+      output_work += cost;
+      ++outputs;
+      longest_output = cost > longest_output ? cost : longest_output;
+      if (t.flags & kTileFromSlot) longest_dependent = cost > longest_dependent ? cost : longest_dependent;
+    }
+  }
+  FLASH_QLA_HOST_DEVICE void chain(const TransitionChain& c) {
+    longest_chain = c.transitions > longest_chain ? c.transitions : longest_chain;
+  }
+  FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
+    state_work += other.state_work;
+    output_work += other.output_work;
+    outputs += other.outputs;
+    longest_state = other.longest_state > longest_state ? other.longest_state : longest_state;
+    longest_output = other.longest_output > longest_output ? other.longest_output : longest_output;
+    longest_dependent = other.longest_dependent > longest_dependent ? other.longest_dependent : longest_dependent;
+    longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
+  }
+
+  // Steps until the last tile ends.
+  FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
+    if (outputs == 0) return 0.0f;
+    const float cards = static_cast<float>(sms);
+    const float average = output_work / static_cast<float>(outputs);
+    const float even = (state_work + output_work) / cards;
+    // Work in the outputs' tiles: as many whole waves as tiles of nearly equal length make, if nothing shorter fills
+    // them up; otherwise about a third of a tile is lost at the end.
+    const float waves = static_cast<float>(divide_up(outputs, sms)) * average;
+    float total = even + average / 3;
+    if (longest_output <= 1.25f * average && state_work == 0.0f) total = waves;
+    if (outputs <= sms && total > even + longest_output / 3) total = even + longest_output / 3;
+    total = total > longest_output ? total : longest_output;
+    if (longest_dependent > 0.0f) {
+      const float states = state_work / cards > longest_state ? state_work / cards : longest_state;
+      const float chained =
+          states + costs.phase + costs.combine_step * static_cast<float>(longest_chain) + longest_dependent;
+      total = total > chained ? total : chained;
+    }
+    return total;
+  }
+};
+
+// The merges that are tried: every pair of a light one of 1, 2, 3, 4, 6, 8, 16 or all, and a heavy one of 1, 2, 4 or
+// all.
+inline constexpr int32_t kMergeChoices = 32;
+FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
+  return i < 4 ? i + 1 : i == 4 ? 6 : i == 5 ? 8 : i == 6 ? 16 : kNoCut;
+}
+FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
+  return {merge_step(i % 8), i / 8 == 3 ? kNoCut : 1 << (i / 8)};
+}
+
+// --- order ---
+
+// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O those that
+// depend on nothing come before those that start from a boundary state; within each the longest first.
+inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 8, then eight to each doubling
+FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
+  int32_t bucket = chunks;
+  if (chunks >= 8) {
+    int32_t magnitude = 3;
+    while (chunks >> (magnitude + 1) != 0) ++magnitude;
+    bucket = 8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7);
+  }
+  return bucket < kLengthBuckets ? kLengthBuckets - 1 - bucket : 0;
+}
+inline constexpr int32_t kTileBuckets = 3 * kLengthBuckets;
+FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t) {
+  const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 2 : 1;
+  return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
+}
+
+// --- workspace ---
+
+// What a call's plan can hold at most; by shapes alone.
+struct SplitCapacity {
+  int32_t boundaries = 0;    // for each head
+  int64_t slots = 0;         // boundary states, and as many transitions
+  int64_t state_tiles = 0;   // a heavy boundary takes one, or one and a transition
+  int64_t output_tiles = 0;  // one a sequence and head, one more a boundary
+  int64_t chains = 0;
+};
+
+FLASH_QLA_HOST_DEVICE inline SplitCapacity split_capacity(SplitMode mode, bool forced, int64_t tokens,
+                                                          int32_t sequences, int32_t heads, int32_t sms) {
+  SplitCapacity c;
+  c.boundaries = boundary_capacity(mode, forced, tokens, heads, sms);
+  c.slots = static_cast<int64_t>(c.boundaries) * heads;
+  c.state_tiles = 2 * c.slots;
+  c.output_tiles = static_cast<int64_t>(sequences) * heads + c.slots;
+  c.chains = (c.slots + 1) / 2;
+  return c;
+}
+
+}  // namespace flash_qla::cuda::sm90
