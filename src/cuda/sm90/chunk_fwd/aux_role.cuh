@@ -54,7 +54,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   cx += before;
   cy += before;
   if constexpr (Traits::kSave) {
-    if (args.g_cumsum != nullptr && chunk.half == 0) {
+    if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
       float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
       if (2 * lane < chunk.valid) out[0] = cx;
       if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
@@ -411,7 +411,7 @@ struct AuxRole {
   // ... and of a full chunk, by one thread.
   __device__ void store_o(uint32_t m) const {
     const ChunkRecord& c = record(m);
-    if (c.valid != kChunk) return;
+    if (c.valid != kChunk || (c.flags & kSilentChunk)) return;
     fence_proxy_async();
     tma_store_4d(&p.o, stage_v(m), 0, c.row, c.half, c.head);
     tma_store_commit();
@@ -426,7 +426,7 @@ struct AuxRole {
       load_v(m, record(m).valid == kChunk ? full_p : smem() + Traits::kTailV + 8 * opaque(group));
     } else if (warp == 2) {
       load_k(m + 2);
-      if (record(m + 1).valid >= 0) load_q(m + 1);
+      if (!Traits::kStateOnly && record(m + 1).valid >= 0) load_q(m + 1);
     } else if (warp == 3 && group == 0) {
 #pragma unroll 1
       for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
@@ -447,7 +447,7 @@ struct AuxRole {
 
   __device__ void save_a(const float (&a)[3][8], const float (&diagonal)[8], const ChunkRecord& c,
                          const LanePlace& at) const {
-    if (p.args.a == nullptr || c.half != 0) return;
+    if (p.args.a == nullptr || c.half != 0 || (c.flags & kSilentChunk)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + 8 * h;
@@ -504,8 +504,16 @@ struct AuxRole {
     __syncwarp();
     if ((thread & 31) == 0) mbarrier_arrive(smem() + Traits::kFullA + 8 * (m & 1));
 
-    // O of chunk m - 3, then Q K^T and P. While that runs, one thread each passes on the stages of chunk m - 2.
     m = opaque(m);
+    if constexpr (Traits::kStateOnly) {
+      const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
+      pass_stages_on(m, full_p);
+      __syncwarp();
+      if ((thread & 31) == 0) mbarrier_arrive(full_p);
+      if (opaque_thread() < 32) finish_gates(m + 2);
+      return;
+    }
+    // O of chunk m - 3, then Q K^T and P. While that runs, one thread each passes on the stages of chunk m - 2.
     if (m >= 3) {
       if (record(m - 3).valid < kChunk) store_o_rows(m - 3);
       if (thread == 0) store_o(m - 3);
@@ -548,7 +556,7 @@ struct AuxRole {
   __device__ void run() {
     if (thread == 0) {
       load_k(group);
-      if (group == 0) load_q(0);
+      if (!Traits::kStateOnly && group == 0) load_q(0);
     }
     if (thread < 32) {
       fetch_gates(group);
@@ -558,6 +566,7 @@ struct AuxRole {
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
+    if constexpr (Traits::kStateOnly) return;
     // The last chunks' O: the chunk after the last counts as done once the state groups have written the last O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {

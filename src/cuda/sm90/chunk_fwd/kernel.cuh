@@ -43,9 +43,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
-    walker.remaining = -1;
-    walker.tile = blockIdx.x;
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // the planner, if there is one, was launched just before
+    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the one
+    // before, and done: that one began after it.
+    if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
+    open_list<Traits>(p, walker);
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
   }

@@ -18,8 +18,14 @@ struct PlannedSequence {
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
+  // With a sequence split: the tiles by their tickets, how many there are, and the boundary states and transitions by
+  // slot, in the order of the state groups' registers (boundary_place()).
+  const Tile* list;  // null: no split
+  const int32_t* list_size;
+  float4* boundary_states;
+  float4* transitions;
   const PlannedSequence* plan;  // [N]; null: sequences in their own order, tiles dealt round robin
-  uint32_t* ticket;             // tiles given out beyond the first of each block; with plan
+  uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split
 };
 
@@ -35,9 +41,11 @@ ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_save();
 ChunkForwardKernel chunk_forward_bf16_split();
 ChunkForwardKernel chunk_forward_bf16_split_save();
+ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_save();
 ChunkForwardKernel chunk_forward_fp16_split();
 ChunkForwardKernel chunk_forward_fp16_split_save();
+ChunkForwardKernel chunk_forward_fp16_states();
 
 }  // namespace flash_qla::cuda::sm90

@@ -9,11 +9,13 @@ inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the
 inline constexpr int kHeadDim = 128;  // K = V
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-template <typename Element_, int kStateGroups_, bool kSave_>
+// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
+template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
+  static constexpr bool kStateOnly = kStateOnly_;
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
