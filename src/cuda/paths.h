@@ -15,6 +15,7 @@ extern const ForwardPath kCudaOracleChunkForward;
 extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;
 
+extern const ForwardPath kSm90ChunkForward;
 extern const BackwardPath kSm90ChunkBackward;
 
 extern const DeviceAccess kCudaAccess;

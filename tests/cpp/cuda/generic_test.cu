@@ -5,11 +5,12 @@
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
 //
-//   generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once]
+//   generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once] [--groups a,b]
 //
 // prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
-// the the second runs.
+// the second runs, --groups all groups but those named (the table in run() has the names).
 #include <chrono>
+#include <functional>
 #include <map>
 
 #include "calls.h"
@@ -23,6 +24,7 @@ struct Settings {
   int64_t only_case = -1;
   bool small = false;
   bool twice = true;
+  std::string groups;  // ",a,b,": only these; empty: all
   // Longest batch row and largest K * V of a drawn case. The small ones still reach every kernel: K = 256 with V = 8.
   int64_t longest() const { return small ? 70 : 400; }
   int64_t largest_state() const { return small ? 256 * 8 : 256 * 256; }
@@ -46,8 +48,8 @@ int head_dim(const std::string& name) {
 
 class Checker {
  public:
-  Checker(const char* group, const Settings& settings, Arena& arena)
-      : group_(group), twice_(settings.twice), arena_(arena), start_(std::chrono::steady_clock::now()) {}
+  Checker(std::string group, const Settings& settings, Arena& arena)
+      : group_(std::move(group)), twice_(settings.twice), arena_(arena), start_(std::chrono::steady_clock::now()) {}
 
   // Compares path `path` with path `reference` on the host or the device. exact_bound: for all tensors, if above 0.
   template <class Call>
@@ -230,6 +232,24 @@ BackwardCall draw_backward(DType type, int64_t longest, int64_t largest_state, R
   return call;
 }
 
+// The options that matter most to a call's error.
+std::string describe(const Shape& s, const Features& f) {
+  std::string text = s.dtype == DType::kBFloat16 ? " bf16" : s.dtype == DType::kFloat16 ? " fp16" : "";
+  for (const auto& [on, name] : {std::pair<bool, const char*>{!f.g, "no g"},
+                                 {!f.beta, "no beta"},
+                                 {f.l2norm, "l2norm"},
+                                 {f.gate, "gate"},
+                                 {f.sigmoid, "sigmoid"},
+                                 {f.negative, "negative"},
+                                 {f.strided, "strided"},
+                                 {f.strong_decay, "strong decay"},
+                                 {f.initial_state, "initial state"},
+                                 {!std::isnan(f.scale), "scale"}}) {
+    if (on) text += std::string(" ") + name;
+  }
+  return text;
+}
+
 template <class Draw, class Check>
 void for_each_case(const Settings& settings, int64_t cases, Draw draw, Check check) {
   for (int64_t i = 0; i < cases; ++i) {
@@ -237,11 +257,11 @@ void for_each_case(const Settings& settings, int64_t cases, Draw draw, Check che
     Random random(settings.seed * 1000003 + static_cast<uint64_t>(i));
     auto call = draw(random);
     const Shape& s = call.in.shape;
-    char what[160];
-    std::snprintf(what, sizeof(what), "case %lld (B %lld T %lld N %lld Hq %lld Hv %lld K %lld V %lld)",
+    char what[320];
+    std::snprintf(what, sizeof(what), "case %lld (B %lld T %lld N %lld Hq %lld Hv %lld K %lld V %lld,%s)",
                   static_cast<long long>(i), static_cast<long long>(s.B), static_cast<long long>(s.T),
                   static_cast<long long>(s.N()), static_cast<long long>(s.Hq), static_cast<long long>(s.Hv),
-                  static_cast<long long>(s.K), static_cast<long long>(s.V));
+                  static_cast<long long>(s.K), static_cast<long long>(s.V), describe(s, call.in.features).c_str());
     check(std::string(what), call);
   }
 }
@@ -349,8 +369,9 @@ bool same(Buffer a, Buffer b) {
 }
 
 // A sequence's bits depend on nothing but the sequence: not on what else is in the batch, nor on where it is cut.
-int64_t test_invariance(const Settings& settings, Arena& arena) {
-  Checker checker("bits depend on the sequence alone", settings, arena);
+int64_t test_invariance(const Settings& settings, Arena& arena, const char* path, int64_t V,
+                        const std::vector<int64_t>& cuts) {
+  Checker checker(std::string("bits depend on the sequence alone, ") + path, settings, arena);
   Random random(13);
   Shape s;
   s.dtype = DType::kBFloat16;
@@ -358,7 +379,7 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
   s.Hq = 2;
   s.Hv = 4;
   s.K = 128;
-  s.V = 72;
+  s.V = V;
   s.cu_seqlens = {0, 17, 17, 209, 300};
   Features f;
   f.initial_state = f.final_state = true;
@@ -367,8 +388,8 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
   ForwardCall whole = batch;
   const auto run = [&](ForwardCall& call) {
     checker.count();
-    const std::string error = run_call(call, "cuda_generic", FLASH_QLA_CUDA, arena);
-    if (!error.empty()) checker.fail("forward", "cuda_generic", error);
+    const std::string error = run_call(call, path, FLASH_QLA_CUDA, arena);
+    if (!error.empty()) checker.fail("forward", path, error);
   };
   run(whole);
   // Tokens [begin, end) of the batch as a call of their own, from `state`.
@@ -385,32 +406,373 @@ int64_t test_invariance(const Settings& settings, Arena& arena) {
     run(call);
     return call;
   };
-  // The third sequence alone, and cut after 64 and 100 tokens.
+  // The third sequence alone, and cut.
   ForwardCall alone = part(17, 209, batch.in.initial_state.slice(0, 2, 3));
-  if (!same(alone.o, whole.o.slice(1, 17, 209))) checker.fail("alone", "cuda_generic", "o differs");
-  if (!same(alone.final_state, whole.final_state.slice(0, 2, 3)))
-    checker.fail("alone", "cuda_generic", "state differs");
-  for (const int64_t cut : {64, 100}) {
+  if (!same(alone.o, whole.o.slice(1, 17, 209))) checker.fail("alone", path, "o differs");
+  if (!same(alone.final_state, whole.final_state.slice(0, 2, 3))) checker.fail("alone", path, "state differs");
+  for (const int64_t cut : cuts) {
     ForwardCall first = part(17, 17 + cut, batch.in.initial_state.slice(0, 2, 3));
     ForwardCall second = part(17 + cut, 209, first.final_state);
-    if (!same(first.o, alone.o.slice(1, 0, cut))) checker.fail("cut", "cuda_generic", "o before the cut differs");
-    if (!same(second.o, alone.o.slice(1, cut, 192))) checker.fail("cut", "cuda_generic", "o after the cut differs");
-    if (!same(second.final_state, alone.final_state)) checker.fail("cut", "cuda_generic", "state differs");
+    if (!same(first.o, alone.o.slice(1, 0, cut))) checker.fail("cut", path, "o before the cut differs");
+    if (!same(second.o, alone.o.slice(1, cut, 192))) checker.fail("cut", path, "o after the cut differs");
+    if (!same(second.final_state, alone.final_state)) checker.fail("cut", path, "state differs");
   }
   return checker.finish();
 }
 
-// The Hopper backward: what it takes (most of it, or the group fails) against the oracle.
-int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
+bool on_hopper() {
   int device = 0, major = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  if (major != 9) {
-    std::printf("no Hopper GPU: sm90 was not tested\n");
-    return 0;
+  return major == 9;
+}
+
+// Checks path sm90 against the oracle on the drawn calls that it takes: most of them, or the group fails.
+template <class Operation, class Draw>
+int64_t test_sm90(const char* group, const Settings& settings, Arena& arena, Draw draw) {
+  Checker checker(group, settings, arena);
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  int64_t drawn = 0, taken = 0;
+  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const auto& call) {
+    ++drawn;
+    auto copy = call;
+    auto args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
+    args.options.path = "sm90";
+    args.options.device_type = FLASH_QLA_CUDA;
+    args.options.device_index = device;
+    if (!Operation::can_implement(args).ok()) return;
+    ++taken;
+    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+  });
+  if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
+  return checker.finish();
+}
+
+// Whether a head has tokens enough for the roundings of its scores and of A to average: those of one token alone are
+// two factors of its whole output, up to 2^-9 each, and may add to more than the bound (test_sm90_single_tokens).
+bool averages_roundings(const Shape& s) {
+  const int64_t tokens = s.cu_seqlens.empty() ? s.B * s.T : s.cu_seqlens.back();
+  return tokens == 0 || tokens >= 8;
+}
+
+int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
+  return test_sm90<ChunkForward>("forward, sm90", settings, arena, [&](Random& r) {
+    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    Shape s = draw_shape(type, settings.small ? 140 : 400, 256 * 256, r);
+    s.K = s.V = 128;
+    if (type == DType::kBFloat16 && !averages_roundings(s)) s.dtype = DType::kFloat16;
+    ForwardCall call;
+    call.draw(s, draw_features(type, s.K, r), draw_pool_features(false, !s.cu_seqlens.empty(), r), false, r);
+    return call;
+  });
+}
+
+// Sequences of one token without a state before it: o = P V' with V' = beta v. Against these very roundings, not
+// against the oracle: what is left is an ulp here and there, where the sum of q k went the other way.
+int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
+  Checker checker("single tokens, sm90", settings, arena);
+  Random random(19);
+  Shape s;
+  s.dtype = DType::kBFloat16;
+  s.B = 40;
+  s.T = 1;
+  s.Hq = 2;
+  s.Hv = 4;
+  s.K = s.V = 128;
+  ForwardCall call;
+  call.draw(s, Features{}, PoolFeatures{}, false, random);
+  checker.count();
+  const std::string error = run_call(call, "sm90", FLASH_QLA_CUDA, arena);
+  if (!error.empty()) checker.fail("forward", "sm90", error);
+  Buffer expected(s.dtype, {s.B, s.T, s.Hv, s.V}), word(s.dtype, {1});
+  const auto rounded = [&](double x) {
+    word.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(word.host(), 0);
+  };
+  const Tensor q = call.in.q.host(), k = call.in.k.host(), v = call.in.v.host(), beta = call.in.beta.host();
+  double score = 0.0;
+  expected.fill([&](int64_t b, int64_t t, int64_t head, int64_t column) {
+    if (column == 0) {
+      double dot = 0.0;
+      for (int64_t i = 0; i < s.K; ++i) {
+        dot += load(q, offset_of(q, b, t, head / 2, i)) * load(k, offset_of(k, b, t, head / 2, i));
+      }
+      score = rounded(dot / std::sqrt(static_cast<double>(s.K)));
+    }
+    const double corrected = rounded(load(beta, offset_of(beta, b, t, head)));
+    return score * rounded(corrected * load(v, offset_of(v, b, t, head, column)));
+  });
+  const double difference = relative_error(call.o, expected, 2);
+  if (!(difference <= 5e-4)) checker.fail("forward", "sm90", "o differs by " + std::to_string(difference));
+  return checker.finish();
+}
+
+// NaN and infinity in q, k, v, g and beta of one sequence, side by side with finite ones whose last chunk is not full.
+int64_t test_sm90_nan(const Settings& settings, Arena& arena) {
+  Checker checker("NaN stays in its sequence, sm90", settings, arena);
+  Random random(7);
+  for (const double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = 333;
+    s.Hv = 2;
+    s.K = s.V = 128;
+    s.cu_seqlens = {0, 70, 133, 260, 261, 333};
+    Features f;
+    f.final_state = true;
+    f.initial_state = true;
+    ForwardCall clean;
+    clean.draw(s, f, PoolFeatures{}, false, random);
+    ForwardCall dirty = clean;
+    // Sequences 1 and 3 alone: the first and the last token of one, the only token of the other.
+    const auto spoil = [&](Buffer& x) {
+      const Tensor t = x.host();
+      x.fill([&](int64_t i, int64_t j, int64_t k, int64_t l) {
+        return j == 70 || j == 132 || j == 260 ? bad : load(t, offset_of(t, i, j, k, l));
+      });
+    };
+    for (Buffer* x : {&dirty.in.q, &dirty.in.k, &dirty.in.v, &dirty.in.g, &dirty.in.beta}) spoil(*x);
+    for (ForwardCall* call : {&clean, &dirty}) {
+      checker.count();
+      const std::string error = run_call(*call, "sm90", FLASH_QLA_CUDA, arena);
+      if (!error.empty()) checker.fail("forward", "sm90", error);
+    }
+    const auto same_part = [&](Buffer& a, Buffer& b, int dim, int64_t begin, int64_t end) {
+      return a.slice(dim, begin, end).bytes() == b.slice(dim, begin, end).bytes();
+    };
+    for (const int64_t n : {0, 2, 4}) {
+      const size_t i = static_cast<size_t>(n);
+      if (!same_part(clean.o, dirty.o, 1, s.cu_seqlens[i], s.cu_seqlens[i + 1])) {
+        checker.fail("sequence " + std::to_string(n), "sm90", "o depends on a neighbour");
+      }
+      if (!same_part(clean.final_state, dirty.final_state, 0, n, n + 1)) {
+        checker.fail("sequence " + std::to_string(n), "sm90", "the final state depends on a neighbour");
+      }
+    }
   }
-  Checker checker("backward, sm90", settings, arena);
-  const auto draw = [](Random& r) {
+  return checker.finish();
+}
+
+// Adds the number of 32-bit words in which a and b differ.
+__global__ void count_different_kernel(const uint32_t* a, const uint32_t* b, int64_t words, unsigned long long* count) {
+  unsigned long long different = 0;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < words;
+       i += gridDim.x * blockDim.x) {
+    different += a[i] != b[i];
+  }
+  if (different > 0) atomicAdd(count, different);
+}
+
+// Keeps `gridDim.x` blocks busy for `clocks` clocks.
+__global__ void spin_kernel(int64_t clocks) {
+  const int64_t begin = clock64();
+  while (clock64() - begin < clocks) {
+  }
+}
+
+// A forward call on the device whose outputs are compared there, again and again, with what they were before.
+class RepeatedCall {
+ public:
+  RepeatedCall(ForwardCall& call, Arena& arena) {
+    for (auto [name, buffer] : call.inputs()) buffer->upload(arena);
+    for (auto [name, buffer] : call.outputs()) {
+      if (!buffer->present()) continue;
+      buffer->upload(arena);
+      const size_t bytes = buffer->bytes().size();
+      outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
+    }
+    args_ = call.arguments([](Buffer& b) { return b.present() ? b.device() : Tensor{}; });
+    args_.options.path = "sm90";
+    args_.options.device_type = FLASH_QLA_CUDA;
+    check_cuda(cudaGetDevice(&args_.options.device_index), "cudaGetDevice");
+    status_ = ChunkForward::workspace_size(args_, &workspace_bytes_);
+    workspace_ = arena.take(workspace_bytes_);
+    count_ = static_cast<unsigned long long*>(arena.take(sizeof(*count_)));
+    check_cuda(cudaMemset(count_, 0, sizeof(*count_)), "cudaMemset");
+  }
+  const Status& status() const { return status_; }
+
+  // Room for one set of results.
+  std::vector<char*> take_results(Arena& arena) const {
+    std::vector<char*> results;
+    for (const auto& [data, bytes] : outputs_) results.push_back(static_cast<char*>(arena.take(bytes)));
+    return results;
+  }
+  void keep(const std::vector<char*>& results, cudaStream_t stream) const {
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      check_cuda(cudaMemcpyAsync(results[i], outputs_[i].first, outputs_[i].second, cudaMemcpyDeviceToDevice, stream),
+                 "cudaMemcpyAsync");
+    }
+  }
+  void poison(cudaStream_t stream) const {
+    for (const auto& [data, bytes] : outputs_) {
+      check_cuda(cudaMemsetAsync(data, 0xff, bytes, stream), "cudaMemsetAsync");
+    }
+  }
+  void run(cudaStream_t stream) { status_ = ChunkForward::run(args_, workspace_, workspace_bytes_, stream); }
+  void compare(const std::vector<char*>& results, cudaStream_t stream) const {
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      count_different_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<const uint32_t*>(outputs_[i].first),
+                                                     reinterpret_cast<const uint32_t*>(results[i]),
+                                                     static_cast<int64_t>(outputs_[i].second / 4), count_);
+    }
+  }
+  // Words that have differed so far. Waits for the device.
+  unsigned long long different() const {
+    unsigned long long count = 0;
+    check_cuda(cudaDeviceSynchronize(), "sm90, again and again");
+    check_cuda(cudaMemcpy(&count, count_, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return count;
+  }
+  const ForwardArguments& arguments() const { return args_; }
+
+ private:
+  ForwardArguments args_;
+  Status status_;
+  size_t workspace_bytes_ = 0;
+  void* workspace_ = nullptr;
+  unsigned long long* count_ = nullptr;
+  std::vector<std::pair<char*, size_t>> outputs_;
+};
+
+// The same bits a thousand times over, half of them beside another kernel that takes a varying part of the card.
+int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
+  Checker checker("a thousand runs, sm90", settings, arena);
+  cudaStream_t stream, other;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  check_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
+  const int runs = settings.small ? 20 : 1000;
+  for (const bool keeps : {false, true}) {
+    Random random(keeps ? 5 : 3);
+    Shape s;
+    s.dtype = keeps ? DType::kFloat16 : DType::kBFloat16;
+    s.Hq = 2;
+    s.Hv = 8;
+    s.K = s.V = 128;
+    // More tiles than a card has multiprocessors, of very different lengths.
+    s.cu_seqlens = {0};
+    for (int n = 0; n < 40; ++n) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(0, n % 8 == 0 ? 400 : 90));
+    s.T = s.cu_seqlens.back() + 10;
+    Features f;
+    f.initial_state = f.final_state = true;
+    PoolFeatures kept;
+    kept.h = kept.A = kept.g_cumsum = keeps;
+    ForwardCall call;
+    call.draw(s, f, kept, false, random);
+    checker.check(keeps ? "what training keeps" : "plain", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    arena.reset();
+    RepeatedCall repeated(call, arena);
+    const std::vector<char*> first = repeated.take_results(arena);
+    repeated.run(stream);
+    repeated.keep(first, stream);
+    for (int i = 0; i < runs && repeated.status().ok(); ++i) {
+      if (i % 2 == 1)
+        spin_kernel<<<static_cast<unsigned>(random.integer(1, 160)), 64, 0, other>>>(random.integer(1000, 200000));
+      repeated.poison(stream);
+      repeated.run(stream);
+      repeated.compare(first, stream);
+    }
+    if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
+    if (const auto words = repeated.different(); words > 0) {
+      checker.fail(keeps ? "what training keeps" : "plain", "sm90",
+                   std::to_string(words) + " words moved between runs");
+    }
+  }
+  cudaStreamDestroy(stream);
+  cudaStreamDestroy(other);
+  return checker.finish();
+}
+
+// Ten thousand replays of captured graphs whose lengths change in place: [512] + [6] * (N - 1), which has hung others'
+// kernels, and drawn ones, empty sequences included.
+int64_t test_sm90_soak(const Settings& settings, Arena& arena) {
+  Checker checker("graph replays with changing lengths, sm90", settings, arena);
+  cudaStream_t stream;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  const std::vector<int64_t> counts = settings.small ? std::vector<int64_t>{33} : std::vector<int64_t>{33, 64, 97, 128};
+  const int replays = settings.small ? 50 : 2500, patterns = settings.small ? 3 : 8;
+  for (const int64_t N : counts) {
+    Random random(static_cast<uint64_t>(N));
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = 512 + 6 * (N - 1);
+    s.Hq = 2;
+    s.Hv = 4;
+    s.K = s.V = 128;
+    s.cu_seqlens.assign(static_cast<size_t>(N) + 1, 0);
+    Features f;
+    f.initial_state = f.final_state = true;
+    PoolFeatures kept;
+    kept.h = kept.A = kept.g_cumsum = N % 2 == 1;  // both kernels
+    ForwardCall call;
+    call.draw(s, f, kept, false, random);
+    std::vector<ForwardCall> drawn;
+    for (int i = 0; i < patterns; ++i) {
+      std::vector<int64_t> offsets = {0};
+      if (i == 0) {
+        offsets.push_back(512);
+        while (static_cast<int64_t>(offsets.size()) <= N) offsets.push_back(offsets.back() + 6);
+      } else {
+        const int64_t end = i == 1 ? 0 : s.T - random.integer(0, 40);  // once all of them are empty
+        while (static_cast<int64_t>(offsets.size()) < N) {
+          offsets.push_back(random.chance(0.2) ? offsets.back() : random.integer(0, end));
+        }
+        std::sort(offsets.begin(), offsets.end());
+        offsets.push_back(end);
+      }
+      call.in.shape.cu_seqlens = offsets;
+      call.in.cu_seqlens.fill(
+          [&](int64_t n, int64_t, int64_t, int64_t) { return static_cast<double>(offsets[static_cast<size_t>(n)]); });
+      checker.check(std::to_string(N) + " sequences, pattern " + std::to_string(i), call, "sm90", "cuda_reference",
+                    FLASH_QLA_CUDA);
+      drawn.push_back(call);
+    }
+    arena.reset();
+    RepeatedCall repeated(call, arena);
+    const Tensor cu_seqlens = repeated.arguments().cu_seqlens;
+    const size_t offset_bytes = call.in.cu_seqlens.bytes().size();
+    std::vector<void*> offsets;
+    std::vector<std::vector<char*>> expected;
+    const auto set_lengths = [&](size_t i) {
+      check_cuda(cudaMemcpyAsync(cu_seqlens.data, offsets[i], offset_bytes, cudaMemcpyDeviceToDevice, stream),
+                 "cudaMemcpyAsync");
+    };
+    for (size_t i = 0; i < drawn.size(); ++i) {
+      drawn[i].in.cu_seqlens.upload(arena);
+      offsets.push_back(drawn[i].in.cu_seqlens.device().data);
+      expected.push_back(repeated.take_results(arena));
+      set_lengths(i);
+      repeated.poison(stream);
+      repeated.run(stream);
+      repeated.keep(expected[i], stream);
+    }
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    repeated.run(stream);
+    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check_cuda(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
+    if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
+    for (int i = 0; i < replays; ++i) {
+      const size_t pattern = static_cast<size_t>(random.integer(0, patterns - 1));
+      set_lengths(pattern);
+      repeated.poison(stream);
+      check_cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
+      repeated.compare(expected[pattern], stream);
+    }
+    if (const auto words = repeated.different(); words > 0) {
+      checker.fail(std::to_string(N) + " sequences", "sm90", std::to_string(words) + " words differ in the replays");
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+  }
+  cudaStreamDestroy(stream);
+  return checker.finish();
+}
+
+int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
+  return test_sm90<ChunkBackward>("backward, sm90", settings, arena, [](Random& r) {
     const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
     Shape s = draw_shape(type, 400, 256 * 256, r);
     s.K = s.V = 128;
@@ -429,21 +791,7 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
       }
     }
     return call;
-  };
-  int64_t drawn = 0, taken = 0;
-  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
-    ++drawn;
-    BackwardCall copy = call;
-    auto args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
-    args.options.path = "sm90";
-    args.options.device_type = FLASH_QLA_CUDA;
-    args.options.device_index = device;
-    if (!ChunkBackward::can_implement(args).ok()) return;  // strides that the copy engine does not take
-    ++taken;
-    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
   });
-  if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
-  return checker.finish();
 }
 
 int64_t test_large(const Settings& settings, Arena& arena) {
@@ -508,9 +856,42 @@ int run(const Settings& settings) {
   std::printf("%s", build_info().c_str());
   // The large cases take the most; initcheck pays for every megabyte.
   Arena arena(settings.small ? size_t{256} << 20 : size_t{24} << 30);
-  int64_t failures = test_oracle(settings, arena) + test_generic(settings, arena) + test_decode(settings, arena) +
-                     test_nan(settings, arena) + test_invariance(settings, arena) + test_sm90_backward(settings, arena);
-  if (!settings.small) failures += test_large(settings, arena);
+  struct Group {
+    const char* name;
+    bool needs_hopper;
+    std::function<int64_t()> test;
+  };
+  std::vector<Group> groups = {
+      {"oracle", false, [&] { return test_oracle(settings, arena); }},
+      {"generic", false, [&] { return test_generic(settings, arena); }},
+      {"decode", false, [&] { return test_decode(settings, arena); }},
+      {"nan", false, [&] { return test_nan(settings, arena); }},
+      {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
+      {"sm90_forward", true, [&] { return test_sm90_forward(settings, arena); }},
+      {"sm90_single_tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
+      {"sm90_repeat", true, [&] { return test_sm90_repeat(settings, arena); }},
+      {"sm90_soak", true, [&] { return test_sm90_soak(settings, arena); }},
+      {"sm90_nan", true, [&] { return test_sm90_nan(settings, arena); }},
+      {"sm90_invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
+      {"sm90_backward", true, [&] { return test_sm90_backward(settings, arena); }}};
+  if (!settings.small) groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
+  const bool hopper = on_hopper();
+  int64_t failures = 0, done = 0;
+  for (const Group& group : groups) {
+    if (!settings.groups.empty() && settings.groups.find("," + std::string(group.name) + ",") == std::string::npos) {
+      continue;
+    }
+    ++done;
+    if (group.needs_hopper && !hopper) {
+      std::printf("%s: no Hopper GPU, not tested\n", group.name);
+    } else {
+      failures += group.test();
+    }
+  }
+  if (done == 0) {
+    std::fprintf(stderr, "--groups names none of the groups\n");
+    return 2;
+  }
   std::printf("%lld failed\n", static_cast<long long>(failures));
   return failures == 0 ? 0 : 1;
 }
@@ -533,8 +914,11 @@ int main(int argc, char** argv) {
       settings.small = true;
     } else if (flag == "--once") {
       settings.twice = false;
+    } else if (flag == "--groups" && i + 1 < argc) {
+      settings.groups = "," + std::string(argv[++i]) + ",";
     } else {
-      std::fprintf(stderr, "usage: generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once]\n");
+      std::fprintf(stderr,
+                   "usage: generic_test [--cases N] [--seed S] [--only-case C] [--small] [--once] [--groups a,b]\n");
       return 2;
     }
   }

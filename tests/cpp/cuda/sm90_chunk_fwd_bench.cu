@@ -320,7 +320,7 @@ Problem build(const Case& c, uint64_t seed) {
       fill_state<<<blocks, 256>>>(reinterpret_cast<__half*>(h0), p.state_elements, seed + 5);
   }
   for (int i = 0; i < n; ++i) {
-    slots_in[i] = c.h0 ? (c.pool ? (i % 5 == 4 ? -1 : 2 * n + 1 - 2 * i) : i) : -1;
+    slots_in[i] = c.h0 ? (c.pool ? 2 * n + 1 - 2 * i : i) : -1;
     slots_out[i] = c.pool ? (i % 7 == 6 ? -1 : 2 * i + 1) : i;
   }
   auto upload = [](const std::vector<int64_t>& x) {
@@ -370,6 +370,7 @@ Problem build(const Case& c, uint64_t seed) {
     a.g_cumsum = scratch<float>(T_ * c.hv);
     a.a = scratch<T>(T_ * c.hv * 64);
     a.h = scratch<T>(p.chunks * c.hv * 16384);
+    a.h_rows = p.chunks;
   }
   p.oracle = {q,
               k,

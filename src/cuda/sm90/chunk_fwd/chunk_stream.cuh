@@ -58,8 +58,8 @@ __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
 __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& args, int32_t i) {
   if (args.cu_seqlens == nullptr) {
-    const int32_t length = static_cast<int32_t>(args.dense_length);
-    return {i * length, length, i, i * ((length + kChunk - 1) / kChunk)};
+    const int32_t room = static_cast<int32_t>(args.dense_length);
+    return {i * room, args.lengths != nullptr ? args.lengths[i] : room, i, i * ((room + kChunk - 1) / kChunk)};
   }
   int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
   int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, static_cast<int64_t>(i) + 1);
@@ -71,8 +71,20 @@ __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& a
 __device__ __forceinline__ int64_t resolve_slot(const StateSet& set, int64_t sequence) {
   if (set.data == nullptr) return -1;
   if (set.indices == nullptr) return sequence;
-  const int64_t slot = load_index(set.indices, set.indices_are_64_bit, sequence);
+  const int64_t slot = load_index(set.indices, set.indices_are_64_bit, sequence * set.index_stride);
   return slot <= set.null_index || slot < 0 || slot >= set.slots ? -1 : slot;
+}
+
+// The slot to start from; kNoSlot: zero; kSkipSequence: the sequence is skipped.
+inline constexpr int64_t kNoSlot = -1;
+inline constexpr int64_t kSkipSequence = -2;
+__device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, int64_t sequence) {
+  if (args.initial.data == nullptr) return kNoSlot;
+  if (args.has_initial_state != nullptr && args.has_initial_state[sequence * args.has_initial_state_stride] == 0) {
+    return kNoSlot;
+  }
+  const int64_t slot = resolve_slot(args.initial, sequence);
+  return slot < 0 ? kSkipSequence : slot;
 }
 
 __device__ __forceinline__ int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
@@ -115,12 +127,13 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
     const Tile t = p.list[tile];
     ChunkRecord& r = walker.next;
-    r.slot_in = -1;
+    r.slot_in = kNoSlot;
     r.slot_out = -1;
     r.flags = kFirstChunk;
+    const int64_t initial = initial_slot(args, t.sequence);
+    if (initial == kSkipSequence) continue;
     if (t.flags & kTileFromStart) {
-      r.slot_in = resolve_slot(args.initial, t.sequence);
-      if (args.has_initial_state != nullptr && args.has_initial_state[t.sequence] == 0) r.slot_in = -1;
+      r.slot_in = initial;
       if (r.slot_in >= 0) {
         l2_prefetch(state_matrix(args.initial, r.slot_in, t.head),
                     kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
@@ -172,8 +185,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    r.slot_in = resolve_slot(args.initial, sequence.index);
-    if (args.has_initial_state != nullptr && args.has_initial_state[sequence.index] == 0) r.slot_in = -1;
+    r.slot_in = initial_slot(args, sequence.index);
+    if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
     r.head = tile - rank * args.num_value_heads;

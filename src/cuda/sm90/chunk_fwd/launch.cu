@@ -2,15 +2,15 @@
 #include <algorithm>
 
 #include "chunk_stream.cuh"
+#include "clear.cuh"
 #include "kernel_params.h"
 #include "traits.h"
 
 namespace flash_qla::cuda::sm90 {
 namespace {
 
-constexpr int kPlanThreads = 1024;
+constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanBuckets = 256;   // of chunk counts: exact below 8, then eight to each doubling
-constexpr int kZeroBlocks = 32;     // clear the rows past the last offset; usually there are none
 constexpr size_t kPlanOffset = 16;  // the workspace starts with the ticket
 
 __device__ int chunks_of(const PlannedSequence& s) { return (s.length + kChunk - 1) / kChunk; }
@@ -22,25 +22,13 @@ __device__ int bucket_of(int chunks) {
   return kPlanBuckets - 1 - (8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7));
 }
 
-// Block 0 sorts the sequences by length, roughly, longest first; the others clear what lies past the last offset.
+// Block 0 sorts the sequences by length, roughly, longest first; the others clear what no sequence writes.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
   asm volatile("griddepcontrol.launch_dependents;");
   const int thread = threadIdx.x, n = args.num_sequences;
   if (blockIdx.x > 0) {
-    const int64_t end =
-        min(max(load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, n), int64_t{0}), args.num_tokens);
-    const int pieces = args.num_value_heads * (kHeadDim / 8);
-    const int64_t total = (args.num_tokens - end) * pieces;
-    for (int64_t i = (blockIdx.x - 1) * static_cast<int64_t>(kPlanThreads) + thread; i < total;
-         i += kZeroBlocks * kPlanThreads) {
-      const int64_t row = end + i / pieces;
-      const int piece = static_cast<int>(i % pieces);
-      char* out =
-          static_cast<char*>(args.o) +
-          2 * (row * args.o_token_stride + piece / (kHeadDim / 8) * args.o_head_stride + piece % (kHeadDim / 8) * 8);
-      *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
-    }
+    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
     return;
   }
   __shared__ int next[kPlanBuckets];
@@ -94,6 +82,11 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
     __syncthreads();
   }
+}
+
+__global__ void __launch_bounds__(kClearThreads)
+    clear_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
+  clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
 }
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
@@ -154,8 +147,13 @@ size_t chunk_forward_workspace_size(int32_t num_sequences) {
 
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
   const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
-  if (args.num_tokens == 0 && args.final_state.data == nullptr) return cudaSuccess;
-  if (whole_tiles == 0) return cudaSuccess;
+  const bool idle = whole_tiles == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
+  // Dense sequences leave no row out, but for skipped ones.
+  if (args.cu_seqlens == nullptr ? args.initial.indices != nullptr : idle) {
+    clear_chunk_forward_kernel<<<kClearBlocks, kClearThreads, 0, stream>>>(args);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  if (idle) return cudaSuccess;
   if (whole_tiles > (int64_t{1} << 29) || args.num_tokens > INT32_MAX) return cudaErrorInvalidValue;
 
   int device = 0, sms = 0;
@@ -165,7 +163,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
 
   const bool split = variant == ChunkForwardVariant::kSplitV ||
                      (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
-  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr;
+  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
+                    args.start_lists != nullptr;
   const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
 
   ChunkForwardKernelParams params{};
@@ -184,7 +183,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error != cudaSuccess) return error;
 
   if (args.cu_seqlens != nullptr) {
-    plan_chunk_forward_kernel<<<1 + kZeroBlocks, kPlanThreads, 0, stream>>>(args);
+    plan_chunk_forward_kernel<<<1 + kClearBlocks, kPlanThreads, 0, stream>>>(args);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     params.ticket = static_cast<uint32_t*>(args.workspace);

@@ -13,13 +13,15 @@ namespace flash_qla::cuda::sm90 {
 
 enum class ElementType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// A set of states, one [K, V] (or [V, K]) matrix per slot and value head. The matrix itself is contiguous.
+// A set of states, one [K, V] (or [V, K]) matrix per slot and value head. The matrix itself is contiguous and starts on
+// a 16-byte boundary.
 struct StateSet {
   void* data = nullptr;           // [slots, Hv, K, V], or [slots, Hv, V, K]; null: there is none
   int64_t slot_stride = 0;        // elements from slot to slot
   int64_t head_stride = 0;        // elements from head to head
   int64_t slots = 0;              // a slot index at or past it is skipped
   const void* indices = nullptr;  // [N] slot of each sequence, int32 or int64; null: sequence i uses slot i
+  int64_t index_stride = 1;       // elements from index to index
   int64_t null_index = -1;        // an index at or below it is skipped
   ElementType type = ElementType::kFloat32;
   int32_t indices_are_64_bit = 0;
@@ -42,25 +44,38 @@ struct ChunkForwardArgs {
   int64_t g_token_stride = 0, g_head_stride = 0;
   int64_t beta_token_stride = 0, beta_head_stride = 0;
 
-  StateSet initial;                            // null data: every sequence starts from zero
+  // Null data: every sequence starts from zero. With indices, a sequence whose slot is skipped is skipped whole: its
+  // rows of every output become zero, and it writes no state.
+  StateSet initial;
   StateSet final_state;                        // null data: not written
   const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
+  int64_t has_initial_state_stride = 1;        // elements
 
-  // Training: what the backward needs.
+  // Training: what the backward needs. Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
-  void* a = nullptr;          // [T, Hv, 64] contiguous, gate-free UT transform, q's type; null: not saved
+  void* a = nullptr;  // [T, Hv, 64] contiguous and 16-byte aligned, gate-free UT transform, q's type; null: not saved
 
-  // States on the way, one [K, V] or [V, K] matrix (state_v_first) per row and head, contiguous.
-  void* h = nullptr;  // [chunks, Hv, K, V] at chunk starts, q's type; chunks counted over sequences, rows past the last
-                      // left alone
-  void* checkpoints = nullptr;                    // [rows, Hv, K, V], final_state's type
-  const int64_t* checkpoint_cu_starts = nullptr;  // [N + 1] first row of each sequence
+  // States on the way, one [K, V] or [V, K] matrix (state_v_first) per row and head, contiguous and 16-byte aligned.
+  void* h = nullptr;  // [h_rows, Hv, K, V] at chunk starts, q's type; chunks counted over sequences, rows past the last
+                      // become zero
+  int64_t h_rows = 0;                          // a chunk at or past it is not kept
+  void* checkpoints = nullptr;                 // [checkpoint_rows, Hv, K, V]
+  int64_t checkpoint_rows = 0;                 // a state for a row at or past it is not kept
+  const void* checkpoint_cu_starts = nullptr;  // [N + 1] first row of each sequence, int32 or int64
+  int64_t checkpoint_starts_stride = 1;        // elements
   ElementType checkpoint_type = ElementType::kFloat32;
   int32_t checkpoint_every_chunks = 0;  // 0: none; otherwise one state every that many chunks
+  int32_t checkpoint_starts_are_64_bit = 0;
+
+  // States at the start of listed chunks, float32: a list of entries for each token that a chunk may start at.
+  const int32_t* start_lists = nullptr;  // [T] first entry for the chunk that starts there, -1: none; null: no lists
+  const int32_t* start_next = nullptr;   // [entries] the next entry for the same chunk, -1: none
+  float* start_states = nullptr;         // [entries, Hv, K, V] or [entries, Hv, V, K], contiguous and 16-byte aligned
 
   // Sequences. With offsets, sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1]; without, i * dense_length ..
   const void* cu_seqlens = nullptr;  // [N + 1] int32 or int64, on the device
   int64_t dense_length = 0;          // tokens of each sequence when cu_seqlens is null
+  const int32_t* lengths = nullptr;  // [N] of the dense_length tokens of each, as many belong to it; null: all
   int64_t num_tokens = 0;            // T, the rows of q, k, v, o
   int32_t cu_seqlens_are_64_bit = 0;
   int32_t num_sequences = 0;                  // N

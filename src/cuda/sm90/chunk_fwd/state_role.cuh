@@ -95,7 +95,12 @@ struct StateRole {
 
   // The state at the chunk's start, as the products below see it.
   __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
-    if (p.args.h == nullptr || (c.flags & kSilentChunk)) return;
+    // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
+    // order can give, is past the rows as well.
+    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kSilentChunk) ||
+        static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
+      return;
+    }
     Element* base = static_cast<Element*>(p.args.h) +
                     (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
     const int dv = first_row(c);
@@ -112,11 +117,28 @@ struct StateRole {
     }
   }
 
+  // The state at the chunk's start in full, for every entry of its list.
+  __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
+    const ChunkForwardArgs& args = p.args;
+    if (args.start_lists == nullptr || c.valid == 0) return;
+    for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
+      float* matrix =
+          args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
+      move_state<true>(matrix, ElementType::kFloat32, args.state_v_first, s, first_row(c), at.q);
+    }
+  }
+
   // The state after every n-th full chunk of a sequence.
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.checkpoints == nullptr || c.valid < kChunk || (c.flags & kSilentChunk) || (c.position + 1) % args.checkpoint_every_chunks != 0) return;
-    const int64_t row = args.checkpoint_cu_starts[c.sequence] + (c.position + 1) / args.checkpoint_every_chunks - 1;
+    if (args.checkpoints == nullptr || c.valid < kChunk || (c.flags & kSilentChunk) ||
+        (c.position + 1) % args.checkpoint_every_chunks != 0) {
+      return;
+    }
+    const int64_t first = load_index(args.checkpoint_cu_starts, args.checkpoint_starts_are_64_bit,
+                                     c.sequence * args.checkpoint_starts_stride);
+    const int64_t row = first + (c.position + 1) / args.checkpoint_every_chunks - 1;
+    if (row < 0 || row >= args.checkpoint_rows) return;
     char* matrix = static_cast<char*>(args.checkpoints) +
                    (row * args.num_value_heads + c.head) * (kHeadDim * kHeadDim) * element_size(args.checkpoint_type);
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
@@ -164,7 +186,10 @@ struct StateRole {
       uint32_t packed[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-      if constexpr (Traits::kSave) save_h(packed, chunk);
+      if constexpr (Traits::kSave) {
+        save_h(packed, chunk);
+        save_listed(s, chunk);
+      }
       float u[32];
       const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
       wgmma_fence();
