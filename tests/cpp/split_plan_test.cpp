@@ -26,7 +26,7 @@ struct Batch {
   bool forced = false;
   int32_t sms = 132, heads = 1;
   int64_t tokens = 0;  // rows of the tensors, padding included
-  std::vector<PlannedSequenceCut> sequences;
+  std::vector<PlannedSequence> sequences;
   std::vector<std::vector<Map>> maps;     // [sequence * heads + head][chunk]
   std::vector<std::vector<float>> decay;  // the same; NaN among them
 
@@ -101,6 +101,9 @@ Plan make_plan(const Batch& batch) {
       const int64_t number = boundary_number(batch.sequences[s].start, at, plan.grid);
       EXPECT_LE(number, plan.capacity.boundaries);
       if (number >= plan.capacity.boundaries) continue;
+      for (size_t other = 0; other < batch.sequences.size(); ++other) {
+        EXPECT_EQ(find_boundary(batch.sequences[other], plan.grid, static_cast<int32_t>(number)), other == s ? i : 0);
+      }
       for (int32_t head = 0; head < batch.heads; ++head) {
         const std::vector<float>& decay = batch.decay[s * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
         uint8_t& warmup = plan.warmups[static_cast<size_t>(number * batch.heads + head)];
@@ -119,7 +122,7 @@ Plan make_plan(const Batch& batch) {
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
       SplitEstimate estimate;
-      for (const PlannedSequenceCut& s : batch.sequences) {
+      for (const PlannedSequence& s : batch.sequences) {
         for (int32_t head = 0; head < batch.heads; ++head) {
           plan_head(s, head, plan.grid, merge_choice(choice), plan.capacity.boundaries, 0, warmups_of(head), estimate);
         }
@@ -138,7 +141,7 @@ Plan make_plan(const Batch& batch) {
   };
   std::vector<Tile> tiles;
   Sink sink{&tiles, &plan.chains};
-  for (const PlannedSequenceCut& s : batch.sequences) {
+  for (const PlannedSequence& s : batch.sequences) {
     for (int32_t head = 0; head < batch.heads; ++head) {
       plan_head(s, head, plan.grid, plan.merge, plan.capacity.boundaries, static_cast<int32_t>(plan.slots),
                 warmups_of(head), sink);
@@ -199,7 +202,7 @@ void check(const Batch& batch, const Plan& plan) {
   for (size_t i = 0; i < written.size(); ++i) written[i].assign(batch.maps[i].size(), 0);
   std::vector<int> ends(batch.maps.size(), 0);
   for (const Tile& t : plan.output_tiles) {
-    const PlannedSequenceCut& s = batch.sequences[static_cast<size_t>(t.sequence)];
+    const PlannedSequence& s = batch.sequences[static_cast<size_t>(t.sequence)];
     const size_t index = static_cast<size_t>(t.sequence * batch.heads + t.head);
     ASSERT_EQ(t.row, s.start + t.position * kSplitChunk);
     ASSERT_EQ(t.chunk, s.first_chunk + t.position);

@@ -11,8 +11,6 @@
 namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kGateFloor =
-    -80.0f;  // e^-80 is nothing in fp32; a larger step would ruin the differences of the sum
 
 // All gate vectors of one chunk by one warp, from g and beta in the stage itself; lane l holds tokens 2l and 2l + 1.
 // Every exponent is a difference, at most 0 for g <= 0. A lane sums its block of 16 tokens by itself: with the copy

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
-    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the one
-    // before, and done: that one began after it.
+    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the
+    // one before, and done: that one began after it.
     if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);

@@ -7,14 +7,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// One sequence in the order the planner chose: longest first.
-struct PlannedSequence {
-  int32_t start;        // first token
-  int32_t length;       // tokens
-  int32_t index;        // position in cu_seqlens
-  int32_t first_chunk;  // chunks of all sequences before it in cu_seqlens
-};
-
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
@@ -24,7 +16,7 @@ struct ChunkForwardKernelParams {
   const int32_t* list_size;
   float4* boundary_states;
   float4* transitions;
-  const PlannedSequence* plan;  // [N]; null: sequences in their own order, tiles dealt round robin
+  const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split
 };

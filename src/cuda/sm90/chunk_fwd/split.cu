@@ -5,19 +5,16 @@
 
 #include <algorithm>
 
+#include "../../common/bulk.cuh"
 #include "chunk_stream.cuh"
-#include "clear_rows.cuh"
+#include "clear.cuh"
+#include "launch_kernel.h"
 
 namespace flash_qla::cuda::sm90 {
 namespace {
 
-constexpr int kPlanThreads = 1024;
+constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
-
-__device__ PlannedSequenceCut sequence_to_cut(const ChunkForwardArgs& args, int32_t i) {
-  const PlannedSequence s = sequence_at(args, i);
-  return {s.start, s.length, s.index, s.first_chunk};
-}
 
 // Of all lengths, by a whole block. Ends with a barrier.
 __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
@@ -90,17 +87,15 @@ __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
   const ChunkForwardArgs& args = p.args;
-  if (args.cu_seqlens != nullptr) {
-    if (blockIdx.x < kClearBlocks) {
-      clear_rows_past_end(args, static_cast<int>(blockIdx.x), kPlanThreads);
-      return;
-    }
-  }
   const int first_block = args.cu_seqlens != nullptr ? kClearBlocks : 0;
+  if (static_cast<int>(blockIdx.x) < first_block) {
+    clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
+    return;
+  }
   const SplitGrid grid = choose_grid(p, summarise_lengths(args));
   if (grid.spacing == 0) return;
 
-  __shared__ PlannedSequenceCut found;
+  __shared__ PlannedSequence found;
   __shared__ float key_squares[kRoundChunks * kChunk];
   __shared__ float decay[kRoundChunks][kRoundHeads], total[kRoundChunks][kRoundHeads];
   __shared__ float sums[kRoundHeads];
@@ -130,16 +125,16 @@ __global__ void __launch_bounds__(kPlanThreads)
     __syncthreads();
     if (args.cu_seqlens == nullptr) {
       if (thread == 0 && before >= 0 && args.dense_length > 0 && before / args.dense_length < args.num_sequences) {
-        found = sequence_to_cut(args, static_cast<int32_t>(before / args.dense_length));
+        found = sequence_at(args, static_cast<int32_t>(before / args.dense_length));
       }
     } else {
       for (int32_t i = thread; i < args.num_sequences; i += kPlanThreads) {
-        const PlannedSequenceCut s = sequence_to_cut(args, i);
+        const PlannedSequence s = sequence_at(args, i);
         if (s.start <= before && before < static_cast<int64_t>(s.start) + s.length) found = s;
       }
     }
     __syncthreads();
-    const PlannedSequenceCut s = found;
+    const PlannedSequence s = found;
     const int32_t boundary = find_boundary(s, grid, number);
     if (boundary == 0) continue;
     const int32_t chunks = chunks_in(s.length), at = boundary_chunk(chunks, pieces_of(chunks, grid), boundary);
@@ -307,7 +302,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     }
   }
   auto sequence = [&](int32_t i) {
-    PlannedSequenceCut s = sequence_to_cut(args, i);
+    PlannedSequence s = sequence_at(args, i);
     if (number_chunks) s.first_chunk = ws.first_chunks[i];
     return s;
   };
@@ -376,15 +371,15 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   PlacingSink placing{buckets, &chains_used, ws};
   for (int64_t pair = thread; pair < pairs; pair += kPlanThreads) {
     const int32_t head = static_cast<int32_t>(pair % heads);
-    const PlannedSequenceCut s = sequence(static_cast<int32_t>(pair / heads));
+    const PlannedSequence s = sequence(static_cast<int32_t>(pair / heads));
     const int32_t slots = count_slots(s, grid, merge, p.capacity.boundaries, warmups_of(head));
     const int32_t first_slot = slots > 0 ? atomicAdd(&slots_used, slots) : 0;
     plan_head(s, head, grid, merge, p.capacity.boundaries, first_slot, warmups_of(head), placing);
   }
   __syncthreads();
   if (thread == 0) {
-    *ws.counters = {0,           0,          list_sizes[0], list_sizes[1], chains_used,
-                    slots_used, grid.spacing, merge.light,   merge.heavy};
+    *ws.counters = {0,           0,          list_sizes[0], list_sizes[1], chains_used, slots_used, grid.spacing,
+                    merge.light, merge.heavy};
   }
 }
 
@@ -452,7 +447,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
     auto state_of = [&](int slot) {
       return reinterpret_cast<float2*>(ws.boundary_states + static_cast<int64_t>(slot) * kBoundaryVectors);
     };
-    auto share = [&](int buffer, const float2 (&x)[2]) {
+    auto share = [&](int buffer, const float2(&x)[2]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int row = 8 * (2 * warp + b) + 2 * (lane & 3);
@@ -469,27 +464,30 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
       float2* local = state_of(chain.first_slot + step);
 #pragma unroll
       for (int b = 0; b < 2; ++b) mine[b] = __ldcg(local + places[b]);
-      const float(&state)[kHeadDim][kCombineColumns] = memory.state[(step - 1) & 1];
+      const float (&state)[kHeadDim][kCombineColumns] = memory.state[(step - 1) & 1];
       float sums[4][kCombineColumns] = {};
+#pragma unroll 1
       for (int i = 0; i < kStagesPerTransition; ++i, ++stage_count) {
         const uint32_t stage = stage_count % kCombineStages;
         mbarrier_wait(smem_address(&memory.full[stage]), stage_count / kCombineStages & 1);
-#pragma unroll
+#pragma unroll 1
         for (int rows = 0; rows < kStageRows / 16; ++rows) {
           const int row = kStageRows * i + 16 * rows + (lane >> 2);
-          float low[kCombineColumns], high[kCombineColumns];
+          float4 m[2];
+#pragma unroll
+          for (int b = 0; b < 2; ++b) m[b] = memory.transition[stage][(rows * 16 + 2 * warp + b) * 32 + lane];
 #pragma unroll
           for (int v = 0; v < kCombineColumns; v += 4) {
-            *reinterpret_cast<float4*>(&low[v]) = *reinterpret_cast<const float4*>(&state[row][v]);
-            *reinterpret_cast<float4*>(&high[v]) = *reinterpret_cast<const float4*>(&state[row + 8][v]);
-          }
+            const float4 low = *reinterpret_cast<const float4*>(&state[row][v]);
+            const float4 high = *reinterpret_cast<const float4*>(&state[row + 8][v]);
+            const float lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            const float4 m = memory.transition[stage][(rows * 16 + 2 * warp + b) * 32 + lane];
+            for (int b = 0; b < 2; ++b) {
 #pragma unroll
-            for (int v = 0; v < kCombineColumns; ++v) {
-              sums[2 * b][v] = fmaf(m.x, low[v], fmaf(m.z, high[v], sums[2 * b][v]));
-              sums[2 * b + 1][v] = fmaf(m.y, low[v], fmaf(m.w, high[v], sums[2 * b + 1][v]));
+              for (int i = 0; i < 4; ++i) {
+                sums[2 * b][v + i] = fmaf(m[b].x, lows[i], fmaf(m[b].z, highs[i], sums[2 * b][v + i]));
+                sums[2 * b + 1][v + i] = fmaf(m[b].y, lows[i], fmaf(m[b].w, highs[i], sums[2 * b + 1][v + i]));
+              }
             }
           }
         }
@@ -552,8 +550,8 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
 cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
   const int group = args.num_value_heads / args.num_key_heads;
-  const int64_t units = static_cast<int64_t>(params.capacity.boundaries) * args.num_key_heads *
-                        ((group + kRoundHeads - 1) / kRoundHeads);
+  const int64_t units =
+      static_cast<int64_t>(params.capacity.boundaries) * args.num_key_heads * ((group + kRoundHeads - 1) / kRoundHeads);
   const int64_t blocks = std::clamp<int64_t>(units, 1, static_cast<int64_t>(kClassifyBlocksPerSm) * params.sms) +
                          (args.cu_seqlens != nullptr ? kClearBlocks : 0);
   if (args.type == ElementType::kFloat16) {
@@ -563,7 +561,7 @@ cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stre
   }
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  return launch_after(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kPlanThreads, 0, params, stream);
+  return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kPlanThreads, 0, params, true, stream);
 }
 
 cudaError_t launch_split_combine(const SplitKernelParams& params, cudaStream_t stream) {
@@ -573,7 +571,7 @@ cudaError_t launch_split_combine(const SplitKernelParams& params, cudaStream_t s
   if (error != cudaSuccess) return error;
   const int64_t blocks = std::clamp<int64_t>(params.capacity.chains * kCombineSlices, 1,
                                              static_cast<int64_t>(kCombineBlocksPerSm) * params.sms);
-  return launch_after(kernel, static_cast<int>(blocks), kCombineThreads, sizeof(CombineMemory), params, stream);
+  return launch_kernel(kernel, static_cast<int>(blocks), kCombineThreads, sizeof(CombineMemory), params, true, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

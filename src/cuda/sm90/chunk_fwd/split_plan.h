@@ -51,6 +51,14 @@ inline constexpr int64_t kTilesPerSmUnsplit = 16;
 
 // --- where sequences may be cut ---
 
+// One sequence.
+struct PlannedSequence {
+  int32_t start;        // first token
+  int32_t length;       // tokens
+  int32_t index;        // position in cu_seqlens
+  int32_t first_chunk;  // chunks of all sequences before it
+};
+
 struct SplitGrid {
   int32_t spacing = 0;    // chunks between boundaries of a sequence, at least; 0: no sequence may be cut
   int32_t by_length = 0;  // pieces by SplitMode::kInvariant's rule
@@ -121,6 +129,19 @@ FLASH_QLA_HOST_DEVICE constexpr int64_t boundary_number(int64_t first_token, int
   return (first_token + static_cast<int64_t>(chunk) * kSplitChunk) / (static_cast<int64_t>(grid.spacing) * kSplitChunk);
 }
 
+// The boundary of sequence `s` that has this number, 1 .. pieces - 1; 0: none.
+FLASH_QLA_HOST_DEVICE inline int32_t find_boundary(const PlannedSequence& s, const SplitGrid& grid, int32_t number) {
+  const int32_t chunks = chunks_in(s.length), pieces = pieces_of(chunks, grid);
+  const int64_t window = static_cast<int64_t>(number) * grid.spacing * kSplitChunk;
+  if (pieces <= 1 || window <= s.start) return 0;
+  // The first boundary at or after the window's start.
+  const int64_t least = divide_up(window - s.start, kSplitChunk);
+  const int64_t i = divide_up(least * pieces, chunks);
+  if (i < 1 || i >= pieces) return 0;
+  const int32_t at = boundary_chunk(chunks, pieces, static_cast<int32_t>(i));
+  return boundary_number(s.start, at, grid) == number ? static_cast<int32_t>(i) : 0;
+}
+
 // Boundaries that a call can have for each head. Depends on shapes alone: it sizes the workspace.
 FLASH_QLA_HOST_DEVICE inline int32_t boundary_capacity(SplitMode mode, bool forced, int64_t tokens, int32_t heads,
                                                        int32_t sms) {
@@ -180,13 +201,6 @@ struct TransitionChain {
   int32_t transitions;
 };
 
-struct PlannedSequenceCut {
-  int32_t start;        // first token
-  int32_t length;       // tokens
-  int32_t index;        // position in cu_seqlens
-  int32_t first_chunk;  // chunks of all sequences before it
-};
-
 // How many neighbouring pieces make one tile, roughly, where the boundaries between them are light or heavy.
 struct SplitMerge {
   int32_t light = 1;
@@ -203,7 +217,7 @@ FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, i
 // Calls visit(first chunk, end chunk, warmup of the end boundary or 0, heavy, last) for each tile-to-be of one sequence
 // and head. warmups(number): of that boundary, 0: heavy.
 template <typename Warmups, typename Visit>
-FLASH_QLA_HOST_DEVICE void for_each_segment(const PlannedSequenceCut& s, const SplitGrid& grid, const SplitMerge& merge,
+FLASH_QLA_HOST_DEVICE void for_each_segment(const PlannedSequence& s, const SplitGrid& grid, const SplitMerge& merge,
                                             int32_t capacity, const Warmups& warmups, const Visit& visit) {
   const int32_t chunks = chunks_in(s.length), pieces = pieces_of(chunks, grid);
   int32_t first = 0;
@@ -221,7 +235,7 @@ FLASH_QLA_HOST_DEVICE void for_each_segment(const PlannedSequenceCut& s, const S
 
 // Heavy boundaries that stay: boundary states that the sequence and head need.
 template <typename Warmups>
-FLASH_QLA_HOST_DEVICE int32_t count_slots(const PlannedSequenceCut& s, const SplitGrid& grid, const SplitMerge& merge,
+FLASH_QLA_HOST_DEVICE int32_t count_slots(const PlannedSequence& s, const SplitGrid& grid, const SplitMerge& merge,
                                           int32_t capacity, const Warmups& warmups) {
   int32_t slots = 0;
   for_each_segment(s, grid, merge, capacity, warmups,
@@ -232,7 +246,7 @@ FLASH_QLA_HOST_DEVICE int32_t count_slots(const PlannedSequenceCut& s, const Spl
 // The tiles of one sequence and head: sink.tile(Tile) for each, sink.chain(TransitionChain) for each run of
 // transitions. Slots are first_slot and those after it.
 template <typename Warmups, typename Sink>
-FLASH_QLA_HOST_DEVICE void plan_head(const PlannedSequenceCut& s, int32_t head, const SplitGrid& grid,
+FLASH_QLA_HOST_DEVICE void plan_head(const PlannedSequence& s, int32_t head, const SplitGrid& grid,
                                      const SplitMerge& merge, int32_t capacity, int32_t first_slot,
                                      const Warmups& warmups, Sink& sink) {
   int32_t from_slot = -1, from_warmup = 0, next_slot = first_slot, chain = 0;

@@ -120,7 +120,7 @@ struct StateRole {
   // The state at the chunk's start in full, for every entry of its list.
   __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.start_lists == nullptr || c.valid == 0) return;
+    if (args.start_lists == nullptr || c.valid == 0 || (c.flags & kSilentChunk)) return;
     for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
       float* matrix =
           args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);

@@ -7,6 +7,8 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
 inline constexpr int kHeadDim = 128;  // K = V
+// e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
+inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
 // kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
