@@ -2,49 +2,18 @@
 // is what limits, and the bound that the project holds itself to on an H200.
 //
 //   cuda_generic_bench [--reps N]
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <functional>
-#include <string>
-#include <vector>
-
-#include "buffers.h"
-#include "core/half.h"
+#include "device_bench.h"
 
 namespace flash_qla::testing {
 namespace {
-
-// Uniform numbers in [low, high), so that timings are not those of zeros.
-__global__ void fill_kernel(void* data, int64_t n, int32_t type, float low, float high, uint32_t seed) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
-    uint64_t x = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull + seed;
-    x ^= x >> 31;
-    x *= 0xbf58476d1ce4e5b9ull;
-    x ^= x >> 29;
-    const float value = low + (high - low) * static_cast<float>(x >> 40) * 0x1p-24f;
-    const uint32_t bits = __float_as_uint(value);
-    if (type == static_cast<int32_t>(DType::kFloat32)) {
-      static_cast<float*>(data)[i] = value;
-    } else {  // bfloat16, truncated
-      static_cast<uint16_t*>(data)[i] = static_cast<uint16_t>(bits >> 16);
-    }
-  }
-}
 
 __global__ void count_kernel(int32_t* data, int64_t n) {
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x) data[i] = static_cast<int32_t>(n - 1 - i);
 }
 
-class Bench {
+class Bench : DeviceBench {
  public:
-  explicit Bench(int reps) : reps_(reps), arena_(size_t{24} << 30) {
-    check_cuda(cudaStreamCreate(&stream_), "cudaStreamCreate");
-    check_cuda(cudaEventCreate(&begin_), "cudaEventCreate");
-    check_cuda(cudaEventCreate(&end_), "cudaEventCreate");
-  }
+  using DeviceBench::DeviceBench;
 
   void run() {
     prefill(128, 128, 8192, 10.0, 40.0);
@@ -73,63 +42,12 @@ class Bench {
     return 2.0 * static_cast<double>(batch * 32 * 128 * 128 * size);
   }
 
-  Tensor draw(DType type, std::initializer_list<int64_t> shape, float low, float high) {
-    Tensor t = tensor(nullptr, type, shape);
-    int64_t n = 1;
-    for (int64_t size : shape) n *= size;
-    t.data = arena_.take(static_cast<size_t>(n * size_of(type)));
-    fill_kernel<<<1024, 256, 0, stream_>>>(t.data, n, t.dtype, low, high, seed_++);
-    return t;
-  }
-
-  // Median time of one call. `calls` of them make one captured graph, so that gaps between launches stay out.
-  double time(const std::function<Status()>& call, int calls) {
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
-    check_cuda(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    for (int i = 0; i < calls; ++i) {
-      if (const Status status = call(); !status.ok()) {
-        std::fprintf(stderr, "%s\n", status.message());
-        std::exit(2);
-      }
-    }
-    check_cuda(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
-    check_cuda(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-    std::vector<float> times;
-    for (int i = 0; i < reps_ + 2; ++i) {
-      check_cuda(cudaEventRecord(begin_, stream_), "cudaEventRecord");
-      check_cuda(cudaGraphLaunch(executable, stream_), "cudaGraphLaunch");
-      check_cuda(cudaEventRecord(end_, stream_), "cudaEventRecord");
-      check_cuda(cudaEventSynchronize(end_), "cudaEventSynchronize");
-      float ms = 0.f;
-      check_cuda(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
-      if (i >= 2) times.push_back(ms / static_cast<float>(calls));  // the first two warm up
-    }
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
-  }
-
   static void print(const std::string& what, double ms, double bound, double bytes) {
     std::printf("%-52s %9.4f ms", what.c_str(), ms);
     if (bytes > 0.0) std::printf("  %7.1f GB/s", bytes / ms * 1e-6);
     if (bound > 0.0) std::printf("  bound %.4f ms: %s", bound, ms <= bound ? "met" : "MISSED");
     std::printf("\n");
     std::fflush(stdout);
-  }
-
-  template <class Op, class Arguments>
-  double time_op(Arguments& args, int calls) {
-    args.options.device_type = FLASH_QLA_CUDA;
-    check_cuda(cudaGetDevice(&args.options.device_index), "cudaGetDevice");
-    size_t bytes = 0;
-    if (const Status status = Op::workspace_size(args, &bytes); !status.ok()) {
-      std::fprintf(stderr, "%s\n", status.message());
-      std::exit(2);
-    }
-    void* workspace = arena_.take(bytes);
-    return time([&] { return Op::run(args, workspace, bytes, stream_); }, calls);
   }
 
   void prefill(int64_t K, int64_t V, int64_t T, double forward_bound, double backward_bound) {
@@ -199,12 +117,6 @@ class Bench {
                   static_cast<long long>(T), state == DType::kFloat32 ? "fp32" : "bf16", v_first ? "V, K" : "K, V");
     print(what, time_op<Recurrent>(args, 20), bound, states_bytes(batch, size_of(state)));
   }
-
-  int reps_;
-  Arena arena_;
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t begin_ = nullptr, end_ = nullptr;
-  uint32_t seed_ = 1;
 };
 
 }  // namespace

@@ -81,16 +81,19 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
 template <typename Traits>
 __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
                                            uint32_t barrier, int lane) {
-#pragma unroll
-  for (int t = lane; t < kChunk; t += 32) {
-    const bool valid = t < chunk.valid;
-    const int64_t row = chunk.row + (valid ? t : 0);
-    const float* g = args.g != nullptr ? args.g + row * args.g_token_stride + chunk.head * args.g_head_stride : nullptr;
-    const float* beta =
-        args.beta != nullptr ? args.beta + row * args.beta_token_stride + chunk.head * args.beta_head_stride : nullptr;
+  // A loop, not twice the code: the kernel's hot instructions must fit the instruction cache.
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const float* data = i == 0 ? args.g : args.beta;
+    const int64_t token_stride = i == 0 ? args.g_token_stride : args.beta_token_stride;
+    const int64_t head_stride = i == 0 ? args.g_head_stride : args.beta_head_stride;
+    const uint32_t to = gate + (i == 0 ? Traits::kGateSum : Traits::kGateBeta) + 4 * lane;
+    const int valid = data == nullptr ? 0 : chunk.valid;
     // With nothing to read, any mapped address does: zero bytes are taken from it.
-    copy_async_4(gate + Traits::kGateSum + 4 * t, g != nullptr ? g : args.q, valid && g != nullptr);
-    copy_async_4(gate + Traits::kGateBeta + 4 * t, beta != nullptr ? beta : args.q, valid && beta != nullptr);
+    const float* first = data == nullptr ? static_cast<const float*>(args.q)
+                                         : data + chunk.row * token_stride + chunk.head * head_stride;
+    copy_async_4(to, first + (lane < valid ? lane * token_stride : 0), lane < valid);
+    copy_async_4(to + 128, first + (lane + 32 < valid ? (lane + 32) * token_stride : 0), lane + 32 < valid);
   }
   copy_async_arrive(barrier);
 }
@@ -147,6 +150,10 @@ __device__ __forceinline__ void store_gated(const float* x, float (&y)[8], const
   }
   store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), pack2<Element>(y[0], y[1]),
                   pack2<Element>(y[2], y[3]), pack2<Element>(y[4], y[5]), pack2<Element>(y[6], y[7]));
+  // Of the blocks right of the diagonal the state groups read these two; the inverse's transposed operands were there.
+  if (kIsA && !(at.warp & 1)) {
+    store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
+  }
   constexpr uint32_t kColumn = kIsA ? Traits::kGateColumnA : Traits::kGateColumnP;
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
@@ -193,10 +200,11 @@ __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, f
   }
 }
 
-// D_w = (I + M_ww)^-1 of the warp's diagonal 16x16 block by substitution in fp32, into the tile's diagonal block; a
-// lane owns the column lane % 16 (both halves of the warp do the same).
-__device__ __forceinline__ void solve_diagonal_block(uint32_t tile, uint32_t diagonal, const LanePlace& at) {
-  const int column = at.lane & 15;
+// D = (I + M)^-1 of two diagonal 16x16 blocks by substitution in fp32, into the tile's diagonal blocks: by one warp, a
+// lane owns one column. first: the first of the two blocks.
+__device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, uint32_t diagonal, int first, int lane) {
+  const int column = lane & 15, block = first + (lane >> 4);
+  diagonal += block * 1024;
   float x[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.0f : 0.0f;
@@ -215,9 +223,17 @@ __device__ __forceinline__ void solve_diagonal_block(uint32_t tile, uint32_t dia
   uint32_t packed[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) packed[i] = pack2<__half>(x[2 * i], x[2 * i + 1]);
-  const uint32_t address = tile + (16 * at.warp + column) * 128 + (((2 * at.warp) ^ at.swizzle) << 4);
+  const uint32_t address = tile + (16 * block + column) * 128 + (((2 * block) ^ (lane & 7)) << 4);
   store_shared_u4(address, make_uint4(packed[0], packed[1], packed[2], packed[3]));
   store_shared_u4(address ^ 16, make_uint4(packed[4], packed[5], packed[6], packed[7]));
+}
+
+// The descriptor of a tile whose address all lanes of the warp have, in a form that the compiler knows to be uniform:
+// what is computed from it needs no vector registers, and no moves to uniform ones before each wgmma.
+__device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile) {
+  const uint64_t descriptor = wgmma_descriptor(tile);
+  const uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(descriptor));
+  return (descriptor & 0xffffffff00000000u) | low;
 }
 
 // A = (I + X)^-1 D = (I - X + X^2 - X^3) D with X = D M, M being what the tile holds below its diagonal blocks, which
@@ -227,7 +243,7 @@ __device__ __forceinline__ void solve_diagonal_block(uint32_t tile, uint32_t dia
 template <typename Sync>
 __device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], uint32_t tile, const LanePlace& at,
                                        Sync sync) {
-  const uint64_t base = wgmma_descriptor(tile);
+  const uint64_t base = uniform_descriptor(tile);
   auto block = [&](int k, int n) { return wgmma_advance(base, n * 2048 + k * 32); };
   const uint32_t fragment = tile + at.trans_row + at.trans_chunk;
   uint32_t d[4], x[3][4];
@@ -321,7 +337,7 @@ __device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], u
 // Starts D = A B^T of two [64][128] tiles.
 template <typename T>
 __device__ __forceinline__ void start_product(float (&d)[32], uint32_t a_tile, uint32_t b_tile) {
-  const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
+  const uint64_t a = uniform_descriptor(a_tile), b = uniform_descriptor(b_tile);
   wgmma_fence();
   mma_ss_n64_init<T>(d, a, b);
 #pragma unroll
@@ -363,11 +379,11 @@ struct AuxRole {
   __device__ uint32_t stage_gate(uint32_t m) const {
     return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
   }
-  __device__ uint32_t inverse_tile() const {
-    return smem() + Traits::kSmemInverse + opaque(group) * Traits::kBytesMatrix;
+  __device__ uint32_t tile_a(uint32_t m) const {
+    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
   }
   __device__ uint32_t diagonal_blocks() const {
-    return smem() + Traits::kSmemDiagonal + opaque(group) * Traits::kBytesDiagonal + (opaque_thread() >> 5) * 1024;
+    return smem() + Traits::kSmemDiagonal + opaque(group) * Traits::kBytesDiagonal;
   }
   __device__ void sync() const { named_barrier_sync(1 + opaque(group), 128); }
 
@@ -425,22 +441,14 @@ struct AuxRole {
     } else if (warp == 2) {
       load_k(m + 2);
       if (!Traits::kStateOnly && record(m + 1).valid >= 0) load_q(m + 1);
-    } else if (warp == 3 && group == 0) {
-#pragma unroll 1
-      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
     }
   }
 
-  // By one warp each: g and beta on their way into a chunk's gate stage, and the gates made of them.
+  // By one warp: g and beta on their way into a chunk's gate stage.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
       load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (m & 1),
                          opaque_thread() & 31);
-  }
-  __device__ void finish_gates(uint32_t m) const {
-    if (record(m).valid < 0) return;
-    mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m & 1), m / 2 & 1);
-    make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
   }
 
   __device__ void save_a(const float (&a)[3][8], const float (&diagonal)[8], const ChunkRecord& c,
@@ -476,51 +484,63 @@ struct AuxRole {
     {
       float kkt[32];
       start_product<Element>(kkt, stage_k(m), stage_k(m));
-      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
-      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
+      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m & 1), m / 2 & 1);
+      float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
+      float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
+      if (p.args.beta == nullptr) beta0 = beta1 = 1.0f;
       wgmma_wait<0>();
       pin(kkt);
-      sync();  // every warp is done with the previous inverse
-      store_kkt(kkt, beta0, beta1, inverse_tile(), diagonal_blocks(), lane_place(opaque_thread()));
+      store_kkt(kkt, beta0, beta1, tile_a(m), diagonal_blocks() + (opaque_thread() >> 5) * 1024,
+                lane_place(opaque_thread()));
     }
     fence_proxy_async();
+    sync();  // M is there
+    // Two warps solve the diagonal blocks; the others meanwhile make the gates and go on in the list of chunks.
+    const int warp = opaque_thread() >> 5;
+    if (warp < 2) {
+      solve_diagonal_blocks(tile_a(m), diagonal_blocks(), 2 * warp, opaque_thread() & 31);
+    } else if (warp == 3) {
+      make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
+    } else if (group == 0 && opaque_thread() == 64) {
+#pragma unroll 1
+      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+    }
     __syncwarp();
-    solve_diagonal_block(inverse_tile(), diagonal_blocks(), lane_place(opaque_thread()));
-    __syncwarp();
-    sync();  // M is there, and the gates
+    sync();  // D is there, and the gates
     {
       float a[3][8], diagonal[8];
-      invert(a, diagonal, inverse_tile(), lane_place(opaque_thread()), [this] { sync(); });
+      invert(a, diagonal, tile_a(m), lane_place(opaque_thread()), [this] { sync(); });
       m = opaque(m);
       if constexpr (Traits::kSave) save_a(a, diagonal, record(m), lane_place(opaque_thread()));
       const GateFactors<Traits, true> factors(stage_gate(m), lane_place(opaque_thread()));
-      if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
-      store_gated<Traits, true>(a[0], diagonal, factors, smem() + Traits::kSmemA + (m & 1) * Traits::kBytesMatrix,
-                                stage_gate(m), 1.0f, lane_place(opaque_thread()));
+      sync();  // the inverse has been read: A_g takes its tile
+      store_gated<Traits, true>(a[0], diagonal, factors, tile_a(m), stage_gate(m), 1.0f, lane_place(opaque_thread()));
     }
     fence_proxy_async();
     __syncwarp();
-    if ((thread & 31) == 0) mbarrier_arrive(smem() + Traits::kFullA + 8 * (m & 1));
+    if ((thread & 31) == 0) mbarrier_arrive(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA));
 
     m = opaque(m);
     if constexpr (Traits::kStateOnly) {
+      // No P: its barrier says that V and the gates are there, and that K is.
+      if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
       const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
       pass_stages_on(m, full_p);
       __syncwarp();
       if ((thread & 31) == 0) mbarrier_arrive(full_p);
-      if (opaque_thread() < 32) finish_gates(m + 2);
       return;
-    }
-    // O of chunk m - 3, then Q K^T and P. While that runs, one thread each passes on the stages of chunk m - 2.
-    if (m >= 3) {
-      if (record(m - 3).valid < kChunk) store_o_rows(m - 3);
-      if (thread == 0) store_o(m - 3);
     }
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     float qkt[32];
     start_product<Element>(qkt, stage_q(m), stage_k(m));
     m = opaque(m);
+    // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
     const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
+    if (m >= 3) {
+      if (record(m - 3).valid < kChunk) store_o_rows(m - 3);
+      if (thread == 0) store_o(m - 3);
+    }
     pass_stages_on(m, full_p);
     const GateFactors<Traits, false> factors(stage_gate(m), lane_place(opaque_thread()));
     wgmma_wait<0>();
@@ -535,8 +555,6 @@ struct AuxRole {
     if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid, full_p);
     __syncwarp();
     if ((thread & 31) == 0) mbarrier_arrive(full_p);
-    // The gates of this group's next chunk, by the warp with the least to do above.
-    if (opaque_thread() < 32) finish_gates(m + 2);
   }
 
   // At a sequence's end V comes through a barrier of this group's own, and is passed on once its tail is cleared.
@@ -556,11 +574,7 @@ struct AuxRole {
       load_k(group);
       if (!Traits::kStateOnly && group == 0) load_q(0);
     }
-    if (thread < 32) {
-      fetch_gates(group);
-      finish_gates(group);
-    }
-    sync();
+    if (thread < 32) fetch_gates(group);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);

@@ -29,8 +29,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
-    for (int i = 0; i < Traits::kStagesMatrix; ++i) {
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4);                        // the warps of an auxiliary group
+    for (int i = 0; i < Traits::kStagesA; ++i) {
+      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4);  // the warps of an auxiliary group
+    }
+    for (int i = 0; i < Traits::kStagesP; ++i) {
       mbarrier_init(smem() + Traits::kFullP + 8 * i, 5);                        // ... and V
       mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
@@ -51,10 +53,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
   }
-  // Blocks of A_g and P right of the diagonal are never written: zero once.
-  for (uint32_t i = threadIdx.x * 16; i < 2 * Traits::kStagesMatrix * Traits::kBytesMatrix;
-       i += Traits::kThreads * 16) {
-    store_shared_u4(smem() + Traits::kSmemA + i, make_uint4(0, 0, 0, 0));
+  // Blocks of P right of the diagonal are never written: zero once.
+  for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
+    store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
   }
   fence_proxy_async();
   __syncthreads();
@@ -62,15 +63,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, thread};
-#ifndef NO_AUX
     role.run();
-#endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
-#ifndef NO_STATE
     role.run();
-#endif
   }
 }
 

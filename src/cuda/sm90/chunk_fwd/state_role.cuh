@@ -245,8 +245,8 @@ struct StateRole {
         v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
       }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
-      mbarrier_wait(smem() + Traits::kFullA + 8 * slot, parity);
-      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + slot * Traits::kBytesMatrix);
+      mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
       float low[16], high[16];
       wgmma_fence();
       mma_rs_n32_init<Element>(low, v, a_rows);

@@ -34,7 +34,9 @@ struct ChunkForwardTraits {
   static constexpr int kStagesQ = 3;
   static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
-  static constexpr int kStagesMatrix = 2;  // A_g and P, one for each auxiliary group
+  static constexpr int kStagesP = 2;  // one for each auxiliary group
+  static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
+                                      // while the state groups may still use the other
 
   static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;  // [half][token][64], each half 64 rows of 128 B, swizzled
   static constexpr uint32_t kHalf = kChunk * 128;
@@ -46,9 +48,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
   static constexpr uint32_t kSmemV = kSmemQ + kStagesQ * kBytesK;
   static constexpr uint32_t kSmemA = kSmemV + kStagesV * kBytesV;
-  static constexpr uint32_t kSmemP = kSmemA + kStagesMatrix * kBytesMatrix;
-  static constexpr uint32_t kSmemInverse = kSmemP + kStagesMatrix * kBytesMatrix;
-  static constexpr uint32_t kSmemDiagonal = kSmemInverse + kAuxGroups * kBytesMatrix;
+  static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
+  static constexpr uint32_t kSmemDiagonal = kSmemP + kStagesP * kBytesMatrix;
   static constexpr uint32_t kSmemGate = kSmemDiagonal + kAuxGroups * kBytesDiagonal;
 
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
@@ -77,9 +78,9 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullK = kSmemBarriers;
   static constexpr uint32_t kFullQ = kFullK + 8 * kStagesK;
   static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
-  static constexpr uint32_t kFullP = kFullA + 8 * kStagesMatrix;
-  static constexpr uint32_t kDone = kFullP + 8 * kStagesMatrix;
-  static constexpr uint32_t kTailV = kDone + 8 * kStagesMatrix;
+  static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
+  static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
+  static constexpr uint32_t kTailV = kDone + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
   static constexpr uint32_t kSmemBytes = kTailCount + 4 * kAuxGroups;
