@@ -87,6 +87,27 @@ struct Plan {
   std::vector<uint8_t> warmups;  // [boundary][head]
 };
 
+// Emits the segments of one sequence and head in rounds, as a warp does; how many slots they take.
+template <typename Warmups, typename Sink>
+int32_t emit_head(const HeadPlan<Warmups>& plan, int32_t first_slot, Sink& sink) {
+  SegmentCarry carry;
+  for (int32_t base = 1; base <= plan.pieces; base += 32) {
+    SegmentRound round;
+    round.base = base;
+    for (int32_t lane = 0; lane < 32; ++lane) {
+      bool ends = false, heavy = false;
+      if (base + lane <= plan.pieces) plan.classify(base + lane, &ends, &heavy);
+      round.ends |= static_cast<uint32_t>(ends) << lane;
+      round.heavy |= static_cast<uint32_t>(heavy) << lane;
+    }
+    for (int32_t lane = 0; lane < 32; ++lane) {
+      if (round.ends >> lane & 1) plan.emit(round, carry, lane, first_slot, sink);
+    }
+    plan.advance(round, &carry);
+  }
+  return carry.slots;
+}
+
 Plan make_plan(const Batch& batch) {
   Plan plan;
   plan.grid = choose_grid(batch.mode, batch.forced, batch.summary(), batch.heads, batch.sms, SplitCosts{});
@@ -98,11 +119,11 @@ Plan make_plan(const Batch& batch) {
     const int32_t chunks = batch.chunks(s), pieces = pieces_of(chunks, plan.grid);
     for (int32_t i = 1; i < pieces; ++i) {
       const int32_t at = boundary_chunk(chunks, pieces, i);
-      const int64_t number = boundary_number(batch.sequences[s].start, at, plan.grid);
+      const int32_t number = boundary_number(batch.sequences[s].start, at, plan.grid);
       EXPECT_LE(number, plan.capacity.boundaries);
       if (number >= plan.capacity.boundaries) continue;
       for (size_t other = 0; other < batch.sequences.size(); ++other) {
-        EXPECT_EQ(find_boundary(batch.sequences[other], plan.grid, static_cast<int32_t>(number)), other == s ? i : 0);
+        EXPECT_EQ(find_boundary(batch.sequences[other], plan.grid, number), other == s ? i : 0);
       }
       for (int32_t head = 0; head < batch.heads; ++head) {
         const std::vector<float>& decay = batch.decay[s * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
@@ -124,7 +145,8 @@ Plan make_plan(const Batch& batch) {
       SplitEstimate estimate;
       for (const PlannedSequence& s : batch.sequences) {
         for (int32_t head = 0; head < batch.heads; ++head) {
-          plan_head(s, head, plan.grid, merge_choice(choice), plan.capacity.boundaries, 0, warmups_of(head), estimate);
+          emit_head(HeadPlan(s, head, plan.grid, merge_choice(choice), plan.capacity.boundaries, warmups_of(head)), 0,
+                    estimate);
         }
       }
       if (estimate.steps(batch.sms) < best) {
@@ -143,9 +165,8 @@ Plan make_plan(const Batch& batch) {
   Sink sink{&tiles, &plan.chains};
   for (const PlannedSequence& s : batch.sequences) {
     for (int32_t head = 0; head < batch.heads; ++head) {
-      plan_head(s, head, plan.grid, plan.merge, plan.capacity.boundaries, static_cast<int32_t>(plan.slots),
-                warmups_of(head), sink);
-      plan.slots += count_slots(s, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head));
+      plan.slots += emit_head(HeadPlan(s, head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)),
+                              static_cast<int32_t>(plan.slots), sink);
     }
   }
   std::stable_sort(tiles.begin(), tiles.end(),

@@ -951,8 +951,9 @@ int main(int argc, char** argv) {
     }
     std::printf(ok ? "all ok\n" : "FAILURES\n");
   } else if (command == "split" || command == "repeat") {
-    for (const Case& c : split_cases()) {
+    for (Case& c : split_cases()) {
       if (c.name.find(filter) == std::string::npos) continue;
+      if (command == "split" && option >= 0) c.variant = static_cast<ChunkForwardVariant>(option);
       ok &= command == "split" ? run_split(c) : run_repeat(c, option >= 0 ? option : 1000);
     }
   } else if (command == "soak") {

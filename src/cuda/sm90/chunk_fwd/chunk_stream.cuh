@@ -37,7 +37,7 @@ static_assert(sizeof(ChunkRecord) == 48);
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile to open next
+  int32_t tile;       // tile to open next; of a list the one opened last
   int32_t tiles;      // how many there are
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
 };
@@ -100,13 +100,12 @@ __device__ __forceinline__ int boundary_place(int group, int warp, int j, int la
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 
-// The first tile of this block and the number of all. The plan must be there.
+// Before a block's first tile. The plan must be there.
 template <typename Traits>
 __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   walker.remaining = -1;
   if (p.list != nullptr) {
-    // By ticket from the first: blocks may start late, when others have left them room.
-    walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
+    walker.tile = 0;
     walker.tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x);
@@ -119,23 +118,33 @@ template <typename Traits>
 __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
+    // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
+    walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
+    if (walker.tile >= walker.tiles) break;
     int32_t tile = walker.tile, half = 0;
     if constexpr (Traits::kStateGroups == 1) {
       half = tile & 1;
       tile >>= 1;
     }
-    walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
-    const Tile t = p.list[tile];
+    // By parts, not as a copy: registers are short where this is called.
+    const Tile& t = p.list[tile];
     ChunkRecord& r = walker.next;
+    r.row = t.row;
+    r.sequence = t.sequence;
+    r.half = static_cast<int16_t>(half);
+    r.chunk = t.chunk;
+    r.position = t.position;
+    r.head = t.head;
+    r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
     r.slot_in = kNoSlot;
     r.slot_out = -1;
     r.flags = kFirstChunk;
-    const int64_t initial = initial_slot(args, t.sequence);
+    const int64_t initial = initial_slot(args, r.sequence);
     if (initial == kSkipSequence) continue;
     if (t.flags & kTileFromStart) {
       r.slot_in = initial;
       if (r.slot_in >= 0) {
-        l2_prefetch(state_matrix(args.initial, r.slot_in, t.head),
+        l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                     kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
       }
     }
@@ -143,7 +152,7 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
       r.slot_out = t.slot;
       if (t.flags & kTileTransition) r.flags |= kFromIdentity | kNoValues | kToTransition;
     } else {
-      if (t.flags & kTileToEnd) r.slot_out = resolve_slot(args.final_state, t.sequence);
+      if (t.flags & kTileToEnd) r.slot_out = resolve_slot(args.final_state, r.sequence);
       if (t.tokens <= 0 && r.slot_out < 0) continue;
       if (t.flags & kTileFromSlot) {
         // The boundary states are there once the kernel before this one is through.
@@ -152,13 +161,6 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
         r.flags |= kFromBoundary;
       }
     }
-    r.row = t.row;
-    r.head = t.head;
-    r.sequence = t.sequence;
-    r.half = static_cast<int16_t>(half);
-    r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
-    r.chunk = t.chunk;
-    r.position = t.position;
     walker.remaining = t.tokens;
     walker.silent = t.warmup;
     return;

@@ -173,10 +173,16 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   tiles.ticket = &split.workspace.counters->state_ticket;
   const ChunkForwardKernel states =
       args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states();
+  if (states.state_groups != kernel.state_groups &&
+      !encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
+                  args.v_head_stride, states.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
   error = launch_tiles(states, tiles, sms, true, stream);
   if (error == cudaSuccess) error = launch_split_combine(split, stream);
   if (error != cudaSuccess) return error;
 
+  tiles.v = params.v;
   tiles.list = split.workspace.output_tiles;
   tiles.list_size = &split.workspace.counters->output_tiles;
   tiles.ticket = &split.workspace.counters->output_ticket;

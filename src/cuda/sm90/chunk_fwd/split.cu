@@ -246,6 +246,35 @@ __global__ void __launch_bounds__(kPlanThreads)
 
 // --- the lists ---
 
+// Visits the segments of one sequence and head by `width` neighbouring lanes of a warp, 1 .. 32 and a power of two; how
+// many slots they take. All of the warp's groups of lanes go through `most_pieces` boundaries together; those whose
+// plan is not `wanted` come along.
+template <typename Warmups, typename Sink>
+__device__ int32_t emit_head(const HeadPlan<Warmups>& plan, bool wanted, int32_t first_slot, Sink& sink, int lane,
+                             int width, int32_t most_pieces) {
+  const int first_lane = lane / width * width;
+  const uint32_t mask = width == 32 ? ~0u : (1u << width) - 1;
+  SegmentCarry carry;
+  for (int32_t base = 1; base <= most_pieces; base += width) {
+    const int32_t i = base + lane - first_lane;
+    bool ends = false, heavy = false;
+    if (wanted && i <= plan.pieces) plan.classify(i, &ends, &heavy);
+    SegmentRound round;
+    round.base = base;
+    round.ends = __ballot_sync(0xffffffffu, ends) >> first_lane & mask;
+    round.heavy = __ballot_sync(0xffffffffu, heavy) >> first_lane & mask;
+    if (ends) plan.emit(round, carry, lane - first_lane, first_slot, sink);
+    plan.advance(round, &carry);
+  }
+  return carry.slots;
+}
+
+// Does nothing but let slots be counted.
+struct NoSink {
+  __device__ void tile(const Tile&) const {}
+  __device__ void chain(const TransitionChain&) const {}
+};
+
 struct CountingSink {
   int32_t* buckets;  // [kTileBuckets], shared
   __device__ void tile(const Tile& t) const { atomicAdd(&buckets[tile_bucket(t)], 1); }
@@ -271,7 +300,12 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  const SplitGrid grid = choose_grid(p, summarise_lengths(args));
+  const LengthSummary lengths = summarise_lengths(args);
+  const SplitGrid grid = choose_grid(p, lengths);
+  const int32_t most_pieces = pieces_of(lengths.longest, grid);
+  // Lanes that a sequence and head get.
+  int width = 1;
+  while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
   __shared__ int32_t list_sizes[2], slots_used, chains_used, chunks_before;
@@ -313,16 +347,18 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       return static_cast<int32_t>(ws.warmups[static_cast<int64_t>(number) * heads + head]);
     };
   };
-  const int64_t pairs = static_cast<int64_t>(n) * heads;
+  const int32_t pairs = n * heads;
+  auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
+    const int32_t head = pair % heads;
+    return HeadPlan(sequence(min(pair / heads, n - 1)), head, grid, merge, p.capacity.boundaries, warmups_of(head));
+  };
 
   SplitMerge merge;
   if (args.split == SplitMode::kAuto && args.force_split == 0 && grid.spacing > 0) {
     SplitEstimate estimate;
     estimate.costs = p.costs;
-    for (int64_t pair = lane; pair < pairs; pair += 32) {
-      const int32_t head = static_cast<int32_t>(pair % heads);
-      plan_head(sequence(static_cast<int32_t>(pair / heads)), head, grid, merge_choice(warp), p.capacity.boundaries, 0,
-                warmups_of(head), estimate);
+    for (int32_t pair = lane / width; pair - lane / width < pairs; pair += 32 / width) {
+      emit_head(head_plan(pair, merge_choice(warp)), pair < pairs, 0, estimate, lane, width, most_pieces);
     }
     for (int i = 16; i > 0; i /= 2) {
       SplitEstimate other;
@@ -343,10 +379,9 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   }
 
   CountingSink counting{buckets};
-  for (int64_t pair = thread; pair < pairs; pair += kPlanThreads) {
-    const int32_t head = static_cast<int32_t>(pair % heads);
-    plan_head(sequence(static_cast<int32_t>(pair / heads)), head, grid, merge, p.capacity.boundaries, 0,
-              warmups_of(head), counting);
+  const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
+  for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
+    emit_head(head_plan(pair, merge), pair < pairs, 0, counting, lane, width, most_pieces);
   }
   __syncthreads();
   // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
@@ -369,12 +404,14 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   }
   __syncthreads();
   PlacingSink placing{buckets, &chains_used, ws};
-  for (int64_t pair = thread; pair < pairs; pair += kPlanThreads) {
-    const int32_t head = static_cast<int32_t>(pair % heads);
-    const PlannedSequence s = sequence(static_cast<int32_t>(pair / heads));
-    const int32_t slots = count_slots(s, grid, merge, p.capacity.boundaries, warmups_of(head));
-    const int32_t first_slot = slots > 0 ? atomicAdd(&slots_used, slots) : 0;
-    plan_head(s, head, grid, merge, p.capacity.boundaries, first_slot, warmups_of(head), placing);
+  for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
+    const auto plan = head_plan(pair, merge);
+    NoSink none;
+    const int32_t slots = most_pieces > 1 ? emit_head(plan, pair < pairs, 0, none, lane, width, most_pieces) : 0;
+    int32_t first_slot = 0;
+    if (lane % width == 0 && slots > 0) first_slot = atomicAdd(&slots_used, slots);
+    first_slot = __shfl_sync(0xffffffffu, first_slot, 0, width);
+    emit_head(plan, pair < pairs, first_slot, placing, lane, width, most_pieces);
   }
   __syncthreads();
   if (thread == 0) {

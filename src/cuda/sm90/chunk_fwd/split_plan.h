@@ -44,6 +44,8 @@ inline constexpr int32_t kItemsPerSm = 3;
 // SplitMode::kInvariant: as many pieces as whole spacings fit, up to a number that keeps chains of transitions short.
 inline constexpr int32_t kInvariantSpacing = 32;
 inline constexpr int32_t kInvariantPieces = 16;
+inline constexpr int32_t kMostPieces =
+    1 << 15;  // its square is a 32-bit number: 64-bit divisions take long on the device
 // Longest warm-up, in chunks; kept in a byte.
 inline constexpr int32_t kMaxWarmup = 64;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
@@ -115,18 +117,20 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
 // Pieces between the boundaries of a sequence; boundary i of 1 .. pieces - 1 is before chunk boundary_chunk(i).
 FLASH_QLA_HOST_DEVICE inline int32_t pieces_of(int32_t chunks, const SplitGrid& grid) {
   if (grid.spacing == 0 || chunks < 2 * grid.spacing) return 1;
-  const int32_t pieces = chunks / grid.spacing;
-  return grid.by_length != 0 && pieces > kInvariantPieces ? kInvariantPieces : pieces;
+  const int32_t pieces = chunks / grid.spacing, most = grid.by_length != 0 ? kInvariantPieces : kMostPieces;
+  return pieces < most ? pieces : most;
 }
 FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_chunk(int32_t chunks, int32_t pieces, int32_t i) {
-  return static_cast<int32_t>(static_cast<int64_t>(chunks) * i / pieces);
+  return chunks / pieces * i +
+         static_cast<int32_t>(static_cast<uint32_t>(chunks % pieces * i) / static_cast<uint32_t>(pieces));
 }
 
 // Boundaries have numbers: no two of a batch are nearer than the spacing (a sequence's first lies that far inside it),
 // so the number of the spacing-wide window they fall in is theirs alone. A boundary whose number is past the capacity
-// is not used.
-FLASH_QLA_HOST_DEVICE constexpr int64_t boundary_number(int64_t first_token, int32_t chunk, const SplitGrid& grid) {
-  return (first_token + static_cast<int64_t>(chunk) * kSplitChunk) / (static_cast<int64_t>(grid.spacing) * kSplitChunk);
+// is not used. Tokens are 31-bit numbers.
+FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_number(int32_t first_token, int32_t chunk, const SplitGrid& grid) {
+  const uint32_t token = static_cast<uint32_t>(first_token) + static_cast<uint32_t>(chunk) * kSplitChunk;
+  return static_cast<int32_t>(token / kSplitChunk / static_cast<uint32_t>(grid.spacing));
 }
 
 // The boundary of sequence `s` that has this number, 1 .. pieces - 1; 0: none.
@@ -210,87 +214,150 @@ inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 
 // Whether boundary i of `pieces` stays when about `merge` pieces are joined, as evenly as may be.
 FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, int32_t merge) {
-  const int64_t joined = merge >= pieces ? 1 : (pieces + merge - 1) / merge;
-  return joined * i / pieces != joined * (i - 1) / pieces;
+  const uint32_t n = static_cast<uint32_t>(pieces);
+  const uint32_t joined = merge >= pieces ? 1u : (n + static_cast<uint32_t>(merge) - 1) / static_cast<uint32_t>(merge);
+  return joined * static_cast<uint32_t>(i) / n != joined * static_cast<uint32_t>(i - 1) / n;
 }
 
-// Calls visit(first chunk, end chunk, warmup of the end boundary or 0, heavy, last) for each tile-to-be of one sequence
-// and head. warmups(number): of that boundary, 0: heavy.
-template <typename Warmups, typename Visit>
-FLASH_QLA_HOST_DEVICE void for_each_segment(const PlannedSequence& s, const SplitGrid& grid, const SplitMerge& merge,
-                                            int32_t capacity, const Warmups& warmups, const Visit& visit) {
-  const int32_t chunks = chunks_in(s.length), pieces = pieces_of(chunks, grid);
-  int32_t first = 0;
-  for (int32_t i = 1; i < pieces; ++i) {
-    const int32_t at = boundary_chunk(chunks, pieces, i);
-    const int64_t number = boundary_number(s.start, at, grid);
-    if (number >= capacity) continue;
-    const int32_t warmup = warmups(static_cast<int32_t>(number));
-    if (!boundary_stays(pieces, i, warmup > 0 ? merge.light : merge.heavy)) continue;
-    visit(first, at, warmup, warmup == 0, false);
-    first = at;
-  }
-  visit(first, chunks, 0, false, true);
+// The segments of one sequence and head, which end at the boundaries that stay and at the sequence's end, are worked
+// out in rounds of 32 boundaries: on the device a lane looks at one, on the host a loop does. Bit j of a round's masks
+// is boundary base + j; the end counts as boundary `pieces`.
+struct SegmentRound {
+  int32_t base = 1;
+  uint32_t ends = 0;   // segments end there
+  uint32_t heavy = 0;  // ... and the next one cannot do without this one's last state
+};
+
+// What a round needs of those before it.
+struct SegmentCarry {
+  int32_t from = 0;        // boundary that the open segment starts at; 0: the sequence's start
+  int32_t from_heavy = 0;  // whether it is heavy
+  int32_t heavy_run = 0;   // heavy boundaries in a row up to it
+  int32_t slots = 0;       // heavy boundaries so far
+};
+
+FLASH_QLA_HOST_DEVICE inline int32_t bits_set(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  return __popc(x);
+#else
+  return __builtin_popcount(x);
+#endif
+}
+// Of a number that is not zero.
+FLASH_QLA_HOST_DEVICE inline int32_t highest_bit(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  return 31 - __clz(static_cast<int>(x));
+#else
+  return 31 - __builtin_clz(x);
+#endif
 }
 
-// Heavy boundaries that stay: boundary states that the sequence and head need.
+// One sequence and head, and how it is cut. warmups(number): chunks of warm-up of that boundary, 0: heavy.
 template <typename Warmups>
-FLASH_QLA_HOST_DEVICE int32_t count_slots(const PlannedSequence& s, const SplitGrid& grid, const SplitMerge& merge,
-                                          int32_t capacity, const Warmups& warmups) {
-  int32_t slots = 0;
-  for_each_segment(s, grid, merge, capacity, warmups,
-                   [&](int32_t, int32_t, int32_t, bool heavy, bool) { slots += heavy ? 1 : 0; });
-  return slots;
-}
+struct HeadPlan {
+  PlannedSequence sequence;
+  int32_t head;
+  SplitGrid grid;
+  SplitMerge merge;
+  int32_t capacity;  // boundaries
+  Warmups warmups;
+  int32_t chunks, pieces;
 
-// The tiles of one sequence and head: sink.tile(Tile) for each, sink.chain(TransitionChain) for each run of
-// transitions. Slots are first_slot and those after it.
-template <typename Warmups, typename Sink>
-FLASH_QLA_HOST_DEVICE void plan_head(const PlannedSequence& s, int32_t head, const SplitGrid& grid,
-                                     const SplitMerge& merge, int32_t capacity, int32_t first_slot,
-                                     const Warmups& warmups, Sink& sink) {
-  int32_t from_slot = -1, from_warmup = 0, next_slot = first_slot, chain = 0;
-  auto emit = [&](int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) {
+  FLASH_QLA_HOST_DEVICE HeadPlan(const PlannedSequence& sequence, int32_t head, const SplitGrid& grid,
+                                 const SplitMerge& merge, int32_t capacity, const Warmups& warmups)
+      : sequence(sequence),
+        head(head),
+        grid(grid),
+        merge(merge),
+        capacity(capacity),
+        warmups(warmups),
+        chunks(chunks_in(sequence.length)),
+        pieces(pieces_of(chunks, grid)) {}
+
+  FLASH_QLA_HOST_DEVICE int32_t chunk_at(int32_t i) const {
+    return i >= pieces ? chunks : boundary_chunk(chunks, pieces, i);
+  }
+  FLASH_QLA_HOST_DEVICE int32_t warmup_at(int32_t i) const {
+    return warmups(boundary_number(sequence.start, chunk_at(i), grid));
+  }
+
+  // Whether boundary i, 1 .. pieces, ends a segment, and is heavy.
+  FLASH_QLA_HOST_DEVICE void classify(int32_t i, bool* ends, bool* heavy) const {
+    *ends = i == pieces;
+    *heavy = false;
+    if (i >= pieces) return;
+    const int32_t number = boundary_number(sequence.start, chunk_at(i), grid);
+    if (number >= capacity) return;
+    const bool light = warmups(number) > 0;
+    *ends = boundary_stays(pieces, i, light ? merge.light : merge.heavy);
+    *heavy = *ends && !light;
+  }
+
+  // The tiles of the segment that ends at bit `lane` of the round, which must be set in `ends`: sink.tile(Tile) for
+  // each, and sink.chain(TransitionChain) where a run of transitions ends. Slots are first_slot and those after it.
+  template <typename Sink>
+  FLASH_QLA_HOST_DEVICE void emit(const SegmentRound& round, const SegmentCarry& carry, int32_t lane,
+                                  int32_t first_slot, Sink& sink) const {
+    const uint32_t bit = 1u << lane, below = bit - 1;
+    const int32_t i = round.base + lane, end = chunk_at(i);
+    const bool last = i == pieces, heavy = (round.heavy & bit) != 0;
+    const uint32_t earlier = round.ends & below;
+    const int32_t from = earlier != 0 ? round.base + highest_bit(earlier) : carry.from;
+    const bool from_heavy = earlier != 0 ? (round.heavy >> highest_bit(earlier) & 1) != 0 : carry.from_heavy != 0;
+    // Slot of this segment's last state; the one that it starts from is the slot before.
+    const int32_t slot = first_slot + carry.slots + bits_set(round.heavy & below);
+    const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
+    if (!from_heavy) {
+      const int32_t warmup = from > 0 ? warmup_at(from) : 0;
+      const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
+      sink.tile(tile(start, end, warmup, -1, from_start | to_end));
+      if (heavy) sink.tile(tile(start, end, 0, slot, from_start | kTileToSlot));
+      return;
+    }
+    sink.tile(tile(first, end, 0, slot - 1, kTileFromSlot | to_end));
+    if (heavy) {
+      sink.tile(tile(first, end, 0, slot, kTileToSlot));
+      sink.tile(tile(first, end, 0, slot, kTileToSlot | kTileTransition));
+      return;
+    }
+    const uint32_t light = earlier & ~round.heavy;
+    const uint32_t since = light != 0 ? ~((2u << highest_bit(light)) - 1) : ~0u;
+    const int32_t run = bits_set(round.heavy & below & since) + (light != 0 ? 0 : carry.heavy_run);
+    if (run > 1) sink.chain(TransitionChain{slot - run, run - 1});
+  }
+
+  // What the next round needs.
+  FLASH_QLA_HOST_DEVICE static void advance(const SegmentRound& round, SegmentCarry* carry) {
+    carry->slots += bits_set(round.heavy);
+    if (round.ends == 0) return;
+    const int32_t last = highest_bit(round.ends);
+    const uint32_t light = round.ends & ~round.heavy;
+    const uint32_t since = light != 0 ? ~((2u << highest_bit(light)) - 1) : ~0u;
+    carry->heavy_run = bits_set(round.heavy & since) + (light != 0 ? 0 : carry->heavy_run);
+    carry->from = round.base + last;
+    carry->from_heavy = round.heavy >> last & 1;
+  }
+
+ private:
+  FLASH_QLA_HOST_DEVICE Tile tile(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
+    const int32_t last = end * kSplitChunk < sequence.length ? end * kSplitChunk : sequence.length;
     Tile t;
-    const int32_t last = end * kSplitChunk < s.length ? end * kSplitChunk : s.length;
-    t.row = s.start + from * kSplitChunk;
+    t.row = sequence.start + from * kSplitChunk;
     t.tokens = last - from * kSplitChunk;
-    t.sequence = s.index;
-    t.chunk = s.first_chunk + from;
+    t.sequence = sequence.index;
+    t.chunk = sequence.first_chunk + from;
     t.position = from;
     t.slot = slot;
     t.head = static_cast<int16_t>(head);
     t.warmup = static_cast<int16_t>(warmup);
     t.flags = flags;
-    sink.tile(t);
-  };
-  for_each_segment(s, grid, merge, capacity, warmups,
-                   [&](int32_t first, int32_t end, int32_t warmup, bool heavy, bool last) {
-                     const int32_t to_end = last ? kTileToEnd : 0;
-                     if (from_slot < 0) {
-                       const int32_t from = first - from_warmup, start = from == 0 ? kTileFromStart : 0;
-                       emit(from, end, from_warmup, -1, start | to_end);
-                       if (heavy) emit(from, end, 0, next_slot, start | kTileToSlot);
-                     } else {
-                       emit(first, end, 0, from_slot, kTileFromSlot | to_end);
-                       if (heavy) {
-                         emit(first, end, 0, next_slot, kTileToSlot);
-                         emit(first, end, 0, next_slot, kTileToSlot | kTileTransition);
-                         ++chain;
-                       }
-                     }
-                     if (!heavy && chain > 0) {
-                       sink.chain(TransitionChain{from_slot - chain, chain});
-                       chain = 0;
-                     }
-                     from_slot = heavy ? next_slot++ : -1;
-                     from_warmup = warmup;
-                   });
-}
+    return t;
+  }
+};
 
 // --- the choice of merges ---
 
-// What one choice costs; a sink for plan_head.
+// What one choice costs; a sink for HeadPlan::emit.
 struct SplitEstimate {
   SplitCosts costs;
   float state_work = 0.0f, output_work = 0.0f;
