@@ -3,7 +3,7 @@
 # Prints what each program prints; the last line says how many of them failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-chmod +x cuda_generic_* sm90_chunk_*
+chmod +x cuda_generic_* sm90_*
 failed=0
 
 # step SECONDS COMMAND...: a program that hangs is ended and counts as failed.
@@ -23,6 +23,8 @@ run_benchmarks() {
   step 120 ./cuda_generic_bench
   step 60 ./sm90_chunk_bwd_bench time
   step 60 ./sm90_chunk_fwd_bench time
+  step 60 ./sm90_forward_bench cold
+  step 60 ./sm90_forward_bench modes
 }
 run_sanitizer() {
   local tool

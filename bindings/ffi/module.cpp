@@ -36,17 +36,17 @@ void raise_if_refused(const flash_qla_status& status) {
   }
 }
 
+bool on_cpu(DLDevice device) { return device.device_type == kDLCPU || device.device_type == kDLCUDAHost; }
+bool on_cuda(DLDevice device) { return device.device_type == kDLCUDA || device.device_type == kDLCUDAManaged; }
+
+bool same_device(DLDevice a, DLDevice b) {
+  return (on_cpu(a) && on_cpu(b)) || (on_cuda(a) && on_cuda(b) && a.device_id == b.device_id);
+}
+
 std::string describe(DLDevice device) {
-  switch (device.device_type) {
-    case kDLCPU:
-    case kDLCUDAHost:
-      return "cpu";
-    case kDLCUDA:
-    case kDLCUDAManaged:
-      return "cuda:" + std::to_string(device.device_id);
-    default:
-      return "DLPack device type " + std::to_string(static_cast<int>(device.device_type));
-  }
+  if (on_cpu(device)) return "cpu";
+  if (on_cuda(device)) return "cuda:" + std::to_string(device.device_id);
+  return "DLPack device type " + std::to_string(static_cast<int>(device.device_type));
 }
 
 // The name of a dtype. tvm-ffi's own function throws for complex numbers, which must not happen while a message is
@@ -77,25 +77,20 @@ class Call {
  public:
   Call(const char* operation, flash_qla_options* options, const ffi::TensorView& q)
       : operation_(operation), device_(q.device()) {
-    switch (device_.device_type) {
-      case kDLCPU:
-      case kDLCUDAHost:
-        options->device_type = FLASH_QLA_CPU;
-        break;
-      case kDLCUDA:
-      case kDLCUDAManaged:
-        options->device_type = FLASH_QLA_CUDA;
-        options->device_index = device_.device_id;
-        stream_ = TVMFFIEnvGetStream(kDLCUDA, device_.device_id);
-        break;
-      default:
-        TVM_FFI_THROW(NotImplementedError) << operation_ << ": q's device (" << describe(device_)
-                                           << ") must be the CPU or a CUDA device: move the tensors there";
+    if (on_cpu(device_)) {
+      options->device_type = FLASH_QLA_CPU;
+    } else if (on_cuda(device_)) {
+      options->device_type = FLASH_QLA_CUDA;
+      options->device_index = device_.device_id;
+      stream_ = TVMFFIEnvGetStream(kDLCUDA, device_.device_id);
+    } else {
+      TVM_FFI_THROW(NotImplementedError) << operation_ << ": q's device (" << describe(device_)
+                                         << ") must be the CPU or a CUDA device: move the tensors there";
     }
   }
 
   flash_qla_tensor tensor(const char* name, const ffi::TensorView& view) const {
-    if (describe(view.device()) != describe(device_)) {
+    if (!same_device(view.device(), device_)) {
       TVM_FFI_THROW(TypeError) << operation_ << ": " << name << "'s device (" << describe(view.device())
                                << ") must be that of q (" << describe(device_) << ")";
     }
@@ -155,12 +150,22 @@ ffi::Any run_or_explain(Action action, const Arguments& args, const Call& call, 
   return static_cast<int64_t>(0);
 }
 
-void fill_options(flash_qla_options* options, const ffi::String& operation, const ffi::Optional<ffi::String>& path,
+// An optional name by value. ffi::Optional::value() returns a copy, whose characters are gone with it.
+struct OptionalName {
+  explicit OptionalName(const ffi::Optional<ffi::String>& name)
+      : given(name.has_value()), text(given ? name.value() : ffi::String()) {}
+  bool given;
+  ffi::String text;
+};
+
+// `operation` and `path` must outlive the call: the options point to their characters, which short strings keep in
+// themselves.
+void fill_options(flash_qla_options* options, const ffi::String& operation, const OptionalName& path,
                   ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel,
                   bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode,
                   bool force_intra_cp, ffi::Optional<double> cp_tolerance, int64_t num_threads) {
   options->operation = operation.c_str();
-  options->path = path.has_value() ? path.value().c_str() : nullptr;
+  options->path = path.given ? path.text.c_str() : nullptr;
   options->scale = scale.has_value() ? scale.value() : std::nan("");
   options->state_v_first = state_v_first;
   options->use_qk_l2norm_in_kernel = use_qk_l2norm_in_kernel;
@@ -186,9 +191,10 @@ ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Opt
                  OptionalTensor checkpoint_offsets, OptionalTensor checkpoint_indices, OptionalTensor o,
                  OptionalTensor final_state, OptionalTensor g_cumsum, OptionalTensor A, OptionalTensor h,
                  OptionalTensor workspace) {
+  const OptionalName path_name(path);
   flash_qla_forward_arguments args;
   flash_qla_forward_arguments_init(&args);
-  fill_options(&args.options, operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+  fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
   const Call call(operation.c_str(), &args.options, q);
   args.q = call.tensor("q", q);
@@ -234,9 +240,10 @@ ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::Stri
                   OptionalTensor A, OptionalTensor o, OptionalTensor d_o, OptionalTensor dht, OptionalTensor dq,
                   OptionalTensor dk, OptionalTensor dv, OptionalTensor dg, OptionalTensor dbeta, OptionalTensor dh0,
                   OptionalTensor dA_log, OptionalTensor ddt_bias, OptionalTensor workspace) {
+  const OptionalName path_name(path);
   flash_qla_backward_arguments args;
   flash_qla_backward_arguments_init(&args);
-  fill_options(&args.options, operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+  fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
   const Call call(operation.c_str(), &args.options, q);
   args.q = call.tensor("q", q);
@@ -281,8 +288,9 @@ int64_t workspace_size(ffi::String operation, ffi::Optional<ffi::String> path, f
   const int32_t type = dtype_of(operation.c_str(), "dtype", dtype);
   const int32_t state_type = dtype_of(operation.c_str(), "state_dtype", state_dtype);
   const int32_t accumulator = type == FLASH_QLA_FLOAT64 ? FLASH_QLA_FLOAT64 : FLASH_QLA_FLOAT32;
+  const OptionalName path_name(path);
   const auto fill = [&](auto& args) {
-    fill_options(&args.options, operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+    fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                  use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
     args.options.device_type = cuda ? FLASH_QLA_CUDA : FLASH_QLA_CPU;
     args.options.device_index = static_cast<int32_t>(device_index);

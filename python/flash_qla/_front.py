@@ -10,27 +10,28 @@ except ImportError:  # numpy and other DLPack arrays work without it
     torch = None  # type: ignore[assignment]
 
 torch_front: Any = None
+# What most arguments are. Tensor subclasses are told from other things one by one.
+_USUAL: frozenset = frozenset()
 if torch is not None:
     from . import _torch
 
     torch_front = _torch
+    _USUAL = _torch.PLAIN_TYPES
 
 
 # The inputs that all operations share, in the order of the native calls.
 INPUT_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
 
-# Arguments of the serving calls that stand among the tensors and are none.
-_NUMBERS = ("null_index", "checkpoint_every")
-
-
 def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> bool:
     """True for a call on torch tensors, False for one on DLPack arrays; TypeError for a mixture or anything else.
 
-    `values[0]` is q. None (an argument left out) and the arguments that are numbers are passed over.
+    `values` begins with q, k and v. None (an argument left out) is passed over.
     """
+    if _USUAL.issuperset(map(type, values)) and not any(value is None for value in values[:3]):
+        return True
     on_torch = torch is not None and isinstance(values[0], torch.Tensor)
     for name, value in zip(names, values):
-        if value is None or name in _NUMBERS:
+        if value is None:
             continue
         if on_torch and not isinstance(value, torch.Tensor):
             raise TypeError(f"{operation}: {name} ({type(value).__name__}) must be a torch.Tensor, as q is")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Callable, Dict, Union
 
 from . import _ffi
+from ._front import torch_front
 from ._options import make_options
 from .ops import gated_delta_rule as operations
 
@@ -28,6 +30,7 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
 
     Returns:
         Lines of text: "path: <name>", "workspace: <bytes> bytes", then "<name>: <taken, or the reason>" for each path.
+        Last, where autograd records the call, what it keeps for the backward pass.
 
     Raises:
         What the call itself would raise.
@@ -40,7 +43,13 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
         raise ValueError(f"explain: op ({name}) must be one of: {', '.join(_CALLS)}")
     with _ffi.explaining() as texts:
         getattr(operations, name)(*args, **kwargs)
-    return texts[0].rstrip("\n")
+    text = texts[0].rstrip("\n")
+    if name == "chunk_gated_delta_rule" and torch_front is not None:
+        given = inspect.signature(operations.chunk_gated_delta_rule).bind(*args, **kwargs).arguments
+        saved, tokens = torch_front.saved_for_backward(given)
+        if saved > 0:
+            text += f"\nsaved for the backward pass beside the inputs: {saved} bytes (A: {saved // tokens} a token)"
+    return text
 
 
 def workspace_size(

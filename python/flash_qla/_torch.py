@@ -6,10 +6,12 @@ they can be, and mutate only what a caller hands over to be written (pools, chec
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _ffi
 from ._options import Options
@@ -25,8 +27,14 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log,
 _library = torch.library.Library("flash_qla", "DEF")
 
 
+_implementations: Dict[str, Callable[..., Any]] = {}
+
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
 def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.split("(")[0]
+    _implementations[name] = implementation
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_qla::{name}", fake, lib=_library)
@@ -202,6 +210,27 @@ _define(
 _ops = torch.ops.flash_qla
 
 
+def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
+    """True for an ordinary eager call: no compiler, dispatch mode (FakeTensorMode), function transform, tensor subclass or
+    meta tensor wants to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and PLAIN_TYPES.issuperset(map(type, tensors))
+        and not is_in_torch_dispatch_mode()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not tensors[0].is_meta  # type: ignore[union-attr]
+    )
+
+
+def _compute(name: str, tensors: Sequence[Optional[Tensor]], *arguments: Any) -> Any:
+    """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of a
+    call. `tensors` begins with q. No gradient is recorded."""
+    if _nobody_watches(tensors):
+        return _implementations[name](*arguments)
+    with torch.no_grad():
+        return getattr(_ops, name)(*arguments)
+
+
 def _align(found: Sequence[Tensor], wanted: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
     """Puts a None where an operator's list of results leaves out what was not wanted."""
     rest = iter(found)
@@ -240,7 +269,9 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         ctx: Any, options: Options, output_final_state: bool, *inputs: Optional[Tensor]
     ) -> Tuple[Optional[Tensor], ...]:
         wanted = (True, output_final_state, False, True, False)
-        o, final_state, _, A, _ = _align(_ops.chunk_forward(*options, *inputs, *wanted[1:4], None), wanted)
+        o, final_state, _, A, _ = _align(
+            _compute("chunk_forward", inputs, *options, *inputs, *wanted[1:4], None), wanted
+        )
         ctx.save_for_backward(*inputs, A)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -251,13 +282,23 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         *inputs, A = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         wanted = (*needs[:7], needs[8])
-        with torch.no_grad():
-            found = _ops.chunk_backward(*ctx.options, *inputs, False, A, do, dht, False, wanted)
+        tensors = (*inputs, A, do, dht)
+        found = _compute("chunk_backward", tensors, *ctx.options, *inputs, False, A, do, dht, False, wanted)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
             message = f"{ctx.options[0]}: second derivatives are not supported"
             found = [_NotDifferentiable.apply(message, gradient, *inputs, do, dht) for gradient in found]
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
+
+
+def saved_for_backward(arguments: Mapping[str, Any]) -> Tuple[int, int]:
+    """Bytes that chunk_gated_delta_rule() with these arguments keeps beside its inputs, and its tokens. No bytes where no
+    gradient is recorded, or where the arguments are no torch tensors."""
+    tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
+    k, v = arguments["k"], arguments["v"]
+    if not isinstance(v, Tensor) or not _wants_gradient(tensors):
+        return 0, 0
+    return math.prod(a_shape(v.shape)) * k.element_size(), v.shape[0] * v.shape[1]
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -286,7 +327,7 @@ def chunk(
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     if _wants_gradient(inputs):
         return _ChunkGatedDeltaRule.apply(options, output_final_state, *inputs)
-    found = _ops.chunk_forward(*options, *inputs, output_final_state, False, False, None)
+    found = _compute("chunk_forward", inputs, *options, *inputs, output_final_state, False, False, None)
     return found[0], found[1] if output_final_state else None
 
 
@@ -303,11 +344,10 @@ def chunk_fwd(
     chunk_rows: Optional[int],
 ) -> Tuple[Optional[Tensor], ...]:
     """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd()."""
-    with torch.no_grad():
-        inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
-        wanted = (True, output_final_state, True, True, chunk_rows is not None)
-        found = _ops.chunk_forward(*options, *inputs, *wanted[1:4], chunk_rows)
-        o, final_state, g_cumsum, A, h = _align(found, wanted)
+    inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
+    wanted = (True, output_final_state, True, True, chunk_rows is not None)
+    found = _compute("chunk_forward", inputs, *options, *inputs, *wanted[1:4], chunk_rows)
+    o, final_state, g_cumsum, A, h = _align(found, wanted)
     return g_cumsum, A, o, h, final_state
 
 
@@ -325,11 +365,11 @@ def chunk_bwd(
     initial_state: Optional[Tensor],
 ) -> Tuple[Optional[Tensor], ...]:
     """(dq, dk, dv, db, dg, dh0) of chunk_gated_delta_rule_bwd()."""
-    with torch.no_grad():
-        inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
-        wanted = (True, True, True, g is not None, beta is not None, False, False, initial_state is not None)
-        found = _ops.chunk_backward(*options, *inputs, g is not None, A, do, dht, True, wanted)
-        dq, dk, dv, dg, db, _, _, dh0 = _align(found, wanted)
+    inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
+    wanted = (True, True, True, g is not None, beta is not None, False, False, initial_state is not None)
+    tensors = (*inputs, A, do, dht)
+    found = _compute("chunk_backward", tensors, *options, *inputs, g is not None, A, do, dht, True, wanted)
+    dq, dk, dv, dg, db, _, _, dh0 = _align(found, wanted)
     return dq, dk, dv, db, dg, dh0
 
 
@@ -349,8 +389,7 @@ def recurrent(
     """fused_recurrent_gated_delta_rule() on tensors."""
     q, k, v = _autocast(q, k, v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    with torch.no_grad():
-        found = _ops.recurrent(*options, *inputs, output_final_state)
+    found = _compute("recurrent", inputs, *options, *inputs, output_final_state)
     return _forward_only(options[0], found[0], inputs), found[1] if output_final_state else None
 
 
@@ -360,7 +399,6 @@ def pool(
     """gated_delta_rule_prefill() and gated_delta_rule_decode() on tensors. `inputs`: q .. cu_seqlens; `states`:
     state_pool .. checkpoint_indices."""
     q, v = inputs[0], inputs[2]
-    with torch.no_grad():
-        o = q.new_empty(v.shape) if out is None else out  # type: ignore[union-attr]
-        _ops.pool_forward(recurrent, *options, *inputs, *states, o)
+    o = q.new_empty(v.shape) if out is None else out  # type: ignore[union-attr]
+    _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), recurrent, *options, *inputs, *states, o)
     return _forward_only(options[0], o, inputs) if out is None else o

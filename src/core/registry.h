@@ -21,8 +21,9 @@ struct Path {
   // Taken only when options.path names it: oracles, and kernels whose path has not passed the tests on a device yet.
   bool only_by_name;
   // Empty: this path computes the call. Otherwise why it does not, as half a sentence ("needs K = V = 128").
-  // The arguments are already validated. Reads pointers' alignment at most, never what they point to; a NULL pointer
-  // counts as aligned.
+  // The arguments are already validated. Reads pointers' alignment at most, never what they point to. A NULL pointer
+  // counts as aligned: sizes of scratch are asked for before tensors exist, and are then the largest of all paths that
+  // take the shapes.
   std::string (*reject)(const Arguments& args, const Problem& problem);
   // Bytes of scratch, 256-byte aligned, on the call's device. Grows with T and N, so that the size for the largest call
   // serves all smaller ones.

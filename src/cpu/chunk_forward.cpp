@@ -1,6 +1,7 @@
 // Chunked forward: one task is one (sequence, value head), whose chunks follow each other. No task looks at another,
 // so that bits depend on neither the batch nor the number of threads.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "core/host_tensor.h"
@@ -110,6 +111,7 @@ class Forward {
         io.write_slot(p_, checkpoint->index, head, false, scratch->S_inside);
       }
       kernels<T>().advance(scratch->chunk, scratch->chunk.n, scratch->S, scratch->S);
+      round_state(scratch->S);
       if (args_.checkpoint_every > 0 && after % args_.checkpoint_every == 0) {
         const int64_t row = load_index(args_.checkpoint_cu_starts, n) + after / args_.checkpoint_every - 1;
         if (row >= 0 && row < args_.checkpoints.shape[0]) {
@@ -118,6 +120,13 @@ class Forward {
       }
     }
     io.write_final(p_, head, false, scratch->S);
+  }
+
+  // The state at a chunk's end as a float32 final state would hand it over: a sequence that is cut there goes on with
+  // the same bits.
+  void round_state(T* S) const {
+    if (!std::is_same_v<T, double> || p_.dtype == DType::kFloat64) return;
+    for (int64_t i = 0; i < p_.K * p_.V; ++i) S[i] = static_cast<T>(static_cast<float>(S[i]));
   }
 
   // Everything of the chunk after the sequence's first `done` tokens but the state after it.
@@ -176,11 +185,11 @@ size_t size_for(const Arguments& args, const Problem& p) {
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {
-  return p.dtype == DType::kFloat64 ? size_for<double>(args, p) : size_for<float>(args, p);
+  return computes_in_double(p) ? size_for<double>(args, p) : size_for<float>(args, p);
 }
 
 Status run(const Arguments& args, const Problem& p, void* workspace, void*) {
-  p.dtype == DType::kFloat64 ? Forward<double>(args, p).run(workspace) : Forward<float>(args, p).run(workspace);
+  computes_in_double(p) ? Forward<double>(args, p).run(workspace) : Forward<float>(args, p).run(workspace);
   return Status();
 }
 

@@ -107,11 +107,11 @@ size_t size_for(const Arguments& args, const Problem& p) {
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {
-  return p.dtype == DType::kFloat64 ? size_for<double>(args, p) : size_for<float>(args, p);
+  return computes_in_double(p) ? size_for<double>(args, p) : size_for<float>(args, p);
 }
 
 Status run(const Arguments& args, const Problem& p, void* workspace, void*) {
-  p.dtype == DType::kFloat64 ? Recurrent<double>(args, p).run(workspace) : Recurrent<float>(args, p).run(workspace);
+  computes_in_double(p) ? Recurrent<double>(args, p).run(workspace) : Recurrent<float>(args, p).run(workspace);
   return Status();
 }
 

@@ -59,12 +59,17 @@ def test_rung4_keys_and_beta(keys, beta, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
-def test_rung4_one_key_dimension(dtype):
-    # Unit keys of one dimension are identical but for their sign; dg is then a small difference of large sums, also in
-    # float32 (1e-5, as the emulation's).
-    x = make_inputs(T=79, Hq=1, Hv=2, K=1, V=69, dtype=dtype)
-    want = helpers.reference(x)
-    helpers.compare(helpers.run(x), want, dtype, bounds=bounds_beside_the_emulation(x, want))
+@pytest.mark.parametrize("keys", ["unit", "any length", "raw", "no beta"])
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
+def test_rung4_few_key_dimensions(K, keys, dtype):
+    # Keys of few dimensions lie along each other, so that small results are left of large ones.
+    x = make_inputs(seqlens=[79, 200, 64], Hq=2, Hv=4, K=K, V=5, dtype=dtype, raw=keys == "raw", seed=K)
+    if keys == "any length":
+        generator = torch.Generator().manual_seed(K)
+        x = x.replace(k=(torch.randn(x.k.shape, generator=generator) / K**0.5).to(x.k))
+    elif keys == "no beta":
+        x = x.replace(beta=None)
+    helpers.check(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)

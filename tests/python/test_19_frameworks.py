@@ -278,6 +278,14 @@ def test_explain_names_the_path():
         assert flash_qla.explain(x.q, x.k, x.v, x.g, beta=x.beta, op=operation).startswith("path: ")
 
 
+def test_explain_says_what_training_keeps():
+    x = make_inputs(**small)
+    assert "saved" not in flash_qla.explain(x.q, x.k, x.v, x.g, x.beta)
+    text = flash_qla.explain(x.q, x.k, x.v.requires_grad_(), x.g, x.beta)
+    A = flash_qla.chunk_gated_delta_rule_fwd(x.q, x.k, x.v.detach(), x.g, x.beta)[1]
+    assert f"saved for the backward pass beside the inputs: {A.numel() * A.element_size()} bytes" in text
+
+
 def test_explain_computes_nothing():
     x = make_inputs(B=2, T=1, Hq=1, Hv=2, K=16, V=8, grads=False, state_v_first=True)
     pool = torch.full_like(x.initial_state, torch.nan)
@@ -308,6 +316,16 @@ def test_workspace_size_serves_every_smaller_call(seqlens, device):
     text = flash_qla.explain(x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens, output_h=True,
                              op="chunk_gated_delta_rule_fwd")
     assert workspace_of(text) <= bound
+
+
+@pytest.mark.parametrize("op", ["chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd", "gated_delta_rule_decode"])
+def test_workspace_size_serves_whatever_path_takes_the_call(op, device):
+    # The preferred path may refuse a tensor's strides or address, which this question cannot know.
+    sizes = {}
+    for path in (None, "cpu" if device == "cpu" else "cuda_generic"):
+        with flash_qla.use_path(path):
+            sizes[path] = flash_qla.workspace_size(op, 1024, 2, 2, 4, 128, 128, device=device)
+    assert sizes.pop(None) >= max(sizes.values()) > 0
 
 
 def test_build_info_names_version_and_paths():

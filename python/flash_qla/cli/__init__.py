@@ -39,20 +39,29 @@ def bench(
     mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode"),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
+    short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, minutes in all"),
     peers: str = typer.Option(
         "", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"
+    ),
+    peer_seconds: float = typer.Option(600.0, min=1.0, help="on a GPU: most that one peer may take, all rows together"),
+    recorded: Optional[Path] = typer.Option(
+        None, help="on a GPU: other packages' times of an earlier run, as benchmarks/recorded/h200_peers.csv"
     ),
     runs: int = typer.Option(15, min=1, help="timed repetitions; the median counts"),
     out: Optional[Path] = typer.Option(None, help="results file to write (.json), with a .csv and a .png beside it"),
 ) -> None:
-    """Measure, each row after a correctness check; a row whose check fails is not written and the exit code is 1."""
+    """Measure, each row after a correctness check; a row whose check fails is not written and the exit code is 1.
+
+    The results file is brought up to date after every row.
+    """
     if cpu:
         from .bench_cpu import run
 
         raise typer.Exit(run(runs, out))
     from .bench_gpu import run as run_gpu
 
-    raise typer.Exit(run_gpu(mode.split(","), heads, seqs, peers, runs, out))
+    code = run_gpu(mode.split(","), heads, seqs, short, peers, peer_seconds, recorded, runs, out)
+    raise typer.Exit(code)
 
 
 @app.command()

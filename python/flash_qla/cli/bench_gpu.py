@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -15,15 +19,15 @@ from rich.progress import Progress
 
 import flash_qla
 
-from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, rows_of
+from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, recorded_times, rows_of
 from .check import ORACLES
-from .errors import first_failure
-from .results import Row, geometric_mean, label, make_report, peer_names, ratios, write
+from .errors import first_failure, relative_l2
+from .results import Row, geometric_mean, label, make_report, peer_names, ratios, save, write
 
 PROTOCOL = (
     "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
     "final state out; median of CUDA graph replays of 5 calls; every tensor checked against the fp64 oracle before it "
-    "is timed"
+    "is timed; peers timed afterwards on the same inputs, one process each; recorded times are of an earlier run"
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")
@@ -82,16 +86,18 @@ def _inference(x: Dict[str, torch.Tensor]) -> Tuple[torch.Tensor, Optional[torch
         )
 
 
-def _decode(x: Dict[str, torch.Tensor], pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    tensors = (x[n] for n in ("q", "k", "v", "g", "beta"))
-    return flash_qla.gated_delta_rule_decode(*tensors, pool, slots, state_v_first=False)
+def _decode(given: Row, x: Dict[str, torch.Tensor], pool: torch.Tensor) -> Callable[[], torch.Tensor]:
+    tensors = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    slots = torch.arange(len(pool), device=pool.device)
+    return lambda: flash_qla.gated_delta_rule_decode(*tensors, pool, slots, state_v_first=given["state_v_first"])
 
 
-def _results(mode: str, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+def _results(given: Row, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     """What is compared with the oracle."""
+    mode = given["mode"]
     if mode == "decode":
-        pool, slots = x["h0"].clone(), torch.arange(len(x["h0"]), device="cuda")
-        return {"o": _decode(x, pool, slots)}
+        pool = x["h0"].clone()
+        return {"o": _decode(given, x, pool)(), "final_state": pool}
     if mode == "fwd":
         o, final_state = _inference(x)
         return {"o": o, "final_state": final_state}
@@ -101,10 +107,10 @@ def _results(mode: str, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     return gradients if mode == "bwd" else {"o": o, "final_state": final_state, **gradients}
 
 
-def _timed(mode: str, x: Dict[str, torch.Tensor]) -> Callable[[], Any]:
+def _timed(given: Row, x: Dict[str, torch.Tensor]) -> Callable[[], Any]:
+    mode = given["mode"]
     if mode == "decode":
-        pool, slots = x["h0"].clone(), torch.arange(len(x["h0"]), device="cuda")
-        return lambda: _decode(x, pool, slots)
+        return _decode(given, x, x["h0"].clone())
     if mode == "fwd":
         return lambda: _inference(x)
     if mode == "bwd":
@@ -118,46 +124,130 @@ def _timed(mode: str, x: Dict[str, torch.Tensor]) -> Callable[[], Any]:
     return step
 
 
-def _peer_times(peers: str, rows: Sequence[Dict[str, Any]], replays: int, console: Console) -> List[Dict[str, float]]:
-    """Times by row and peer. Each peer runs in a process of its own."""
-    times: List[Dict[str, float]] = [{} for _ in rows]
-    script = Path(__file__).with_name("bench_peers.py")
-    for item in filter(None, peers.split(",")):
-        name, _, folder = item.partition("=")
-        # Without this package, whose import name one of them shares; and fla with its own kernels, which it would
-        # leave for any flash_qla that it can import.
-        environment = {**os.environ, "PYTHONPATH": folder, "FLA_FLASH_QLA": "0"}
-        answer = subprocess.run(
-            [sys.executable, str(script), name, str(replays)],
-            input=json.dumps(rows),
+def _options(given: Row) -> Dict[str, str]:
+    """What differs from the default call."""
+    if given["mode"] != "decode":
+        return {}
+    return {"state_dtype": given["state_dtype"], "state_layout": "[V, K]" if given["state_v_first"] else "[K, V]"}
+
+
+def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
+    """One row, checked and then timed; or None and what the check found."""
+    x = make_inputs(given)
+    found = _results(given, x)
+    with flash_qla.use_path(ORACLES["cuda"]):
+        exact = _results(given, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})
+    errors, failure = first_failure(found, exact, torch.bfloat16)
+    worst_heads = {name: relative_l2(name, found[name], exact[name])[1] for name in exact}
+    del found, exact
+    if failure is not None:
+        return None, failure
+    ms = graph_ms(_timed(given, x), replays)
+    bound = _bound_ms(given)
+    row: Row = {
+        "mode": given["mode"],
+        "hq": given["hq"],
+        "hv": given["hv"],
+        "seqlens": given["seqlens"],
+        "options": _options(given),
+        "ms": round(ms, 4),
+        # Time of one chunk of one value head on one multiprocessor, the card taken as full.
+        "step_us": round(1e3 * ms * _sm_count() / (given["hv"] * _chunks(given["seqlens"])), 3),
+        "roofline": None if bound is None else round(bound / ms, 3),
+        "err": errors,
+        "err_worst_head": worst_heads,
+        "peers": {},
+        "recorded": {},
+    }
+    return row, None
+
+
+def _repeat(given: Row) -> str:
+    heads = f"{given['hq']}x{given['hv']}"
+    return f"python -m flash_qla bench --mode {given['mode']} --heads {heads} --seqs {given['name']}"
+
+
+def _describe(row: Row) -> str:
+    options = "".join(f" {key} {value}" for key, value in row["options"].items())
+    share = "" if row["roofline"] is None else f" {100 * row['roofline']:.0f}% of roofline"
+    return f"{label(row)}{options}: {row['ms']:.4f} ms{share}"
+
+
+_PEER_SCRIPT = Path(__file__).with_name("bench_peers.py")
+
+# A peer's process that says nothing for this long is ended: compiling one of their kernels takes half a minute.
+_PEER_SILENCE_S = 120.0
+
+
+def _run_peer(item: str, given: Sequence[Row], replays: int, seconds: float, take: Callable[[Row], None]) -> Optional[str]:
+    """Times one peer ("name" or "name=folder") in a process of its own, at most `seconds` long, and hands over each of its
+    answers as it comes. Returns what went wrong, or None."""
+    name, _, folder = item.partition("=")
+    # Without this package, whose import name one of them shares; and fla with its own kernels, which it would leave for
+    # any flash_qla that it can import.
+    environment = {**os.environ, "PYTHONPATH": folder, "FLA_FLASH_QLA": "0"}
+    with tempfile.TemporaryFile("w+") as rows, tempfile.TemporaryFile("w+") as complaints:
+        json.dump(list(given), rows)
+        rows.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, str(_PEER_SCRIPT), name, str(replays)],
+            stdin=rows,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
             env=environment,
-            capture_output=True,
             text=True,
         )
-        if answer.returncode != 0:
-            console.print(f"peer {name}: no times: {answer.stderr.strip().splitlines()[-1:]}")
-        for line in answer.stdout.splitlines():
-            if not line.startswith('{"row"'):
-                continue  # something that the peer itself prints
-            found = json.loads(line)
-            if "ms" in found:
-                times[found["row"]][found["peer"]] = round(found["ms"], 4)
-            else:
-                console.print(f"peer {name}, {label(rows[found['row']])}: {found['error']}")
-    return times
+        assert process.stdout is not None
+        lines: "queue.Queue[Optional[str]]" = queue.Queue()
+
+        def read() -> None:
+            for line in process.stdout:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        end = time.monotonic() + seconds
+        try:
+            while True:
+                line = lines.get(timeout=max(0.0, min(end - time.monotonic(), _PEER_SILENCE_S)))
+                if line is None:
+                    process.wait()
+                    break
+                if line.startswith('{"row"'):  # the rest is what the peer itself prints
+                    take(json.loads(line))
+        except queue.Empty:
+            return "ended: it took too long"
+        finally:
+            process.kill()
+            process.wait()
+        complaints.seek(0)
+        last = complaints.read().strip().splitlines()[-1:]
+    return None if process.returncode == 0 or not last else last[0]
 
 
 def _print_summary(rows: Sequence[Row], console: Console) -> None:
     for mode in dict.fromkeys(row["mode"] for row in rows):
         of_mode = [row for row in rows if row["mode"] == mode]
-        for peer in peer_names(of_mode):
-            found = ratios(of_mode, peer)
-            console.print(f"{mode}: {geometric_mean(found):.2f}x of {peer} (geometric mean of {len(found)} rows, "
-                          f"least {min(found):.2f}x)")  # fmt: skip
+        for kind, note in (("peers", ""), ("recorded", ", its times recorded earlier")):
+            for peer in peer_names(of_mode, kind):
+                found = ratios(of_mode, peer, kind)
+                console.print(f"{mode}: {geometric_mean(found):.2f}x of {peer}{note} (geometric mean of {len(found)} rows, "
+                              f"least {min(found):.2f}x)")  # fmt: skip
 
 
-def run(modes: Sequence[str], heads: str, seqs: str, peers: str, replays: int, out: Optional[Path]) -> int:
-    """Measures and prints; returns the exit code."""
+def run(
+    modes: Sequence[str],
+    heads: str,
+    seqs: str,
+    short: bool,
+    peers: str,
+    peer_seconds: float,
+    recorded: Optional[Path],
+    replays: int,
+    out: Optional[Path],
+) -> int:
+    """Measures and prints; returns the exit code. The results file is complete after each row: a run that is cut short
+    loses the rest alone."""
     console = Console(highlight=False, soft_wrap=True)
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown:
@@ -166,51 +256,58 @@ def run(modes: Sequence[str], heads: str, seqs: str, peers: str, replays: int, o
     if not torch.cuda.is_available():
         console.print("bench: a CUDA GPU must be present (none was found); --cpu measures the CPU path")
         return 2
-    wanted = [row for mode in modes for row in rows_of(mode, heads, seqs)]
+    wanted = [row for mode in modes for row in rows_of(mode, heads, seqs, short)]
+    earlier = {} if recorded is None else recorded_times(recorded)
     console.print(f"{torch.cuda.get_device_name()}; {PROTOCOL}")
-    peer_times = _peer_times(peers, wanted, replays, console)
+    given: List[Row] = []  # of those in `rows`
     rows: List[Row] = []
+    report = make_report(PROTOCOL, rows, cuda=True)
+
+    def keep() -> None:
+        report["rows"] = rows
+        if out is not None and rows:
+            save(out, report)
+
     failed = False
     with Progress(console=console, transient=True) as progress:
-        for given, others in zip(progress.track(wanted, description="rows"), peer_times):
-            mode = given["mode"]
-            x = make_inputs(given)
-            repeat = (
-                f"python -m flash_qla bench --mode {mode} --heads {given['hq']}x{given['hv']} --seqs {given['name']}"
-            )
-            found = _results(mode, x)
-            with flash_qla.use_path(ORACLES["cuda"]):
-                exact = _results(mode, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})
-            errors, failure = first_failure(found, exact, torch.bfloat16)
-            del found, exact
-            if failure is not None:
+        for row_given in progress.track(wanted, description="rows"):
+            try:
+                row, failure = _measure(row_given, replays)
+            except Exception as error:  # the rows after this one are worth having
+                row, failure = None, f"{type(error).__name__}: {error}"
+            torch.cuda.empty_cache()
+            if row is None:
                 failed = True
-                console.print(f"FAIL {label(given)}: {failure}  repeat: {repeat}")
+                console.print(f"FAIL {label(row_given)}: {failure}  repeat: {_repeat(row_given)}")
                 continue
-            ms = graph_ms(_timed(mode, x), replays)
-            bound = _bound_ms(given)
-            row: Row = {
-                "mode": mode,
-                "hq": given["hq"],
-                "hv": given["hv"],
-                "seqlens": given["seqlens"],
-                "options": {} if given["state_dtype"] == "float32" else {"state_dtype": given["state_dtype"]},
-                "ms": round(ms, 4),
-                # Time of one chunk of one value head on one multiprocessor, the card taken as full.
-                "step_us": round(1e3 * ms * _sm_count() / (given["hv"] * _chunks(given["seqlens"])), 3),
-                "roofline": None if bound is None else round(bound / ms, 3),
-                "err": errors,
-                "peers": others,
-            }
+            if not row["options"]:
+                row["recorded"] = earlier.get((row["mode"], row["hq"], row["hv"], row_given["name"]), {})
+            given.append(row_given)
             rows.append(row)
-            beside = " ".join(f"{peer} {t:.4f} ({t / ms:.2f}x)" for peer, t in others.items())
-            share = "" if bound is None else f" {100 * bound / ms:.0f}% of roofline"
-            options = "".join(f" {key}={value}" for key, value in row["options"].items())
-            console.print(f"{label(given)}{options}: {ms:.4f} ms{share} {beside} "
-                          f"worst error {max(errors.values()):.1e}  repeat: {repeat}")  # fmt: skip
+            keep()
+            beside = "".join(f" {peer} {ms:.4f} recorded ({ms / row['ms']:.2f}x)" for peer, ms in row["recorded"].items())
+            console.print(f"{_describe(row)}{beside} worst error {max(row['err'].values()):.1e} (of a head "
+                          f"{max(row['err_worst_head'].values()):.1e})  repeat: {_repeat(row_given)}")  # fmt: skip
+        for item in filter(None, peers.split(",")):
+            name = item.partition("=")[0]
+            task = progress.add_task(name, total=len(rows))
+
+            def take(answer: Row) -> None:
+                row = rows[answer["row"]]
+                progress.update(task, completed=answer["row"] + 1)
+                if "ms" not in answer:
+                    console.print(f"peer {name}, {label(row)}: {answer['error']}")
+                    return
+                row["peers"][answer["peer"]] = round(answer["ms"], 4)
+                keep()
+                console.print(f"{_describe(row)}, {answer['peer']} {answer['ms']:.4f} ({answer['ms'] / row['ms']:.2f}x)")
+
+            trouble = _run_peer(item, given, replays, peer_seconds, take)
+            if trouble is not None:
+                console.print(f"peer {name}: {trouble}")
     _print_summary(rows, console)
     if out is not None and rows:
-        write(out, make_report(PROTOCOL, rows, cuda=True))
+        write(out, report)
         console.print(f"wrote {out}")
     return 1 if failed else 0
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import math
+import statistics
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import torch
@@ -46,9 +50,32 @@ BACKWARD_LENGTHS: Dict[str, List[int]] = {
 # Decode: so many sequences of one token each.
 DECODE_LENGTHS: Dict[str, List[int]] = {f"batch{n}": [1] * n for n in (1, 16, 256)}
 
+# A few rows of each mode that show what it is about: a full card, few heads, one long sequence, short ones, sizes that do
+# not divide evenly. For runs that have minutes, not an hour.
+SHORT: Dict[str, List[Tuple[Heads, str]]] = {
+    "fwd": [
+        *(((16, 64), name) for name in ("8192x4", "4096x8", "2048x4", "1024x8", "1x32768", "1x8192", "28672+4096")),
+        *(((8, 32), name) for name in ("8192x4", "4096x8", "2048x4", "1024x8", "1x32768", "1x8192", "1x2048")),
+        *(((2, 8), name) for name in ("1024x8", "1x32768", "1x8192", "1x2048")),
+        *(((4, 16), name) for name in ("1024x8", "1x32768", "1x8192")),
+        *(((16, 48), name) for name in ("4096x8", "8192x4", "1x32768")),
+        *(((8, 24), name) for name in ("2048x4", "1x32768")),
+        ((16, 16), "8192x4"),
+    ],
+    "bwd": [
+        *(((16, 32), name) for name in ("8k_1seq", "8k_4seq", "8k_8seq", "32k_1seq", "32k_8seq")),
+        *(((8, 16), name) for name in ("8k_1seq", "32k_1seq")),
+        *(((2, 4), name) for name in ("8k_1seq", "32k_1seq")),
+        ((4, 8), "32k_1seq"),
+    ],
+    "train": [((16, 32), "8k_1seq"), ((16, 32), "8k_4seq"), ((16, 32), "32k_1seq"), ((2, 4), "32k_1seq")],
+    "decode": [((16, 32), name) for name in ("batch1", "batch16", "batch256")],
+}
 
-def rows_of(mode: str, heads: str, lengths: str) -> List[Dict[str, Any]]:
-    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64") and `lengths` (names); empty: all."""
+
+def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Dict[str, Any]]:
+    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64") and `lengths` (names); empty: all, or those of
+    SHORT."""
     all_heads, all_lengths = {
         "fwd": (FORWARD_HEADS, FORWARD_LENGTHS),
         "bwd": (BACKWARD_HEADS, BACKWARD_LENGTHS),
@@ -57,36 +84,59 @@ def rows_of(mode: str, heads: str, lengths: str) -> List[Dict[str, Any]]:
     }[mode]
     chosen = [tuple(map(int, h.split("x"))) for h in heads.split(",")] if heads else all_heads
     names = lengths.split(",") if lengths else list(all_lengths)
-    states = ("float32", "bfloat16") if mode == "decode" else ("float32",)
+    pairs = [((hq, hv), name) for hq, hv in chosen for name in names if name in all_lengths]
+    if short:
+        pairs = [pair for pair in SHORT[mode] if pair in pairs]
+    # Decode moves little but the states: their dtype and layout count there.
+    states = list(itertools.product(("float32", "bfloat16"), (True, False))) if mode == "decode" else [("float32", False)]
     return [
-        {"mode": mode, "hq": hq, "hv": hv, "name": name, "seqlens": all_lengths[name], "state_dtype": state}
-        for hq, hv in chosen
-        for name in names
-        if name in all_lengths
-        for state in states
+        {
+            "mode": mode,
+            "hq": hq,
+            "hv": hv,
+            "name": name,
+            "seqlens": all_lengths[name],
+            "state_dtype": dtype,
+            "state_v_first": v_first,
+        }
+        for (hq, hv), name in pairs
+        for dtype, v_first in states
     ]
 
 
-def make_inputs(row: Dict[str, Any], seed: int = 0) -> Dict[str, torch.Tensor]:
-    """Tensors of a row on the current GPU: bfloat16 q, k (normalised), v; float32 g, beta, states."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, float]]:
+    """Times of other packages that were measured earlier, by (mode, hq, hv, name of the lengths): a CSV with these four
+    columns (mode, hq, hv, seqs) and one "<peer> ms" for each peer, empty where there is no time."""
+    with path.open(newline="") as file:
+        return {
+            (row["mode"], int(row["hq"]), int(row["hv"]), row["seqs"]): {
+                column[: -len(" ms")]: float(value) for column, value in row.items() if column.endswith(" ms") and value
+            }
+            for row in csv.DictReader(file)
+        }
+
+
+def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dict[str, torch.Tensor]:
+    """Tensors of a row, by default on the current GPU: bfloat16 q, k (normalised), v; float32 g, beta, states."""
+    generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
+        return torch.randn(*shape, generator=generator, device=device)
 
     hq, hv, lengths = row["hq"], row["hv"], row["seqlens"]
     tokens, count = sum(lengths), len(lengths)
     outer = (count, 1) if row["mode"] == "decode" else (1, tokens)
     g = F.logsigmoid(normal(*outer, hv)) / _DECAY_DIVISOR
     still = hv - math.ceil(_DECAYING_HEADS * hv)
-    g[..., torch.randperm(hv, generator=generator, device="cuda")[:still]] = 0.0
-    edges = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    g[..., torch.randperm(hv, generator=generator, device=device)[:still]] = 0.0
+    edges = torch.tensor([0, *lengths], device=device).cumsum(0)
     return {
         "q": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
         "k": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
         "v": normal(*outer, hv, HEAD_DIM).bfloat16(),
         "g": g,
         "beta": normal(*outer, hv).sigmoid(),
+        # [N, Hv, K, V] or [N, Hv, V, K]: K = V, so that one draw serves both.
         "h0": normal(count, hv, HEAD_DIM, HEAD_DIM).to(getattr(torch, row["state_dtype"])),
         "do": normal(*outer, hv, HEAD_DIM).bfloat16(),
         "dht": normal(count, hv, HEAD_DIM, HEAD_DIM) / 8,
@@ -115,4 +165,4 @@ def graph_ms(function: Callable[[], Any], replays: int, calls: int = 5) -> float
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / calls)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)

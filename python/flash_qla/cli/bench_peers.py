@@ -58,7 +58,8 @@ def _fla(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
         yield (
             name,
             lambda: fused_recurrent_gated_delta_rule(
-                q, k, v, g=g, beta=beta, scale=SCALE, initial_state=state, output_final_state=True
+                q, k, v, g=g, beta=beta, scale=SCALE, initial_state=state, output_final_state=True,
+                state_v_first=row["state_v_first"],
             ),
         )
     else:

@@ -16,8 +16,12 @@ Row = Dict[str, Any]
 
 
 def _commit() -> str:
-    """The source tree's commit, with "+changes" if files differ from it; "unknown" outside of one."""
+    """The source tree's commit, with "+changes" if files differ from it. A copy of the tree without its history may have
+    a file COMMIT at its root that says so; "unknown" without either."""
     here = Path(__file__).resolve().parent
+    note = here.parents[2] / "COMMIT"
+    if note.exists():
+        return note.read_text().strip()
     try:
         run = [
             subprocess.run(
@@ -70,13 +74,14 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-def ratios(rows: Sequence[Row], peer: str) -> List[float]:
-    """How many times a peer's time ours goes into, for the rows that it has."""
-    return [row["peers"][peer] / row["ms"] for row in rows if row["peers"].get(peer)]
+def ratios(rows: Sequence[Row], peer: str, kind: str = "peers") -> List[float]:
+    """How many times ours goes into a peer's time, for the rows that have it. `kind`: "peers" (the same run) or
+    "recorded" (an earlier one)."""
+    return [row[kind][peer] / row["ms"] for row in rows if row.get(kind, {}).get(peer)]
 
 
-def peer_names(rows: Sequence[Row]) -> List[str]:
-    return sorted({name for row in rows for name in row["peers"]})
+def peer_names(rows: Sequence[Row], kind: str = "peers") -> List[str]:
+    return sorted({name for row in rows for name in row.get(kind, {})})
 
 
 def label(row: Row) -> str:
@@ -89,10 +94,17 @@ def label(row: Row) -> str:
     return f"{row['mode']} {row['hq']}/{row['hv']} {case}"
 
 
+def save(path: Path, report: Dict[str, Any]) -> None:
+    """Writes `path` (.json) alone, in one step: a run that ends meanwhile leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def write(path: Path, report: Dict[str, Any]) -> None:
     """Writes `path` (.json), and beside it the rows as .csv and the ratios as .png (where matplotlib is installed)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    save(path, report)
     rows = report["rows"]
     peers = peer_names(rows)
     with path.with_suffix(".csv").open("w", newline="") as file:

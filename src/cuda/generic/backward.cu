@@ -4,6 +4,7 @@
 #include "cuda/generic/backward_call.cuh"
 #include "cuda/generic/chunk_gradients.cuh"
 #include "cuda/generic/recurrent_backward.cuh"
+#include "cuda/oracle/recurrence.cuh"
 #include "cuda/paths.h"
 
 namespace flash_qla {
@@ -78,17 +79,22 @@ std::string reject(const Arguments&, const Problem& p) {
 }
 
 Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
+  if (computes_in_double(p)) return run_oracle_backward(args, p, memory, stream);
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   Workspace workspace(memory);
   return BackwardCall<GenericBackward>(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
 }
 
+size_t workspace_size(const Arguments& args, const Problem& p) {
+  return computes_in_double(p) ? oracle_backward_workspace(args, p)
+                               : BackwardCall<GenericBackward>::workspace_size(args, p);
+}
+
 }  // namespace
 }  // namespace cuda
 
-const BackwardPath kCudaGenericChunkBackward = {
-    "cuda_generic", FLASH_QLA_CUDA, false, cuda::reject, cuda::BackwardCall<cuda::GenericBackward>::workspace_size,
-    cuda::run};
+const BackwardPath kCudaGenericChunkBackward = {"cuda_generic", FLASH_QLA_CUDA,       false,
+                                                cuda::reject,   cuda::workspace_size, cuda::run};
 
 }  // namespace flash_qla

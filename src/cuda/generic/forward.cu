@@ -1,5 +1,6 @@
 // Path "cuda_generic", forward: every shape and option of the contract, by the token recurrence.
 #include "cuda/generic/forward_call.cuh"
+#include "cuda/oracle/recurrence.cuh"
 #include "cuda/paths.h"
 
 namespace flash_qla {
@@ -16,14 +17,26 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   Workspace workspace(memory);
-  return ForwardCall<float>(args, p, &workspace).run(launch_recurrent_forward, static_cast<cudaStream_t>(stream));
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (!computes_in_double(p)) {
+    return ForwardCall<float>(args, p, &workspace).run(launch_recurrent_forward, cuda_stream);
+  }
+  const auto in_double = [](const Problem& problem, const ForwardParams& params, cudaStream_t s) {
+    return launch_oracle_forward(problem, params, nullptr, true, s);
+  };
+  return ForwardCall<double>(args, p, &workspace).run(in_double, cuda_stream);
+}
+
+size_t workspace_size(const Arguments& args, const Problem& p) {
+  return computes_in_double(p) ? ForwardCall<double>::workspace_size(args, p)
+                               : ForwardCall<float>::workspace_size(args, p);
 }
 
 }  // namespace
 }  // namespace cuda
 
-const ForwardPath kCudaGenericChunkForward = {
-    "cuda_generic", FLASH_QLA_CUDA, false, cuda::reject, cuda::ForwardCall<float>::workspace_size, cuda::run};
+const ForwardPath kCudaGenericChunkForward = {"cuda_generic", FLASH_QLA_CUDA,       false,
+                                              cuda::reject,   cuda::workspace_size, cuda::run};
 const ForwardPath kCudaGenericRecurrent = kCudaGenericChunkForward;
 
 }  // namespace flash_qla

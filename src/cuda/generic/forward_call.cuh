@@ -13,6 +13,13 @@ constexpr DType dtype_of() {
   return std::is_same_v<Real, double> ? DType::kFloat64 : DType::kFloat32;
 }
 
+// What normalised rows of q and k are rounded to where a call is computed in Real: the inputs' dtype, but float32
+// inputs that are computed in double keep the double.
+template <class Real>
+DType key_dtype(const Problem& p) {
+  return std::is_same_v<Real, double> && p.dtype == DType::kFloat32 ? DType::kFloat64 : p.dtype;
+}
+
 // q, k, g and beta as the recurrence uses them: the caller's own tensors where no option is on, else copies.
 template <class Real>
 class PreparedInputs {
@@ -24,7 +31,7 @@ class PreparedInputs {
     gates_ = device_gates(args, g_is_cumsum);
     sequences_ = take_sequences(p, workspace);
     if (l2norm_) {
-      const int64_t bytes = p.B * p.T * p.Hq * p.K * size_of(p.dtype);
+      const int64_t bytes = p.B * p.T * p.Hq * p.K * size_of(key_dtype<Real>(p));
       q_ = workspace->take<char>(bytes);
       k_ = workspace->take<char>(bytes);
     }
@@ -48,8 +55,8 @@ class PreparedInputs {
            static_cast<int32_t>(p.Hv),
            static_cast<int32_t>(p.group)};
     if (l2norm_) {
-      const DeviceTensor q = workspace_tensor(q_, p.dtype, p.B, p.T, p.Hq, p.K);
-      const DeviceTensor k = workspace_tensor(k_, p.dtype, p.B, p.T, p.Hq, p.K);
+      const DeviceTensor q = workspace_tensor(q_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
+      const DeviceTensor k = workspace_tensor(k_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
       FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->q, q, stream));
       FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->k, k, stream));
       in->q = q;
@@ -70,7 +77,7 @@ class PreparedInputs {
   bool l2norm_, activates_;
   Gates gates_;
   SequenceTable sequences_;
-  char *q_ = nullptr, *k_ = nullptr;             // [B, T, Hq, K] in the inputs' dtype
+  char *q_ = nullptr, *k_ = nullptr;             // [B, T, Hq, K] in key_dtype()
   Real *log_decay_ = nullptr, *beta_ = nullptr;  // [B, T, Hv]
 };
 

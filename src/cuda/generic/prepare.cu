@@ -17,25 +17,121 @@ __device__ Real warp_sum(Real x) {
 __device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ int64_t row_step() { return static_cast<int64_t>(gridDim.x) * kWarps; }
 
-template <class Real>
-__device__ Real inverse_norm(const DeviceTensor& x, int64_t row, int K) {
-  Real sum = 0;
-  for (int i = threadIdx.x % 32; i < K; i += 32) {
-    const Real value = load<Real>(x, row + i * x.stride[3]);
-    sum += value * value;
+// Row r of [B, T, heads, ..].
+struct RowPlace {
+  int64_t b, t, head;
+};
+
+__device__ RowPlace row_place(int64_t r, int64_t T, int64_t heads) {
+  // A division of 64 bits is a hundred instructions, more than all else that is done to a row.
+  constexpr int64_t kNarrow = int64_t{1} << 31;
+  if (r < kNarrow && T < kNarrow && heads < kNarrow) {
+    const uint32_t row = static_cast<uint32_t>(r), token = row / static_cast<uint32_t>(heads);
+    const uint32_t b = token / static_cast<uint32_t>(T);
+    return {b, token - b * static_cast<uint32_t>(T), row - token * static_cast<uint32_t>(heads)};
   }
-  return Real(1) / sqrt(warp_sum(sum) + Real(kL2NormEps));
+  return {r / heads / T, r / heads % T, r % heads};
 }
 
-template <class Real>
+// A row in the registers of a warp: lane l has elements [4 l + 128 j, + 4), j < kQuads, so that one load of four of
+// them serves where they lie side by side. Zero past the row's end.
+template <class Real, int kQuads>
+struct Row {
+  Real x[kQuads][4];
+};
+
+__device__ int quad_start(int j) { return 4 * (threadIdx.x % 32) + 128 * j; }
+
+template <class Real, int kQuads>
+__device__ Row<Real, kQuads> load_row(const DeviceTensor& t, int64_t offset, int size) {
+  Row<Real, kQuads> row{};
+  if constexpr (std::is_same_v<Real, float>) {
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+      const float4 x = unpack(t, load_raw_quad(t, offset, quad_start(j), size));
+      row.x[j][0] = x.x;
+      row.x[j][1] = x.y;
+      row.x[j][2] = x.z;
+      row.x[j][3] = x.w;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = quad_start(j) + e;
+        if (i < size) row.x[j][e] = load<Real>(t, offset + i * t.stride[3]);
+      }
+    }
+  }
+  return row;
+}
+
+// Rounds to t's dtype.
+template <class Real, int kQuads>
+__device__ void store_row(const DeviceTensor& t, int64_t offset, int size, const Row<Real, kQuads>& row) {
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+    const int start = quad_start(j);
+    if (start >= size) continue;
+    const Real(&x)[4] = row.x[j];
+    if (t.quads && t.dtype == static_cast<int32_t>(DType::kBFloat16)) {
+      auto* to = reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(t.data) + offset + start);
+      to[0] = __floats2bfloat162_rn(static_cast<float>(x[0]), static_cast<float>(x[1]));
+      to[1] = __floats2bfloat162_rn(static_cast<float>(x[2]), static_cast<float>(x[3]));
+    } else if (t.quads && t.dtype == static_cast<int32_t>(DType::kFloat16)) {
+      auto* to = reinterpret_cast<__half2*>(static_cast<__half*>(t.data) + offset + start);
+      to[0] = __floats2half2_rn(static_cast<float>(x[0]), static_cast<float>(x[1]));
+      to[1] = __floats2half2_rn(static_cast<float>(x[2]), static_cast<float>(x[3]));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (start + e < size) store<Real>(t, offset + (start + e) * t.stride[3], x[e]);
+      }
+    }
+  }
+}
+
+// <a, b>, summed in Sum.
+template <class Sum, class Real, int kQuads>
+__device__ Sum dot(const Row<Real, kQuads>& a, const Row<Real, kQuads>& b) {
+  Sum sum = 0;
+#pragma unroll
+  for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum += static_cast<Sum>(a.x[j][e]) * static_cast<Sum>(b.x[j][e]);
+  }
+  return warp_sum(sum);
+}
+
+template <class Sum, class Real, int kQuads>
+__device__ Sum inverse_norm(const Row<Real, kQuads>& row) {
+  return Sum(1) / sqrt(dot<Sum>(row, row) + Sum(kL2NormEps));
+}
+
+template <class Real, int kQuads>
 __global__ void __launch_bounds__(kThreads)
     normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K, DeviceTensor x, DeviceTensor out) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
-    const int64_t head = r % heads, t = r / heads % T, b = r / heads / T;
-    const int64_t from = offset_of(x, b, t, head), to = offset_of(out, b, t, head);
-    const Real scale = inverse_norm<Real>(x, from, K);
-    for (int i = threadIdx.x % 32; i < K; i += 32)
-      store<Real>(out, to + i, load<Real>(x, from + i * x.stride[3]) * scale);
+    const RowPlace at = row_place(r, T, heads);
+    auto row = load_row<Real, kQuads>(x, offset_of(x, at.b, at.t, at.head), K);
+    const Real scale = inverse_norm<Real>(row);
+#pragma unroll
+    for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) row.x[j][e] *= scale;
+    }
+    store_row(out, offset_of(out, at.b, at.t, at.head), K, row);
+  }
+}
+
+template <int kQuads>
+__global__ void __launch_bounds__(kThreads)
+    copy_rows_kernel(int64_t rows, int64_t T, int64_t heads, int size, DeviceTensor from, DeviceTensor to) {
+  for (int64_t r = first_row(); r < rows; r += row_step()) {
+    const RowPlace at = row_place(r, T, heads);
+    store_row(to, offset_of(to, at.b, at.t, at.head), size,
+              load_row<float, kQuads>(from, offset_of(from, at.b, at.t, at.head), size));
   }
 }
 
@@ -45,57 +141,51 @@ __global__ void __launch_bounds__(kThreads)
                          Real* out_log_decay, Real* out_beta) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < items; i += step) {
-    const int64_t head = i % Hv, t = i / Hv % sequences.T, b = i / Hv / sequences.T;
+    const auto [b, t, head] = row_place(i, sequences.T, Hv);
     const bool chunk_start = gates.g_is_cumsum && starts_chunk(sequences, t);
     const bool inside = in_a_sequence(sequences, t);
-    out_log_decay[i] = inside ? clamp_log_decay(log_decay<Real>(gates, b, t, head, chunk_start)) : Real(0);
-    out_beta[i] = inside ? effective_beta<Real>(gates, b, t, head) : Real(0);
+    if (out_log_decay != nullptr) {
+      out_log_decay[i] = inside ? clamp_log_decay(log_decay<Real>(gates, b, t, head, chunk_start)) : Real(0);
+    }
+    if (out_beta != nullptr) out_beta[i] = inside ? effective_beta<Real>(gates, b, t, head) : Real(0);
   }
 }
 
-template <class Real>
+// Sum: what the norm's derivative is worked out in.
+template <class Real, class Sum, int kQuads>
 __global__ void __launch_bounds__(kThreads)
-    finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, const Real* parts,
+    finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, DeviceTensor parts,
                        DeviceTensor x, bool l2norm, DeviceTensor dx) {
-  const int lane = threadIdx.x % 32;
-  constexpr int kPerLane = FLASH_QLA_MAX_HEAD_DIM / 32;
   for (int64_t r = first_row(); r < rows; r += row_step()) {
-    const int64_t head = r % Hq, t = r / Hq % sequences.T, b = r / Hq / sequences.T;
-    const int64_t to = offset_of(dx, b, t, head);
-    if (!in_a_sequence(sequences, t)) {
-      for (int i = lane; i < K; i += 32) store<Real>(dx, to + i * dx.stride[3], Real(0));
+    const RowPlace at = row_place(r, sequences.T, Hq);
+    const int64_t to = offset_of(dx, at.b, at.t, at.head);
+    Row<Real, kQuads> dy{};
+    if (!in_a_sequence(sequences, at.t)) {
+      store_row(dx, to, K, dy);
       continue;
     }
-    const Real* part = parts + r / Hq * Hq * group * K + head * group * K;  // heads of a group are neighbours
-    Real dy[kPerLane];
+    for (int64_t member = 0; member < group; ++member) {  // heads of a group are neighbours
+      const auto part = load_row<Real, kQuads>(parts, offset_of(parts, at.b, at.t, at.head * group + member), K);
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const int i = lane + 32 * j;
-      dy[j] = 0;
-      if (i >= K) continue;
-      for (int64_t member = 0; member < group; ++member) dy[j] += part[member * K + i];
-    }
-    // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with one
-    // key, what is left of the difference is small.
-    double scale = 1, along = 0;
-    const int64_t from = l2norm ? offset_of(x, b, t, head) : 0;
-    if (l2norm) {
-      scale = inverse_norm<double>(x, from, K);
+      for (int j = 0; j < kQuads; ++j) {
 #pragma unroll
-      for (int j = 0; j < kPerLane; ++j) {
-        const int i = lane + 32 * j;
-        if (i < K) along += static_cast<double>(dy[j]) * load<double>(x, from + i * x.stride[3]);
+        for (int e = 0; e < 4; ++e) dy.x[j][e] += part.x[j][e];
       }
-      along = warp_sum(along) * scale * scale;
     }
+    if (l2norm) {
+      // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x).
+      const auto row = load_row<Real, kQuads>(x, offset_of(x, at.b, at.t, at.head), K);
+      const Sum scale = inverse_norm<Sum>(row), along = dot<Sum>(dy, row) * scale * scale;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const int i = lane + 32 * j;
-      if (i >= K) continue;
-      const double through_norm =
-          l2norm ? scale * (static_cast<double>(dy[j]) - along * load<double>(x, from + i * x.stride[3])) : 0.0;
-      store<Real>(dx, to + i * dx.stride[3], l2norm ? static_cast<Real>(through_norm) : dy[j]);
+      for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          dy.x[j][e] =
+              static_cast<Real>(scale * (static_cast<Sum>(dy.x[j][e]) - along * static_cast<Sum>(row.x[j][e])));
+        }
+      }
     }
+    store_row(dx, to, K, dy);
   }
 }
 
@@ -116,85 +206,92 @@ __device__ GateGradient<Real> through_gate(const SequenceTable& sequences, const
   return {d_log_decay * gate_rate<Real>(gates, head) * sigmoid(biased_gate(gates, raw, head)), d_log_decay * g};
 }
 
+// Tokens that one block takes: each of its warps eight, so that a few thousand tokens already fill a GPU.
+constexpr int64_t kPartTokens = 8 * kWarps;
+
+// dg and dbeta of tokens [part * kPartTokens, ...), and where wanted sums [parts, 2, Hv]: dA_log and ddt_bias of these
+// tokens. A lane has a head, a warp every kWarps-th token. The order of the additions depends on the number of tokens
+// alone.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    finish_gates_kernel(int64_t items, int64_t Hv, SequenceTable sequences, const __grid_constant__ Gates gates,
-                        const Real* d_log_decay, const Real* d_beta, const __grid_constant__ GateGradients out) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < items; i += step) {
-    const int64_t head = i % Hv, t = i / Hv % sequences.T, b = i / Hv / sequences.T;
-    const bool inside = in_a_sequence(sequences, t);
-    if (out.dg.data != nullptr) {
-      const Real dg = inside ? through_gate(sequences, gates, b, t, head, d_log_decay[i]).dg : Real(0);
-      store<Real>(out.dg, offset_of(out.dg, b, t, head), dg);
-    }
-    if (out.dbeta.data != nullptr) {
-      Real dbeta = inside ? d_beta[i] : Real(0);
-      if (inside && gates.use_sigmoid) {
-        const Real y = sigmoid(load<Real>(gates.beta, offset_of(gates.beta, b, t, head)));
-        dbeta *= Real(gates.beta_range) * y * (Real(1) - y);
+    finish_gates_kernel(int64_t tokens, int64_t Hv, SequenceTable sequences, const __grid_constant__ Gates gates,
+                        const Real* d_log_decay, const Real* d_beta, const __grid_constant__ GateGradients out,
+                        double* sums) {
+  __shared__ double s_sums[kWarps][2][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t begin = blockIdx.x * kPartTokens;
+  const int64_t end = begin + kPartTokens < tokens ? begin + kPartTokens : tokens;
+  for (int64_t first_head = 0; first_head < Hv; first_head += 32) {
+    const int64_t head = first_head + lane;
+    double dA_log = 0, ddt_bias = 0;
+    for (int64_t i = begin + warp; i < end && head < Hv; i += kWarps) {
+      const int64_t b = i / sequences.T, t = i - b * sequences.T;
+      const bool inside = in_a_sequence(sequences, t);
+      if (out.dg.data != nullptr || sums != nullptr) {
+        GateGradient<Real> gradient{};
+        if (inside) gradient = through_gate(sequences, gates, b, t, head, d_log_decay[i * Hv + head]);
+        if (out.dg.data != nullptr) store<Real>(out.dg, offset_of(out.dg, b, t, head), gradient.dg);
+        // A gate of -inf has no gradient; its product with the infinite log decay would be NaN.
+        if (gradient.dA_log != Real(0)) dA_log += gradient.dA_log;
+        ddt_bias += gradient.dg;
       }
-      store<Real>(out.dbeta, offset_of(out.dbeta, b, t, head), dbeta);
+      if (out.dbeta.data != nullptr) {
+        Real dbeta = inside ? d_beta[i * Hv + head] : Real(0);
+        if (inside && gates.use_sigmoid) {
+          const Real y = sigmoid(load<Real>(gates.beta, offset_of(gates.beta, b, t, head)));
+          dbeta *= Real(gates.beta_range) * y * (Real(1) - y);
+        }
+        store<Real>(out.dbeta, offset_of(out.dbeta, b, t, head), dbeta);
+      }
     }
+    if (sums == nullptr) continue;
+    s_sums[warp][0][lane] = dA_log;
+    s_sums[warp][1][lane] = ddt_bias;
+    __syncthreads();
+    if (warp < 2 && head < Hv) {
+      double sum = 0;
+      for (int w = 0; w < kWarps; ++w) sum += s_sums[w][warp][lane];
+      sums[(blockIdx.x * 2 + warp) * Hv + head] = sum;
+    }
+    __syncthreads();
   }
 }
 
-// Tokens that one block sums: enough to fill its threads several times, few enough that a million tokens keep a GPU
-// busy.
-constexpr int64_t kSumTokens = 4096;
-
-// sums [parts, 2, Hv]: dA_log and ddt_bias over tokens [part * kSumTokens, ...) of one head. The order of the additions
-// depends on the number of tokens alone.
-template <class Real>
-__global__ void __launch_bounds__(kThreads)
-    sum_gates_kernel(int64_t tokens, int64_t Hv, SequenceTable sequences, const __grid_constant__ Gates gates,
-                     const Real* d_log_decay, double* sums) {
-  const int64_t head = blockIdx.x % Hv, part = blockIdx.x / Hv;
-  double dA_log = 0, ddt_bias = 0;
-  const int64_t end = (part + 1) * kSumTokens < tokens ? (part + 1) * kSumTokens : tokens;
-  for (int64_t i = part * kSumTokens + threadIdx.x; i < end; i += kThreads) {
-    const int64_t t = i % sequences.T, b = i / sequences.T;
-    if (!in_a_sequence(sequences, t)) continue;
-    const auto gradient = through_gate(sequences, gates, b, t, head, d_log_decay[i * Hv + head]);
-    // A gate of -inf has no gradient; its product with the infinite log decay would be NaN.
-    if (gradient.dA_log != Real(0)) dA_log += gradient.dA_log;
-    ddt_bias += gradient.dg;
-  }
-  __shared__ double s_sums[2][kWarps];
-  dA_log = warp_sum(dA_log);
-  ddt_bias = warp_sum(ddt_bias);
-  if (threadIdx.x % 32 == 0) {
-    s_sums[0][threadIdx.x / 32] = dA_log;
-    s_sums[1][threadIdx.x / 32] = ddt_bias;
-  }
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    double sum = 0;
-    for (int w = 0; w < kWarps; ++w) sum += s_sums[threadIdx.x][w];
-    sums[(part * 2 + threadIdx.x) * Hv + head] = sum;
-  }
-}
-
+// A block a head.
 __global__ void __launch_bounds__(kThreads)
     store_gate_sums_kernel(int64_t parts, int64_t Hv, const double* sums, DeviceTensor dA_log, DeviceTensor ddt_bias) {
-  for (int64_t head = threadIdx.x; head < Hv; head += kThreads) {
-    double total[2] = {0, 0};
-    for (int64_t part = 0; part < parts; ++part) {
-      for (int which = 0; which < 2; ++which) total[which] += sums[(part * 2 + which) * Hv + head];
-    }
-    if (dA_log.data != nullptr) store<double>(dA_log, offset_of(dA_log, head), total[0]);
-    if (ddt_bias.data != nullptr) store<double>(ddt_bias, offset_of(ddt_bias, head), total[1]);
+  __shared__ double s_sums[2][kWarps];
+  const int64_t head = blockIdx.x;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    double sum = 0;
+    for (int64_t part = threadIdx.x; part < parts; part += kThreads) sum += sums[(part * 2 + which) * Hv + head];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) s_sums[which][threadIdx.x / 32] = sum;
   }
+  __syncthreads();
+  if (threadIdx.x >= 2) return;
+  double sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += s_sums[threadIdx.x][w];
+  const DeviceTensor& out = threadIdx.x == 0 ? dA_log : ddt_bias;
+  if (out.data != nullptr) store<double>(out, offset_of(out, head), sum);
 }
 
 __global__ void __launch_bounds__(kThreads)
     zero_outside_kernel(int64_t rows, int64_t heads, int64_t size, SequenceTable sequences, DeviceTensor x) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
-    const int64_t head = r % heads, t = r / heads;  // cu_seqlens: one batch row
-    if (in_a_sequence(sequences, t)) continue;
-    const int64_t to = offset_of(x, 0, t, head);
+    const RowPlace at = row_place(r, sequences.T, heads);
+    if (in_a_sequence(sequences, at.t)) continue;
+    const int64_t to = offset_of(x, at.b, at.t, at.head);
     for (int64_t i = threadIdx.x % 32; i < size; i += 32) store<double>(x, to + i * x.stride[3], 0.0);
   }
+}
+
+// Calls f with the quads of a row as a constant.
+template <class Function>
+Status with_quads(int64_t size, Function f) {
+  static_assert(FLASH_QLA_MAX_HEAD_DIM <= 256);
+  return size <= 128 ? f(std::integral_constant<int, 1>()) : f(std::integral_constant<int, 2>());
 }
 
 }  // namespace
@@ -202,8 +299,19 @@ __global__ void __launch_bounds__(kThreads)
 template <class Real>
 Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.Hq;
-  return launch("normalize", normalize_kernel<Real>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T, p.Hq,
-                static_cast<int>(p.K), x, out);
+  return with_quads(p.K, [&](auto quads) {
+    return launch("normalize", normalize_kernel<Real, quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows,
+                  p.T, p.Hq, static_cast<int>(p.K), x, out);
+  });
+}
+
+Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
+                        cudaStream_t stream) {
+  const int64_t rows = p.B * p.T * heads;
+  return with_quads(size, [&](auto quads) {
+    return launch("copy_rows", copy_rows_kernel<quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T,
+                  heads, static_cast<int>(size), from, to);
+  });
 }
 
 template <class Real>
@@ -215,29 +323,36 @@ Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, co
 }
 
 template <class Real>
-Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
-                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const DeviceTensor& parts, int64_t group,
+                          const DeviceTensor& x, bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.Hq;
-  return launch("finish_keys", finish_keys_kernel<Real>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.Hq,
-                p.group, static_cast<int>(p.K), sequences, parts, x, l2norm, dx);
+  return with_quads(p.K, [&](auto quads) {
+    const auto start = [&](auto kernel) {
+      return launch("finish_keys", kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.Hq, group,
+                    static_cast<int>(p.K), sequences, parts, x, l2norm, dx);
+    };
+    // In double: where dy lies along x, which is always with one key, what is left of the difference is small. What 16
+    // bits leave of dy is too coarse for that to matter.
+    const bool coarse = parts.dtype != static_cast<int32_t>(DType::kFloat32);
+    if (std::is_same_v<Real, float> && coarse) return start(finish_keys_kernel<Real, Real, quads()>);
+    return start(finish_keys_kernel<Real, double, quads()>);
+  });
 }
 
-int64_t gate_sum_scratch(const Problem& p) { return ceil_div(p.B * p.T, kSumTokens) * 2 * p.Hv; }
+int64_t gate_sum_scratch(const Problem& p) { return ceil_div(p.B * p.T, kPartTokens) * 2 * p.Hv; }
 
 template <class Real>
 Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates,
                            const Real* d_log_decay, const Real* d_beta, const GateGradients& out, double* scratch,
                            cudaStream_t stream) {
-  const int64_t tokens = p.B * p.T, items = tokens * p.Hv;
-  if (out.dg.data != nullptr || out.dbeta.data != nullptr) {
-    FLASH_QLA_RETURN_IF_ERROR(launch("finish_gates", finish_gates_kernel<Real>, blocks_for(items, kThreads), kThreads,
-                                     0, stream, items, p.Hv, sequences, gates, d_log_decay, d_beta, out));
-  }
-  if (out.dA_log.data == nullptr && out.ddt_bias.data == nullptr) return Status();
-  const int64_t parts = ceil_div(tokens, kSumTokens);
-  FLASH_QLA_RETURN_IF_ERROR(launch("sum_gates", sum_gates_kernel<Real>, parts * p.Hv, kThreads, 0, stream, tokens, p.Hv,
-                                   sequences, gates, d_log_decay, scratch));
-  return launch("store_gate_sums", store_gate_sums_kernel, 1, kThreads, 0, stream, parts, p.Hv,
+  const int64_t tokens = p.B * p.T, parts = ceil_div(tokens, kPartTokens);
+  const bool wants_sums = out.dA_log.data != nullptr || out.ddt_bias.data != nullptr;
+  if (!wants_sums && out.dg.data == nullptr && out.dbeta.data == nullptr) return Status();
+  double* sums = wants_sums ? scratch : nullptr;
+  FLASH_QLA_RETURN_IF_ERROR(launch("finish_gates", finish_gates_kernel<Real>, parts, kThreads, 0, stream, tokens, p.Hv,
+                                   sequences, gates, d_log_decay, d_beta, out, sums));
+  if (!wants_sums) return Status();
+  return launch("store_gate_sums", store_gate_sums_kernel, p.Hv, kThreads, 0, stream, parts, p.Hv,
                 static_cast<const double*>(scratch), out.dA_log, out.ddt_bias);
 }
 
@@ -249,13 +364,13 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
                 sequences, x);
 }
 
-#define FLASH_QLA_INSTANTIATE(Real)                                                                                \
-  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t);  \
-  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
-                                             cudaStream_t);                                                        \
-  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \
-                                           bool, const DeviceTensor&, cudaStream_t);                               \
-  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,       \
+#define FLASH_QLA_INSTANTIATE(Real)                                                                               \
+  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t); \
+  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,    \
+                                             cudaStream_t);                                                       \
+  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const DeviceTensor&, int64_t,    \
+                                           const DeviceTensor&, bool, const DeviceTensor&, cudaStream_t);         \
+  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,      \
                                             const Real*, const GateGradients&, double*, cudaStream_t);
 FLASH_QLA_INSTANTIATE(float)
 FLASH_QLA_INSTANTIATE(double)

@@ -11,16 +11,20 @@ namespace flash_qla::cuda {
 template <class Real>
 Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream);
 
-// Clamped log decay and beta of every token, [B, T, Hv] Real.
+// [B, T, heads, size] float32, bf16 or fp16 into another layout or dtype of them.
+Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
+                        cudaStream_t stream);
+
+// Clamped log decay and beta of every token, [B, T, Hv] Real; a NULL is not wanted.
 template <class Real>
 Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
                             Real* beta, cudaStream_t stream);
 
-// dx [B, T, Hq, K] from the parts of each value head, [B * T, Hv, K] Real: summed over a group's heads in order,
-// chained through the l2 norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero.
+// dx [B, T, Hq, K] from its parts, [B, T, Hq * group, K]: summed over a group's heads in order, chained through the l2
+// norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero. With group 1, dx may be `parts`.
 template <class Real>
-Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
-                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const DeviceTensor& parts, int64_t group,
+                          const DeviceTensor& x, bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
 
 // Gradients of g, beta, A_log and dt_bias from those of the log decay and the effective beta, [B * T, Hv] Real.
 struct GateGradients {

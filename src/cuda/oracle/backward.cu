@@ -221,7 +221,7 @@ class OracleBackward {
     forward.in = params.in;
     forward.initial_state = params.initial_state;
     forward.scale = params.scale;
-    FLASH_QLA_RETURN_IF_ERROR(launch_oracle_forward(p, forward, scratch_.boundaries, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_oracle_forward(p, forward, scratch_.boundaries, false, stream));
     return launch("oracle_backward", oracle_backward_kernel, blocks_, kThreads, 0, stream, params, scratch_);
   }
 
@@ -232,18 +232,22 @@ class OracleBackward {
 
 std::string accept(const flash_qla_backward_arguments&, const Problem&) { return {}; }
 
-Status run(const flash_qla_backward_arguments& args, const Problem& p, void* memory, void* stream) {
+}  // namespace
+
+size_t oracle_backward_workspace(const flash_qla_backward_arguments& args, const Problem& p) {
+  return BackwardCall<OracleBackward>::workspace_size(args, p);
+}
+
+Status run_oracle_backward(const flash_qla_backward_arguments& args, const Problem& p, void* memory, void* stream) {
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   Workspace workspace(memory);
   return BackwardCall<OracleBackward>(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
 }
 
-}  // namespace
 }  // namespace cuda
 
 const BackwardPath kCudaOracleChunkBackward = {
-    "cuda_reference", FLASH_QLA_CUDA, true, cuda::accept, cuda::BackwardCall<cuda::OracleBackward>::workspace_size,
-    cuda::run};
+    "cuda_reference", FLASH_QLA_CUDA, true, cuda::accept, cuda::oracle_backward_workspace, cuda::run_oracle_backward};
 
 }  // namespace flash_qla

@@ -14,7 +14,7 @@ __device__ double lane_sum(double x) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    oracle_forward_kernel(const __grid_constant__ ForwardParams p, double* boundaries) {
+    oracle_forward_kernel(const __grid_constant__ ForwardParams p, double* boundaries, bool float_at_chunks) {
   const int K = p.in.K, V = p.in.V, Hv = p.in.Hv;
   extern __shared__ double s_memory[];
   double* s_q = s_memory;  // [K]
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     }
     if (t % kChunkSize == 0) {
+      for (int i = lane; float_at_chunks && t > 0 && i < K; i += kLanes) s_state[i] = static_cast<float>(s_state[i]);
       if (p.h.data != nullptr) store_state(p.h, sequence.first_chunk + t / kChunkSize);
       for (int i = lane; boundaries != nullptr && t > 0 && valid && i < K; i += kLanes) {
         boundaries[((((first_token + t) / kChunkSize) * Hv + place.head) * K + i) * V + column] = s_state[i];
@@ -104,17 +105,18 @@ Status run(const flash_qla_forward_arguments& args, const Problem& p, void* memo
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   Workspace workspace(memory);
   const auto recurrence = [](const Problem& problem, const ForwardParams& params, cudaStream_t stream) {
-    return launch_oracle_forward(problem, params, nullptr, stream);
+    return launch_oracle_forward(problem, params, nullptr, false, stream);
   };
   return ForwardCall<double>(args, p, &workspace).run(recurrence, static_cast<cudaStream_t>(cuda_stream));
 }
 
 }  // namespace
 
-Status launch_oracle_forward(const Problem& p, const ForwardParams& params, double* boundaries, cudaStream_t stream) {
+Status launch_oracle_forward(const Problem& p, const ForwardParams& params, double* boundaries, bool float_at_chunks,
+                             cudaStream_t stream) {
   const size_t shared = sizeof(double) * static_cast<size_t>(2 * p.K + kColumns * (p.K + 1));
   return launch("oracle_forward", oracle_forward_kernel, recurrence_blocks(p), kThreads, shared, stream, params,
-                boundaries);
+                boundaries, float_at_chunks);
 }
 
 }  // namespace cuda

@@ -1,5 +1,6 @@
 // The oracle on the device: the token recurrence of docs/math.md in fp64, forward and reverse, a few lines a step. It
-// is slow, obvious, and taken only when it is named; checks of benchmark sizes use it where the host would take hours.
+// is slow and obvious; checks of benchmark sizes use it where the host would take hours. As a path it is taken only
+// when it is named. The generic path has it compute the calls whose few keys need double (computes_in_double()).
 #pragma once
 
 #include "cuda/generic/backward_call.cuh"
@@ -8,8 +9,13 @@
 namespace flash_qla::cuda {
 
 // `boundaries`: NULL, or where to keep the states at chunk boundaries inside sequences (see generic/recurrence.cuh),
-// [slots, Hv, K, V].
-Status launch_oracle_forward(const Problem& p, const ForwardParams& params, double* boundaries, cudaStream_t stream);
+// [slots, Hv, K, V]. `float_at_chunks`: round the state to float32 at the end of each chunk, as a float32 final state
+// would hand it over, so that a sequence cut there goes on with the same bits.
+Status launch_oracle_forward(const Problem& p, const ForwardParams& params, double* boundaries, bool float_at_chunks,
+                             cudaStream_t stream);
+
+size_t oracle_backward_workspace(const flash_qla_backward_arguments& args, const Problem& p);
+Status run_oracle_backward(const flash_qla_backward_arguments& args, const Problem& p, void* memory, void* stream);
 
 // Sum over a warp, in all lanes.
 __device__ inline double warp_sum(double x) {

@@ -23,6 +23,7 @@ struct Features {
   bool g = true, beta = true, l2norm = false, gate = false, dt_bias = false, sigmoid = false, negative = false;
   bool v_first = false, strided = false, strong_decay = false;
   bool initial_state = false, final_state = false;
+  bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
 };
@@ -57,10 +58,11 @@ struct Inputs {
     q = token(s.Hq, s.K);
     k = token(s.Hq, s.K);
     v = token(s.Hv, s.V);
-    q.fill(normal(1.0));
-    k.fill(normal(1.0));
-    // Keys of unit norm, as the models have them: longer ones make the recurrence itself unstable.
-    if (!f.l2norm) {
+    // Keys of unit norm, as the models have them, or near it: much longer ones make the recurrence itself unstable.
+    const double element = f.any_length && !f.l2norm ? 1.0 / std::sqrt(static_cast<double>(s.K)) : 1.0;
+    q.fill(normal(element));
+    k.fill(normal(element));
+    if (!f.l2norm && !f.any_length) {
       scale_rows(q);
       scale_rows(k);
     }
@@ -203,6 +205,7 @@ struct ForwardCall {
             {"h", &h}, {"checkpoints", &checkpoints}};
   }
   NamedBuffers in_place() { return {{"state_pool", &pool}}; }
+  double least_norm(const std::string&) const { return 0.0; }
 
   template <class View>
   ForwardArguments arguments(View view) {
@@ -334,6 +337,28 @@ struct BackwardCall {
             {"dbeta", &dbeta}, {"dh0", &dh0}, {"dA_log", &dA_log}, {"ddt_bias", &ddt_bias}};
   }
   NamedBuffers in_place() { return {}; }
+
+  // dA_log and ddt_bias are sums over all tokens that may cancel, which no arithmetic can help: they are held to the
+  // norm of their terms, which is this, from the reference's dg. 0 for other tensors, and without a dg.
+  double least_norm(const std::string& name) {
+    if ((name != "dA_log" && name != "ddt_bias") || !dg.present()) return 0.0;
+    const Tensor d = dg.host(), raw = in.g.host(), bias = in.dt_bias.present() ? in.dt_bias.host() : Tensor{};
+    double sum = 0.0;
+    for (int64_t b = 0; b < d.shape[0]; ++b) {
+      for (int64_t t = 0; t < d.shape[1]; ++t) {
+        for (int64_t h = 0; h < d.shape[2]; ++h) {
+          double term = load(d, offset_of(d, b, t, h));
+          if (name == "dA_log") {  // log decay = rate softplus(x), and dg has the factor rate sigmoid(x)
+            const double x =
+                load(raw, offset_of(raw, b, t, h)) + (bias.ndim > 0 ? load(bias, offset_of(bias, h)) : 0.0);
+            term *= std::log1p(std::exp(x)) * (1.0 + std::exp(-x));
+          }
+          sum += term * term;
+        }
+      }
+    }
+    return std::sqrt(sum);
+  }
 
   template <class View>
   BackwardArguments arguments(View view) {

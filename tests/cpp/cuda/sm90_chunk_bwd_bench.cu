@@ -621,9 +621,9 @@ class Runner {
     p_.dv = tokens(dv_.data, c_.Hv, 128, type);
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
-    workspace_bytes_ = chunk_backward_workspace_size(p_, true);
+    workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
-    bind_chunk_backward_workspace(&p_, true, workspace_);
+    bind_chunk_backward_workspace(&p_, workspace_);
     CHECK(make_chunk_backward_maps(p_, tokens(q_.data, c_.Hq, 128, type), tokens(do_.data, c_.Hv, 128, type), &maps_));
     if (c_.A && !chunks_.empty()) {
       Buffer<int4> chunks(chunks_.size());

@@ -11,24 +11,26 @@ from ..._options import make_options
 __all__ = ["gated_delta_rule_decode", "gated_delta_rule_prefill"]
 
 
-_STATE_NAMES = (
+# The tensors of a call, and where two numbers stand among those of its states.
+_NAMES = (
+    *INPUT_NAMES[:8],
     "state_pool",
     "initial_state_indices",
     "final_state_indices",
     "has_initial_state",
     "num_accepted_tokens",
-    "null_index",
-    "checkpoint_every",
     "checkpoints",
     "checkpoint_cu_starts",
     "checkpoint_offsets",
     "checkpoint_indices",
+    "out",
 )
+_NUMBERS_AT = 5  # null_index, checkpoint_every
 
 
 def _run(operation: str, recurrent: bool, options: Any, inputs: tuple, states: tuple, out: Any) -> Any:
-    names = (*INPUT_NAMES[:8], *_STATE_NAMES, "out")
-    if is_torch(operation, names, (*inputs, *states, out)):
+    tensors = (*inputs, *states[:_NUMBERS_AT], *states[_NUMBERS_AT + 2 :], out)
+    if is_torch(operation, _NAMES, tensors):
         return torch_front.pool(recurrent, options, inputs, states, out)
     return _dlpack.pool(options, recurrent, inputs, states, out)
 

@@ -9,7 +9,7 @@
 namespace flash_qla::cuda::sm90 {
 namespace {
 
-size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
+size_t take_all(ChunkBackwardParams* p, void* base) {
   Workspace workspace(base);
   const int64_t tiles = static_cast<int64_t>(p->chunk_bound) * p->Hv;
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
@@ -23,10 +23,6 @@ size_t take_all(ChunkBackwardParams* p, bool has_dv, void* base) {
   p->states = workspace.take<uint8_t>(tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
-  if (!has_dv) {
-    const int64_t token = static_cast<int64_t>(p->Hv) * kDim;
-    p->dv = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kDim, 1}, p->v.type};
-  }
   return workspace.bytes();
 }
 
@@ -66,14 +62,12 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 
 }  // namespace
 
-size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv) {
+size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
-  return take_all(&copy, has_dv, nullptr);
+  return take_all(&copy, nullptr);
 }
 
-void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace) {
-  take_all(params, has_dv, workspace);
-}
+void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) { take_all(params, workspace); }
 
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const StridedTensor& q, const StridedTensor& d_o,
                                      ChunkBackwardMaps* maps) {
@@ -86,15 +80,6 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
   if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, p.Hv, &maps->d_o);
   if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, p.Hv, &maps->dv);
   return error;
-}
-
-cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
-                             cudaStream_t stream) {
-  constexpr int kThreads = 256;
-  const int64_t rows = B * T * heads;
-  sm90_chunk_bwd_copy_kernel<<<static_cast<unsigned>(ceil_div(rows, kThreads / 32)), kThreads, 0, stream>>>(
-      from, to, T, heads, rows);
-  return cudaGetLastError();
 }
 
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,

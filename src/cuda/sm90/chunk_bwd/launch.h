@@ -40,19 +40,15 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
-// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole dv is added when the caller wants none.
-size_t chunk_backward_workspace_size(const ChunkBackwardParams& params, bool has_dv);
+// Bytes of scratch for params' B, T, N, Hv and chunk_bound.
+size_t chunk_backward_workspace_size(const ChunkBackwardParams& params);
 
-// Sets params' scratch pointers; without a dv of the caller's, dv too.
-void bind_chunk_backward_workspace(ChunkBackwardParams* params, bool has_dv, void* workspace);
+// Sets params' scratch pointers.
+void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace);
 
 // Describes q, d_o [B, T, heads, 128] and params' k, v, dv to the copy engine. bf16 or fp16.
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q,
                                      const StridedTensor& d_o, ChunkBackwardMaps* maps);
-
-// Copies [B, T, heads, 128] of any strides and float type into a tensor that the copy engine takes.
-cudaError_t launch_copy_rows(const StridedTensor& from, const StridedTensor& to, int64_t B, int64_t T, int64_t heads,
-                             cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,

@@ -47,7 +47,7 @@ struct ChunkBackwardParams {
   StridedTensor dht;            // as initial_state, or absent
 
   StridedTensor dq, dk;     // [B, T, Hq, 128], or absent
-  StridedTensor dv;         // [B, T, Hv, 128]; always there (scratch when the caller does not want it)
+  StridedTensor dv;         // [B, T, Hv, 128]; always there (the caller of the kernels has scratch where it is not wanted)
   StridedTensor dg, dbeta;  // [B, T, Hv], or absent
   StridedTensor dh0;        // as initial_state, or absent
 

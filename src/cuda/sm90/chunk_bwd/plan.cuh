@@ -1,5 +1,5 @@
-// With cu_seqlens: which tokens each chunk slot holds, found on the device, and zero gradients for the tokens after the
-// last sequence.
+// With cu_seqlens: which tokens each chunk slot holds, found on the device, and zero gradients for the tokens before
+// the first sequence and after the last.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -7,7 +7,7 @@
 namespace flash_qla::cuda::sm90 {
 
 constexpr int kPlanThreads = 1024;
-// Clear the tokens after the last sequence. Usually there are none; 131 and the planning block are an H200's width.
+// Clear the tokens outside all sequences. Usually there are none; 131 and the planning block are an H200's width.
 constexpr int kPaddingBlocks = 131;
 
 // Zeroes `columns` elements of each row [0, token, head] from `begin` on.
@@ -21,17 +21,22 @@ __device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int
   }
 }
 
+__device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int begin, int end) {
+  if (begin >= end) return;
+  zero_rows(p.dq, begin, end, p.Hq, kDim);
+  zero_rows(p.dk, begin, end, p.Hq, kDim);
+  zero_rows(p.dv, begin, end, p.Hv, kDim);
+  zero_rows(p.dg, begin, end, p.Hv, 1);
+  zero_rows(p.dbeta, begin, end, p.Hv, 1);
+}
+
 // What the blocks after the first do.
 __device__ __forceinline__ void zero_padding(const ChunkBackwardParams& p) {
-  int32_t begin = 0, length = 0;
-  if (p.N > 0) sequence_range(p, p.N - 1, &begin, &length);
-  const int end = begin + length;
-  if (end >= p.T) return;
-  zero_rows(p.dq, end, p.T, p.Hq, kDim);
-  zero_rows(p.dk, end, p.T, p.Hq, kDim);
-  zero_rows(p.dv, end, p.T, p.Hv, kDim);
-  zero_rows(p.dg, end, p.T, p.Hv, 1);
-  zero_rows(p.dbeta, end, p.T, p.Hv, 1);
+  int32_t first = 0, last = 0, length = 0;
+  sequence_range(p, 0, &first, &length);
+  sequence_range(p, p.N - 1, &last, &length);
+  zero_tokens(p, 0, first);
+  zero_tokens(p, last + length, p.T);
 }
 
 // Block 0: a running sum of the sequences' chunk counts, then every slot finds its sequence by bisection.
@@ -87,18 +92,6 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     sequence_range(p, low, &begin, &length);
     const int32_t offset = (slot - p.first_slot[low]) * kChunk;
     p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), low, 0};
-  }
-}
-
-// Rows [b, token, head, :] one by one, a warp a row.
-__global__ __launch_bounds__(256) void sm90_chunk_bwd_copy_kernel(const StridedTensor from, const StridedTensor to,
-                                                                  int64_t T, int64_t heads, int64_t rows) {
-  const int64_t row = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / 32;
-  if (row >= rows) return;
-  const int64_t head = row % heads, token = row / heads % T, b = row / heads / T;
-  for (int column = threadIdx.x % 32; column < kDim; column += 32) {
-    store_element(to, row_offset(to, b, token, head) + column * to.stride[3],
-                  load_element(from, row_offset(from, b, token, head) + column * from.stride[3]));
   }
 }
 

@@ -1,0 +1,319 @@
+// A training step (forward and backward, the paths that the library chooses) as trainers run it, on a machine with a
+// GPU:
+//   the same step again and again, beside another stream's work: the same bits every time;
+//   the step captured once in a CUDA graph, replayed with other lengths written into cu_seqlens: the bits of a direct
+//   call with those lengths;
+//   heads divided among calls, and a sequence taken out of its batch: the bits of the whole call.
+// Without a GPU it says so and succeeds.
+//
+//   training_test [--repeats N]
+//
+// prints a line for every failed check and exits with 1 if any check failed.
+#include <functional>
+
+#include "calls.h"
+
+namespace flash_qla::testing {
+namespace {
+
+__global__ void count_differences_kernel(const uint8_t* a, const uint8_t* b, size_t bytes, unsigned long long* count) {
+  unsigned long long found = 0;
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < bytes; i += size_t{gridDim.x} * blockDim.x) {
+    found += a[i] != b[i];
+  }
+  if (found > 0) atomicAdd(count, found);
+}
+
+__global__ void busy_kernel(float* data, int64_t size) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
+    data[i] = data[i] * 0.5f + 1.0f;
+  }
+}
+
+int64_t failures = 0;
+
+void expect(bool good, const std::string& what) {
+  if (good) return;
+  ++failures;
+  std::printf("FAILED %s\n", what.c_str());
+}
+
+// A step's tensors on the device. Everything that it writes lies in one block, so that a run is compared as a whole.
+class Step {
+ public:
+  Step(const Shape& shape, const Features& features, uint64_t seed, Arena& arena) {
+    Random random(seed);
+    backward_.draw(shape, features, false, true, true, random);
+    for (auto [name, buffer] : backward_.inputs()) buffer->upload(arena);
+    Inputs& in = backward_.in;
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    in.set(forward_args_, [](Buffer& b) { return b.present() ? b.device() : Tensor{}; });
+    backward_args_ = backward_.arguments([](Buffer& b) { return b.present() ? b.device() : Tensor{}; });
+    for (auto* options : {&forward_args_.options, &backward_args_.options}) {
+      options->device_type = FLASH_QLA_CUDA;
+      options->device_index = device;
+    }
+    // Sizes first, then one block for all.
+    o_ = Buffer(shape.dtype, {shape.B, shape.T, shape.Hv, shape.V});
+    A_ = Buffer(shape.dtype, {shape.B, shape.T, shape.Hv, kChunkSize});
+    final_state_ = Buffer(DType::kFloat32, state_shape(shape, features.v_first, shape.N()));
+    bytes_ = 0;
+    const auto place = [&](const Buffer& buffer, Tensor* to) {
+      if (!buffer.present()) return;
+      *to = buffer.shape_view();
+      places_.push_back({to, bytes_});
+      bytes_ += (buffer.bytes().size() + 255) / 256 * 256;
+    };
+    place(o_, &forward_args_.o);
+    place(final_state_, &forward_args_.final_state);
+    place(A_, &forward_args_.A);
+    place(backward_.dq, &backward_args_.dq);
+    place(backward_.dk, &backward_args_.dk);
+    place(backward_.dv, &backward_args_.dv);
+    place(backward_.dg, &backward_args_.dg);
+    place(backward_.dbeta, &backward_args_.dbeta);
+    place(backward_.dh0, &backward_args_.dh0);
+    place(backward_.dA_log, &backward_args_.dA_log);
+    place(backward_.ddt_bias, &backward_args_.ddt_bias);
+    outputs_ = static_cast<uint8_t*>(arena.take(bytes_));
+    for (const auto& [to, at] : places_) to->data = outputs_ + at;
+    backward_args_.A = forward_args_.A;
+    size_t forward_bytes = 0, backward_bytes = 0;
+    require(ChunkForward::workspace_size(forward_args_, &forward_bytes));
+    require(ChunkBackward::workspace_size(backward_args_, &backward_bytes));
+    workspace_bytes_ = std::max(forward_bytes, backward_bytes);
+    workspace_ = arena.take(workspace_bytes_);
+    count_ = static_cast<unsigned long long*>(arena.take(sizeof(unsigned long long)));
+  }
+
+  // Outputs and scratch poisoned, then both passes, all in the stream.
+  void run(cudaStream_t stream) {
+    check_cuda(cudaMemsetAsync(outputs_, 0xff, bytes_, stream), "cudaMemsetAsync");
+    check_cuda(cudaMemsetAsync(workspace_, 0xff, workspace_bytes_, stream), "cudaMemsetAsync");
+    require(ChunkForward::run(forward_args_, workspace_, workspace_bytes_, stream));
+    check_cuda(cudaMemsetAsync(workspace_, 0xff, workspace_bytes_, stream), "cudaMemsetAsync");
+    require(ChunkBackward::run(backward_args_, workspace_, workspace_bytes_, stream));
+  }
+
+  void set_offsets(const std::vector<int64_t>& offsets) {
+    backward_.in.cu_seqlens.fill(
+        [&](int64_t i, int64_t, int64_t, int64_t) { return static_cast<double>(offsets[static_cast<size_t>(i)]); });
+    backward_.in.cu_seqlens.write_device();
+  }
+
+  uint8_t* keep(Arena& arena) {
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    auto* copy = static_cast<uint8_t*>(arena.take(bytes_));
+    check_cuda(cudaMemcpy(copy, outputs_, bytes_, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+    return copy;
+  }
+
+  // Bytes that differ from a kept run.
+  unsigned long long differences(const uint8_t* kept, cudaStream_t stream) {
+    check_cuda(cudaMemsetAsync(count_, 0, sizeof(*count_), stream), "cudaMemsetAsync");
+    count_differences_kernel<<<528, 256, 0, stream>>>(outputs_, kept, bytes_, count_);
+    unsigned long long count = 0;
+    check_cuda(cudaMemcpyAsync(&count, count_, sizeof(count), cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    return count;
+  }
+
+ private:
+  static void require(const Status& status) {
+    if (status.ok()) return;
+    std::printf("FAILED %s\n", status.message());
+    std::exit(1);
+  }
+
+  BackwardCall backward_;
+  Buffer o_, A_, final_state_;
+  ForwardArguments forward_args_;
+  BackwardArguments backward_args_;
+  std::vector<std::pair<Tensor*, size_t>> places_;
+  size_t bytes_ = 0, workspace_bytes_ = 0;
+  uint8_t* outputs_ = nullptr;
+  void* workspace_ = nullptr;
+  unsigned long long* count_ = nullptr;
+};
+
+Shape model_shape(int64_t T, int64_t Hq, int64_t Hv, std::vector<int64_t> offsets) {
+  Shape s;
+  s.T = T;
+  s.Hq = Hq;
+  s.Hv = Hv;
+  s.K = s.V = 128;
+  s.dtype = DType::kBFloat16;
+  s.cu_seqlens = std::move(offsets);
+  return s;
+}
+
+void test_repeats(int64_t repeats, Arena& arena) {
+  for (const bool options : {false, true}) {
+    arena.reset();
+    Features f;
+    f.initial_state = true;
+    f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
+    Step step(model_shape(1000, 4, 8, {0, 300, 300, 365, 990}), f, 3, arena);
+    cudaStream_t stream, other;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    check_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
+    constexpr int64_t kBusy = int64_t{16} << 20;
+    auto* data = static_cast<float*>(arena.take(kBusy * sizeof(float)));
+    step.run(stream);
+    const uint8_t* first = step.keep(arena);
+    int64_t differing = 0;
+    for (int64_t i = 0; i < repeats; ++i) {
+      if (i % 2 == 1) busy_kernel<<<66, 512, 0, other>>>(data, kBusy);  // half of an H200, every second time
+      step.run(stream);
+      differing += step.differences(first, stream) != 0;
+    }
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    expect(differing == 0,
+           std::to_string(differing) + " of " + std::to_string(repeats) + " repeats differ in their bits");
+    expect(arena.intact(), "memory past the end of a tensor was written");
+    std::printf("%lld repeats %s options: %lld differ\n", static_cast<long long>(repeats), options ? "with" : "without",
+                static_cast<long long>(differing));
+    check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+    check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
+  }
+}
+
+void test_graph(Arena& arena) {
+  constexpr int64_t kTokens = 1500, kSequences = 40;
+  const auto offsets_of = [](const std::vector<int64_t>& lengths) {
+    std::vector<int64_t> offsets = {0};
+    for (int64_t n = 0; n < kSequences; ++n) {
+      const size_t i = static_cast<size_t>(n);
+      offsets.push_back(offsets.back() + (i < lengths.size() ? lengths[i] : 0));
+    }
+    return offsets;
+  };
+  std::vector<int64_t> short_ones(kSequences, 6), even(kSequences, kTokens / kSequences);
+  short_ones[0] = 512;
+  const std::vector<std::vector<int64_t>> plans = {offsets_of({1000, 3, 64, 0, 129, 300}),
+                                                   offsets_of(short_ones),
+                                                   offsets_of(even),
+                                                   offsets_of({kTokens}),
+                                                   offsets_of({}),
+                                                   offsets_of({0, 0, 65}),
+                                                   offsets_of({63, 1, 1})};
+  for (const bool options : {false, true}) {
+    arena.reset();
+    Features f;
+    f.initial_state = true;
+    f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
+    Step step(model_shape(kTokens, 2, 4, plans[0]), f, 5, arena);
+    cudaStream_t stream;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    std::vector<const uint8_t*> wanted;
+    for (const auto& plan : plans) {
+      step.set_offsets(plan);
+      step.run(stream);
+      wanted.push_back(step.keep(arena));
+    }
+    cudaGraph_t graph;
+    cudaGraphExec_t replayable;
+    step.set_offsets(plans[0]);
+    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+    step.run(stream);
+    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check_cuda(cudaGraphInstantiate(&replayable, graph, 0), "cudaGraphInstantiate");
+    int64_t differing = 0, replays = 0;
+    for (int round = 0; round < 20; ++round) {
+      for (size_t i = 0; i < plans.size(); ++i, ++replays) {
+        step.set_offsets(plans[i]);
+        check_cuda(cudaGraphLaunch(replayable, stream), "cudaGraphLaunch");
+        differing += step.differences(wanted[i], stream) != 0;
+      }
+    }
+    expect(differing == 0, std::to_string(differing) + " replays differ from direct calls");
+    std::printf("%lld replays of one graph with other lengths %s options: %lld differ\n",
+                static_cast<long long>(replays), options ? "with" : "without", static_cast<long long>(differing));
+    check_cuda(cudaGraphExecDestroy(replayable), "cudaGraphExecDestroy");
+    check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  }
+}
+
+bool same(Buffer a, Buffer b) {
+  return a.slice(0, 0, a.shape_view().shape[0]).bytes() == b.slice(0, 0, b.shape_view().shape[0]).bytes();
+}
+
+// auto_cp off: the bits of a sequence depend on nothing but the sequence, and heads may be divided among cards.
+void test_invariance(Arena& arena) {
+  Random random(13);
+  const Shape s = model_shape(400, 2, 4, {0, 17, 17, 209, 400});
+  Features f;
+  f.initial_state = true;
+  BackwardCall whole;
+  whole.draw(s, f, false, true, true, random);
+  const auto run = [&](BackwardCall& call) {
+    const std::string error = run_call(call, nullptr, FLASH_QLA_CUDA, arena);
+    expect(error.empty(), error);
+  };
+  const auto part = [&](int64_t begin, int64_t end, int64_t n, int64_t first_head, int64_t heads) {
+    BackwardCall call = whole;
+    const auto cut = [&](Buffer& b, bool keys) {
+      const int64_t group = s.Hv / s.Hq;
+      b = b.slice(1, begin, end);
+      b = keys ? b.slice(2, first_head / group, (first_head + heads) / group)
+               : b.slice(2, first_head, first_head + heads);
+    };
+    for (Buffer* b : {&call.in.q, &call.in.k, &call.dq, &call.dk}) cut(*b, true);
+    for (Buffer* b : {&call.in.v, &call.in.g, &call.in.beta, &call.d_o, &call.dv, &call.dg, &call.dbeta})
+      cut(*b, false);
+    for (Buffer* b : {&call.in.initial_state, &call.dht, &call.dh0}) {
+      *b = b->slice(0, n, n + 1).slice(1, first_head, first_head + heads);
+    }
+    call.in.shape.T = end - begin;
+    call.in.shape.cu_seqlens.clear();
+    call.in.cu_seqlens = Buffer();
+    return call;
+  };
+  BackwardCall all = whole;
+  run(all);
+  for (const int64_t heads : {int64_t{4}, int64_t{2}}) {
+    for (int64_t first = 0; first < s.Hv; first += heads) {
+      BackwardCall alone = part(17, 209, 2, first, heads);
+      run(alone);
+      const std::string what = " of a sequence alone, heads from " + std::to_string(first) + ", differs";
+      const int64_t group = s.Hv / s.Hq, key = first / group, keys = heads / group;
+      expect(same(alone.dq, all.dq.slice(1, 17, 209).slice(2, key, key + keys)), "dq" + what);
+      expect(same(alone.dk, all.dk.slice(1, 17, 209).slice(2, key, key + keys)), "dk" + what);
+      expect(same(alone.dv, all.dv.slice(1, 17, 209).slice(2, first, first + heads)), "dv" + what);
+      expect(same(alone.dg, all.dg.slice(1, 17, 209).slice(2, first, first + heads)), "dg" + what);
+      expect(same(alone.dbeta, all.dbeta.slice(1, 17, 209).slice(2, first, first + heads)), "dbeta" + what);
+      expect(same(alone.dh0, all.dh0.slice(0, 2, 3).slice(1, first, first + heads)), "dh0" + what);
+    }
+  }
+  std::printf("a sequence alone, and its heads in two calls, against the batch: compared\n");
+}
+
+int run(int64_t repeats) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::printf("no GPU: nothing was tested\n");
+    return 0;
+  }
+  Arena arena(size_t{4} << 30);
+  test_repeats(repeats, arena);
+  test_graph(arena);
+  test_invariance(arena);
+  std::printf("%lld failed\n", static_cast<long long>(failures));
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace flash_qla::testing
+
+int main(int argc, char** argv) {
+  int64_t repeats = 1000;
+  if (argc == 3 && std::string(argv[1]) == "--repeats") {
+    repeats = std::atoll(argv[2]);
+  } else if (argc != 1) {
+    std::fprintf(stderr, "usage: training_test [--repeats N]\n");
+    return 2;
+  }
+  return flash_qla::testing::run(repeats);
+}

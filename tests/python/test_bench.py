@@ -1,0 +1,182 @@
+"""`python -m flash_qla bench` without a GPU: the CPU computes, a clock that stands still times, scripts play the peers."""
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+import flash_qla
+from flash_qla.cli import bench_gpu, bench_inputs, results
+
+pytestmark = pytest.mark.cpu_only
+
+# A peer that answers for its first two rows, complains about the third, and writes other things too.
+PEER = """
+import json, sys
+rows = json.load(sys.stdin)
+assert sys.argv[1] == "fla" and int(sys.argv[2]) == 3
+print("Autotuning ...")
+for i, row in enumerate(rows):
+    answer = {"ms": 5.0 + i} if i < 2 else {"error": "RuntimeError: no such shape"}
+    print(json.dumps({"row": i, "peer": "fla 9.9", **answer}), flush=True)
+"""
+CRASH = "raise ModuleNotFoundError('fla is not here')"
+HANG = 'import sys, time\nprint(\'{"row": 0, "peer": "fla 9.9", "ms": 4.0}\', flush=True)\ntime.sleep(60)'
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Runs the command on rows of a few tokens; returns (exit code, report, CSV lines)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(bench_gpu, "_sm_count", lambda: 100)
+    monkeypatch.setattr(bench_gpu, "ORACLES", {"cuda": "reference"})
+    monkeypatch.setattr(bench_gpu, "make_inputs", functools.partial(bench_inputs.make_inputs, device="cpu"))
+    monkeypatch.setattr(bench_inputs, "FORWARD_LENGTHS", {"1x70": [70], "30+3": [30, 3], "5x2": [5, 5]})
+    monkeypatch.setattr(bench_inputs, "BACKWARD_LENGTHS", {"70_1seq": [70]})
+    monkeypatch.setattr(bench_inputs, "DECODE_LENGTHS", {"batch2": [1, 1]})
+
+    def graph_ms(function, replays, calls=5):
+        function()
+        return 2.0
+
+    monkeypatch.setattr(bench_gpu, "graph_ms", graph_ms)
+
+    def run(modes, peer=None, heads="1x2", recorded=None, peer_seconds=20.0):
+        out = tmp_path / "results" / "gpu.json"
+        if peer is not None:
+            script = tmp_path / "peer.py"
+            script.write_text(peer)
+            monkeypatch.setattr(bench_gpu, "_PEER_SCRIPT", script)
+        peers = "" if peer is None else "fla=/nowhere"
+        code = bench_gpu.run(modes, heads, "", False, peers, peer_seconds, recorded, 3, out)
+        report = json.loads(out.read_text()) if out.exists() else None
+        lines = out.with_suffix(".csv").read_text().splitlines() if out.exists() else []
+        return code, report, lines
+
+    return run
+
+
+def test_every_mode_writes_checked_rows(bench, capsys):
+    code, report, lines = bench(["fwd", "bwd", "train", "decode"])
+    assert code == 0
+    rows = report["rows"]
+    assert [row["mode"] for row in rows] == ["fwd"] * 3 + ["bwd", "train"] + ["decode"] * 4
+    assert len(lines) == len(rows) + 1
+    tensors = {
+        "fwd": {"o", "final_state"}, "decode": {"o", "final_state"}, "bwd": {"dq", "dk", "dv", "dbeta", "dg", "dh0"},
+        "train": {"o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dh0"}}
+    for row in rows:
+        assert set(row["err"]) == set(row["err_worst_head"]) == tensors[row["mode"]]
+        assert all(0 <= row["err"][name] <= row["err_worst_head"][name] < 1.5e-2 for name in row["err"])
+        assert row["ms"] == 2.0 and row["peers"] == {}
+    assert [tuple(row["options"].values()) for row in rows[-4:]] == [
+        ("float32", "[V, K]"), ("float32", "[K, V]"), ("bfloat16", "[V, K]"), ("bfloat16", "[K, V]")]
+    # One line for each row says how to repeat it.
+    repeats = re.findall(r"repeat: python -m flash_qla bench --mode (\w+) --heads 1x2 --seqs (\S+)", capsys.readouterr().out)
+    assert len(repeats) == len(rows) and set(repeats) == {
+        ("fwd", "1x70"), ("fwd", "30+3"), ("fwd", "5x2"), ("bwd", "70_1seq"), ("train", "70_1seq"), ("decode", "batch2")}
+
+
+def test_a_row_whose_check_fails_is_not_written(bench, monkeypatch, capsys):
+    right = bench_gpu._inference
+
+    def wrong(x):
+        o, final_state = right(x)
+        broken = flash_qla._options._path is None and o.shape[1] == 33
+        return (o * 1.1 if broken else o), final_state
+
+    monkeypatch.setattr(bench_gpu, "_inference", wrong)
+    code, report, _ = bench(["fwd"])
+    assert code == 1
+    assert [row["seqlens"] for row in report["rows"]] == [[70], [5, 5]]
+    assert re.search(r"FAIL fwd 1/2 30\+3: o: relative L2 .* repeat: python -m flash_qla bench", capsys.readouterr().out)
+
+
+def test_a_row_that_raises_leaves_the_others(bench, monkeypatch):
+    right = bench_gpu.graph_ms
+
+    def sometimes(function, replays):
+        if len(results_so_far) == 1:
+            results_so_far.append(None)
+            raise RuntimeError("out of memory")
+        results_so_far.append(None)
+        return right(function, replays)
+
+    results_so_far = []
+    monkeypatch.setattr(bench_gpu, "graph_ms", sometimes)
+    code, report, _ = bench(["fwd"])
+    assert code == 1 and [row["seqlens"] for row in report["rows"]] == [[70], [5, 5]]
+
+
+def test_peers_stand_beside_our_rows(bench, capsys):
+    code, report, lines = bench(["fwd"], PEER)
+    assert code == 0
+    assert [row["peers"] for row in report["rows"]] == [{"fla 9.9": 5.0}, {"fla 9.9": 6.0}, {}]
+    assert lines[0].endswith("fla 9.9 ms")
+    printed = capsys.readouterr().out
+    assert "peer fla, fwd 1/2 5x2: RuntimeError: no such shape" in printed
+    assert "fwd: 2.74x of fla 9.9 (geometric mean of 2 rows, least 2.50x)" in printed
+
+
+def test_a_missing_peer_costs_nothing_but_its_column(bench, capsys):
+    code, report, _ = bench(["fwd"], CRASH)
+    assert code == 0 and len(report["rows"]) == 3 and not any(row["peers"] for row in report["rows"])
+    assert "peer fla: ModuleNotFoundError: fla is not here" in capsys.readouterr().out
+
+
+def test_a_peer_that_hangs_is_ended_and_keeps_its_answers(bench, capsys):
+    code, report, _ = bench(["fwd"], HANG, peer_seconds=1.5)
+    assert code == 0 and report["rows"][0]["peers"] == {"fla 9.9": 4.0}
+    assert "peer fla: ended: it took too long" in capsys.readouterr().out
+
+
+def test_the_results_file_is_whole_after_each_row(bench, monkeypatch, tmp_path):
+    out, seen = tmp_path / "results" / "gpu.json", []
+    right = bench_gpu._measure
+
+    def measure(given, replays):
+        seen.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        return right(given, replays)
+
+    monkeypatch.setattr(bench_gpu, "_measure", measure)
+    bench(["fwd"])
+    assert seen == [0, 1, 2]
+
+
+def test_recorded_times_are_kept_apart(bench, tmp_path, capsys):
+    recorded = tmp_path / "recorded.csv"
+    recorded.write_text("mode,hq,hv,seqs,other 1.0 ms,third 2.0 ms\nfwd,1,2,30+3,8.0,\nfwd,2,4,30+3,1.0,1.0\n")
+    code, report, _ = bench(["fwd"], recorded=recorded)
+    assert code == 0
+    assert [row["recorded"] for row in report["rows"]] == [{}, {"other 1.0": 8.0}, {}]
+    assert not any(row["peers"] for row in report["rows"])
+    assert "4.00x of other 1.0, its times recorded earlier (geometric mean of 1 rows" in capsys.readouterr().out
+
+
+def test_short_rows_are_rows():
+    for mode, pairs in bench_inputs.SHORT.items():
+        rows = bench_inputs.rows_of(mode, "", "", short=True)
+        assert {((row["hq"], row["hv"]), row["name"]) for row in rows} == set(pairs) and len(set(pairs)) == len(pairs)
+    assert bench_inputs.rows_of("fwd", "2x8", "", short=True)[0]["hv"] == 8
+
+
+def test_refuses_unknown_modes_and_machines_without_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments = ("", "", False, "", 1.0, None, 1, None)
+    assert bench_gpu.run(["fwd", "sideways"], *arguments) == 2
+    assert "--mode must be of fwd, bwd, train, decode (sideways)" in capsys.readouterr().out
+    assert bench_gpu.run(["fwd"], *arguments) == 2
+    assert "a CUDA GPU must be present" in capsys.readouterr().out
+
+
+def test_report_of_a_copied_tree_names_its_commit(monkeypatch, tmp_path):
+    module = tmp_path / "python" / "flash_qla" / "cli" / "results.py"
+    monkeypatch.setattr(results, "__file__", str(module))
+    (tmp_path / "COMMIT").write_text("0123abc\n")
+    assert results.make_report("p", [], cuda=False)["commit"] == "0123abc"
