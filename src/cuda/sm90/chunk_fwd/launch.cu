@@ -196,8 +196,9 @@ size_t chunk_forward_workspace_size(int32_t num_sequences) {
 }
 
 size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
+  // Whatever the lengths and the number of sequences say: a call's workspace serves all smaller ones.
   const size_t unsplit = chunk_forward_workspace_size(args.num_sequences);
-  if (!decide_split(args, sms).planned) return unsplit;
+  if (args.split == SplitMode::kOff || sms == 0) return unsplit;
   const SplitCapacity capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   return std::max(unsplit, lay_out_split(args, capacity, nullptr, nullptr));
@@ -205,7 +206,7 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
   const bool forced = args.force_split != 0;
-  if (args.split == SplitMode::kOff) return {false, "auto_cp is off"};
+  if (args.split == SplitMode::kOff || sms == 0) return {false, "auto_cp is off"};
   if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
     return {false, "there are no tokens"};
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
