@@ -145,8 +145,17 @@ Plan make_plan(const Batch& batch) {
       SplitEstimate estimate;
       for (const PlannedSequence& s : batch.sequences) {
         for (int32_t head = 0; head < batch.heads; ++head) {
-          emit_head(HeadPlan(s, head, plan.grid, merge_choice(choice), plan.capacity.boundaries, warmups_of(head)), 0,
-                    estimate);
+          HeadSummary summary;
+          summary.chunks = chunks_in(s.length);
+          summary.pieces = pieces_of(summary.chunks, plan.grid);
+          for (int32_t i = 1; i < summary.pieces; ++i) {
+            const int32_t number =
+                boundary_number(s.start, boundary_chunk(summary.chunks, summary.pieces, i), plan.grid);
+            const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
+            summary.heavy += warmup == 0;
+            summary.warmups += warmup;
+          }
+          estimate.add(summary, merge_choice(choice));
         }
       }
       if (estimate.steps(batch.sms) < best) {

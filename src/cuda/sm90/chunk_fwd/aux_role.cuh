@@ -392,8 +392,10 @@ struct AuxRole {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
-    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
+    mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
     tma_load_4d(stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
+    if (with_v) tma_load_4d(stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_q(uint32_t m) const {
     const ChunkRecord& c = record(m);
@@ -435,7 +437,7 @@ struct AuxRole {
     const int warp = opaque_thread() >> 5;
     if (warp == 1) fetch_gates(m + 2);
     if (opaque_thread() % 32 != 0) return;
-    if (warp == 0) {
+    if (warp == 0 && !Traits::kStateOnly) {
       tma_store_wait_read();  // O of chunk m - 3 has left the stage that V goes to
       load_v(m, record(m).valid == kChunk ? full_p : smem() + Traits::kTailV + 8 * opaque(group));
     } else if (warp == 2) {
@@ -522,7 +524,7 @@ struct AuxRole {
 
     m = opaque(m);
     if constexpr (Traits::kStateOnly) {
-      // No P: its barrier says that V and the gates are there, and that K is.
+      // No P: its barrier says that K, V and the gates are there.
       if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
       const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
       pass_stages_on(m, full_p);

@@ -2,6 +2,8 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_bf16_states() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 2, false, true>>(); }
+ChunkForwardKernel chunk_forward_bf16_states() {
+  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 2, false, true>>();
+}
 
 }  // namespace flash_qla::cuda::sm90

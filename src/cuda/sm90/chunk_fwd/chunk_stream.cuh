@@ -40,8 +40,9 @@ struct alignas(16) ChunkWalker {
   int32_t tile;       // tile to open next; of a list the one opened last
   int32_t tiles;      // how many there are
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
+  int32_t opened;     // tiles of a list so far
 };
-static_assert(sizeof(ChunkWalker) == 64);
+static_assert(sizeof(ChunkWalker) == 80);
 
 // The block's dynamic shared memory. A function, not a pointer handed down: its address is a constant that needs no
 // register.
@@ -104,6 +105,7 @@ inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 template <typename Traits>
 __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   walker.remaining = -1;
+  walker.opened = 0;
   if (p.list != nullptr) {
     walker.tile = 0;
     walker.tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
@@ -163,6 +165,7 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     }
     walker.remaining = t.tokens;
     walker.silent = t.warmup;
+    ++walker.opened;
     return;
   }
   // Without a tile from a boundary state as well: a kernel must not end before those it depends on.

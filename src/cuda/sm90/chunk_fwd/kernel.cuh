@@ -12,6 +12,7 @@
 
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "combine.cuh"
 #include "kernel_params.h"
 #include "state_role.cuh"
 #include "traits.h"
@@ -33,8 +34,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4);  // the warps of an auxiliary group
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 5);                        // ... and V
-      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * Traits::kStateGroups);  // the warps of the state groups
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, Traits::kStateOnly ? 4 : 5);  // ... and V
+      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * Traits::kStateGroups);     // the warps of the state groups
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
@@ -64,10 +65,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, thread};
     role.run();
+    if constexpr (Traits::kStateOnly) {
+      combine_boundaries<Traits>(p, threadIdx.x == 0,
+                                 [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
+                                   if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
+                                 });
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
+    if constexpr (Traits::kStateOnly) {
+      const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;
+      combine_boundaries<Traits>(p, false,
+                                 [&](CombineMemory& memory, const TransitionChain& chain, int slice, uint32_t stages) {
+                                   multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
+                                 });
+    }
   }
 }
 

@@ -7,6 +7,16 @@
 
 namespace flash_qla::cuda::sm90 {
 
+// What the planner leaves for the kernels after it.
+struct SplitCounters {
+  uint32_t state_ticket, output_ticket;  // next tile of each list
+  uint32_t states_done;                  // by warps: state tiles whose last state is in memory
+  uint32_t chain_ticket;                 // next piece of a chain
+  int32_t state_tiles, output_tiles;
+  int32_t chains, slots;
+  int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
+};
+
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
@@ -16,6 +26,8 @@ struct ChunkForwardKernelParams {
   const int32_t* list_size;
   float4* boundary_states;
   float4* transitions;
+  const TransitionChain* chains;
+  SplitCounters* counters;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split

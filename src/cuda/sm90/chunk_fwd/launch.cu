@@ -150,8 +150,8 @@ bool split_pays(int64_t tiles, int sms) {
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
 }
 
-// Of a call that is planned for a split: five kernels, each allowed to start while the one before it runs.
-//   boundaries -> lists -> state tiles -> boundary states -> tiles that write O
+// Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
+//   boundaries -> lists -> state tiles and boundary states -> tiles that write O
 // The last one begins with tiles that depend on none of the others, as soon as an SM is free.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
                          cudaStream_t stream) {
@@ -168,6 +168,8 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
+  tiles.chains = split.workspace.chains;
+  tiles.counters = split.workspace.counters;
   tiles.list = split.workspace.state_tiles;
   tiles.list_size = &split.workspace.counters->state_tiles;
   tiles.ticket = &split.workspace.counters->state_ticket;
@@ -179,7 +181,6 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
     return cudaErrorInvalidValue;
   }
   error = launch_tiles(states, tiles, sms, true, stream);
-  if (error == cudaSuccess) error = launch_split_combine(split, stream);
   if (error != cudaSuccess) return error;
 
   tiles.v = params.v;

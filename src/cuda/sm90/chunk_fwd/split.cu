@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "../../common/bulk.cuh"
 #include "chunk_stream.cuh"
 #include "clear.cuh"
 #include "launch_kernel.h"
@@ -292,6 +291,9 @@ struct PlacingSink {
   __device__ void chain(const TransitionChain& c) const { workspace.chains[atomicAdd(chains_used, 1)] = c; }
 };
 
+// kTilesPerSmUnsplit to an SM of a card of up to 144.
+constexpr int32_t kMostSummaries = 2304;
+
 // One block. The order of tiles within a bucket and the numbers of slots vary from run to run; what is computed does
 // not depend on either.
 __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
@@ -311,6 +313,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   __shared__ int32_t list_sizes[2], slots_used, chains_used, chunks_before;
   __shared__ int32_t warp_chunks[kPlanWarps];
   __shared__ float choice_steps[kMergeChoices];
+  __shared__ HeadSummary summaries[kMostSummaries];
   for (int i = thread; i < kTileBuckets; i += kPlanThreads) buckets[i] = 0;
   if (thread == 0) slots_used = chains_used = chunks_before = 0;
   __syncthreads();
@@ -354,12 +357,29 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   };
 
   SplitMerge merge;
+  const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
+  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+  // call may have that is planned without being forced to.
+  const int32_t summarised = min(pairs, kMostSummaries);
   if (args.split == SplitMode::kAuto && args.force_split == 0 && grid.spacing > 0) {
+    for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
+      const auto plan = head_plan(pair, merge);
+      const int first_lane = lane / width * width;
+      const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
+      int32_t heavy = 0, warmups = 0;
+      for (int32_t i = 1 + lane - first_lane; i < plan.pieces; i += width) {
+        const int32_t warmup = plan.warmup_at(i);
+        heavy += warmup == 0;
+        warmups += warmup;
+      }
+      heavy = __reduce_add_sync(group, heavy);
+      warmups = __reduce_add_sync(group, warmups);
+      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.chunks, plan.pieces, heavy, warmups};
+    }
+    __syncthreads();
     SplitEstimate estimate;
     estimate.costs = p.costs;
-    for (int32_t pair = lane / width; pair - lane / width < pairs; pair += 32 / width) {
-      emit_head(head_plan(pair, merge_choice(warp)), pair < pairs, 0, estimate, lane, width, most_pieces);
-    }
+    for (int32_t pair = lane; pair < summarised; pair += 32) estimate.add(summaries[pair], merge_choice(warp));
     for (int i = 16; i > 0; i /= 2) {
       SplitEstimate other;
       other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
@@ -379,7 +399,6 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   }
 
   CountingSink counting{buckets};
-  const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
   for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
     emit_head(head_plan(pair, merge), pair < pairs, 0, counting, lane, width, most_pieces);
   }
@@ -415,147 +434,8 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   }
   __syncthreads();
   if (thread == 0) {
-    *ws.counters = {0,           0,          list_sizes[0], list_sizes[1], chains_used, slots_used, grid.spacing,
+    *ws.counters = {0,           0,          0, 0, list_sizes[0], list_sizes[1], chains_used, slots_used, grid.spacing,
                     merge.light, merge.heavy};
-  }
-}
-
-// --- boundary states ---
-
-// A block carries eight columns (V) of a chain's states through its transitions: S' = M S + B in fp32. Eight warps
-// multiply, one brings the transitions, 16 KB at a time; three blocks fit on an SM.
-constexpr int kCombineWarps = 8;
-constexpr int kCombineThreads = 32 * (kCombineWarps + 1);
-constexpr int kCombineColumns = 8;
-constexpr int kCombineSlices = kHeadDim / kCombineColumns;
-constexpr int kCombineStages = 4;
-constexpr int kStageRows = 32;  // of M^T: two of its eight groups of 16
-constexpr int kStageVectors = kStageRows * kHeadDim / 4;
-constexpr int kStagesPerTransition = kHeadDim / kStageRows;
-constexpr int kCombineBlocksPerSm = 3;
-
-struct CombineMemory {
-  float4 transition[kCombineStages][kStageVectors];
-  float state[2][kHeadDim][kCombineColumns];
-  uint64_t full[kCombineStages], empty[kCombineStages];
-};
-
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
-    combine_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
-  const SplitWorkspace& ws = p.workspace;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int units = *static_cast<volatile int32_t*>(&ws.counters->chains) * kCombineSlices;
-  // The first block stays in any case: the kernel must not end before the one that it depends on.
-  if (blockIdx.x > 0 && static_cast<int>(blockIdx.x) >= units) return;
-  if (thread == 0) {
-    for (int i = 0; i < kCombineStages; ++i) {
-      mbarrier_init(smem_address(&memory.full[i]), 1);
-      mbarrier_init(smem_address(&memory.empty[i]), kCombineWarps);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  uint32_t stage_count = 0;
-  for (int unit = static_cast<int>(blockIdx.x); unit < units; unit += static_cast<int>(gridDim.x)) {
-    const TransitionChain chain = ws.chains[unit / kCombineSlices];
-    if (warp == kCombineWarps) {
-      if (lane != 0) continue;
-      for (int step = 1; step <= chain.transitions; ++step) {
-        const float4* from = ws.transitions + (static_cast<int64_t>(chain.first_slot) + step) * kBoundaryVectors;
-        for (int i = 0; i < kStagesPerTransition; ++i, ++stage_count) {
-          const uint32_t stage = stage_count % kCombineStages, round = stage_count / kCombineStages;
-          if (round > 0) mbarrier_wait(smem_address(&memory.empty[stage]), (round - 1) & 1);
-          const uint32_t full = smem_address(&memory.full[stage]);
-          mbarrier_arrive_expect(full, kStageVectors * 16);
-          bulk_load(smem_address(memory.transition[stage]), from + i * kStageVectors, kStageVectors * 16, full);
-        }
-      }
-      continue;
-    }
-    // Columns v0 .. v0 + 7 of S are rows of S^T: half of what a warp's lanes hold of one state group. Here, as there, a
-    // thread has S^T at row v0 + lane / 4, columns 8 j + 2 (lane % 4) and the next, for two j.
-    const int slice = unit % kCombineSlices, half = slice & 1, column = lane >> 2;
-    int places[2];
-#pragma unroll
-    for (int b = 0; b < 2; ++b) places[b] = 2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + b, lane) + half;
-    auto state_of = [&](int slot) {
-      return reinterpret_cast<float2*>(ws.boundary_states + static_cast<int64_t>(slot) * kBoundaryVectors);
-    };
-    auto share = [&](int buffer, const float2(&x)[2]) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const int row = 8 * (2 * warp + b) + 2 * (lane & 3);
-        memory.state[buffer][row][column] = x[b].x;
-        memory.state[buffer][row + 1][column] = x[b].y;
-      }
-      named_barrier_sync(1, 32 * kCombineWarps);
-    };
-    float2 mine[2];
-#pragma unroll
-    for (int b = 0; b < 2; ++b) mine[b] = __ldcg(state_of(chain.first_slot) + places[b]);
-    share(0, mine);
-    for (int step = 1; step <= chain.transitions; ++step) {
-      float2* local = state_of(chain.first_slot + step);
-#pragma unroll
-      for (int b = 0; b < 2; ++b) mine[b] = __ldcg(local + places[b]);
-      const float (&state)[kHeadDim][kCombineColumns] = memory.state[(step - 1) & 1];
-      float sums[4][kCombineColumns] = {};
-#pragma unroll 1
-      for (int i = 0; i < kStagesPerTransition; ++i, ++stage_count) {
-        const uint32_t stage = stage_count % kCombineStages;
-        mbarrier_wait(smem_address(&memory.full[stage]), stage_count / kCombineStages & 1);
-#pragma unroll 1
-        for (int rows = 0; rows < kStageRows / 16; ++rows) {
-          const int row = kStageRows * i + 16 * rows + (lane >> 2);
-          float4 m[2];
-#pragma unroll
-          for (int b = 0; b < 2; ++b) m[b] = memory.transition[stage][(rows * 16 + 2 * warp + b) * 32 + lane];
-#pragma unroll
-          for (int v = 0; v < kCombineColumns; v += 4) {
-            const float4 low = *reinterpret_cast<const float4*>(&state[row][v]);
-            const float4 high = *reinterpret_cast<const float4*>(&state[row + 8][v]);
-            const float lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                sums[2 * b][v + i] = fmaf(m[b].x, lows[i], fmaf(m[b].z, highs[i], sums[2 * b][v + i]));
-                sums[2 * b + 1][v + i] = fmaf(m[b].y, lows[i], fmaf(m[b].w, highs[i], sums[2 * b + 1][v + i]));
-              }
-            }
-          }
-        }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&memory.empty[stage]));
-      }
-      // The eight lanes of a column of lanes have summed different rows: each ends with the sum for one of the eight
-      // columns, its own.
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float half_sums[4], quarter_sums[2];
-#pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const float other = __shfl_xor_sync(0xffffffffu, column & 4 ? sums[e][v] : sums[e][v + 4], 16);
-          half_sums[v] = (column & 4 ? sums[e][v + 4] : sums[e][v]) + other;
-        }
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
-          const float other = __shfl_xor_sync(0xffffffffu, column & 2 ? half_sums[v] : half_sums[v + 2], 8);
-          quarter_sums[v] = (column & 2 ? half_sums[v + 2] : half_sums[v]) + other;
-        }
-        const float other = __shfl_xor_sync(0xffffffffu, column & 1 ? quarter_sums[0] : quarter_sums[1], 4);
-        const float sum = (column & 1 ? quarter_sums[1] : quarter_sums[0]) + other;
-        (e & 1 ? mine[e / 2].y : mine[e / 2].x) += sum;
-      }
-#pragma unroll
-      for (int b = 0; b < 2; ++b) local[places[b]] = mine[b];
-      share(step & 1, mine);
-    }
-    // The buffers are free for the next chain.
-    named_barrier_sync(1, 32 * kCombineWarps);
   }
 }
 
@@ -599,16 +479,6 @@ cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stre
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kPlanThreads, 0, params, true, stream);
-}
-
-cudaError_t launch_split_combine(const SplitKernelParams& params, cudaStream_t stream) {
-  const void* kernel = reinterpret_cast<const void*>(&combine_boundaries_kernel);
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(CombineMemory));
-  if (error != cudaSuccess) return error;
-  const int64_t blocks = std::clamp<int64_t>(params.capacity.chains * kCombineSlices, 1,
-                                             static_cast<int64_t>(kCombineBlocksPerSm) * params.sms);
-  return launch_kernel(kernel, static_cast<int>(blocks), kCombineThreads, sizeof(CombineMemory), params, true, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -278,7 +278,8 @@ struct HeadPlan {
     return i >= pieces ? chunks : boundary_chunk(chunks, pieces, i);
   }
   FLASH_QLA_HOST_DEVICE int32_t warmup_at(int32_t i) const {
-    return warmups(boundary_number(sequence.start, chunk_at(i), grid));
+    const int32_t number = boundary_number(sequence.start, chunk_at(i), grid);
+    return number < capacity ? warmups(number) : 0;
   }
 
   // Whether boundary i, 1 .. pieces, ends a segment, and is heavy.
@@ -357,29 +358,40 @@ struct HeadPlan {
 
 // --- the choice of merges ---
 
-// What one choice costs; a sink for HeadPlan::emit.
+// What the choice sees of one sequence and head.
+struct HeadSummary {
+  int32_t chunks = 0, pieces = 1;
+  int32_t heavy = 0;    // boundaries
+  int32_t warmups = 0;  // chunks, of all light boundaries together
+};
+
+// What one choice costs.
 struct SplitEstimate {
   SplitCosts costs;
   float state_work = 0.0f, output_work = 0.0f;
   float longest_state = 0.0f, longest_output = 0.0f, longest_dependent = 0.0f;
   int32_t outputs = 0, longest_chain = 0;
 
-  FLASH_QLA_HOST_DEVICE void tile(const Tile& t) {
-    const float chunks = static_cast<float>(chunks_in(t.tokens));
-    if (t.flags & kTileToSlot) {
-      const float cost = chunks * costs.state_step + costs.tile_edge;
-      state_work += cost;
-      longest_state = cost > longest_state ? cost : longest_state;
-    } else {
-      const float cost = chunks + costs.tile_edge;
-      output_work += cost;
-      ++outputs;
-      longest_output = cost > longest_output ? cost : longest_output;
-      if (t.flags & kTileFromSlot) longest_dependent = cost > longest_dependent ? cost : longest_dependent;
-    }
-  }
-  FLASH_QLA_HOST_DEVICE void chain(const TransitionChain& c) {
-    longest_chain = c.transitions > longest_chain ? c.transitions : longest_chain;
+  // A head with a heavy boundary is taken for one that has no other: where both kinds alternate that is a cautious
+  // guess.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, const SplitMerge& merge) {
+    const int32_t step = head.heavy > 0 ? merge.heavy : merge.light;
+    const int32_t tiles = step >= head.pieces ? 1 : (head.pieces + step - 1) / step;
+    const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
+    const int32_t light = head.pieces - 1 - head.heavy;
+    const float warmup =
+        head.heavy > 0 || light <= 0 ? 0.0f : static_cast<float>(head.warmups) / static_cast<float>(light);
+    const float output = segment + costs.tile_edge + (tiles > 1 ? warmup : 0.0f);
+    outputs += tiles;
+    output_work += output * static_cast<float>(tiles);
+    longest_output = output > longest_output ? output : longest_output;
+    if (head.heavy == 0 || tiles == 1) return;
+    // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
+    const float state = segment * costs.state_step + costs.tile_edge;
+    state_work += state * static_cast<float>(1 + 2 * (tiles - 2));
+    longest_state = state > longest_state ? state : longest_state;
+    longest_dependent = output > longest_dependent ? output : longest_dependent;
+    longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
   }
   FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
     state_work += other.state_work;

@@ -164,6 +164,7 @@ struct StateRole {
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
+    uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
 #pragma unroll 1
     for (;; ++m) {
       const ChunkRecord& chunk = record(m);
@@ -311,6 +312,7 @@ struct StateRole {
       if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
         if constexpr (Traits::kStateOnly) {
           save_boundary(s, chunk);
+          ++tiles;
         } else {
           const StateSet& set = p.args.final_state;
           move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
@@ -321,7 +323,15 @@ struct StateRole {
       stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
-    if constexpr (!Traits::kStateOnly) put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
+    if constexpr (Traits::kStateOnly) {
+      __syncwarp();
+      if (at.lane == 0 && tiles > 0) {
+        __threadfence();
+        atomicAdd(&p.counters->states_done, tiles);
+      }
+      return;
+    }
+    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
     __syncwarp();
     if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * (m & 1));
   }

@@ -31,8 +31,8 @@ struct ChunkForwardTraits {
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
   static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = 3;
-  static constexpr int kStagesV = 3;
+  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
@@ -71,7 +71,7 @@ struct ChunkForwardTraits {
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
-  static constexpr uint32_t kBytesWalker = 64;
+  static constexpr uint32_t kBytesWalker = 80;
   static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
 
   // Barriers, 8 bytes each.
