@@ -158,6 +158,7 @@ Plan make_plan(const Batch& batch) {
           estimate.add(summary, merge_choice(choice));
         }
       }
+      EXPECT_TRUE(estimate.early_tiles(batch.sms) >= 0 && estimate.early_tiles(batch.sms) <= estimate.free_tiles);
       if (estimate.steps(batch.sms) < best) {
         best = estimate.steps(batch.sms);
         plan.merge = merge_choice(choice);
@@ -418,6 +419,25 @@ TEST(SplitPlan, EvenMerges) {
       ASSERT_LE(longest - shortest, 1);
       ASSERT_LE(longest, merge);
       ASSERT_EQ(count, merge >= pieces ? 1 : (pieces + merge - 1) / merge);
+    }
+  }
+}
+
+TEST(SplitPlan, PlacesOfOutputTilesAreAPermutation) {
+  for (int32_t free = 0; free < 12; ++free) {
+    for (int32_t dependent = 0; dependent < 12; ++dependent) {
+      for (int32_t early = 0; early <= free; ++early) {
+        std::vector<int> taken(static_cast<size_t>(free + dependent), 0);
+        for (int32_t n = 0; n < free + dependent; ++n) {
+          const int32_t place = output_place(n, early, free, dependent);
+          ASSERT_TRUE(place >= 0 && place < free + dependent);
+          ++taken[static_cast<size_t>(place)];
+          if (n >= free) {
+            ASSERT_EQ(place, early + n - free);
+          }
+        }
+        for (int count : taken) ASSERT_EQ(count, 1);
+      }
     }
   }
 }

@@ -657,8 +657,8 @@ bool run_split(Case c) {
               ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
-  std::printf("spacing %d merge %d/%d tiles %d+%d slots %d chains %d%s\n", plan.spacing, plan.light_merge,
-              plan.heavy_merge, plan.state_tiles, plan.output_tiles, plan.slots, plan.chains,
+  std::printf("spacing %d merge %d/%d tiles %d+%d early %d slots %d chains %d%s\n", plan.spacing, plan.light_merge,
+              plan.heavy_merge, plan.state_tiles, plan.output_tiles, plan.early_tiles, plan.slots, plan.chains,
               planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();

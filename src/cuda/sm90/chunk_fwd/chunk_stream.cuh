@@ -165,6 +165,7 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     }
     walker.remaining = t.tokens;
     walker.silent = t.warmup;
+    if (Traits::kStateOnly && walker.opened == 0) atomicAdd(&p.counters->blocks_running, 1u);
     ++walker.opened;
     return;
   }

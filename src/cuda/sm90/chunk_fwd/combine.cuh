@@ -37,15 +37,24 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   if (units == 0 || !had_tiles) return;
   __syncthreads();  // the tiles' shared memory is free, and the flag above has been read
   if (first) {
-    for (int i = 0; i < kCombineStages; ++i) {
-      mbarrier_init(smem_address(&memory.full[i]), 1);
-      mbarrier_init(smem_address(&memory.empty[i]), kCombineWarps);
+    // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
+    // none.
+    const bool needed = static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units;
+    memory.unit = needed ? 0 : -1;
+    if (needed) {
+      for (int i = 0; i < kCombineStages; ++i) {
+        mbarrier_init(smem_address(&memory.full[i]), 1);
+        mbarrier_init(smem_address(&memory.empty[i]), kCombineWarps);
+      }
+      mbarrier_init_fence();
+      // All state tiles have been given out, so those that are missing are being computed by blocks that run.
+      const uint32_t all = static_cast<uint32_t>(p.counters->state_tiles) * kCombineWarps;
+      while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
     }
-    mbarrier_init_fence();
-    // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-    const uint32_t all = static_cast<uint32_t>(p.counters->state_tiles) * kCombineWarps;
-    while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
   }
+  __syncthreads();
+  if (memory.unit < 0) return;
+  __syncthreads();
   uint32_t stages = 0;
   for (;;) {
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));

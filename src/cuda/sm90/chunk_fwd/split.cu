@@ -284,9 +284,14 @@ struct PlacingSink {
   int32_t* next;  // [kTileBuckets] shared: where the bucket's next tile goes in its list
   int32_t* chains_used;
   SplitWorkspace workspace;
+  int32_t early, free, dependent;  // of the tiles that write O
   __device__ void tile(const Tile& t) const {
-    const int32_t place = atomicAdd(&next[tile_bucket(t)], 1);
-    (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[place] = t;
+    const int32_t n = atomicAdd(&next[tile_bucket(t)], 1);
+    if (t.flags & kTileToSlot) {
+      workspace.state_tiles[n] = t;
+    } else {
+      workspace.output_tiles[output_place(n, early, free, dependent)] = t;
+    }
   }
   __device__ void chain(const TransitionChain& c) const { workspace.chains[atomicAdd(chains_used, 1)] = c; }
 };
@@ -310,9 +315,10 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], slots_used, chains_used, chunks_before;
+  __shared__ int32_t list_sizes[2], free_tiles, slots_used, chains_used, chunks_before;
   __shared__ int32_t warp_chunks[kPlanWarps];
   __shared__ float choice_steps[kMergeChoices];
+  __shared__ int32_t choice_early[kMergeChoices];
   __shared__ HeadSummary summaries[kMostSummaries];
   for (int i = thread; i < kTileBuckets; i += kPlanThreads) buckets[i] = 0;
   if (thread == 0) slots_used = chains_used = chunks_before = 0;
@@ -357,6 +363,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   };
 
   SplitMerge merge;
+  int32_t early = INT32_MAX;  // free tiles that go before the dependent ones
   const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
   // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
   // call may have that is planned without being forced to.
@@ -377,25 +384,34 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       if (lane == first_lane && pair < summarised) summaries[pair] = {plan.chunks, plan.pieces, heavy, warmups};
     }
     __syncthreads();
-    SplitEstimate estimate;
-    estimate.costs = p.costs;
-    for (int32_t pair = lane; pair < summarised; pair += 32) estimate.add(summaries[pair], merge_choice(warp));
-    for (int i = 16; i > 0; i /= 2) {
-      SplitEstimate other;
-      other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
-      other.output_work = __shfl_xor_sync(0xffffffffu, estimate.output_work, i);
-      other.outputs = __shfl_xor_sync(0xffffffffu, estimate.outputs, i);
-      other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
-      other.longest_output = __shfl_xor_sync(0xffffffffu, estimate.longest_output, i);
-      other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
-      other.longest_chain = __shfl_xor_sync(0xffffffffu, estimate.longest_chain, i);
-      estimate.add(other);
+    for (int choice = warp; choice < kMergeChoices; choice += kPlanWarps) {
+      SplitEstimate estimate;
+      estimate.costs = p.costs;
+      for (int32_t pair = lane; pair < summarised; pair += 32) estimate.add(summaries[pair], merge_choice(choice));
+      for (int i = 16; i > 0; i /= 2) {
+        SplitEstimate other;
+        other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
+        other.free_work = __shfl_xor_sync(0xffffffffu, estimate.free_work, i);
+        other.dependent_work = __shfl_xor_sync(0xffffffffu, estimate.dependent_work, i);
+        other.state_tiles = __shfl_xor_sync(0xffffffffu, estimate.state_tiles, i);
+        other.free_tiles = __shfl_xor_sync(0xffffffffu, estimate.free_tiles, i);
+        other.dependent_tiles = __shfl_xor_sync(0xffffffffu, estimate.dependent_tiles, i);
+        other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
+        other.longest_free = __shfl_xor_sync(0xffffffffu, estimate.longest_free, i);
+        other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
+        other.longest_chain = __shfl_xor_sync(0xffffffffu, estimate.longest_chain, i);
+        estimate.add(other);
+      }
+      if (lane == 0) {
+        choice_steps[choice] = estimate.steps(p.sms);
+        choice_early[choice] = estimate.early_tiles(p.sms);
+      }
     }
-    if (lane == 0) choice_steps[warp] = estimate.steps(p.sms);
     __syncthreads();
     int best = 0;
     for (int i = 1; i < kMergeChoices; ++i) best = choice_steps[i] < choice_steps[best] ? i : best;
     merge = merge_choice(best);
+    early = choice_early[best];
   }
 
   CountingSink counting{buckets};
@@ -414,6 +430,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       if (lane >= step) inclusive += below;
     }
     if (lane == 31) list_sizes[warp] = inclusive;
+    if (warp == 1 && lane == 15) free_tiles = inclusive;
     int32_t before = inclusive - sum;
     for (int i = 0; i < per_lane; ++i) {
       const int32_t count = buckets[first + lane * per_lane + i];
@@ -422,7 +439,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     }
   }
   __syncthreads();
-  PlacingSink placing{buckets, &chains_used, ws};
+  PlacingSink placing{buckets, &chains_used, ws, min(early, free_tiles), free_tiles, list_sizes[1] - free_tiles};
   for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
     const auto plan = head_plan(pair, merge);
     NoSink none;
@@ -434,8 +451,16 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   }
   __syncthreads();
   if (thread == 0) {
-    *ws.counters = {0,           0,          0, 0, list_sizes[0], list_sizes[1], chains_used, slots_used, grid.spacing,
-                    merge.light, merge.heavy};
+    SplitCounters counters{};
+    counters.state_tiles = list_sizes[0];
+    counters.output_tiles = list_sizes[1];
+    counters.chains = chains_used;
+    counters.slots = slots_used;
+    counters.spacing = grid.spacing;
+    counters.light_merge = merge.light;
+    counters.heavy_merge = merge.heavy;
+    counters.early_tiles = min(early, free_tiles);
+    *ws.counters = counters;
   }
 }
 

@@ -25,14 +25,16 @@ inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
 // e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
 inline constexpr float kDecayThreshold = -16.0f;
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O (measured points:
-// docs/design/sequence_split.md).
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.7 us on an H200 (measured
+// points: docs/design/sequence_split.md).
 struct SplitCosts {
-  float state_step = 0.55f;   // a chunk in the kernel that makes states alone
-  float tile_edge = 1.5f;     // a tile's first and last state, and filling the pipeline
-  float combine_step = 0.4f;  // one transition applied to a boundary state
-  float phase = 4.0f;         // from the last state tile to the first boundary state, besides the transitions
-  float plan = 3.0f;          // the planning kernels, and the launches that an unsplit call does without
+  float state_step = 0.76f;    // a chunk in the kernel that makes states alone
+  float half_step = 0.72f;     // a chunk of half a head, as an unsplit call with few tiles computes them
+  float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
+  float combine_step = 0.45f;  // one transition applied to a boundary state
+  float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
+  float plan = 10.0f;          // the planning kernels, and the launches that an unsplit call does without
+  float plan_uncut = 5.0f;     // ... where the lengths turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -82,14 +84,13 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
   if (lengths.sequences == 0) return 0.0f;
   const int64_t tiles = static_cast<int64_t>(lengths.sequences) * heads;
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
-  if (static_cast<float>(lengths.longest) <= average * 1.02f) {
-    return static_cast<float>(divide_up(tiles, sms)) * (static_cast<float>(lengths.longest) + costs.tile_edge);
-  }
+  const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
+  if (2 * tiles <= sms) return edged * costs.half_step;
+  if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>(divide_up(tiles, sms)) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
   const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
-  const float longest = static_cast<float>(lengths.longest) + costs.tile_edge;
   const float spread = tiles > sms ? even + average / 3 : even;
-  return longest > spread ? longest : spread;
+  return edged > spread ? edged : spread;
 }
 
 FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
@@ -365,12 +366,12 @@ struct HeadSummary {
   int32_t warmups = 0;  // chunks, of all light boundaries together
 };
 
-// What one choice costs.
+// What one choice costs. Free tiles depend on nothing; dependent ones wait for boundary states.
 struct SplitEstimate {
   SplitCosts costs;
-  float state_work = 0.0f, output_work = 0.0f;
-  float longest_state = 0.0f, longest_output = 0.0f, longest_dependent = 0.0f;
-  int32_t outputs = 0, longest_chain = 0;
+  float state_work = 0.0f, free_work = 0.0f, dependent_work = 0.0f;
+  float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
+  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
 
   // A head with a heavy boundary is taken for one that has no other: where both kinds alternate that is a cautious
   // guess.
@@ -379,67 +380,97 @@ struct SplitEstimate {
     const int32_t tiles = step >= head.pieces ? 1 : (head.pieces + step - 1) / step;
     const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
     const int32_t light = head.pieces - 1 - head.heavy;
-    const float warmup =
-        head.heavy > 0 || light <= 0 ? 0.0f : static_cast<float>(head.warmups) / static_cast<float>(light);
-    const float output = segment + costs.tile_edge + (tiles > 1 ? warmup : 0.0f);
-    outputs += tiles;
-    output_work += output * static_cast<float>(tiles);
-    longest_output = output > longest_output ? output : longest_output;
-    if (head.heavy == 0 || tiles == 1) return;
+    const bool warms_up = head.heavy == 0 && tiles > 1;
+    const float warmup = warms_up ? static_cast<float>(head.warmups) / static_cast<float>(light) : 0.0f;
+    const float output = segment + warmup + costs.tile_edge;
+    const int32_t dependent = head.heavy > 0 ? tiles - 1 : 0;
+    free_tiles += tiles - dependent;
+    free_work += output * static_cast<float>(tiles - dependent);
+    longest_free = larger(longest_free, output);
+    if (dependent == 0) return;
+    dependent_tiles += dependent;
+    dependent_work += output * static_cast<float>(dependent);
+    longest_dependent = larger(longest_dependent, output);
     // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
     const float state = segment * costs.state_step + costs.tile_edge;
-    state_work += state * static_cast<float>(1 + 2 * (tiles - 2));
-    longest_state = state > longest_state ? state : longest_state;
-    longest_dependent = output > longest_dependent ? output : longest_dependent;
+    const int32_t states = 1 + 2 * (tiles - 2);
+    state_tiles += states;
+    state_work += state * static_cast<float>(states);
+    longest_state = larger(longest_state, state);
     longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
   }
   FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
     state_work += other.state_work;
-    output_work += other.output_work;
-    outputs += other.outputs;
-    longest_state = other.longest_state > longest_state ? other.longest_state : longest_state;
-    longest_output = other.longest_output > longest_output ? other.longest_output : longest_output;
-    longest_dependent = other.longest_dependent > longest_dependent ? other.longest_dependent : longest_dependent;
+    free_work += other.free_work;
+    dependent_work += other.dependent_work;
+    state_tiles += other.state_tiles;
+    free_tiles += other.free_tiles;
+    dependent_tiles += other.dependent_tiles;
+    longest_state = larger(longest_state, other.longest_state);
+    longest_free = larger(longest_free, other.longest_free);
+    longest_dependent = larger(longest_dependent, other.longest_dependent);
     longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
+  }
+
+  // When the boundary states are there.
+  FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
+    if (state_tiles == 0) return 0.0f;
+    return whole_waves(state_tiles, state_work, longest_state, sms) + costs.phase +
+           costs.combine_step * static_cast<float>(longest_chain);
+  }
+
+  // Free tiles that start before then, on SMs that state tiles leave: they are put before the dependent ones.
+  FLASH_QLA_HOST_DEVICE int32_t early_tiles(int32_t sms) const {
+    if (dependent_tiles == 0 || free_tiles == 0) return free_tiles;
+    const float room = static_cast<float>(sms) * ready(sms) - state_work;
+    const int32_t tiles = static_cast<int32_t>(room * static_cast<float>(free_tiles) / free_work);
+    return tiles < free_tiles ? tiles : free_tiles;
   }
 
   // Steps until the last tile ends.
   FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
-    if (outputs == 0) return 0.0f;
-    const float cards = static_cast<float>(sms);
-    const float average = output_work / static_cast<float>(outputs);
-    const float even = (state_work + output_work) / cards;
-    // Work in the outputs' tiles: as many whole waves as tiles of nearly equal length make, if nothing shorter fills
-    // them up; otherwise about a third of a tile is lost at the end.
-    const float waves = static_cast<float>(divide_up(outputs, sms)) * average;
-    float total = even + average / 3;
-    if (longest_output <= 1.25f * average && state_work == 0.0f) total = waves;
-    if (outputs <= sms && total > even + longest_output / 3) total = even + longest_output / 3;
-    total = total > longest_output ? total : longest_output;
-    if (longest_dependent > 0.0f) {
-      const float states = state_work / cards > longest_state ? state_work / cards : longest_state;
-      const float chained =
-          states + costs.phase + costs.combine_step * static_cast<float>(longest_chain) + longest_dependent;
-      total = total > chained ? total : chained;
-    }
-    return total;
+    if (free_tiles == 0) return 0.0f;
+    if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
+    const float cards = static_cast<float>(sms), start = ready(sms);
+    // What is left when the boundary states are there; dependent tiles go first then, and half a free one is lost at
+    // the end.
+    const float room = cards * start - state_work;
+    const float left = free_work > room ? free_work - room : 0.0f;
+    const float free = free_work / static_cast<float>(free_tiles);
+    float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
+                               (left + dependent_work) / cards + (left > 0.0f ? free / 2 : 0.0f));
+    // A free tile that finds no SM at first starts when a state tile ends.
+    const float late = state_tiles >= sms ? state_work / cards : state_tiles + free_tiles > sms ? longest_state : 0.0f;
+    end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
+    return larger(end, longest_free);
+  }
+
+ private:
+  FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
+  // Tiles of one list by themselves: whole waves where they are nearly equal; otherwise a third of one is lost at the
+  // end.
+  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, int32_t sms) {
+    const float average = work / static_cast<float>(tiles);
+    const float waves = static_cast<float>(divide_up(tiles, sms)) * longest;
+    const float spread = larger(longest, work / static_cast<float>(sms) + average / 3);
+    return longest <= 1.25f * average || waves < spread ? waves : spread;
   }
 };
 
-// The merges that are tried: every pair of a light one of 1, 2, 3, 4, 6, 8, 16 or all, and a heavy one of 1, 2, 4 or
-// all.
-inline constexpr int32_t kMergeChoices = 32;
+// The merges that are tried: every pair of a light and a heavy one.
+inline constexpr int32_t kMerges = 8;
+inline constexpr int32_t kMergeChoices = kMerges * kMerges;
 FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
   return i < 4 ? i + 1 : i == 4 ? 6 : i == 5 ? 8 : i == 6 ? 16 : kNoCut;
 }
 FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
-  return {merge_step(i % 8), i / 8 == 3 ? kNoCut : 1 << (i / 8)};
+  return {merge_step(i % kMerges), merge_step(i / kMerges)};
 }
 
 // --- order ---
 
-// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O those that
-// depend on nothing come before those that start from a boundary state; within each the longest first.
+// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O, free and
+// dependent ones; within each the longest first.
 inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 8, then eight to each doubling
 FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
   int32_t bucket = chunks;
@@ -454,6 +485,12 @@ inline constexpr int32_t kTileBuckets = 3 * kLengthBuckets;
 FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t) {
   const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 2 : 1;
   return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
+}
+
+// Where the n-th tile in the order of the buckets goes in the list of tiles that write O: `early` free ones, the
+// dependent ones, then the rest.
+FLASH_QLA_HOST_DEVICE constexpr int32_t output_place(int32_t n, int32_t early, int32_t free, int32_t dependent) {
+  return n < early ? n : n < free ? n + dependent : n - free + early;
 }
 
 // --- workspace ---
