@@ -140,32 +140,27 @@ Plan make_plan(const Batch& batch) {
     };
   };
   if (batch.mode == SplitMode::kAuto && !batch.forced) {
-    const SplitCosts costs;
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
       SplitEstimate estimate;
       for (const PlannedSequence& s : batch.sequences) {
-        SequenceSummary summary;
-        summary.chunks = chunks_in(s.length);
-        summary.pieces = pieces_of(summary.chunks, plan.grid);
         for (int32_t head = 0; head < batch.heads; ++head) {
-          int32_t heavy = 0, warmups = 0;
+          HeadSummary summary;
+          summary.chunks = chunks_in(s.length);
+          summary.pieces = pieces_of(summary.chunks, plan.grid);
           for (int32_t i = 1; i < summary.pieces; ++i) {
-            const int32_t at = boundary_chunk(summary.chunks, summary.pieces, i);
-            const int32_t number = boundary_number(s.start, at, plan.grid);
+            const int32_t number =
+                boundary_number(s.start, boundary_chunk(summary.chunks, summary.pieces, i), plan.grid);
             const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
-            heavy += warmup == 0;
-            warmups += warmup;
+            summary.heavy += warmup == 0;
+            summary.warmups += warmup;
           }
-          ++(heavy > 0 ? summary.heavy_heads : summary.light_heads);
-          summary.light_warmups += heavy > 0 ? 0 : warmups;
+          estimate.add(summary, merge_choice(choice));
         }
-        estimate.add(summary, merge_choice(choice), costs);
       }
-      EXPECT_TRUE(estimate.early_tiles(batch.sms, costs) >= 0 &&
-                  estimate.early_tiles(batch.sms, costs) <= estimate.free_tiles);
-      if (estimate.steps(batch.sms, costs) < best) {
-        best = estimate.steps(batch.sms, costs);
+      EXPECT_TRUE(estimate.early_tiles(batch.sms) >= 0 && estimate.early_tiles(batch.sms) <= estimate.free_tiles);
+      if (estimate.steps(batch.sms) < best) {
+        best = estimate.steps(batch.sms);
         plan.merge = merge_choice(choice);
       }
     }

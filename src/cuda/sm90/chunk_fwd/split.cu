@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ float decay[kRoundChunks][kRoundHeads], total[kRoundChunks][kRoundHeads];
   __shared__ float sums[kRoundHeads];
   __shared__ int32_t warmups[kRoundHeads];
-  __shared__ int32_t needed;
+  __shared__ int32_t needed, open_heads;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int group = args.num_value_heads / args.num_key_heads;
@@ -161,30 +161,32 @@ __global__ void __launch_bounds__(kPlanThreads)
       gate = warp_sum(gate);
       if (lane == 0) decay[j][h] = gate;
       __syncthreads();
-      if (warp == 0) {
+      if (thread == 0) {
         // Chunks whose keys count: up to where the gates alone reach the threshold; all, where they may yet reach it at
-        // this rate; none of a head that decays too slowly. A lane looks at a head.
-        int32_t most = 0;
-        if (lane < heads && warmups[lane] < 0) {
-          float sum = sums[lane];
+        // this rate; none of a head that decays too slowly.
+        int32_t most = 0, open = 0;
+        for (int i = 0; i < heads; ++i) {
+          if (warmups[i] >= 0) continue;
+          float sum = sums[i];
           int32_t need = kRoundChunks;
-#pragma unroll
           for (int c = 0; c < kRoundChunks; ++c) {
-            sum += at - 1 - round * kRoundChunks - c < 0 ? 0.0f : decay[c][lane];
+            if (at - 1 - round * kRoundChunks - c < 0) break;
+            sum += decay[c][i];
             if (sum <= args.decay_threshold && need == kRoundChunks) need = min(c + 2, kRoundChunks);
           }
           const float rate = args.decay_threshold / static_cast<float>(limit);
           if (sum <= rate * static_cast<float>((round + 1) * kRoundChunks)) {
-            most = need;
+            most = max(most, need);
+            ++open;
           } else {
-            warmups[lane] = 0;
+            warmups[i] = 0;
           }
         }
-        most = __reduce_max_sync(0xffffffffu, most);
-        if (lane == 0) needed = most;
+        needed = most;
+        open_heads = open;
       }
       __syncthreads();
-      if (needed == 0) break;
+      if (open_heads == 0) break;
       for (int t = thread / kThreadsPerKey; t < needed * kChunk; t += kPlanThreads / kThreadsPerKey) {
         const int32_t key_chunk = at - 1 - round * kRoundChunks - t / kChunk;
         float sum = 0.0f;
@@ -294,13 +296,8 @@ struct PlacingSink {
   __device__ void chain(const TransitionChain& c) const { workspace.chains[atomicAdd(chains_used, 1)] = c; }
 };
 
-// Sequences: a planned call that is not forced has fewer tiles than kTilesPerSmUnsplit times the SMs; 1,056 on a card
-// of 132 SMs where there are two value heads.
-constexpr int32_t kMostSummaries = 1056;
-constexpr int kChoiceShares = 4;
-static_assert((kMergeChoices & (kMergeChoices - 1)) == 0 && kMergeChoices * kChoiceShares <= kPlanThreads);
-// Sequences and heads whose slots are remembered from the count to the placing.
-constexpr int32_t kMostSlotStarts = 1024;
+// kTilesPerSmUnsplit to an SM of a card of up to 144.
+constexpr int32_t kMostSummaries = 2304;
 
 // One block. The order of tiles within a bucket and the numbers of slots vary from run to run; what is computed does
 // not depend on either.
@@ -320,16 +317,11 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   __shared__ int32_t buckets[kTileBuckets];
   __shared__ int32_t list_sizes[2], free_tiles, slots_used, chains_used, chunks_before;
   __shared__ int32_t warp_chunks[kPlanWarps];
-  __shared__ uint32_t best_rank;
+  __shared__ float choice_steps[kMergeChoices];
   __shared__ int32_t choice_early[kMergeChoices];
-  __shared__ SequenceSummary summaries[kMostSummaries];
-  __shared__ int32_t slot_starts[kMostSlotStarts];
-  __shared__ SplitEstimate estimates[kMergeChoices * kChoiceShares];
+  __shared__ HeadSummary summaries[kMostSummaries];
   for (int i = thread; i < kTileBuckets; i += kPlanThreads) buckets[i] = 0;
-  if (thread == 0) {
-    slots_used = chains_used = chunks_before = 0;
-    best_rank = ~0u;
-  }
+  if (thread == 0) slots_used = chains_used = chunks_before = 0;
   __syncthreads();
 
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
@@ -373,16 +365,11 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   SplitMerge merge;
   int32_t early = INT32_MAX;  // free tiles that go before the dependent ones
   const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
+  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+  // call may have that is planned without being forced to.
+  const int32_t summarised = min(pairs, kMostSummaries);
   if (args.split == SplitMode::kAuto && args.force_split == 0 && grid.spacing > 0) {
-    // Sequences beyond the room for their summaries do not take part in the choice; there is room for all of any call
-    // that is planned without being forced to.
-    const int32_t summarised = min(n, kMostSummaries);
-    for (int32_t i = thread; i < summarised; i += kPlanThreads) {
-      const int32_t chunks = chunks_in(sequence_at(args, i).length);
-      summaries[i] = {chunks, pieces_of(chunks, grid), 0, 0, 0};
-    }
-    __syncthreads();
-    for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
+    for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
       const auto plan = head_plan(pair, merge);
       const int first_lane = lane / width * width;
       const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
@@ -394,43 +381,42 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       }
       heavy = __reduce_add_sync(group, heavy);
       warmups = __reduce_add_sync(group, warmups);
-      const int32_t i = pair / heads;
-      if (lane == first_lane && i < summarised) {
-        atomicAdd(heavy > 0 ? &summaries[i].heavy_heads : &summaries[i].light_heads, 1);
-        if (heavy == 0) atomicAdd(&summaries[i].light_warmups, warmups);
-      }
+      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.chunks, plan.pieces, heavy, warmups};
     }
     __syncthreads();
-    // A thread for each choice and a share of the sequences; then the shares in order, so that every run chooses alike.
-    if (thread < kMergeChoices * kChoiceShares) {
+    for (int choice = warp; choice < kMergeChoices; choice += kPlanWarps) {
       SplitEstimate estimate;
-      const SplitMerge choice = merge_choice(thread % kMergeChoices);
-      for (int32_t i = thread / kMergeChoices; i < summarised; i += kChoiceShares) {
-        estimate.add(summaries[i], choice, p.costs);
+      estimate.costs = p.costs;
+      for (int32_t pair = lane; pair < summarised; pair += 32) estimate.add(summaries[pair], merge_choice(choice));
+      for (int i = 16; i > 0; i /= 2) {
+        SplitEstimate other;
+        other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
+        other.free_work = __shfl_xor_sync(0xffffffffu, estimate.free_work, i);
+        other.dependent_work = __shfl_xor_sync(0xffffffffu, estimate.dependent_work, i);
+        other.state_tiles = __shfl_xor_sync(0xffffffffu, estimate.state_tiles, i);
+        other.free_tiles = __shfl_xor_sync(0xffffffffu, estimate.free_tiles, i);
+        other.dependent_tiles = __shfl_xor_sync(0xffffffffu, estimate.dependent_tiles, i);
+        other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
+        other.longest_free = __shfl_xor_sync(0xffffffffu, estimate.longest_free, i);
+        other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
+        other.longest_chain = __shfl_xor_sync(0xffffffffu, estimate.longest_chain, i);
+        estimate.add(other);
       }
-      estimates[thread] = estimate;
+      if (lane == 0) {
+        choice_steps[choice] = estimate.steps(p.sms);
+        choice_early[choice] = estimate.early_tiles(p.sms);
+      }
     }
     __syncthreads();
-    if (thread < kMergeChoices) {
-      SplitEstimate estimate = estimates[thread];
-      for (int share = 1; share < kChoiceShares; ++share) estimate.add(estimates[share * kMergeChoices + thread]);
-      // Costs are positive, and order as their bits do; the choice's number takes the lowest of these.
-      const uint32_t steps = __float_as_uint(estimate.steps(p.sms, p.costs));
-      const uint32_t rank = (steps & ~static_cast<uint32_t>(kMergeChoices - 1)) | static_cast<uint32_t>(thread);
-      atomicMin(&best_rank, rank);
-      choice_early[thread] = estimate.early_tiles(p.sms, p.costs);
-    }
-    __syncthreads();
-    const int best = static_cast<int>(best_rank % kMergeChoices);
+    int best = 0;
+    for (int i = 1; i < kMergeChoices; ++i) best = choice_steps[i] < choice_steps[best] ? i : best;
     merge = merge_choice(best);
     early = choice_early[best];
   }
 
   CountingSink counting{buckets};
-  auto reserve = [&](int32_t slots) { return slots > 0 ? atomicAdd(&slots_used, slots) : 0; };
   for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
-    const int32_t slots = emit_head(head_plan(pair, merge), pair < pairs, 0, counting, lane, width, most_pieces);
-    if (lane % width == 0 && pair < min(pairs, kMostSlotStarts)) slot_starts[pair] = reserve(slots);
+    emit_head(head_plan(pair, merge), pair < pairs, 0, counting, lane, width, most_pieces);
   }
   __syncthreads();
   // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
@@ -456,14 +442,10 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   PlacingSink placing{buckets, &chains_used, ws, min(early, free_tiles), free_tiles, list_sizes[1] - free_tiles};
   for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
     const auto plan = head_plan(pair, merge);
+    NoSink none;
+    const int32_t slots = most_pieces > 1 ? emit_head(plan, pair < pairs, 0, none, lane, width, most_pieces) : 0;
     int32_t first_slot = 0;
-    if (pair < kMostSlotStarts) {  // all of a warp's or none
-      first_slot = slot_starts[pair];
-    } else {
-      NoSink none;
-      const int32_t slots = emit_head(plan, pair < pairs, 0, none, lane, width, most_pieces);
-      if (lane % width == 0) first_slot = reserve(slots);
-    }
+    if (lane % width == 0 && slots > 0) first_slot = atomicAdd(&slots_used, slots);
     first_slot = __shfl_sync(0xffffffffu, first_slot, 0, width);
     emit_head(plan, pair < pairs, first_slot, placing, lane, width, most_pieces);
   }

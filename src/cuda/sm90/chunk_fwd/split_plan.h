@@ -40,10 +40,9 @@ struct SplitCosts {
 // No segment is shorter: below it edges and warm-up cost more than the segment.
 inline constexpr int32_t kMinSpacing = 4;
 inline constexpr int32_t kForcedSpacing = 2;  // under force_intra_cp: two whole chunks, so that everything is met
-// A sequence may be cut into pieces of about (all chunks of all heads) / (this * SMs): four items to an SM let the
-// planner merge them into nearly full waves, and bound the boundary states and transitions to 70 MB on a card of 132
-// SMs.
-inline constexpr int32_t kItemsPerSm = 4;
+// A sequence may be cut into pieces of about (all chunks of all heads) / (this * SMs): three items to an SM let the
+// planner merge them into nearly full waves, and bound the boundary states to 50 MB on a card of 132 SMs.
+inline constexpr int32_t kItemsPerSm = 3;
 // SplitMode::kInvariant: as many pieces as whole spacings fit, up to a number that keeps chains of transitions short.
 inline constexpr int32_t kInvariantSpacing = 32;
 inline constexpr int32_t kInvariantPieces = 16;
@@ -214,13 +213,10 @@ struct SplitMerge {
 };
 inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 
-// How many tiles come of `pieces` of which about `merge` are joined.
-FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t merge) {
-  return merge >= pieces ? 1 : (pieces + merge - 1) / merge;
-}
 // Whether boundary i of `pieces` stays when about `merge` pieces are joined, as evenly as may be.
 FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, int32_t merge) {
-  const uint32_t n = static_cast<uint32_t>(pieces), joined = static_cast<uint32_t>(joined_pieces(pieces, merge));
+  const uint32_t n = static_cast<uint32_t>(pieces);
+  const uint32_t joined = merge >= pieces ? 1u : (n + static_cast<uint32_t>(merge) - 1) / static_cast<uint32_t>(merge);
   return joined * static_cast<uint32_t>(i) / n != joined * static_cast<uint32_t>(i - 1) / n;
 }
 
@@ -363,45 +359,41 @@ struct HeadPlan {
 
 // --- the choice of merges ---
 
-// What the choice sees of one sequence. A head with a heavy boundary is taken for one that has no other: where both
-// kinds alternate that is a cautious guess.
-struct SequenceSummary {
+// What the choice sees of one sequence and head.
+struct HeadSummary {
   int32_t chunks = 0, pieces = 1;
-  int32_t light_heads = 0, heavy_heads = 0;
-  int32_t light_warmups = 0;  // chunks, of all boundaries of the light heads together
+  int32_t heavy = 0;    // boundaries
+  int32_t warmups = 0;  // chunks, of all light boundaries together
 };
 
 // What one choice costs. Free tiles depend on nothing; dependent ones wait for boundary states.
 struct SplitEstimate {
+  SplitCosts costs;
   float state_work = 0.0f, free_work = 0.0f, dependent_work = 0.0f;
   float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
   int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
 
-  FLASH_QLA_HOST_DEVICE void add(const SequenceSummary& s, const SplitMerge& merge, const SplitCosts& costs) {
-    if (s.light_heads > 0) {
-      const int32_t tiles = joined_pieces(s.pieces, merge.light);
-      const float boundaries = static_cast<float>(s.light_heads) * static_cast<float>(s.pieces - 1);
-      const float warmup = tiles > 1 ? static_cast<float>(s.light_warmups) / boundaries : 0.0f;
-      const float output = static_cast<float>(s.chunks) / static_cast<float>(tiles) + warmup + costs.tile_edge;
-      free_tiles += tiles * s.light_heads;
-      free_work += output * static_cast<float>(tiles * s.light_heads);
-      longest_free = larger(longest_free, output);
-    }
-    if (s.heavy_heads == 0) return;
-    const int32_t tiles = joined_pieces(s.pieces, merge.heavy);
-    const float segment = static_cast<float>(s.chunks) / static_cast<float>(tiles);
-    const float output = segment + costs.tile_edge;
-    free_tiles += s.heavy_heads;
-    free_work += output * static_cast<float>(s.heavy_heads);
+  // A head with a heavy boundary is taken for one that has no other: where both kinds alternate that is a cautious
+  // guess.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, const SplitMerge& merge) {
+    const int32_t step = head.heavy > 0 ? merge.heavy : merge.light;
+    const int32_t tiles = step >= head.pieces ? 1 : (head.pieces + step - 1) / step;
+    const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
+    const int32_t light = head.pieces - 1 - head.heavy;
+    const bool warms_up = head.heavy == 0 && tiles > 1;
+    const float warmup = warms_up ? static_cast<float>(head.warmups) / static_cast<float>(light) : 0.0f;
+    const float output = segment + warmup + costs.tile_edge;
+    const int32_t dependent = head.heavy > 0 ? tiles - 1 : 0;
+    free_tiles += tiles - dependent;
+    free_work += output * static_cast<float>(tiles - dependent);
     longest_free = larger(longest_free, output);
-    if (tiles == 1) return;
-    const int32_t dependent = (tiles - 1) * s.heavy_heads;
+    if (dependent == 0) return;
     dependent_tiles += dependent;
     dependent_work += output * static_cast<float>(dependent);
     longest_dependent = larger(longest_dependent, output);
     // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
     const float state = segment * costs.state_step + costs.tile_edge;
-    const int32_t states = (1 + 2 * (tiles - 2)) * s.heavy_heads;
+    const int32_t states = 1 + 2 * (tiles - 2);
     state_tiles += states;
     state_work += state * static_cast<float>(states);
     longest_state = larger(longest_state, state);
@@ -421,25 +413,25 @@ struct SplitEstimate {
   }
 
   // When the boundary states are there.
-  FLASH_QLA_HOST_DEVICE float ready(int32_t sms, const SplitCosts& costs) const {
+  FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
     if (state_tiles == 0) return 0.0f;
     return whole_waves(state_tiles, state_work, longest_state, sms) + costs.phase +
            costs.combine_step * static_cast<float>(longest_chain);
   }
 
   // Free tiles that start before then, on SMs that state tiles leave: they are put before the dependent ones.
-  FLASH_QLA_HOST_DEVICE int32_t early_tiles(int32_t sms, const SplitCosts& costs) const {
+  FLASH_QLA_HOST_DEVICE int32_t early_tiles(int32_t sms) const {
     if (dependent_tiles == 0 || free_tiles == 0) return free_tiles;
-    const float room = static_cast<float>(sms) * ready(sms, costs) - state_work;
+    const float room = static_cast<float>(sms) * ready(sms) - state_work;
     const int32_t tiles = static_cast<int32_t>(room * static_cast<float>(free_tiles) / free_work);
     return tiles < free_tiles ? tiles : free_tiles;
   }
 
   // Steps until the last tile ends.
-  FLASH_QLA_HOST_DEVICE float steps(int32_t sms, const SplitCosts& costs) const {
+  FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
     if (free_tiles == 0) return 0.0f;
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const float cards = static_cast<float>(sms), start = ready(sms, costs);
+    const float cards = static_cast<float>(sms), start = ready(sms);
     // What is left when the boundary states are there; dependent tiles go first then, and half a free one is lost at
     // the end.
     const float room = cards * start - state_work;
