@@ -326,6 +326,21 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
   EXPECT_EQ(choose_grid(SplitMode::kAuto, false, {}, 8, 132, costs).spacing, 0);
 }
 
+// What was measured on a card of 132 SMs (docs/design/sequence_split.md).
+TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
+  const SplitCosts costs;
+  auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
+    return plan_pays(equal_lengths(sequences, chunks_in(tokens)), heads, 132, costs);
+  };
+  for (int32_t heads : {8, 16, 24, 32, 48}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
+  for (int32_t heads : {8, 16, 32}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
+  EXPECT_TRUE(pays(48, 4, 8192));
+  for (int32_t heads : {8, 32}) EXPECT_FALSE(pays(heads, 1, 2048)) << heads;
+  for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
+  for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;
+  EXPECT_FALSE(pays(64, 1, 32768));
+}
+
 TEST(SplitPlan, GrowthAndNaNAreHeavy) {
   auto steady = [](float x) { return [x](int32_t) { return x; }; };
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-3.2f)), 5);

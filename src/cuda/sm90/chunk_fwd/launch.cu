@@ -227,15 +227,14 @@ SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
   const int32_t chunks = dense ? chunks_in(static_cast<int32_t>(longest))
                                : static_cast<int32_t>(divide_up(divide_up(longest, args.num_sequences), kSplitChunk));
   const LengthSummary lengths{static_cast<int64_t>(args.num_sequences) * chunks, args.num_sequences, chunks};
-  if (choose_grid(SplitMode::kAuto, false, lengths, args.num_value_heads, sms, costs).spacing > 0) {
-    return {true,
-            dense ? "the tiles leave SMs idle; the gates decide on the device"
-                  : "as many sequences of equal length would leave SMs idle; lengths and gates decide on the device"};
+  if (plan_pays(lengths, args.num_value_heads, sms, costs)) {
+    return {true, dense ? "the tiles leave SMs idle; the gates decide on the device"
+                        : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"};
   }
   const float least =
       static_cast<float>(lengths.chunks) * static_cast<float>(args.num_value_heads) / static_cast<float>(sms);
   if (!dense && costs.plan_uncut <= 0.02f * least) return {true, "lengths and gates decide on the device"};
-  return {false, "the tiles fill the card's waves as they are, or there is too little to do for a plan to pay"};
+  return {false, "the tiles fill the card's waves, or a split would gain too little"};
 }
 
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {

@@ -50,6 +50,11 @@ inline constexpr int32_t kMostPieces =
     1 << 15;  // its square is a 32-bit number: 64-bit divisions take long on the device
 // Longest warm-up, in chunks; kept in a byte.
 inline constexpr int32_t kMaxWarmup = 64;
+// A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
+// a chunk (a warm-up of six), and no more than this loss where half of them do not: the gates are not known before.
+inline constexpr float kLeastGain = 0.07f;
+inline constexpr float kMostLoss = 0.03f;
+inline constexpr int32_t kUsualWarmup = 6;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
 inline constexpr int64_t kTilesPerSmUnsplit = 16;
 
@@ -412,6 +417,17 @@ struct SplitEstimate {
     longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
   }
 
+  // So many heads that are alike.
+  FLASH_QLA_HOST_DEVICE void repeat(int32_t heads) {
+    const float times = static_cast<float>(heads);
+    state_work *= times;
+    free_work *= times;
+    dependent_work *= times;
+    state_tiles *= heads;
+    free_tiles *= heads;
+    dependent_tiles *= heads;
+  }
+
   // When the boundary states are there.
   FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
     if (state_tiles == 0) return 0.0f;
@@ -465,6 +481,44 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
 }
 FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
   return {merge_step(i % kMerges), merge_step(i / kMerges)};
+}
+
+// Steps of the best choice for equal sequences, with `heavy` heads that do not decay and the others that do
+// (kUsualWarmup).
+FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
+                                              int32_t heavy, int32_t sms, const SplitCosts& costs) {
+  HeadSummary head;
+  head.chunks = lengths.longest;
+  head.pieces = pieces_of(head.chunks, grid);
+  head.warmups = kUsualWarmup * (head.pieces - 1);
+  SplitEstimate light[kMerges], without_decay[kMerges];
+  for (int32_t i = 0; i < kMerges; ++i) {
+    light[i].costs = without_decay[i].costs = costs;
+    head.heavy = 0;
+    light[i].add(head, {merge_step(i), merge_step(i)});
+    light[i].repeat(lengths.sequences * (heads - heavy));
+    head.heavy = head.pieces - 1;
+    without_decay[i].add(head, {merge_step(i), merge_step(i)});
+    without_decay[i].repeat(lengths.sequences * heavy);
+  }
+  float best = 0.0f;
+  for (int32_t i = 0; i < kMergeChoices; ++i) {
+    SplitEstimate estimate = light[i % kMerges];
+    if (heavy > 0) estimate.add(without_decay[i / kMerges]);
+    const float steps = estimate.steps(sms);
+    best = i == 0 || steps < best ? steps : best;
+  }
+  return best;
+}
+
+// Whether a plan promises to pay for equal sequences of these lengths.
+FLASH_QLA_HOST_DEVICE inline bool plan_pays(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                            const SplitCosts& costs) {
+  const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
+  if (grid.spacing == 0) return false;
+  const float unsplit = unsplit_steps(lengths, heads, sms, costs);
+  return costs.plan + best_steps(lengths, grid, heads, heads / 4, sms, costs) <= (1.0f - kLeastGain) * unsplit &&
+         costs.plan + best_steps(lengths, grid, heads, heads / 2, sms, costs) <= (1.0f + kMostLoss) * unsplit;
 }
 
 // --- order ---
