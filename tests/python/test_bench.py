@@ -21,11 +21,11 @@ rows = json.load(sys.stdin)
 assert sys.argv[1] == "fla" and int(sys.argv[2]) == 3
 print("Autotuning ...")
 for i, row in enumerate(rows):
-    answer = {"ms": 5.0 + i} if i < 2 else {"error": "RuntimeError: no such shape"}
+    answer = {"ms": 5.0 + i, "peak_bytes": 7_000_000} if i < 2 else {"error": "RuntimeError: no such shape"}
     print(json.dumps({"row": i, "peer": "fla 9.9", **answer}), flush=True)
 """
 CRASH = "raise ModuleNotFoundError('fla is not here')"
-HANG = 'import sys, time\nprint(\'{"row": 0, "peer": "fla 9.9", "ms": 4.0}\', flush=True)\ntime.sleep(60)'
+HANG = 'import sys, time\nprint(\'{"row": 0, "peer": "fla 9.9", "ms": 4.0, "peak_bytes": 1}\', flush=True)\ntime.sleep(60)'
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def bench(monkeypatch, tmp_path):
         return 2.0
 
     monkeypatch.setattr(bench_gpu, "graph_ms", graph_ms)
+    monkeypatch.setattr(bench_gpu, "peak_bytes", lambda function: 3_000_000)
 
     def run(modes, peer=None, heads="1x2", recorded=None, peer_seconds=20.0):
         out = tmp_path / "results" / "gpu.json"
@@ -73,7 +74,8 @@ def test_every_mode_writes_checked_rows(bench, capsys):
     for row in rows:
         assert set(row["err"]) == set(row["err_worst_head"]) == tensors[row["mode"]]
         assert all(0 <= row["err"][name] <= row["err_worst_head"][name] < 1.5e-2 for name in row["err"])
-        assert row["ms"] == 2.0 and row["peers"] == {}
+        assert all(row["err_median_head"][name] <= row["err_worst_head"][name] for name in row["err"])
+        assert row["ms"] == 2.0 and row["peak_bytes"] == 3_000_000 and row["peers"] == row["peer_peak_bytes"] == {}
     assert [tuple(row["options"].values()) for row in rows[-4:]] == [
         ("float32", "[V, K]"), ("float32", "[K, V]"), ("bfloat16", "[V, K]"), ("bfloat16", "[K, V]")]
     # One line for each row says how to repeat it.
@@ -118,6 +120,7 @@ def test_peers_stand_beside_our_rows(bench, capsys):
     assert code == 0
     assert [row["peers"] for row in report["rows"]] == [{"fla 9.9": 5.0}, {"fla 9.9": 6.0}, {}]
     assert lines[0].endswith("fla 9.9 ms")
+    assert [row["peer_peak_bytes"] for row in report["rows"]] == [{"fla 9.9": 7_000_000}, {"fla 9.9": 7_000_000}, {}]
     printed = capsys.readouterr().out
     assert "peer fla, fwd 1/2 5x2: RuntimeError: no such shape" in printed
     assert "fwd: 2.74x of fla 9.9 (geometric mean of 2 rows, least 2.50x)" in printed

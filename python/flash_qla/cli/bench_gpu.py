@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,9 @@ from rich.progress import Progress
 
 import flash_qla
 
-from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, recorded_times, rows_of
+from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes, recorded_times, rows_of
 from .check import ORACLES
-from .errors import first_failure, relative_l2
+from .errors import first_failure, head_errors
 from .results import Row, geometric_mean, label, make_report, peer_names, ratios, save, write
 
 PROTOCOL = (
@@ -138,11 +139,15 @@ def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
     with flash_qla.use_path(ORACLES["cuda"]):
         exact = _results(given, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})
     errors, failure = first_failure(found, exact, torch.bfloat16)
-    worst_heads = {name: relative_l2(name, found[name], exact[name])[1] for name in exact}
+    heads = {name: head_errors(name, found[name], exact[name]) for name in exact}
     del found, exact
+    # What is timed gets memory of its own, not pieces of what the oracle's larger tensors have left.
+    torch.cuda.empty_cache()
     if failure is not None:
         return None, failure
-    ms = graph_ms(_timed(given, x), replays)
+    call = _timed(given, x)
+    peak = peak_bytes(call)
+    ms = graph_ms(call, replays)
     bound = _bound_ms(given)
     row: Row = {
         "mode": given["mode"],
@@ -151,12 +156,15 @@ def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
         "seqlens": given["seqlens"],
         "options": _options(given),
         "ms": round(ms, 4),
+        "peak_bytes": peak,
         # Time of one chunk of one value head on one multiprocessor, the card taken as full.
         "step_us": round(1e3 * ms * _sm_count() / (given["hv"] * _chunks(given["seqlens"])), 3),
         "roofline": None if bound is None else round(bound / ms, 3),
         "err": errors,
-        "err_worst_head": worst_heads,
+        "err_median_head": {name: statistics.median(of_heads) for name, of_heads in heads.items()},
+        "err_worst_head": {name: max(of_heads) for name, of_heads in heads.items()},
         "peers": {},
+        "peer_peak_bytes": {},
         "recorded": {},
     }
     return row, None
@@ -170,7 +178,7 @@ def _repeat(given: Row) -> str:
 def _describe(row: Row) -> str:
     options = "".join(f" {key} {value}" for key, value in row["options"].items())
     share = "" if row["roofline"] is None else f" {100 * row['roofline']:.0f}% of roofline"
-    return f"{label(row)}{options}: {row['ms']:.4f} ms{share}"
+    return f"{label(row)}{options}: {row['ms']:.4f} ms{share}, {row['peak_bytes'] / 1e6:.0f} MB"
 
 
 _PEER_SCRIPT = Path(__file__).with_name("bench_peers.py")
@@ -275,7 +283,6 @@ def run(
                 row, failure = _measure(row_given, replays)
             except Exception as error:  # the rows after this one are worth having
                 row, failure = None, f"{type(error).__name__}: {error}"
-            torch.cuda.empty_cache()
             if row is None:
                 failed = True
                 console.print(f"FAIL {label(row_given)}: {failure}  repeat: {_repeat(row_given)}")
@@ -299,8 +306,10 @@ def run(
                     console.print(f"peer {name}, {label(row)}: {answer['error']}")
                     return
                 row["peers"][answer["peer"]] = round(answer["ms"], 4)
+                row["peer_peak_bytes"][answer["peer"]] = answer["peak_bytes"]
                 keep()
-                console.print(f"{_describe(row)}, {answer['peer']} {answer['ms']:.4f} ({answer['ms'] / row['ms']:.2f}x)")
+                console.print(f"{_describe(row)}, {answer['peer']} {answer['ms']:.4f} ({answer['ms'] / row['ms']:.2f}x), "
+                              f"{answer['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
 
             trouble = _run_peer(item, given, replays, peer_seconds, take)
             if trouble is not None:

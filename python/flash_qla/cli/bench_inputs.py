@@ -144,6 +144,19 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
     }
 
 
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Bytes on the GPU that a call takes at its highest beside its inputs: results, what is kept for later, scratch."""
+    function()  # whatever is made once, at first calls
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
 def graph_ms(function: Callable[[], Any], replays: int, calls: int = 5) -> float:
     """Median time of one call in milliseconds: a CUDA graph of several calls, replayed and timed with events."""
     side = torch.cuda.Stream()

@@ -2,7 +2,8 @@
 
     python bench_peers.py <fla | flashqla | flashinfer> <replays>      rows as JSON on stdin, one JSON object a line out
 
-Each line is {"row": index, "peer": name and version, "ms": time}, or has "error" in place of "ms".
+Each line is {"row": index, "peer": name and version, "peak_bytes": memory beside the inputs, "ms": time}, or has "error"
+in place of the last two.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import sys
 from typing import Any, Callable, Dict, Iterator, Tuple
 
 if __package__:
-    from .bench_inputs import HEAD_DIM, graph_ms, make_inputs
+    from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes
 else:  # run as a script, without this package
-    from bench_inputs import HEAD_DIM, graph_ms, make_inputs
+    from bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes
 
 Call = Callable[[], Any]
 Inputs = Dict[str, Any]
@@ -103,7 +104,7 @@ def main() -> None:
         answer: Dict[str, Any] = {"row": i}
         try:
             for name, call in PEERS[peer](row, make_inputs(row)):
-                answer = {"row": i, "peer": name, "ms": graph_ms(call, replays)}
+                answer = {"row": i, "peer": name, "peak_bytes": peak_bytes(call), "ms": graph_ms(call, replays)}
                 print(json.dumps(answer), flush=True)
         except Exception as error:  # a row that a peer cannot run stays empty, and says why
             print(json.dumps({"row": i, "peer": peer, "error": f"{type(error).__name__}: {error}"[:300]}), flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import torch
 
@@ -38,22 +38,33 @@ def _relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
     return difference.norm().item() / (norm if not norm < _TINY * size else size)
 
 
-def relative_l2(name: str, found: torch.Tensor, reference: torch.Tensor) -> Tuple[float, float]:
-    """Errors of the whole tensor and of its worst head. Infinite where NaN or infinity stand in other places, or the
-    shapes differ."""
+def _parts(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Difference and reference of the whole tensor, then of each head; empty where NaN or infinity stand in other places,
+    or the shapes differ."""
     if found.shape != reference.shape:
-        return math.inf, math.inf
+        return []
     a, b = found.detach().double(), reference.detach().double()
     if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
-        return math.inf, math.inf
+        return []
     finite = b.isfinite()
     b = b.where(finite, 0.0)
     difference = a.where(finite, 0.0) - b
     dim = _HEAD_DIM[name]
     if dim == 0:  # one number a head: no norm to be relative to
-        return (_relative(difference, b),) * 2
-    heads = [_relative(d, r) for d, r in zip(difference.unbind(dim), b.unbind(dim))]
-    return _relative(difference, b), max(heads, default=0.0)
+        return [(difference, b)] * 2
+    return [(difference, b), *zip(difference.unbind(dim), b.unbind(dim))]
+
+
+def relative_l2(name: str, found: torch.Tensor, reference: torch.Tensor) -> Tuple[float, float]:
+    """Errors of the whole tensor and of its worst head. Infinite where NaN or infinity stand in other places, or the
+    shapes differ."""
+    errors = [_relative(*part) for part in _parts(name, found, reference)]
+    return (errors[0], max(errors[1:], default=0.0)) if errors else (math.inf, math.inf)
+
+
+def head_errors(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[float]:
+    """Error of each head, at least one number; infinite as relative_l2()."""
+    return [_relative(*part) for part in _parts(name, found, reference)][1:] or [math.inf]
 
 
 def first_failure(

@@ -70,14 +70,14 @@ class BackwardCall {
     const SequenceTable& sequences = params.sequences;
     FLASH_QLA_RETURN_IF_ERROR(launch_zero_outside(p_, sequences, params.dv, p_.Hv, p_.V, stream));
     if (!wants_parts_) return Status();
-    const auto finish_keys = [&](Real* parts, const Tensor& x, const Tensor& dx) {
-      if (!present(dx)) return Status();
-      const DeviceTensor of_heads = workspace_tensor(parts, dtype_of<Real>(), p_.B, p_.T, p_.Hv, p_.K);
-      return launch_finish_keys<Real>(p_, sequences, of_heads, p_.group, device_tensor(x), l2norm, device_tensor(dx),
-                                      stream);
-    };
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(dq_, args_.q, args_.dq));
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(dk_, args_.k, args_.dk));
+    if (present(args_.dq)) {
+      FLASH_QLA_RETURN_IF_ERROR(launch_finish_keys<Real>(p_, sequences, dq_, device_tensor(args_.q), l2norm,
+                                                         device_tensor(args_.dq), stream));
+    }
+    if (present(args_.dk)) {
+      FLASH_QLA_RETURN_IF_ERROR(launch_finish_keys<Real>(p_, sequences, dk_, device_tensor(args_.k), l2norm,
+                                                         device_tensor(args_.dk), stream));
+    }
     const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
                                   device_tensor(args_.ddt_bias)};
     return launch_finish_gates<Real>(p_, sequences, inputs_.gates(), d_log_decay_, d_beta_, gradients, gate_sums_,

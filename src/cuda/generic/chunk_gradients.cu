@@ -281,7 +281,8 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
   zero(do_S);
   zero(du_S);
   zero(e_D);
-  for (int from = 0; (start.present() || end.present()) && from < p.in.V; from += kPanel) {
+  // Also where both states are absent, which is zero: 0 * NaN is NaN.
+  for (int from = 0; from < p.in.V; from += kPanel) {
     stage_values(s.panels.tokens, p, place, from);
 #pragma unroll
     for (int m = 0; m < kPanel * kSide / kThreads; ++m) {

@@ -12,14 +12,26 @@ namespace {
 
 using Arguments = flash_qla_forward_arguments;
 
-constexpr int kThreads = 128;
-constexpr int kLanes = 8;  // lanes per column: a sum over the keys is three shuffles
-constexpr int kGroups = kThreads / kLanes;
+constexpr int kLanes = 8;          // lanes per column: a sum over the keys is three shuffles
 constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
 
-// State elements per thread: 128 bytes of float32 in flight from each thread (640 threads keep 80 KiB per
-// multiprocessor in flight, and 4.8 TB/s at 700 ns need 25). Twice as many would spill beside q and k.
-constexpr int kStatePerThread = 32;
+// How a state's dtype and layout are spread over threads, each as measured on an H200 with 256 rows of 32 heads of 128
+// x 128 (milliseconds; a kernel that only reads and writes the states takes 0.257 and 0.129).
+template <class State, int kKeys, bool kValueFirst>
+struct Spread {
+  static constexpr bool kHalf = sizeof(State) == 2;
+  // Threads of a block. With 128 a block's rows of 16-bit values would be pieces of 64 bytes: 0.204, with 256 0.194,
+  // with 512, of which a multiprocessor has room for one block, 0.309.
+  static constexpr int kThreads = kHalf && !kValueFirst ? 256 : 128;
+  // State elements of a thread, and blocks that share a multiprocessor. [V, K] in float32: 16 and six blocks 0.275, 32
+  // and four 0.280; in 16 bits, streaming, 0.163 and 0.147. [K, V] with 16 has rows half as long: 0.385.
+  static constexpr int kStatePerThread = kValueFirst && !kHalf ? 16 : 32;
+  static constexpr int kBlocks =
+      kValueFirst && !kHalf ? (kKeys == 128 ? 6 : 5) : 512 / kThreads;  // 64 keys: six would spill
+  // Whether accesses say that the state will not be needed again soon. 16 bits: 0.147 instead of 0.163; float32 [V, K]:
+  // 0.279 instead of 0.275.
+  static constexpr bool kStreams = kHalf;
+};
 
 struct DecodeParams {
   DeviceTensor q, k, v, o;  // [N, T, heads, dim]
@@ -77,26 +89,35 @@ struct Vector {
   uint32_t words[4];
 };
 
-template <class State>
+template <class State, bool kStreams>
 __device__ Vector<State> load_vector(const void* data, int64_t offset) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
+  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
+  const uint4 raw = kStreams ? __ldcs(from) : *from;
   return {raw.x, raw.y, raw.z, raw.w};
 }
 
-template <class State>
+template <class State, bool kStreams>
 __device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
-  *reinterpret_cast<uint4*>(static_cast<State*>(data) + offset) =
-      make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
+  uint4* to = reinterpret_cast<uint4*>(static_cast<State*>(data) + offset);
+  const uint4 raw = make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
+  if constexpr (kStreams) {
+    __stcs(to, raw);
+  } else {
+    *to = raw;
+  }
 }
 
 // A block's columns of one state in registers: state[c][kRun * j + i] of thread (group, lane) belongs to column
 // column_of(c) of the block and to key key_of(j) + i.
 template <class State, int kKeys, bool kValueFirst>
 struct Columns {
+  using Use = Spread<State, kKeys, kValueFirst>;
+  static constexpr int kThreads = Use::kThreads;
+  static constexpr int kGroups = kThreads / kLanes;
   static constexpr int kVector = Vector<State>::kSize;
   static constexpr int kWord = kPerWord<State>;
   static constexpr int kPerLane = kKeys / kLanes;
-  static constexpr int kColumns = kStatePerThread / kPerLane;
+  static constexpr int kColumns = Use::kStatePerThread / kPerLane;
   static constexpr int kBlockColumns = kColumns * kGroups;
   // Keys of a lane that lie side by side: a 16-byte access of [V, K]; four floats of q and k in shared memory
   // otherwise.
@@ -126,13 +147,14 @@ struct Columns {
         constexpr int kPerColumn = kPerLane / kVector;
         const int column = column0 + column_of(m / kPerColumn);
         if (column < V) {
-          raw[m] = load_vector<State>(t.data, base + static_cast<int64_t>(column) * kKeys + key_of(m % kPerColumn));
+          raw[m] = load_vector<State, Use::kStreams>(
+              t.data, base + static_cast<int64_t>(column) * kKeys + key_of(m % kPerColumn));
         }
       } else {
         constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
         const int column = column0 + threadIdx.x % kChunks * kVector;
         const int64_t row = threadIdx.x / kChunks + m * kKeyStep;
-        if (column < V) raw[m] = load_vector<State>(t.data, base + row * V + column);
+        if (column < V) raw[m] = load_vector<State, Use::kStreams>(t.data, base + row * V + column);
       }
     }
   }
@@ -184,7 +206,7 @@ struct Columns {
             const float* from = &state[c][j * kVector + w * kWord];
             vector.words[w] = pack_word<State>(from[0], from[kWord - 1]);
           }
-          store_vector(t.data, base + static_cast<int64_t>(column) * kKeys + key_of(j), vector);
+          store_vector<State, Use::kStreams>(t.data, base + static_cast<int64_t>(column) * kKeys + key_of(j), vector);
         }
       }
     } else {
@@ -205,7 +227,8 @@ struct Columns {
         Vector<State> vector;
 #pragma unroll
         for (int w = 0; w < 4; ++w) vector.words[w] = s_turn[row * kPitch + chunk * 4 + w];
-        if (column < V) store_vector(t.data, base + static_cast<int64_t>(row) * V + column, vector);
+        if (column < V)
+          store_vector<State, Use::kStreams>(t.data, base + static_cast<int64_t>(row) * V + column, vector);
       }
       __syncthreads();
     }
@@ -229,7 +252,7 @@ struct SharedTokens {
 
 // Fills them in two steps, so that the loads of the first tokens run beside those of the state. A warp takes one row of
 // q or k at a time, one thread the gates of a token.
-template <int kKeys>
+template <int kKeys, int kThreads>
 class TokenStage {
  public:
   static_assert(kKeys / 4 <= 32);
@@ -336,10 +359,10 @@ __device__ float lane_dot(const float (&a)[kPerLane], const float (&b)[kPerLane]
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Four blocks a multiprocessor leave a thread 128 registers: one group of columns, the bits of the next, q and k
-// take 96.
 template <class State, int kKeys, bool kValueFirst>
-__global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(Spread<State, kKeys, kValueFirst>::kThreads,
+                                  Spread<State, kKeys, kValueFirst>::kBlocks)
+    decode_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Columns<State, kKeys, kValueFirst>;
   extern __shared__ float4 s_memory[];
   SharedTokens<kKeys> s_tokens;
@@ -359,12 +382,13 @@ __global__ void __launch_bounds__(kThreads, 4) decode_kernel(const __grid_consta
   };
 
   // The first tokens are on their way while the slot's index and then the state are.
-  TokenStage<kKeys> stage(p, n, head, first_column, columns);
+  TokenStage<kKeys, Block::kThreads> stage(p, n, head, first_column, columns);
   stage.load_first();
   const int64_t slot = read_slot(p.pool, n);
   if (slot == kSkipRow) {
     for (int t = 0; t < p.T; ++t) {
-      for (int column = first_column + group; column < last_column; column += kGroups) store_output(t, column, 0.f);
+      for (int column = first_column + group; column < last_column; column += Block::kGroups)
+        store_output(t, column, 0.f);
     }
     return;
   }
@@ -448,7 +472,7 @@ Status launch_for(const Problem& p, DecodeParams params, cudaStream_t stream) {
   const size_t shared = SharedTokens<kKeys>::bytes(params.T, params.passes * Block::kBlockColumns) +
                         Block::kSharedWords * sizeof(uint32_t);
   return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(groups, params.passes),
-                kThreads, shared, stream, params);
+                Block::kThreads, shared, stream, params);
 }
 
 template <class State>

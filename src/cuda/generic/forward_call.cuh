@@ -57,8 +57,8 @@ class PreparedInputs {
     if (l2norm_) {
       const DeviceTensor q = workspace_tensor(q_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
       const DeviceTensor k = workspace_tensor(k_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->q, q, stream));
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->k, k, stream));
+      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->q, q, nullptr, stream));
+      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->k, k, nullptr, stream));
       in->q = q;
       in->k = k;
     }

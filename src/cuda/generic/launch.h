@@ -17,15 +17,15 @@ inline Status cuda_status(cudaError_t error, const char* what) {
                      cudaGetErrorString(error));
 }
 
-// Makes a device current for as long as the object lives.
+// Makes a device current for as long as the object lives. Its context too: a thread that has made no call of the
+// runtime yet (a framework's own for the backward pass, say) has none, and the driver's encoder of tensor maps wants
+// one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     error_ = cudaGetDevice(&previous_);
-    if (error_ == cudaSuccess && previous_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
+    if (error_ == cudaSuccess) error_ = cudaSetDevice(device);
+    changed_ = error_ == cudaSuccess && previous_ != device;
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);

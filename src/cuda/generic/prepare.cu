@@ -109,19 +109,36 @@ __device__ Sum inverse_norm(const Row<Real, kQuads>& row) {
   return Sum(1) / sqrt(dot<Sum>(row, row) + Sum(kL2NormEps));
 }
 
+// Rows that a warp has on their way at once: one would leave most of the memory's bandwidth unused.
+constexpr int kRowsAtOnce = 4;
+
 template <class Real, int kQuads>
-__global__ void __launch_bounds__(kThreads)
-    normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K, DeviceTensor x, DeviceTensor out) {
-  for (int64_t r = first_row(); r < rows; r += row_step()) {
-    const RowPlace at = row_place(r, T, heads);
-    auto row = load_row<Real, kQuads>(x, offset_of(x, at.b, at.t, at.head), K);
-    const Real scale = inverse_norm<Real>(row);
+__global__ void __launch_bounds__(kThreads) normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K,
+                                                             DeviceTensor x, DeviceTensor out, float* inverse_norms) {
+  for (int64_t first = first_row(); first < rows; first += kRowsAtOnce * row_step()) {
+    Row<Real, kQuads> row[kRowsAtOnce];
+    int64_t to[kRowsAtOnce];
 #pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) row.x[j][e] *= scale;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t r = first + i * row_step();
+      if (r >= rows) break;
+      const RowPlace at = row_place(r, T, heads);
+      row[i] = load_row<Real, kQuads>(x, offset_of(x, at.b, at.t, at.head), K);
+      to[i] = offset_of(out, at.b, at.t, at.head);
     }
-    store_row(out, offset_of(out, at.b, at.t, at.head), K, row);
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t r = first + i * row_step();
+      if (r >= rows) break;
+      const Real scale = inverse_norm<Real>(row[i]);
+#pragma unroll
+      for (int j = 0; j < kQuads; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) row[i].x[j][e] *= scale;
+      }
+      store_row(out, to[i], K, row[i]);
+      if (inverse_norms != nullptr && threadIdx.x % 32 == 0) inverse_norms[r] = static_cast<float>(scale);
+    }
   }
 }
 
@@ -151,8 +168,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sum: what the norm's derivative is worked out in.
-template <class Real, class Sum, int kQuads>
+template <class Real, int kQuads>
 __global__ void __launch_bounds__(kThreads)
     finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, DeviceTensor parts,
                        DeviceTensor x, bool l2norm, DeviceTensor dx) {
@@ -173,15 +189,16 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     if (l2norm) {
-      // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x).
+      // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with
+      // one key, what is left of the difference is small.
       const auto row = load_row<Real, kQuads>(x, offset_of(x, at.b, at.t, at.head), K);
-      const Sum scale = inverse_norm<Sum>(row), along = dot<Sum>(dy, row) * scale * scale;
+      const double scale = inverse_norm<double>(row), along = dot<double>(dy, row) * scale * scale;
 #pragma unroll
       for (int j = 0; j < kQuads; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           dy.x[j][e] =
-              static_cast<Real>(scale * (static_cast<Sum>(dy.x[j][e]) - along * static_cast<Sum>(row.x[j][e])));
+              static_cast<Real>(scale * (static_cast<double>(dy.x[j][e]) - along * static_cast<double>(row.x[j][e])));
         }
       }
     }
@@ -297,11 +314,12 @@ Status with_quads(int64_t size, Function f) {
 }  // namespace
 
 template <class Real>
-Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream) {
+Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
+                        cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.Hq;
   return with_quads(p.K, [&](auto quads) {
-    return launch("normalize", normalize_kernel<Real, quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows,
-                  p.T, p.Hq, static_cast<int>(p.K), x, out);
+    return launch("normalize", normalize_kernel<Real, quads()>, blocks_for(rows, kWarps * kRowsAtOnce), kThreads, 0,
+                  stream, rows, p.T, p.Hq, static_cast<int>(p.K), x, out, inverse_norms);
   });
 }
 
@@ -323,19 +341,14 @@ Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, co
 }
 
 template <class Real>
-Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const DeviceTensor& parts, int64_t group,
-                          const DeviceTensor& x, bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
+                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.Hq;
+  constexpr DType kType = std::is_same_v<Real, double> ? DType::kFloat64 : DType::kFloat32;
+  const DeviceTensor of_heads = workspace_tensor(const_cast<Real*>(parts), kType, p.B, p.T, p.Hv, p.K);
   return with_quads(p.K, [&](auto quads) {
-    const auto start = [&](auto kernel) {
-      return launch("finish_keys", kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.Hq, group,
-                    static_cast<int>(p.K), sequences, parts, x, l2norm, dx);
-    };
-    // In double: where dy lies along x, which is always with one key, what is left of the difference is small. What 16
-    // bits leave of dy is too coarse for that to matter.
-    const bool coarse = parts.dtype != static_cast<int32_t>(DType::kFloat32);
-    if (std::is_same_v<Real, float> && coarse) return start(finish_keys_kernel<Real, Real, quads()>);
-    return start(finish_keys_kernel<Real, double, quads()>);
+    return launch("finish_keys", finish_keys_kernel<Real, quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows,
+                  p.Hq, p.group, static_cast<int>(p.K), sequences, of_heads, x, l2norm, dx);
   });
 }
 
@@ -364,13 +377,14 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
                 sequences, x);
 }
 
-#define FLASH_QLA_INSTANTIATE(Real)                                                                               \
-  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, cudaStream_t); \
-  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,    \
-                                             cudaStream_t);                                                       \
-  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const DeviceTensor&, int64_t,    \
-                                           const DeviceTensor&, bool, const DeviceTensor&, cudaStream_t);         \
-  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,      \
+#define FLASH_QLA_INSTANTIATE(Real)                                                                                \
+  template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, float*,         \
+                                         cudaStream_t);                                                            \
+  template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
+                                             cudaStream_t);                                                        \
+  template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \
+                                           bool, const DeviceTensor&, cudaStream_t);                               \
+  template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,       \
                                             const Real*, const GateGradients&, double*, cudaStream_t);
 FLASH_QLA_INSTANTIATE(float)
 FLASH_QLA_INSTANTIATE(double)

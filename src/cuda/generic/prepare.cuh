@@ -7,9 +7,11 @@
 
 namespace flash_qla::cuda {
 
-// [B, T, Hq, K] -> rows of norm 1 in x's dtype. Statistics in Real.
+// [B, T, Hq, K] -> rows of norm 1 in x's dtype, and where wanted what they were multiplied by, [B * T, Hq]. Statistics
+// in Real.
 template <class Real>
-Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, cudaStream_t stream);
+Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
+                        cudaStream_t stream);
 
 // [B, T, heads, size] float32, bf16 or fp16 into another layout or dtype of them.
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
@@ -20,11 +22,11 @@ template <class Real>
 Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, const Gates& gates, Real* log_decay,
                             Real* beta, cudaStream_t stream);
 
-// dx [B, T, Hq, K] from its parts, [B, T, Hq * group, K]: summed over a group's heads in order, chained through the l2
-// norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero. With group 1, dx may be `parts`.
+// dx [B, T, Hq, K] from the parts of each value head, [B * T, Hv, K] Real: summed over a group's heads in order,
+// chained through the l2 norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero.
 template <class Real>
-Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const DeviceTensor& parts, int64_t group,
-                          const DeviceTensor& x, bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
+Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
+                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
 
 // Gradients of g, beta, A_log and dt_bias from those of the log decay and the effective beta, [B * T, Hv] Real.
 struct GateGradients {

@@ -1,7 +1,7 @@
 // Development harness of the Hopper backward: every intermediate and every gradient against an fp64 token recurrence,
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel. Stands alone: its own oracle, random
 // inputs, no framework.
-//   sm90_chunk_bwd_bench check | time
+//   sm90_chunk_bwd_bench check | time [part of a row's name [chunks of a segment]]
 // Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc
 // -Iinclude from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
 #include <cuda_bf16.h>
@@ -45,6 +45,7 @@ struct Case {
   bool small_beta = false;  // a third of the betas 0 or tiny
   int padding = 0;          // tokens after the last sequence
   bool int64_offsets = false;
+  int segment_chunks = 0;  // -1: what choose_segment_chunks says
 };
 
 template <typename T>
@@ -479,8 +480,8 @@ class Runner {
     const float all = median({true, true, true, true}), plan = median({true, false, false, false});
     const float prepare = median({false, true, false, false}), states = median({false, false, true, false});
     const float gradients = median({false, false, false, true});
-    std::printf("%-28s total %.4f ms: plan %.4f prepare %.4f states %.4f gradients %.4f\n", c_.name.c_str(), all, plan,
-                prepare, states, gradients);
+    std::printf("%-16s segments of %2d: total %.4f ms: plan %.4f solve %.4f states %.4f gradients %.4f\n",
+                c_.name.c_str(), p_.segment_chunks, all, plan, prepare, states, gradients);
     std::fflush(stdout);
   }
 
@@ -504,7 +505,14 @@ class Runner {
 
   void make_inputs() {
     std::mt19937_64 rng(1234 + tokens_ + c_.Hv);
-    std::normal_distribution<float> normal;
+    // The sum of four uniform numbers, scaled to variance 1: a row of 32768 tokens and 32 heads has 400 million
+    // numbers.
+    auto normal = [](std::mt19937_64& r) {
+      const uint64_t bits = r();
+      const int sum = static_cast<int>(bits & 0xffff) + static_cast<int>(bits >> 16 & 0xffff) +
+                      static_cast<int>(bits >> 32 & 0xffff) + static_cast<int>(bits >> 48) - 131070;
+      return static_cast<float>(sum) * (1.7320508f / 65536.0f);
+    };
     std::uniform_real_distribution<float> uniform;
     const int64_t T = tokens_;
     auto rows = [&](int heads, bool unit) {
@@ -621,6 +629,7 @@ class Runner {
     p_.dv = tokens(dv_.data, c_.Hv, 128, type);
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
+    p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
     workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, workspace_);
@@ -821,6 +830,31 @@ std::vector<Case> check_cases() {
     Case& c = add("no states, no A", 2, 2, {100, 200, 65});
     c.h0 = c.dht = c.A = false;
   }
+  {
+    Case& c = add("segments", 2, 4, {1600, 37, 0, 2049, 512});
+    c.segment_chunks = 9;
+    c.padding = 7;
+  }
+  {
+    Case& c = add("segments dense cumsum", 2, 8, {1500, 1500});
+    c.segment_chunks = 8;
+    c.varlen = false;
+    c.cumsum = true;
+    c.v_first = true;
+  }
+  {
+    Case& c = add("segments strong, no states", 1, 4, {1300, 700, 1});
+    c.segment_chunks = 3;
+    c.strong = true;
+    c.h0 = c.dht = c.A = false;
+  }
+  {
+    Case& c = add("segments fp16", 2, 4, {1400, 200, 900});
+    c.segment_chunks = 4;
+    c.fp16 = true;
+    c.half_gates = true;
+    c.small_beta = true;
+  }
   add("no dO", 2, 2, {100, 200, 65}).d_o = false;
   return cases;
 }
@@ -838,14 +872,18 @@ int main(int argc, char** argv) {
     struct Row {
       int Hq, Hv, sequences, length;
     };
-    std::vector<Row> table = {{16, 32, 1, 8192},  {16, 32, 4, 2048}, {16, 32, 8, 1024},
-                              {16, 32, 1, 32768}, {8, 16, 1, 8192},  {2, 4, 1, 8192}};
+    const std::vector<Row> table = {{16, 32, 1, 8192},  {16, 32, 4, 2048}, {16, 32, 8, 1024}, {8, 16, 1, 8192},
+                                    {8, 16, 8, 1024},   {4, 8, 1, 8192},   {2, 4, 1, 8192},   {2, 4, 8, 1024},
+                                    {16, 32, 1, 32768}, {8, 16, 1, 32768}, {4, 8, 1, 32768},  {2, 4, 1, 32768}};
+    const std::string wanted = argc > 2 ? argv[2] : "";
     for (const Row& row : table) {
       Case c;
       c.name = std::to_string(row.Hq) + "/" + std::to_string(row.Hv) + " " + std::to_string(row.sequences) + "x" +
                std::to_string(row.length);
+      if (c.name.find(wanted) == std::string::npos) continue;
       c.Hq = row.Hq;
       c.Hv = row.Hv;
+      c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);

@@ -3,6 +3,7 @@
 //   the same step again and again, beside another stream's work: the same bits every time;
 //   the step captured once in a CUDA graph, replayed with other lengths written into cu_seqlens: the bits of a direct
 //   call with those lengths;
+//   the same step from a thread that has called nothing of CUDA before, as frameworks run their backward passes;
 //   heads divided among calls, and a sequence taken out of its batch: the bits of the whole call.
 // Without a GPU it says so and succeeds.
 //
@@ -10,6 +11,7 @@
 //
 // prints a line for every failed check and exits with 1 if any check failed.
 #include <functional>
+#include <thread>
 
 #include "calls.h"
 
@@ -59,25 +61,25 @@ class Step {
     A_ = Buffer(shape.dtype, {shape.B, shape.T, shape.Hv, kChunkSize});
     final_state_ = Buffer(DType::kFloat32, state_shape(shape, features.v_first, shape.N()));
     bytes_ = 0;
-    const auto place = [&](const Buffer& buffer, Tensor* to) {
+    const auto place = [&](const char* name, const Buffer& buffer, Tensor* to) {
       if (!buffer.present()) return;
       *to = buffer.shape_view();
-      places_.push_back({to, bytes_});
+      places_.push_back({to, name, bytes_});
       bytes_ += (buffer.bytes().size() + 255) / 256 * 256;
     };
-    place(o_, &forward_args_.o);
-    place(final_state_, &forward_args_.final_state);
-    place(A_, &forward_args_.A);
-    place(backward_.dq, &backward_args_.dq);
-    place(backward_.dk, &backward_args_.dk);
-    place(backward_.dv, &backward_args_.dv);
-    place(backward_.dg, &backward_args_.dg);
-    place(backward_.dbeta, &backward_args_.dbeta);
-    place(backward_.dh0, &backward_args_.dh0);
-    place(backward_.dA_log, &backward_args_.dA_log);
-    place(backward_.ddt_bias, &backward_args_.ddt_bias);
+    place("o", o_, &forward_args_.o);
+    place("final_state", final_state_, &forward_args_.final_state);
+    place("A", A_, &forward_args_.A);
+    place("dq", backward_.dq, &backward_args_.dq);
+    place("dk", backward_.dk, &backward_args_.dk);
+    place("dv", backward_.dv, &backward_args_.dv);
+    place("dg", backward_.dg, &backward_args_.dg);
+    place("dbeta", backward_.dbeta, &backward_args_.dbeta);
+    place("dh0", backward_.dh0, &backward_args_.dh0);
+    place("dA_log", backward_.dA_log, &backward_args_.dA_log);
+    place("ddt_bias", backward_.ddt_bias, &backward_args_.ddt_bias);
     outputs_ = static_cast<uint8_t*>(arena.take(bytes_));
-    for (const auto& [to, at] : places_) to->data = outputs_ + at;
+    for (const Place& p : places_) p.tensor->data = outputs_ + p.at;
     backward_args_.A = forward_args_.A;
     size_t forward_bytes = 0, backward_bytes = 0;
     require(ChunkForward::workspace_size(forward_args_, &forward_bytes));
@@ -85,14 +87,21 @@ class Step {
     workspace_bytes_ = std::max(forward_bytes, backward_bytes);
     workspace_ = arena.take(workspace_bytes_);
     count_ = static_cast<unsigned long long*>(arena.take(sizeof(unsigned long long)));
+    settle();
   }
 
   // Outputs and scratch poisoned, then both passes, all in the stream.
   void run(cudaStream_t stream) {
+    run_forward(stream);
+    run_backward(stream);
+  }
+  void run_forward(cudaStream_t stream) {
     check_cuda(cudaMemsetAsync(outputs_, 0xff, bytes_, stream), "cudaMemsetAsync");
     check_cuda(cudaMemsetAsync(workspace_, 0xff, workspace_bytes_, stream), "cudaMemsetAsync");
     require(ChunkForward::run(forward_args_, workspace_, workspace_bytes_, stream));
     check_cuda(cudaMemsetAsync(workspace_, 0xff, workspace_bytes_, stream), "cudaMemsetAsync");
+  }
+  void run_backward(cudaStream_t stream) {
     require(ChunkBackward::run(backward_args_, workspace_, workspace_bytes_, stream));
   }
 
@@ -100,26 +109,45 @@ class Step {
     backward_.in.cu_seqlens.fill(
         [&](int64_t i, int64_t, int64_t, int64_t) { return static_cast<double>(offsets[static_cast<size_t>(i)]); });
     backward_.in.cu_seqlens.write_device();
+    settle();
   }
 
   uint8_t* keep(Arena& arena) {
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    settle();
     auto* copy = static_cast<uint8_t*>(arena.take(bytes_));
     check_cuda(cudaMemcpy(copy, outputs_, bytes_, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+    settle();
     return copy;
   }
 
-  // Bytes that differ from a kept run.
-  unsigned long long differences(const uint8_t* kept, cudaStream_t stream) {
-    check_cuda(cudaMemsetAsync(count_, 0, sizeof(*count_), stream), "cudaMemsetAsync");
-    count_differences_kernel<<<528, 256, 0, stream>>>(outputs_, kept, bytes_, count_);
-    unsigned long long count = 0;
-    check_cuda(cudaMemcpyAsync(&count, count_, sizeof(count), cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    return count;
+  // Whether a run differs from a kept one; the first time, names the tensors that do.
+  bool differs(const uint8_t* kept, cudaStream_t stream) {
+    if (count(kept, 0, bytes_, stream) == 0) return false;
+    if (!named_) {
+      for (size_t i = 0; i < places_.size(); ++i) {
+        const size_t end = i + 1 < places_.size() ? places_[i + 1].at : bytes_;
+        const auto bytes = count(kept, places_[i].at, end, stream);
+        if (bytes > 0) std::printf("%s differs in %llu bytes\n", places_[i].name, bytes);
+      }
+    }
+    named_ = true;
+    return true;
   }
 
  private:
+  // Copies from pageable memory and memsets may still be under way when they return, and streams that do not block
+  // would not wait for them.
+  static void settle() { check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+
+  unsigned long long count(const uint8_t* kept, size_t begin, size_t end, cudaStream_t stream) {
+    check_cuda(cudaMemsetAsync(count_, 0, sizeof(*count_), stream), "cudaMemsetAsync");
+    count_differences_kernel<<<528, 256, 0, stream>>>(outputs_ + begin, kept + begin, end - begin, count_);
+    unsigned long long found = 0;
+    check_cuda(cudaMemcpyAsync(&found, count_, sizeof(found), cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    return found;
+  }
+
   static void require(const Status& status) {
     if (status.ok()) return;
     std::printf("FAILED %s\n", status.message());
@@ -130,7 +158,13 @@ class Step {
   Buffer o_, A_, final_state_;
   ForwardArguments forward_args_;
   BackwardArguments backward_args_;
-  std::vector<std::pair<Tensor*, size_t>> places_;
+  struct Place {
+    Tensor* tensor;
+    const char* name;
+    size_t at;  // bytes from the block's start
+  };
+  std::vector<Place> places_;
+  bool named_ = false;
   size_t bytes_ = 0, workspace_bytes_ = 0;
   uint8_t* outputs_ = nullptr;
   void* workspace_ = nullptr;
@@ -166,7 +200,7 @@ void test_repeats(int64_t repeats, Arena& arena) {
     for (int64_t i = 0; i < repeats; ++i) {
       if (i % 2 == 1) busy_kernel<<<66, 512, 0, other>>>(data, kBusy);  // half of an H200, every second time
       step.run(stream);
-      differing += step.differences(first, stream) != 0;
+      differing += step.differs(first, stream);
     }
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     expect(differing == 0,
@@ -177,6 +211,27 @@ void test_repeats(int64_t repeats, Arena& arena) {
     check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
     check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
   }
+}
+
+void test_threads(Arena& arena) {
+  for (const bool options : {false, true}) {
+    arena.reset();
+    Features f;
+    f.l2norm = f.gate = f.sigmoid = options;
+    Step step(model_shape(300, 2, 4, {0, 100, 300}), f, 9, arena);
+    step.run_forward(nullptr);
+    step.run_backward(nullptr);
+    const uint8_t* first = step.keep(arena);
+    step.run_forward(nullptr);
+    std::thread([&] { step.run_backward(nullptr); }).join();
+    expect(!step.differs(first, nullptr), "a step whose backward runs in a thread of its own differs");
+    std::thread([&] {
+      step.run_forward(nullptr);
+      step.run_backward(nullptr);
+    }).join();
+    expect(!step.differs(first, nullptr), "a step in a thread of its own differs");
+  }
+  std::printf("a step in threads of its own: compared\n");
 }
 
 void test_graph(Arena& arena) {
@@ -224,7 +279,7 @@ void test_graph(Arena& arena) {
       for (size_t i = 0; i < plans.size(); ++i, ++replays) {
         step.set_offsets(plans[i]);
         check_cuda(cudaGraphLaunch(replayable, stream), "cudaGraphLaunch");
-        differing += step.differences(wanted[i], stream) != 0;
+        differing += step.differs(wanted[i], stream);
       }
     }
     expect(differing == 0, std::to_string(differing) + " replays differ from direct calls");
@@ -249,6 +304,7 @@ void test_invariance(Arena& arena) {
   BackwardCall whole;
   whole.draw(s, f, false, true, true, random);
   const auto run = [&](BackwardCall& call) {
+    call.in.features.cp_mode = FLASH_QLA_CP_OFF;
     const std::string error = run_call(call, nullptr, FLASH_QLA_CUDA, arena);
     expect(error.empty(), error);
   };
@@ -298,6 +354,7 @@ int run(int64_t repeats) {
   }
   Arena arena(size_t{4} << 30);
   test_repeats(repeats, arena);
+  test_threads(arena);
   test_graph(arena);
   test_invariance(arena);
   std::printf("%lld failed\n", static_cast<long long>(failures));

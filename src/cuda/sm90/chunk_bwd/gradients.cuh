@@ -10,8 +10,7 @@
 //   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the last token + gC <dS, S> + sum_i <k_i, (diag(gC / gamma) V'
 //   dS^T)_i>.
 // Both members of each pair (+ at i, - at j) come from the same rounded operands, so pairs inside the later sum cancel
-// as they would in exact arithmetic. The minus group makes dP^T and D^T with products of its own: the kernel waits for
-// memory, not for the tensor cores, and a transposition through shared memory would add two barriers.
+// as they would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that the others leave.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -21,8 +20,8 @@ namespace flash_qla::cuda::sm90 {
 struct GradientsTraits {
   static constexpr int kGroups = 3;
   static constexpr int kThreads = kGroups * 128 + 128;
-  // 512 in all, what 4 * 128 threads start with. The minus group holds two products of tokens by tokens at once.
-  static constexpr int kLoadRegisters = 24, kLowerRegisters = 152, kMinusRegisters = 184;
+  // In all what 4 * 128 threads start with, 128 each.
+  static constexpr int kLoadRegisters = 24, kLowerRegisters = 160, kMinusRegisters = 168;
   static constexpr int kConsumerWarps = kGroups * 4;
 
   // A stage is one half of V of one value head: dO, V', dv (8 KB each), S and dS (16 KB each), gates. Halves, because
@@ -39,21 +38,23 @@ struct GradientsTraits {
 
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kTokensBytes;
-  static constexpr uint32_t kStageRing = kK + kTokensBytes;
+  static constexpr uint32_t kP = kK + kTokensBytes;  // dP and D of the head in hand
+  static constexpr uint32_t kD = kP + kTileBytes;
+  static constexpr uint32_t kStageRing = kD + kTileBytes;
   // Row sums of the three groups and the 12 warps' parts of the last token's term, two heads deep.
   static constexpr uint32_t kSums = kStageRing + kStages * kStage;
   static constexpr uint32_t kSumsBytes = 3 * kChunk * 4;
   static constexpr uint32_t kLast = kSums + 2 * kSumsBytes;
   static constexpr uint32_t kLastBytes = 12 * 4;
   static constexpr uint32_t kBarriers = kLast + 2 * kLastBytes;
-  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * 2 * (kStages + 1);
+  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * (2 * (kStages + 2) + 1);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-// Named barriers: a tail was zeroed; all are done with q and k; plus has put its part where minus takes it; the row
-// sums of a head are there (two, in turns: a group may arrive for the next head before the query group has waited for
-// this one).
-constexpr uint32_t kItemBarrier = 1, kKeysBarrier = 2, kMeetBarrier = 3, kSumsBarrier = 4;
+// Named barriers: all are done with q and k (plus waits, to take their place); plus has put its part where minus takes
+// it (minus waits); the row sums of a head are there (query waits; two, in turns: a group may arrive for the next head
+// before the query group has waited for this one).
+constexpr uint32_t kKeysBarrier = 1, kMeetBarrier = 2, kSumsBarrier = 3;
 
 struct GradientsBarriers {
   uint32_t base;
@@ -61,6 +62,11 @@ struct GradientsBarriers {
   __device__ uint32_t empty(int stage) const { return base + 16 * stage + 8; }
   __device__ uint32_t keys_full() const { return full(GradientsTraits::kStages); }
   __device__ uint32_t keys_empty() const { return empty(GradientsTraits::kStages); }
+  // dP and D: two groups write, one reads.
+  __device__ uint32_t products_full() const { return full(GradientsTraits::kStages + 1); }
+  __device__ uint32_t products_empty() const { return empty(GradientsTraits::kStages + 1); }
+  // The tail of an item's q and k was zeroed by all groups.
+  __device__ uint32_t tail() const { return full(GradientsTraits::kStages + 2); }
 };
 
 // A place in the ring of stages.
@@ -108,19 +114,42 @@ __device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x
 // <acc_i, X_i> of the thread's two rows, for X [2 halves][64 rows][64].
 template <typename T>
 __device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64], uint32_t sX, int warp, int lane) {
-  // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
-  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;
-  float sum[2] = {0.0f, 0.0f};
+  const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // two chains a row
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+  for (int j = 0; j < 8; ++j) {
+    uint32_t x[4];
+    // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
+    load_matrix_x4((first ^ (2 * (j % 4) << 4)) + (j / 4) * kTileBytes, x[0], x[1], x[2], x[3]);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 x = unpack2<T>(load_shared_u1((first ^ ((j % 8) << 4)) + (j / 8) * kTileBytes + h * 8 * 128));
-      sum[h] += acc[4 * j + 2 * h] * x.x + acc[4 * j + 2 * h + 1] * x.y;
+    for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+      const float2 pair = unpack2<T>(x[part]);
+      const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+      sum[part] += acc[i] * pair.x + acc[i + 1] * pair.y;
     }
   }
-  dots[0] = quad_sum(sum[0]);
-  dots[1] = quad_sum(sum[1]);
+  dots[0] = quad_sum(sum[0] + sum[2]);
+  dots[1] = quad_sum(sum[1] + sum[3]);
+}
+
+// The rows' gradient through their normalisation y = r x: r (acc - <acc, y> y), where dots is <acc, y>, sX holds y, and
+// inverse_norms r. For the parts of a sum too: it is linear.
+template <typename T>
+__device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dots)[2], uint32_t sX,
+                                             const float* inverse_norms, const ChunkBackwardParams& p,
+                                             const ChunkInfo& chunk, int key_head, int warp, int lane) {
+  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in row_dots
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = max(0, min(16 * warp + lane / 4 + 8 * h, chunk.valid - 1));  // past the end: stored nowhere
+    const float r = inverse_norms[(static_cast<int64_t>(chunk.batch) * p.T + chunk.token + row) * p.Hq + key_head];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 y = unpack2<T>(load_shared_u1((first ^ ((j % 8) << 4)) + (j / 8) * kTileBytes + h * 8 * 128));
+      acc[4 * j + 2 * h] = r * (acc[4 * j + 2 * h] - dots[h] * y.x);
+      acc[4 * j + 2 * h + 1] = r * (acc[4 * j + 2 * h + 1] - dots[h] * y.y);
+    }
+  }
 }
 
 // The accumulator's rows to [b, token + i, head, :], rounded.
@@ -139,21 +168,24 @@ __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkIn
   }
 }
 
-// <dS, S> over a stage's half, this thread's part.
+// <dS, S> over `count` eighths of a stage's half from `first` on, this thread's part. Loops stay loops in this kernel:
+// two programs run side by side, and together they should fit the instruction cache (about 2000 instructions).
 template <typename T>
-__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int thread) {
-  float sum = 0.0f;
-#pragma unroll 4
-  for (int i = 0; i < static_cast<int>(2 * kTileBytes / 16 / 128); ++i) {
-    const uint4 a = load_shared_u4(sS + (thread + 128 * i) * 16), b = load_shared_u4(sDS + (thread + 128 * i) * 16);
+__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int first, int count, int thread) {
+  static_assert(2 * kTileBytes == 8 * 128 * 16);
+  float sum[2] = {0.0f, 0.0f};
+  const uint32_t begin = (thread + 128 * first) * 16, end = begin + count * (128 * 16);
+#pragma unroll 1
+  for (uint32_t at = begin; at < end; at += 128 * 16) {
+    const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
-      sum += s.x * d.x + s.y * d.y;
+      sum[w % 2] += s.x * d.x + s.y * d.y;
     }
   }
-  return sum;
+  return sum[0] + sum[1];
 }
 
 // dg of a chunk from the row sums, by one warp: lane l has tokens 2l and 2l + 1. gamma_end: gC.
@@ -193,18 +225,42 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
+// The items of a block: chunk slots from both ends in turns (the serial passes end there, and the L2 cache still has
+// some of what they wrote last), the key heads of a slot side by side.
+struct ItemCursor {
+  int turn, key_head, slots;
+  __device__ ItemCursor(int Hq, int all_slots) {
+    turn = static_cast<int>(blockIdx.x) / Hq;
+    key_head = static_cast<int>(blockIdx.x) - turn * Hq;
+    slots = all_slots;
+  }
+  __device__ bool valid() const { return turn < slots; }
+  __device__ int slot() const { return turn % 2 == 0 ? slots - 1 - turn / 2 : turn / 2; }
+  // turns, heads: gridDim.x / Hq and what is left of it.
+  __device__ void advance(int Hq, int turns, int heads) {
+    turn += turns;
+    key_head += heads;
+    if (key_head >= Hq) {
+      key_head -= Hq;
+      ++turn;
+    }
+  }
+};
+
 // One thread: every operand of every item, in the order the groups use them.
-__device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int items,
+__device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int slots,
                                               uint32_t smem, const GradientsBarriers& bars) {
   using Traits = GradientsTraits;
   StageCursor cursor;
   uint32_t keys_phase = 1;  // the first round finds everything empty
-  for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    const int slot = item / p.Hq, key_head = item % p.Hq;
+  const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
+  for (ItemCursor item(p.Hq, slots); item.valid(); item.advance(p.Hq, turns, heads), keys_phase ^= 1) {
+    const int slot = item.slot(), key_head = item.key_head;
     const ChunkInfo chunk = chunk_info(p, slot);
     for (int member = 0; member < p.group; ++member) {
       const int head = key_head * p.group + member;
       const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
+#pragma unroll 1
       for (int half = 0; half < 2; ++half, cursor.advance()) {
         const uint32_t bar = bars.full(cursor.stage), to = smem + Traits::kStageRing + cursor.stage * Traits::kStage;
         mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
@@ -212,6 +268,7 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
         tma_load_5d(to + Traits::kDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, half, head, chunk.batch);
         bulk_load(to + Traits::kVNew, p.v_new + tile * kTokensBytes + half * kTileBytes, kTileBytes, bar);
         tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
+#pragma unroll 1
         for (int k_half = 0; k_half < 2; ++k_half) {
           const int64_t from = tile * kStateBytes + k_half * kStateHalfBytes + half * kTileBytes;
           bulk_load(to + Traits::kState + k_half * kTileBytes, p.states + from, kTileBytes, bar);
@@ -223,6 +280,7 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
         const uint32_t bar = bars.keys_full();
         mbarrier_wait(bars.keys_empty(), keys_phase);
         mbarrier_arrive_expect(bar, 2 * kTokensBytes);
+#pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           tma_load_5d(smem + Traits::kQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
           tma_load_5d(smem + Traits::kK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch);
@@ -239,8 +297,9 @@ template <typename T>
 struct HeadWork {
   const ChunkBackwardParams& p;
   const GradientsBarriers& bars;
-  int slot, valid, head;
-  uint32_t ring, sQ, sK, sums, last, keys_phase;
+  const ChunkInfo& chunk;
+  int head;
+  uint32_t ring, sQ, sK, sP, sD, sums, last, keys_phase, products_phase;
   int warp, lane;
 
   __device__ int row(int h) const { return 16 * warp + lane / 4 + 8 * h; }
@@ -274,6 +333,9 @@ struct HeadWork {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
+      wgmma_fence();
+      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
+      wgmma_commit();
       float row_factor[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
@@ -284,12 +346,11 @@ struct HeadWork {
       uint32_t x[16];
       load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
       wgmma_fence();
-      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
       add_product<T>(acc, x, stage + Traits::kState);
       wgmma_commit();
-      // <dS, S>: a half each
+      // <dS, S>: five eighths of a half each, the rest is the minus group's
       if (half == static_cast<int>(plus)) {
-        part = state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 32 * warp + lane);
+        part = state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 0, 5, 32 * warp + lane);
       }
       wgmma_wait<0>();
       pin(x);
@@ -306,25 +367,33 @@ struct HeadWork {
     const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
     if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, gates);
 
-    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). Rows past the end are wrong, and nobody reads
-    // them.
+    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). What lies above the diagonal (the one that
+    // counts) or past the end (a neighbour's products, NaN perhaps) is masked off the packed words.
     const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
     const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
-    uint32_t packed[16];
+    uint32_t packed[16], inside[2], diagonal[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      inside[h] = row(h) < chunk.valid ? ~0u : 0u;
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int below = lane / 4 + 8 * h - 8 * side - 2 * (lane % 4) - static_cast<int>(plus);
+        diagonal[2 * side + h] = ((below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u)) & inside[h];
+      }
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // How far below the diagonal (the one that counts) the block's first element lies. Blocks wholly above it are
-      // worked out too and dropped: a branch round them costs registers for both of its ends.
-      const int below = 16 * (warp - j) + lane / 4 - 2 * (lane % 4) - static_cast<int>(plus);
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const float2 c = load_shared_f2(gates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * h - 8 * side;
-          packed[i / 2] =
-              pack2<T>(below + offset >= 0 ? factor[h] * exp2_approx(c_row[h] - c.x) * product[i] : 0.0f,
-                       below + offset >= 1 ? factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1] : 0.0f);
+          const int i = 8 * j + 4 * side + 2 * h;
+          packed[i / 2] = pack2<T>(factor[h] * exp2_approx(c_row[h] - c.x) * product[i],
+                                   factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1]) &
+                          (j < warp    ? inside[h]
+                           : j == warp ? diagonal[2 * side + h]
+                                       : 0u);
         }
       }
     }
@@ -334,6 +403,14 @@ struct HeadWork {
     wgmma_fence();
     add_product<T>(acc, packed, sK);
     wgmma_commit();
+    mbarrier_wait(bars.products_empty(), products_phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      store_matrix_x4(tile_piece(plus ? sD : sP, 16 * warp + (lane & 15), 2 * j + (lane >> 4)), packed[4 * j],
+                      packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bars.products_full());
     wgmma_wait<0>();
     pin(packed);
     pin(acc);
@@ -354,7 +431,6 @@ struct HeadWork {
         if (j == warp) dot[h] = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
       }
     }
-    const ChunkInfo chunk = chunk_info(p, slot);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
@@ -364,11 +440,18 @@ struct HeadWork {
     }
   }
 
+  // X^T as A operand, X a tile [64][64].
+  __device__ __forceinline__ void load_transposed(uint32_t (&x)[16], uint32_t sX) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at_row = 16 * j + 8 * (lane >> 4) + (lane & 7), piece = 2 * warp + (lane >> 3 & 1);
+      load_matrix_x4_trans(tile_piece(sX, at_row, piece), x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    }
+  }
+
   __device__ __forceinline__ void minus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
-    float product_P[32], product_D[32];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) product_P[i] = product_D[i] = 0.0f;
+    float part = 0.0f;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
@@ -377,68 +460,37 @@ struct HeadWork {
       uint32_t x[16];
       load_rows<T>(x, stage + Traits::kVNew, factor, warp, lane);
       wgmma_fence();
-      add_rows_times_rows<T>(product_P, stage + Traits::kVNew, stage + Traits::kDo);
-      add_rows_times_rows<T>(product_D, stage + Traits::kVNew, stage + Traits::kDv);
       add_product<T>(acc, x, stage + Traits::kGrad);
       wgmma_commit();
+      part += load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4) *
+              state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 5, 3, 32 * warp + lane);
       wgmma_wait<0>();
       pin(x);
-      pin(product_P);
-      pin(product_D);
       pin(acc);
-      if (half == 0) {
-        release(cursor);
-        cursor.advance();
-      }
+      release(cursor);
+      cursor.advance();
     }
-
-    // dP^T and D^T: the columns are the later tokens. Columns past the end hold a neighbour's products, NaN perhaps.
-    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
-    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
-    uint32_t packed_P[16], packed_D[16];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        packed_P[4 * j + i] = 0;
-        packed_D[4 * j + i] = 0;
-      }
-      if (j < warp) continue;  // below the diagonal
-      const int above = (j > warp ? kChunk : 0) - lane / 4 + 2 * (lane % 4);
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int col = 16 * j + 8 * side + 2 * (lane % 4);
-        const float2 c = load_shared_f2(gates + col * 4), beta = load_shared_f2(gates + kBetaOffset + col * 4);
-        const float rho[2] = {fabsf(beta.x) < kSmallBeta ? -beta.x : -1.0f,
-                              fabsf(beta.y) < kSmallBeta ? -beta.y : -1.0f};
-        const bool in0 = col < valid, in1 = col + 1 < valid;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * side - 8 * h;
-          const float g0 = exp2_approx(c.x - c_row[h]), g1 = exp2_approx(c.y - c_row[h]);
-          packed_P[i / 2] = pack2<T>(in0 && above + offset >= 0 ? p.scale * g0 * product_P[i] : 0.0f,
-                                     in1 && above + offset >= -1 ? p.scale * g1 * product_P[i + 1] : 0.0f);
-          packed_D[i / 2] = pack2<T>(in0 && above + offset >= 1 ? rho[0] * g0 * product_D[i] : 0.0f,
-                                     in1 && above + offset >= 0 ? rho[1] * g1 * product_D[i + 1] : 0.0f);
-        }
-      }
-    }
-    release(cursor);
-    cursor.advance();
 
     // So far the head's part is diag(gC / gamma) V' dS^T: its row sums belong to the last token too.
     float dots[2];
     mbarrier_wait(bars.keys_full(), keys_phase);
     row_dots<T>(dots, acc, sK, warp, lane);
-    const float part = warp_sum(lane % 4 == 0 ? dots[0] - before[0] + dots[1] - before[1] : 0.0f);
+    part = warp_sum(part + (lane % 4 == 0 ? dots[0] - before[0] + dots[1] - before[1] : 0.0f));
     if (lane == 0) store_shared_f1(last + 32 + warp * 4, part);
+
+    mbarrier_wait(bars.products_full(), products_phase);
+    uint32_t dP[16], D[16];
+    load_transposed(dP, sP);
+    load_transposed(D, sD);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(bars.products_empty());
     wgmma_fence();
-    add_product<T>(acc, packed_P, sQ);
-    add_product<T>(acc, packed_D, sK);
+    add_product<T>(acc, dP, sQ);
+    add_product<T>(acc, D, sK);
     wgmma_commit();
     wgmma_wait<0>();
-    pin(packed_P);
-    pin(packed_D);
+    pin(dP);
+    pin(D);
     pin(acc);
     row_dots<T>(dots, acc, sK, warp, lane);
     keep_sums(kMinus, dots, before);
@@ -447,26 +499,33 @@ struct HeadWork {
 
 // One warpgroup through all items of its block.
 template <typename T, bool kIsMinus>
-__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int items,
+__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int slots,
                                                 uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
   using Traits = GradientsTraits;
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
   StageCursor cursor;
-  uint32_t keys_phase = 0, parity = 0;
-  int next_valid = static_cast<int>(blockIdx.x) < items ? chunk_info(p, blockIdx.x / p.Hq).valid : 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    int slot = item / p.Hq;
-    const int key_head = item - slot * p.Hq, valid = next_valid, next = item + gridDim.x;
-    if (next < items) next_valid = chunk_info(p, next / p.Hq).valid;  // comes while this item is worked on
-    if (valid < kChunk) {
+  uint32_t keys_phase = 0, parity = 0, tail_phase = 0;
+  const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
+  ItemCursor item(p.Hq, slots);
+  ChunkInfo next_chunk = item.valid() ? chunk_info(p, item.slot()) : ChunkInfo{};
+  for (; item.valid(); keys_phase ^= 1) {
+    const int key_head = item.key_head;
+    ChunkInfo chunk = next_chunk;
+    item.advance(p.Hq, turns, heads);
+    if (item.valid()) next_chunk = chunk_info(p, item.slot());  // comes while this item is worked on
+    if (chunk.valid < kChunk) {
       const int thread = group * 128 + 32 * warp + lane;
       mbarrier_wait(bars.keys_full(), keys_phase);
+#pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        zero_tail(sQ + half * kTileBytes, valid, thread, Traits::kGroups * 128);
-        zero_tail(sK + half * kTileBytes, valid, thread, Traits::kGroups * 128);
+        zero_tail(sQ + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
+        zero_tail(sK + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
       }
       fence_proxy_async();
-      named_barrier_sync(kItemBarrier, Traits::kGroups * 128);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(bars.tail());
+      mbarrier_wait(bars.tail(), tail_phase);
+      tail_phase ^= 1;
     }
     float acc[64], before[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -474,19 +533,21 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 
     for (int member = 0; member < p.group; ++member, parity ^= 1) {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
-      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(slot));
+      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(chunk.token));
       const int head = key_head * p.group + member;
       const HeadWork<T> work = {p,
                                 bars,
-                                slot,
-                                valid,
+                                chunk,
                                 head,
                                 smem + Traits::kStageRing,
                                 sQ,
                                 sK,
+                                smem + Traits::kP,
+                                smem + Traits::kD,
                                 smem + Traits::kSums + parity * Traits::kSumsBytes,
                                 smem + Traits::kLast + parity * Traits::kLastBytes,
                                 keys_phase,
+                                parity,
                                 warp,
                                 lane};
       if constexpr (kIsMinus) {
@@ -498,29 +559,39 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
           // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
-          if (member + 1 == p.group) named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          if (member + 1 == p.group && p.q_inverse_norms == nullptr) {
+            named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+          }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
           if (warp == 0 && p.dg.data != nullptr) {
-            store_gate_gradient(p, chunk_info(p, slot), head, work.sums, work.last, gamma_end, lane);
+            store_gate_gradient(p, chunk, head, work.sums, work.last, gamma_end, lane);
           }
         }
       }
     }
 
+    if (group == kQuery && p.q_inverse_norms != nullptr) {
+      through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk, key_head, warp, lane);
+      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+    }
     if (group != kQuery) {
+      if (p.k_inverse_norms != nullptr) {
+        through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk, key_head, warp, lane);
+      }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
       const uint32_t mine = sQ + (32 * warp + lane) * 16;
-      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
       if constexpr (!kIsMinus) {
+        named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           store_shared_u4(mine + i * 128 * 16,
                           make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
                                      __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
         }
-        named_barrier_sync(kMeetBarrier, 2 * 128);
+        named_barrier_arrive(kMeetBarrier, 2 * 128);
       } else {
+        named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
         named_barrier_sync(kMeetBarrier, 2 * 128);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
@@ -535,8 +606,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(bars.keys_empty());
-    if (kIsMinus || group == kQuery)
-      store_rows<T>(kIsMinus ? p.dk : p.dq, chunk_info(p, slot), key_head, acc, warp, lane);
+    if (kIsMinus || group == kQuery) store_rows<T>(kIsMinus ? p.dk : p.dq, chunk, key_head, acc, warp, lane);
   }
 }
 
@@ -551,28 +621,31 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
   const GradientsBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int items = total_chunks(p) * p.Hq;
+  const int slots = total_chunks(p);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
       mbarrier_init(bars.empty(i), Traits::kConsumerWarps);
     }
+    mbarrier_init(bars.products_full(), 8);
+    mbarrier_init(bars.products_empty(), 4);
+    mbarrier_init(bars.tail(), Traits::kConsumerWarps);
     mbarrier_init_fence();
   }
   __syncthreads();
 
   if (warp >= Traits::kConsumerWarps) {
     release_registers<Traits::kLoadRegisters>();
-    if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, items, smem, bars);
+    if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, slots, smem, bars);
     return;
   }
   if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
-    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, items, smem, bars, warp % 4, lane);
+    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
   } else {
     claim_registers<Traits::kMinusRegisters>();
-    group_gradients<T, true>(p, kMinus, items, smem, bars, warp - 8, lane);
+    group_gradients<T, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
   }
 }
 

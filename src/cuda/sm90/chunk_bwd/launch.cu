@@ -2,7 +2,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cuda/generic/launch.h"
+#include "cuda/sm90/chunk_bwd/combine.cuh"
 #include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
@@ -15,14 +18,26 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
+  if (p->segment_chunks > 0) {
+    p->segment_bound = p->cu_seqlens == nullptr
+                           ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
+                           : p->chunk_bound / p->segment_chunks + p->N;
+    p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
+    p->first_segment = workspace.take<int32_t>(p->N);
+    const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
+    p->warmups = workspace.take<int32_t>(2 * pieces);
+    p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
+  }
   p->small_count = workspace.take<int32_t>(1);
   p->small_tiles = workspace.take<int32_t>(tiles);
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
-  p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
-  p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   p->states = workspace.take<uint8_t>(tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
+  if (p->solves_A) {
+    const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
+    p->A = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kChunk, 1}, p->v.type};
+  }
   return workspace.bytes();
 }
 
@@ -44,10 +59,11 @@ cudaError_t find_encoder(EncodeTiled* encode) {
   return error;
 }
 
-cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int64_t T, int64_t heads,
+// `halves`: 64 columns each that a row has.
+cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int64_t T, int64_t halves, int64_t heads,
                      CUtensorMap* map) {
-  const cuuint64_t dims[5] = {64, static_cast<cuuint64_t>(T), 2, static_cast<cuuint64_t>(heads),
-                              static_cast<cuuint64_t>(B)};
+  const cuuint64_t dims[5] = {64, static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(halves),
+                              static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(B)};
   // The stride of a dimension of one element means nothing and may be anything: the encoder wants a legal one.
   auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size == 1 ? 128 : stride * 2); };
   const cuuint64_t strides[4] = {bytes(T, t.stride[1]), 128, bytes(heads, t.stride[2]), bytes(B, t.stride[0])};
@@ -62,24 +78,60 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 
 }  // namespace
 
+int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
+  // In steps of a pass (about 1.3 us). Packed sequences' lengths are not known here: the longest may have it all.
+  const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
+  const int64_t longest = p.cu_seqlens == nullptr ? p.per_sequence : chunks;
+  auto waves = [&](int64_t blocks) { return ceil_div(blocks, multiprocessors); };
+  const int64_t whole = std::max(longest, waves(4 * p.N * p.Hv) * ceil_div(chunks, std::max(p.N, 1)));
+  int64_t best = whole;
+  int32_t best_length = 0;
+  // Half of a segment for warm-up is the most that can pay; 64: longer ones are few, and the next is the whole.
+  for (int32_t length = kLeastSegmentChunks; length <= 64 && length < longest; ++length) {
+    const int64_t segments = ceil_div(chunks, length) + p.N / 2;
+    // Taken: a quarter of the heads does not decay (half again as many blocks in the first round, all of its blocks in
+    // the second), the others warm up in 6 chunks; combining takes 0.8 of a step per segment, the launches 6 steps.
+    const int64_t first = waves(segments * p.Hv * 9 / 2) * (length + 6), second = waves(segments * p.Hv) * length;
+    const int64_t steps = first + second + ceil_div(longest, length) * 4 / 5 + 6;
+    if (steps < best) {
+      best = steps;
+      best_length = length;
+    }
+  }
+  return best_length;
+}
+
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
+  copy.solves_A = params.A.data == nullptr;
   return take_all(&copy, nullptr);
 }
 
-void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) { take_all(params, workspace); }
+void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
+  params->solves_A = params->A.data == nullptr;
+  take_all(params, workspace);
+}
 
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const StridedTensor& q, const StridedTensor& d_o,
                                      ChunkBackwardMaps* maps) {
   EncodeTiled encode = nullptr;
   cudaError_t error = find_encoder(&encode);
-  if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, p.Hq, &maps->q);
-  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, p.Hq, &maps->k);
-  if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, p.Hv, &maps->v);
+  if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, 2, p.Hq, &maps->q);
+  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, 2, p.Hq, &maps->k);
+  if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, 2, p.Hv, &maps->v);
   // Without dO its map only has to exist: all its loads lie outside.
-  if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, p.Hv, &maps->d_o);
-  if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, p.Hv, &maps->dv);
+  if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
+  if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
+  if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
   return error;
+}
+
+cudaError_t launch_combine(const ChunkBackwardParams& p, cudaStream_t stream) {
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(
+      cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
+  return launch_chained(sm90_chunk_bwd_combine_kernel,
+                        2u * static_cast<unsigned>(p.N) * p.Hv * (kDim / kCombineColumns), kCombineThreads,
+                        kCombineBytes, stream, p);
 }
 
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,

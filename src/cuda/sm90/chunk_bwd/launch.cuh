@@ -3,8 +3,8 @@
 
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
-#include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
+#include "cuda/sm90/chunk_bwd/solve.cuh"
 #include "cuda/sm90/chunk_bwd/states.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -14,21 +14,31 @@ cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-template <typename T, bool kHasA>
-cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
-  constexpr uint32_t kBytes = PrepareSmem::bytes(kHasA);
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T, kHasA>, kBytes));
-  return launch_chained(sm90_chunk_bwd_prepare_kernel<T, kHasA>, static_cast<unsigned>(p.chunk_bound) * p.Hq,
-                        kPrepareThreads, kBytes, stream, p, maps);
+template <typename T>
+cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));
+  return launch_chained(sm90_chunk_bwd_solve_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kSolveThreads,
+                        SolveSmem::kBytes, stream, p, maps);
 }
 
-template <typename T, int kGroups>
+template <typename T>
 cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
-  using Traits = StatesTraits<kGroups>;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_states_kernel<T, kGroups>, Traits::kBytes));
-  const unsigned blocks = 2u * static_cast<unsigned>(p.N) * p.Hv * (2 / kGroups);
-  return launch_chained(sm90_chunk_bwd_states_kernel<T, kGroups>, blocks, Traits::kThreads, Traits::kBytes, stream, p,
-                        maps);
+  using Traits = StatesTraits;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_states_kernel<T>, Traits::kBytes));
+  if (p.segment_chunks == 0) {
+    // Two passes, two halves of V each.
+    const unsigned blocks = 4u * static_cast<unsigned>(p.N) * p.Hv;
+    return launch_chained(sm90_chunk_bwd_states_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps,
+                          false);
+  }
+  const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(
+      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_states_kernel<T>, 6 * pieces, Traits::kThreads,
+                                                Traits::kBytes, stream, p, maps, false));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));
+  return launch_chained(sm90_chunk_bwd_states_kernel<T>, 4 * pieces, Traits::kThreads, Traits::kBytes, stream, p, maps,
+                        true);
 }
 
 template <typename T>
@@ -50,15 +60,8 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
 
-  if (stage.prepare) {
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.A.data != nullptr ? launch_prepare<T, true>(p, maps, stream)
-                                                       : launch_prepare<T, false>(p, maps, stream));
-  }
-  if (stage.states) {
-    // Two passes, two halves of V each: a block for each while there are multiprocessors for them.
-    const bool split = 4 * static_cast<int64_t>(p.N) * p.Hv <= multiprocessors;
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(split ? launch_states<T, 1>(p, maps, stream) : launch_states<T, 2>(p, maps, stream));
-  }
+  if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
+  if (stage.states) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_states<T>(p, maps, stream));
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;
 }

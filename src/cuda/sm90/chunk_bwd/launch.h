@@ -40,15 +40,25 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
-// Bytes of scratch for params' B, T, N, Hv and chunk_bound.
+// The shortest segment that choose_segment_chunks() looks at.
+constexpr int32_t kLeastSegmentChunks = 12;
+
+// params' segment_chunks that is expected to be fastest, from shapes alone: 0 where whole sequences fill the device.
+// Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
+int32_t choose_segment_chunks(const ChunkBackwardParams& params, int multiprocessors);
+
+// Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A is added where the caller has none.
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params);
 
-// Sets params' scratch pointers.
+// Sets params' scratch pointers; without an A of the caller's, that too.
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace);
 
 // Describes q, d_o [B, T, heads, 128] and params' k, v, dv to the copy engine. bf16 or fp16.
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q,
                                      const StridedTensor& d_o, ChunkBackwardMaps* maps);
+
+// Starts the kernel between the two rounds of passes over segments (combine.cuh).
+cudaError_t launch_combine(const ChunkBackwardParams& params, cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,

@@ -26,28 +26,44 @@ struct ChunkInfo {
   int32_t batch;     // batch entry (0 with cu_seqlens)
 };
 
+// A piece of a sequence (segments.cuh). 32 bytes: two loads bring it.
+struct alignas(16) SegmentInfo {
+  int32_t n;                                 // sequence; -1: the slot is empty
+  int32_t index, count;                      // which of its sequence's segments
+  int32_t token, length, first_slot, batch;  // of the sequence
+  int32_t unused;
+};
+static_assert(sizeof(SegmentInfo) == 32);
+
 struct ChunkBackwardParams {
   int32_t B, T, N;        // N sequences: B of T tokens, or packed in B = 1 with cu_seqlens
   int32_t Hq, Hv, group;  // group = Hv / Hq
   int32_t chunk_bound;    // chunk slots that the workspace has
   int32_t per_sequence;   // dense: chunks of one sequence; 0 with cu_seqlens
+  // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
+  int32_t segment_chunks, segment_bound;
   float scale;
   bool g_is_cumsum;
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
+  bool solves_A;  // the caller has no A
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
   StridedTensor g, beta;        // [B, T, Hv]; absent: 0 and 1
-  StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows, or absent
+  StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows; scratch when solves_A
   StridedTensor k;              // [B, T, Hq, 128]
   StridedTensor v;              // [B, T, Hv, 128]
   StridedTensor initial_state;  // [N, Hv, 128, 128] by state_v_first, or absent
   StridedTensor dht;            // as initial_state, or absent
 
-  StridedTensor dq, dk;     // [B, T, Hq, 128], or absent
-  StridedTensor dv;         // [B, T, Hv, 128]; always there (the caller of the kernels has scratch where it is not wanted)
+  // What the rows of q and k were multiplied by before they came here, [B * T, Hq]: dq and dk are those of the rows
+  // before. NULL: of q and k as they are.
+  const float *q_inverse_norms, *k_inverse_norms;
+
+  StridedTensor dq, dk;  // [B, T, Hq, 128], or absent
+  StridedTensor dv;      // [B, T, Hv, 128]; always there (the caller of the kernels has scratch where it is not wanted)
   StridedTensor dg, dbeta;  // [B, T, Hv], or absent
   StridedTensor dh0;        // as initial_state, or absent
 
@@ -57,18 +73,20 @@ struct ChunkBackwardParams {
   int32_t* total_chunks;  // [1]; with cu_seqlens alone
   int32_t* small_count;   // [1] how many entries small_tiles has
   int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
-  float* gates;           // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
-  uint8_t* GA;            // [chunk_bound, Hv] tiles [64 i][64 j]: G o A
-  uint8_t* P;             // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T)
-  uint8_t* states;        // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
-  uint8_t* state_grads;   // the same of dS at the chunk's end
-  uint8_t* v_new;         // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+  SegmentInfo* segment_map;  // [segment_bound]; with segments alone
+  int32_t* first_segment;    // [N]; with segments alone
+  int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
+  float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
+  float* gates;              // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
+  uint8_t* states;           // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
+  uint8_t* state_grads;      // the same of dS at the chunk's end
+  uint8_t* v_new;            // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
 
-// Tiles of 64 tokens by 64 columns of one head: dims (64, T, 2, heads, B), 128-byte swizzle.
+// Tiles of 64 tokens by 64 columns of one head: dims (64, T, 2 (A: 1), heads, B), 128-byte swizzle.
 struct ChunkBackwardMaps {
-  CUtensorMap q, k, v, d_o, dv;
+  CUtensorMap q, k, v, d_o, dv, A;
 };
 
 }  // namespace flash_qla::cuda::sm90

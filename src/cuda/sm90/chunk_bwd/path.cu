@@ -102,6 +102,44 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   return params;
 }
 
+// Sets how sequences are cut into segments; returns the kernels' bytes of scratch. Those must grow with tokens and
+// sequences, and a cut does not: one long sequence is cut where several are not. So the room for what segments leave at
+// their edges is there whenever one sequence of all the tokens would be cut, and a cut that does not fit is made
+// coarser.
+size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* params) {
+  params->segment_chunks = 0;
+  const size_t whole = chunk_backward_workspace_size(*params);
+  if (options.cp_mode != FLASH_QLA_CP_AUTO) return whole;  // whole sequences are planned from nothing but themselves
+  int multiprocessors = 0;
+  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device_index) != cudaSuccess) {
+    return whole;
+  }
+  constexpr int32_t kForcedSegment = 2;  // chunks, in tests: as many edges as there can be with chunks inside
+  const auto choose = [&](const ChunkBackwardParams& of) {
+    return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
+  };
+  const auto bytes_with = [&](ChunkBackwardParams of, int32_t segment_chunks) {
+    of.segment_chunks = segment_chunks;
+    return chunk_backward_workspace_size(of);
+  };
+  ChunkBackwardParams longest = *params;
+  longest.N = 1;
+  if (params->cu_seqlens == nullptr) {
+    longest.per_sequence = params->chunk_bound;
+  } else {
+    longest.chunk_bound = params->chunk_bound - params->N + 1;
+  }
+  if (choose(longest) == 0) return whole;
+  // An eighth of what the chunks take: segments shorter than 16 chunks would leave more.
+  constexpr size_t kLeastRoom = size_t{64} << 20;
+  const size_t most = whole + std::max(kLeastRoom, whole / 8);
+  int32_t segment = choose(*params);
+  while (segment > 0 && bytes_with(*params, segment) > most) segment = segment < params->chunk_bound ? 2 * segment : 0;
+  params->segment_chunks = segment;
+  const int32_t finest = options.force_intra_cp ? kForcedSegment : kLeastSegmentChunks;
+  return std::min(most, bytes_with(*params, finest));
+}
+
 // What surrounds the kernels of a call. Decided from the whole call, so that both halves of its heads have the same
 // scratch.
 struct Wrapping {
@@ -149,6 +187,10 @@ class HeadsBackward {
     const auto gate = [&](bool wanted, Tensor* t) {
       if (wanted) *t = tensor(workspace->take<float>(p.B * p.T * p.Hv), DType::kFloat32, {p.B, p.T, p.Hv});
     };
+    if (wrapping.l2norm) {
+      q_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
+      k_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
+    }
     gate(wrapping.gate, &core_.g);
     gate(wrapping.sigmoid, &core_.beta);
     wants_gate_ = wrapping.gate && (present(args.dg) || present(args.dA_log) || present(args.ddt_bias));
@@ -156,11 +198,12 @@ class HeadsBackward {
     gate(wants_gate_, &core_.dg);
     gate(wants_beta_, &core_.dbeta);
     if (wants_gate_) gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
-    if (wrapping.l2norm || wrapping.gate || wrapping.sigmoid) sequences_ = take_sequences(p, workspace);
+    if (wrapping.gate || wrapping.sigmoid) sequences_ = take_sequences(p, workspace);
 
     params_ = make_params(core_, p);
-    const size_t bytes = chunk_backward_workspace_size(params_);
-    kernels_ = workspace->take<char>(static_cast<int64_t>(bytes));
+    params_.q_inverse_norms = q_inverse_norms_;
+    params_.k_inverse_norms = k_inverse_norms_;
+    kernels_ = workspace->take<char>(static_cast<int64_t>(plan_segments(args.options, &params_)));
   }
 
   Status run(cudaStream_t stream) {
@@ -183,8 +226,10 @@ class HeadsBackward {
   // The inputs as the kernels take them.
   Status prepare(cudaStream_t stream) const {
     if (wrapping_.l2norm) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<float>(p_, device_tensor(args_.q), device_tensor(core_.q), stream));
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<float>(p_, device_tensor(args_.k), device_tensor(core_.k), stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          launch_normalize<float>(p_, device_tensor(args_.q), device_tensor(core_.q), q_inverse_norms_, stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          launch_normalize<float>(p_, device_tensor(args_.k), device_tensor(core_.k), k_inverse_norms_, stream));
     } else {
       FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.q, args_.q, core_.q, stream));
       FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.k, args_.k, core_.k, stream));
@@ -192,10 +237,8 @@ class HeadsBackward {
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.v, args_.v, core_.v, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.A, args_.A, core_.A, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.d_o, args_.d_o, core_.d_o, stream));
-    if (wrapping_.l2norm || wrapping_.gate || wrapping_.sigmoid) {
-      FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    }
     if (!wrapping_.gate && !wrapping_.sigmoid) return Status();
+    FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
     return launch_prepare_gates<float>(p_, sequences_, gates(),
                                        wrapping_.gate ? static_cast<float*>(core_.g.data) : nullptr,
                                        wrapping_.sigmoid ? static_cast<float*>(core_.beta.data) : nullptr, stream);
@@ -203,13 +246,8 @@ class HeadsBackward {
 
   // The kernels' gradients back through the options, to where the caller wants them.
   Status finish(cudaStream_t stream) const {
-    const auto keys = [&](bool copied, const Tensor& x, const Tensor& made, const Tensor& wanted) {
-      if (!wrapping_.l2norm || !present(wanted)) return copy(copied, made, wanted, stream);
-      return launch_finish_keys<float>(p_, sequences_, device_tensor(made), 1, device_tensor(x), true,
-                                       device_tensor(wanted), stream);
-    };
-    FLASH_QLA_RETURN_IF_ERROR(keys(wrapping_.dq, args_.q, core_.dq, args_.dq));
-    FLASH_QLA_RETURN_IF_ERROR(keys(wrapping_.dk, args_.k, core_.dk, args_.dk));
+    FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.dq, core_.dq, args_.dq, stream));
+    FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.dk, core_.dk, args_.dk, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.dv && present(args_.dv), core_.dv, args_.dv, stream));
     if (!wants_gate_ && !wants_beta_) return Status();
     GateGradients out{};
@@ -230,6 +268,7 @@ class HeadsBackward {
   const Wrapping wrapping_;
   Arguments core_;  // as the kernels take them
   bool wants_gate_ = false, wants_beta_ = false;
+  float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr;
   double* gate_sums_ = nullptr;
   SequenceTable sequences_{};
   ChunkBackwardParams params_{};
@@ -270,12 +309,11 @@ size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrappi
 }
 
 // Scratch up to which all heads go through together. Beyond it they go in two halves, one after the other in the same
-// scratch, while a half has enough heads to keep a GPU busy. Measured on an H200 with 32 value heads and 32k tokens:
-// halves cost 6 % of the time with one sequence and 5 % with eight, quarters 62 % and 12 %. The bound lets 16k tokens
-// of 32 heads go together, and keeps a training step of 32k below every peer's memory (docs/design/sm90_backward.md).
+// scratch, while a half has heads enough to fill a GPU with one sequence: 32 value heads are 128 blocks of the serial
+// passes. Halves of 16 cost 6 to 47 % of the time on an H200 (docs/design/sm90_backward.md). Halves save nothing that
+// matters below the bound.
 constexpr size_t kWholeScratch = size_t{768} << 20;
-constexpr int64_t kLeastValueHeads =
-    16;  // of a half: with one sequence, as many blocks of either serial pass, times two
+constexpr int64_t kLeastValueHeads = 32;
 
 bool goes_in_halves(const Problem& p, size_t bytes_of_all) {
   return bytes_of_all > kWholeScratch && p.Hq > 1 && p.Hq / 2 * p.group >= kLeastValueHeads;

@@ -2,74 +2,88 @@
 // one keeps dS at each chunk's end and writes dv. Neither needs the other, so a short batch fills twice the
 // multiprocessors.
 //
-// States are held transposed, S^T [64 of V, 128 of K] to a warpgroup, as fp32 accumulators: packed, they are the A
-// operand of the next product, and S never waits for shared memory. One warp loads, each warpgroup owns 64 of V.
+// A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
+// transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one warpgroup: packed, they are the A operand of the
+// next product, and S never waits for shared memory. Two more warpgroups run ahead: one makes G o A of A where that
+// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
+#include "cuda/sm90/chunk_bwd/gates.cuh"
+#include "cuda/sm90/chunk_bwd/segments.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
-// kGroups: warpgroups of a block, each with half of V: 1 while blocks are fewer than multiprocessors (the chain of
-// products is shortest with a tensor core of its own), else 2 (K, Q, G o A and P are loaded once for both).
-template <int kGroups>
 struct StatesTraits {
-  // One group lives within the 255 registers of any thread. Two need more than an even share: the copying warps come as
-  // a whole warpgroup then, that leaves them its registers (40 + 2 * 232 = 3 * 168).
-  static constexpr bool kMoveRegisters = kGroups == 2;
-  static constexpr int kThreads = kGroups * 128 + (kMoveRegisters ? 128 : 64);
-  static constexpr int kCopyRegisters = 56, kGroupRegisters = 224;
+  static constexpr int kThreads = 4 * 128;
+  // In all what 512 threads start with, 128 each.
+  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
 
-  // A stage of the forward pass: K, V, G o A, gates.
+  // A stage of the forward pass: K, V (V' on its way out later), G o A (A at first), gates.
   static constexpr uint32_t kFwdK = 0;
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
-  static constexpr uint32_t kFwdGA = kFwdV + kGroups * kTileBytes;
-  static constexpr uint32_t kFwdGates = kFwdGA + kTileBytes;
-  static constexpr uint32_t kFwdStage = kFwdGates + kGateBytes;
-  // A stage of the reverse pass: K, Q, dO, G o A, P, gates.
+  static constexpr uint32_t kFwdGA = kFwdV + kTileBytes;
+  static constexpr uint32_t kFwdStage = kFwdGA + kTileBytes;
+  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A, gates.
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
-  static constexpr uint32_t kRevGA = kRevDo + kGroups * kTileBytes;
-  static constexpr uint32_t kRevP = kRevGA + kTileBytes;
-  static constexpr uint32_t kRevGates = kRevP + kTileBytes;
-  static constexpr uint32_t kRevStage = kRevGates + kGateBytes;
+  static constexpr uint32_t kRevGA = kRevDo + kTileBytes;
+  static constexpr uint32_t kRevStage = kRevGA + kTileBytes;
 
-  // As many stages as fit beside the outgoing tiles: 2 to 5.
-  static constexpr int kRevStages = kGroups == 1 ? 3 : 2;
-  static constexpr int kFwdStages = kGroups == 1 ? 5 : 4;
-
-  // On their way out, for each group: the state (two tiles) and 64 tokens of V' or dv.
-  static constexpr uint32_t kOut = 3 * kTileBytes;
+  // As many stages as fit: a stage is on its way for 1 to 2 us, prepared for 1 and worked on for 1.3.
+  static constexpr int kRevStages = 4, kFwdStages = 6, kMostStages = 6;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
-  static constexpr uint32_t kOutOffset = kStagesBytes;
-  static constexpr uint32_t kBarriers = kOutOffset + kGroups * kOut;
-  // Full and empty of five stages, then of each group's state and token tiles on their way out.
-  static constexpr uint32_t kBarrierCount = 2 * 5 + kGroups * 4;
+
+  // The state on its way out, P of the next step (it is read early in a step, so one is enough), gates of each stage.
+  static constexpr uint32_t kOut = kStagesBytes;
+  static constexpr uint32_t kP = kOut + 2 * kTileBytes;
+  static constexpr uint32_t kGates = kP + kTileBytes;
+  static constexpr uint32_t kBarriers = kGates + kMostStages * kGateBytes;
+  static constexpr uint32_t kBarrierCount = 4 * kMostStages + 5;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kBlockBarrier = 1;  // named barrier of all groups
+constexpr uint32_t kPBarrier = 1, kGateBarrier = 2;  // named barriers of the groups that make P and G o A
 
-// A group's outgoing tiles: written by the group, stored by a warp that has nothing else to do, so that the chain of
-// products waits neither for the copy engine nor for the fence before it.
-struct OutBarriers {
+// A stage is loaded (copy engine) and its gates made; gated (G o A is there); empty again. What goes out is
+// written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
+// neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
+struct StatesBarriers {
   uint32_t base;
-  __device__ uint32_t state_full() const { return base; }
-  __device__ uint32_t state_empty() const { return base + 8; }
-  __device__ uint32_t tokens_full() const { return base + 16; }
-  __device__ uint32_t tokens_empty() const { return base + 24; }
+  __device__ uint32_t loaded(int stage) const { return base + 32 * stage; }
+  __device__ uint32_t gates(int stage) const { return base + 32 * stage + 8; }
+  __device__ uint32_t gated(int stage) const { return base + 32 * stage + 16; }
+  __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
+  __device__ uint32_t state_full() const { return base + 32 * StatesTraits::kMostStages; }
+  __device__ uint32_t state_empty() const { return state_full() + 8; }
+  __device__ uint32_t tokens_full() const { return state_full() + 16; }
+  __device__ uint32_t P_full() const { return state_full() + 24; }
+  __device__ uint32_t P_empty() const { return state_full() + 32; }
 };
 
-// One warpgroup's place.
+// A place in the ring of stages.
+template <int kStages>
+struct StatesCursor {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// A thread's place in its warpgroup.
 struct Lane {
-  int warp, lane, group, thread;  // warp and thread within the group
+  int warp, lane;
 };
 
 // S^T from memory, or zeros.
-__device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& t, bool v_first, int n, int head,
+__device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& t, bool v_first, int64_t n, int head,
                                            int v0, const Lane& at) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
@@ -77,6 +91,18 @@ __device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& 
     for (int i = 0; i < 4; ++i) {
       const int v = v0 + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
       S[4 * j + i] = t.data == nullptr ? 0.0f : load_element(t, state_offset(t, v_first, n, head, k, v));
+    }
+  }
+}
+
+__device__ __forceinline__ void store_state(const float (&S)[64], const StridedTensor& t, bool v_first, int64_t n,
+                                            int head, int v0, const Lane& at) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int v = v0 + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
+      store_element(t, state_offset(t, v_first, n, head, k, v), S[4 * j + i]);
     }
   }
 }
@@ -135,16 +161,62 @@ __device__ __forceinline__ void add_outer_half(float (&S)[64], const uint32_t (&
   for (int j = 2 * half; j < 2 * half + 2; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));
 }
 
-// What both passes know of their work.
+// Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or
+enum StateEnd : int { kStateGiven = -1, kStateZero = -2, kStateIdentity = -3, kStateDropped = -4 };
+
+// What all roles know of their block's work.
 struct StatesWork {
   SequenceInfo sequence;
   int n, head, key_head;
-  int half;  // of V, the block's first
+  int half;  // of V
+  bool reverse;
+  int first, steps;  // chunks: the first one, and how many
+  int warmup;        // steps whose tiles nobody wants
+  int64_t start, finish;
+
+  __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
+  // The chunk of the step-th turn.
+  __device__ int chunk(int step) const { return reverse ? first - step : first + step; }
+  __device__ ChunkInfo info(int c) const {
+    return {sequence.token + c * kChunk, min(kChunk, sequence.length - c * kChunk), n, sequence.batch};
+  }
+  __device__ bool has_tail(int step) const { return (chunk(step) + 1) * kChunk > sequence.length; }
+  __device__ int64_t tile(const ChunkBackwardParams& p, int c) const {
+    return static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
+  }
 };
 
-// The chunk of the step-th turn of a pass.
-__device__ __forceinline__ int chunk_of(int step, int chunks, bool reverse) {
-  return reverse ? chunks - 1 - step : step;
+// The edges as a tensor [index, 1, 128 of V, 128 of K].
+__device__ __forceinline__ StridedTensor edge_tensor(const ChunkBackwardParams& p) {
+  return {p.edges, {kDim * kDim, 0, kDim, 1}, DType::kFloat32};
+}
+
+__device__ __forceinline__ void start_state(float (&S)[64], const ChunkBackwardParams& p, const StatesWork& work,
+                                            const StridedTensor& given, const Lane& at) {
+  if (work.start >= 0) {
+    load_state(S, edge_tensor(p), true, work.start, 0, 64 * work.half, at);
+  } else if (work.start == kStateGiven) {
+    load_state(S, given, p.state_v_first, work.n, work.head, 64 * work.half, at);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int v = 64 * work.half + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
+        S[4 * j + i] = work.start == kStateIdentity && v == k ? 1.0f : 0.0f;
+      }
+    }
+  }
+}
+
+// given: NULL data when the caller wants no final state of this pass.
+__device__ __forceinline__ void finish_state(const float (&S)[64], const ChunkBackwardParams& p, const StatesWork& work,
+                                             const StridedTensor& given, const Lane& at) {
+  if (work.finish >= 0) {
+    store_state(S, edge_tensor(p), true, work.finish, 0, 64 * work.half, at);
+  } else if (work.finish == kStateGiven && given.data != nullptr) {
+    store_state(S, given, p.state_v_first, work.n, work.head, 64 * work.half, at);
+  }
 }
 
 __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
@@ -162,41 +234,33 @@ __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, in
   }
 }
 
-template <typename T, int kGroups>
+template <typename T>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
-                                               uint32_t full, uint32_t empty, const OutBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kGroups>;
-  const int half = work.half + at.group, chunks = work.sequence.chunks();
-  const uint32_t out = smem + Traits::kOutOffset + at.group * Traits::kOut, out_v = out + 2 * kTileBytes;
+                                               const StatesBarriers& bars, Lane at) {
+  using Traits = StatesTraits;
+  const uint32_t out = smem + Traits::kOut;
   float S[64];
-  load_state(S, p.initial_state, p.state_v_first, work.n, work.head, 64 * half, at);
+  start_state(S, p, work, p.initial_state, at);
 
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int c = 0; c < chunks; ++c) {
+  StatesCursor<Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step) {
     // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane), "+r"(at.thread));
-    const int valid = min(kChunk, work.sequence.length - c * kChunk);
-    const uint32_t base = smem + stage * Traits::kFwdStage;
-    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + at.group * kTileBytes;
-    const uint32_t sGA = base + Traits::kFwdGA, sGates = base + Traits::kFwdGates;
-    const uint32_t out_phase = (c & 1) ^ 1;
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
+    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV;
+    const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t out_phase = (step & 1) ^ 1;
     uint32_t packed[32];
     pack_state<T>(packed, S);
-    mbarrier_wait(full + 8 * stage, phase);
-    if (valid < kChunk) {
-      zero_tail(sK, valid, at.thread, 128);
-      zero_tail(sK + kTileBytes, valid, at.thread, 128);
-      zero_tail(sV, valid, at.thread, 128);
-      fence_proxy_async();
-      named_barrier_sync(kBlockBarrier, kGroups * 128);
-    }
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (work.has_tail(step)) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
 
     // u = S^T K^T; under it the state on its way out, and what the next product needs.
     float u[32];
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
+    mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     float beta_v[32], beta_gamma[16];
     {
       float beta[16];
@@ -211,8 +275,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 x = unpack2<T>(v[i]);
-          beta_v[8 * j + 2 * i] = beta[4 * j + 2 * (i / 2)] * x.x;
-          beta_v[8 * j + 2 * i + 1] = beta[4 * j + 2 * (i / 2) + 1] * x.y;
+          beta_v[8 * j + 2 * i] = work.transition() ? 0.0f : beta[4 * j + 2 * (i / 2)] * x.x;
+          beta_v[8 * j + 2 * i + 1] = work.transition() ? 0.0f : beta[4 * j + 2 * (i / 2) + 1] * x.y;
         }
       }
     }
@@ -242,7 +306,6 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
-    mbarrier_wait(bars.tokens_empty(), out_phase);
     wgmma_wait<0>();
     pin(w);
     pin(v_new);
@@ -261,80 +324,73 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       uint32_t plain[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
-      store_matrix_x4_trans(transposed_piece(out_v, j, at), plain[0], plain[1], plain[2], plain[3]);
+      store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
     arrive_warp(bars.tokens_full(), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    arrive_warp(empty + 8 * stage, at.lane);
-    if (++stage == Traits::kFwdStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    arrive_warp(bars.empty(cursor.stage), at.lane);
+    cursor.advance();
   }
+  wgmma_wait<0>();
+  pin(S);
+  finish_state(S, p, work, StridedTensor{}, at);
 }
 
-template <typename T, int kGroups>
+template <typename T>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
-                                               uint32_t full, uint32_t empty, const OutBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kGroups>;
-  const int half = work.half + at.group, chunks = work.sequence.chunks();
-  const uint32_t out = smem + Traits::kOutOffset + at.group * Traits::kOut, out_v = out + 2 * kTileBytes;
+                                               const StatesBarriers& bars, Lane at) {
+  using Traits = StatesTraits;
+  const uint32_t out = smem + Traits::kOut;
   float dS[64];
-  load_state(dS, p.dht, p.state_v_first, work.n, work.head, 64 * half, at);
+  start_state(dS, p, work, p.dht, at);
 
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int step = 0; step < chunks; ++step) {
+  StatesCursor<Traits::kRevStages> cursor;
+  for (int step = 0; step < work.steps; ++step) {
     // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane), "+r"(at.thread));
-    const int valid = min(kChunk, work.sequence.length - chunk_of(step, chunks, true) * kChunk);
-    const uint32_t base = smem + stage * Traits::kRevStage;
-    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ,
-                   sDo = base + Traits::kRevDo + at.group * kTileBytes;
-    const uint32_t sGA = base + Traits::kRevGA, sP = base + Traits::kRevP, sGates = base + Traits::kRevGates;
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const uint32_t base = smem + cursor.stage * Traits::kRevStage;
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
+    const uint32_t sGA = base + Traits::kRevGA, sP = smem + Traits::kP;
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
     const uint32_t out_phase = (step & 1) ^ 1;
-    mbarrier_wait(full + 8 * stage, phase);
-    if (valid < kChunk) {
-      for (int k_half = 0; k_half < 2; ++k_half) {
-        zero_tail(sK + k_half * kTileBytes, valid, at.thread, 128);
-        zero_tail(sQ + k_half * kTileBytes, valid, at.thread, 128);
-      }
-      zero_tail(sDo, valid, at.thread, 128);
-      fence_proxy_async();
-      named_barrier_sync(kBlockBarrier, kGroups * 128);
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (work.has_tail(step)) {  // its last rows are zeroed by those who prepare it
+      mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+      mbarrier_wait(bars.P_full(), step & 1);
     }
 
-    // P^T dO, which needs no state, then K dS, transposed; under them dS on its way out.
-    uint32_t packed[32], d_o[16];
+    // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    uint32_t packed[32], d_o[16], scaled[16];
     float k_dS[32], p_do[32];
+    pack_state<T>(packed, dS);
+    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
+    wgmma_fence();
+    state_times_keys<T>(k_dS, packed, sK);
+    wgmma_commit();
+    float gamma[16], ratio[16];
+    load_columns(gamma, sGates + kGammaOffset, at.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
     }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 x = unpack2<T>(d_o[i]);
+      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
+    }
+    mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
     mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
     wgmma_commit();
-    pack_state<T>(packed, dS);
-    wgmma_fence();
-    state_times_keys<T>(k_dS, packed, sK);
-    wgmma_commit();
-    uint32_t scaled[16];
-    float gamma[16], ratio[16];
-    load_columns(gamma, sGates + kGammaOffset, at.lane);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 x = unpack2<T>(d_o[i]);
-      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
-    }
     load_columns(ratio, sGates + kRatioOffset, at.lane);
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
-#pragma unroll
-    for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
 
     // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
@@ -343,11 +399,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     mbarrier_wait(bars.state_empty(), out_phase);
     put_state(out, packed, at);
     arrive_warp(bars.state_full(), at.lane);
+    mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
     pin(k_dS);
     pin(p_do);
+    arrive_warp(bars.P_empty(), at.lane);
 
     // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV'.
     uint32_t d_v_new[16];
@@ -368,7 +426,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     float beta[16];
     load_columns(beta, sGates + kBetaOffset, at.lane);
     load_columns(gamma, sGates + kGammaOffset, at.lane);  // again: there are no registers to keep it in
-    mbarrier_wait(bars.tokens_empty(), out_phase);
     wgmma_wait<1>();
     pin(d_v_new);
     pin(Z);
@@ -392,188 +449,408 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
         d_v[i] = pack2<T>((fabsf(beta[x]) < kSmallBeta ? 1.0f : beta[x]) * Z[8 * j + 2 * i],
                           (fabsf(beta[y]) < kSmallBeta ? 1.0f : beta[y]) * Z[8 * j + 2 * i + 1]);
       }
-      store_matrix_x4_trans(transposed_piece(out_v, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
+      store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
     arrive_warp(bars.tokens_full(), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(dU);
     pin(dS);
-    arrive_warp(empty + 8 * stage, at.lane);
-    if (++stage == Traits::kRevStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    arrive_warp(bars.empty(cursor.stage), at.lane);
+    cursor.advance();
   }
 
-  if (p.dh0.data != nullptr) {
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int v = 64 * half + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
-        store_element(p.dh0, state_offset(p.dh0, p.state_v_first, work.n, work.head, k, v), dS[4 * j + i]);
-      }
-    }
-  }
+  wgmma_wait<0>();
+  pin(dS);
+  finish_state(dS, p, work, p.dh0, at);
 }
 
-// One warp: a group's outgoing tiles to memory.
-template <int kGroups>
+// One warp: what goes out, to memory; it gives the stages back.
+template <bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            StatesWork work, bool reverse, uint32_t smem, const OutBarriers& bars,
-                                            int group, int lane) {
-  using Traits = StatesTraits<kGroups>;
-  const int half = work.half + group, chunks = work.sequence.chunks();
-  const uint32_t out = smem + Traits::kOutOffset + group * Traits::kOut, out_v = out + 2 * kTileBytes;
-  for (int step = 0; step < chunks; ++step) {
+                                            StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
+  using Traits = StatesTraits;
+  const uint32_t out = smem + Traits::kOut;
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
-    const int c = chunk_of(step, chunks, reverse), phase = step & 1;
-    const int token = work.sequence.token + c * kChunk, valid = min(kChunk, work.sequence.length - c * kChunk);
-    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
+    const int c = work.chunk(step), phase = step & 1;
+    const ChunkInfo chunk = work.info(c);
+    const int64_t tile = work.tile(p, c);
+    const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
+                            (kReverse ? Traits::kRevDo : Traits::kFwdV);
+    const bool wanted = step >= work.warmup;
     mbarrier_wait(bars.state_full(), phase);
-    fence_proxy_async();
-    if (lane == 0) {
-      uint8_t* to = (reverse ? p.state_grads : p.states) + tile * kStateBytes + half * kTileBytes;
+    if (wanted && lane == 0) {
+      fence_proxy_async();
+      uint8_t* to = (kReverse ? p.state_grads : p.states) + tile * kStateBytes + work.half * kTileBytes;
       bulk_store(to, out, kTileBytes);
       bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       tma_store_commit();
       tma_store_wait_read();
-      mbarrier_arrive(bars.state_empty());
     }
+    arrive_warp(bars.state_empty(), lane);
     mbarrier_wait(bars.tokens_full(), phase);
-    fence_proxy_async();
-    if (reverse && valid < kChunk) {
-      // The copy engine knows no sequence ends.
-      for (int piece = lane; piece < valid * 8; piece += 32) {
-        const int row = piece / 8, within = piece % 8;
-        uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
-                       row_offset(p.dv, work.sequence.batch, token + row, work.head) + 64 * half + 8 * within;
-        *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(out_v, row, within));
+    if (wanted) {
+      if (kReverse && chunk.valid < kChunk) {
+        // The copy engine knows no sequence ends.
+        for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
+          const int row = piece / 8, within = piece % 8;
+          uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
+                         row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
+          *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(tokens, row, within));
+        }
+      } else if (lane == 0) {
+        fence_proxy_async();
+        if (kReverse) {
+          tma_store_5d(&maps.dv, tokens, 0, chunk.token, work.half, work.head, chunk.batch);
+        } else {
+          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, kTileBytes);
+        }
+        tma_store_commit();
+        tma_store_wait_read();
       }
-    } else if (lane == 0) {
-      if (reverse) {
-        tma_store_5d(&maps.dv, out_v, 0, token, half, work.head, work.sequence.batch);
-      } else {
-        bulk_store(p.v_new + tile * kTokensBytes + half * kTileBytes, out_v, kTileBytes);
-      }
-      tma_store_commit();
-      tma_store_wait_read();
     }
-    arrive_warp(bars.tokens_empty(), lane);
+    arrive_warp(bars.empty(cursor.stage), lane);
   }
   if (lane == 0) tma_store_wait_all();
 }
 
-// Keeps the stages full; one thread.
-template <int kGroups>
+// One thread: the tensors' tiles into the stages.
+template <bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            const StatesWork& work, bool reverse, uint32_t smem, uint32_t full,
-                                            uint32_t empty) {
-  using Traits = StatesTraits<kGroups>;
-  const int chunks = work.sequence.chunks(), batch = work.sequence.batch;
-  const int stages = reverse ? Traits::kRevStages : Traits::kFwdStages;
-  int stage = 0;
-  uint32_t phase = 1;  // the first round finds all stages empty
-  for (int step = 0; step < chunks; ++step) {
-    const int c = chunk_of(step, chunks, reverse);
-    const int token = work.sequence.token + c * kChunk;
-    const int64_t tile = static_cast<int64_t>(work.sequence.first_slot + c) * p.Hv + work.head;
-    const uint32_t bar = full + 8 * stage;
-    mbarrier_wait(empty + 8 * stage, phase);
-    mbarrier_arrive_expect(bar, reverse ? Traits::kRevStage : Traits::kFwdStage);
-    const uint32_t base = smem + stage * (reverse ? Traits::kRevStage : Traits::kFwdStage);
-    for (int half = 0; half < 2; ++half) {
-      tma_load_5d(base + half * kTileBytes, &maps.k, bar, 0, token, half, work.key_head,
-                  batch);  // K first in both stages
-    }
-    if (reverse) {
+                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
+  using Traits = StatesTraits;
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const ChunkInfo chunk = work.info(work.chunk(step));
+    const uint32_t bar = bars.loaded(cursor.stage);
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
+    mbarrier_arrive_expect(bar, kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    if constexpr (kReverse) {
+      // P is made of these first.
       for (int half = 0; half < 2; ++half) {
-        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, token, half, work.key_head, batch);
+        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
+                    chunk.batch);
       }
-      for (int group = 0; group < kGroups; ++group) {
-        // Without dO: a tile wholly outside the tensor, which arrives as zeros.
-        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? token : -kChunk,
-                    work.half + group, work.head, batch);
-      }
-      bulk_load(base + Traits::kRevGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(base + Traits::kRevGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
-    } else {
-      for (int group = 0; group < kGroups; ++group) {
-        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0, token, work.half + group, work.head,
-                    batch);
-      }
-      bulk_load(base + Traits::kFwdGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(base + Traits::kFwdGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
     }
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
+    static_assert(Traits::kFwdK == Traits::kRevK);
+    for (int half = 0; half < 2; ++half) {
+      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
+                  chunk.batch);
+    }
+    tma_load_5d(base + (kReverse ? Traits::kRevGA : Traits::kFwdGA), &maps.A, bar, 0, chunk.token, 0, work.head,
+                chunk.batch);
+    if constexpr (kReverse) {
+      // Without dO: a tile wholly outside the tensor, which arrives as zeros.
+      tma_load_5d(base + Traits::kRevDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, work.half, work.head,
+                  chunk.batch);
+    } else {
+      tma_load_5d(base + Traits::kFwdV, &maps.v, bar, 0, chunk.token, work.half, work.head, chunk.batch);
     }
   }
 }
 
-// Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V when a block has one.
-template <typename T, int kGroups>
-__global__ __launch_bounds__(StatesTraits<kGroups>::kThreads,
-                             1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
-                                                                  const __grid_constant__ ChunkBackwardMaps maps) {
-  launch_dependents();
-  wait_for_predecessors();
-  using Traits = StatesTraits<kGroups>;
-  extern __shared__ uint8_t raw[];
-  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
-  const uint32_t full = smem + Traits::kBarriers, empty = full + 8 * 5;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+// One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
+template <bool kReverse>
+__device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                                 const StatesBarriers& bars, int lane) {
+  using Traits = StatesTraits;
+  const bool may_keep = kReverse && work.half == 0;
+  if (work.steps == 0) return;
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  RawGates raw = load_gates(p, work.info(work.chunk(0)), work.head, lane);
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int c = work.chunk(step);
+    const bool keeps = may_keep && step >= work.warmup;
+    const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
+    const bool small = keeps && any_small_beta(raw, work.info(c).valid, lane);
+    // The next chunk's are on their way while a stage is waited for.
+    if (step + 1 < work.steps) raw = load_gates(p, work.info(work.chunk(step + 1)), work.head, lane);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    const uint32_t to = smem + Traits::kGates + cursor.stage * kGateBytes + static_cast<uint32_t>(lane) * 8;
+    store_shared_f2(to, gates.cumsum.x, gates.cumsum.y);
+    store_shared_f2(to + kGammaOffset, gates.gamma.x, gates.gamma.y);
+    store_shared_f2(to + kRatioOffset, gates.ratio.x, gates.ratio.y);
+    store_shared_f2(to + kBetaOffset, gates.beta.x, gates.beta.y);
+    arrive_warp(bars.gates(cursor.stage), lane);
+    if (keeps) {
+      const int64_t tile = work.tile(p, c);
+      float2* kept = reinterpret_cast<float2*>(p.gates + tile * kGateVectors * kChunk) + lane;
+      kept[0] = gates.cumsum;
+      kept[kChunk / 2] = gates.gamma;
+      kept[kChunk] = gates.ratio;
+      kept[3 * kChunk / 2] = gates.beta;
+      if (small && lane == 0) p.small_tiles[atomicAdd(p.small_count, 1)] = static_cast<int32_t>(tile);
+    }
+  }
+}
 
-  constexpr int kHalves = 2 / kGroups;
+// The cumsum at a thread's two rows; past the end -infinity, so that G is 0 there.
+__device__ __forceinline__ void load_row_cumsums(float (&c_row)[2], uint32_t sGates, int valid, const Lane& at) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * at.warp + at.lane / 4 + 8 * h;
+    c_row[h] = row < valid ? load_shared_f1(sGates + row * 4) : -INFINITY;
+  }
+}
+
+// Which packed pairs of a thread lie on or below the diagonal of a block of 16 x 16 on it: words to mask them with, so
+// that what is above (infinite G, whatever A holds there) leaves no trace.
+__device__ __forceinline__ void diagonal_masks(uint32_t (&diagonal)[4], int lane) {
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+    const int column = 8 * (part / 2) + 2 * (lane % 4), row = lane / 4 + 8 * (part % 2);
+    diagonal[part] = (column <= row ? 0xffffu : 0u) | (column < row ? 0xffff0000u : 0u);
+  }
+}
+
+// Where a lane's part of 16 rows by 16 columns j lies in a tile, for loads and stores of four 8x8 matrices.
+__device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane& at) {
+  return tile_piece(tile, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4));
+}
+
+// One warpgroup: in each stage A becomes G o A.
+template <typename T, bool kReverse>
+__device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
+                                            const Lane& at) {
+  using Traits = StatesTraits;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane);
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    float c_row[2];
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_row_cumsums(c_row, sGates, valid, at);
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      const int thread = 32 * at.warp + at.lane;
+      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
+      if constexpr (!kReverse) {
+        for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
+      }
+      zero_tail(sGA, valid, thread, 128);
+      named_barrier_sync(kGateBarrier, 128);
+    }
+    // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
+#pragma unroll 1
+    for (int j = 0; j <= at.warp; ++j) {
+      uint32_t a[4];
+      load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+        const float2 x = unpack2<T>(a[part]);
+        a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                  (j < at.warp ? ~0u : diagonal[part]);
+      }
+      store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+    }
+#pragma unroll 1
+    for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
+    fence_proxy_async();
+    arrive_warp(bars.gated(cursor.stage), at.lane);
+  }
+}
+
+// One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
+template <typename T>
+__device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                       const StatesBarriers& bars, const Lane& at) {
+  using Traits = StatesTraits;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane);
+  StatesCursor<Traits::kRevStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
+    const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+        zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+      }
+      fence_proxy_async();
+      named_barrier_sync(kPBarrier, 128);
+    }
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    float qk[32], c_row[2], c[16];
+    const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
+    wgmma_fence();
+#pragma unroll
+    for (int k_step = 0; k_step < 8; ++k_step) {
+      const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
+      if (k_step == 0) {
+        mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      } else {
+        mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      }
+    }
+    wgmma_commit();
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_row_cumsums(c_row, sGates, valid, at);
+    load_columns(c, sGates, at.lane);
+    mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
+    wgmma_wait<0>();
+    pin(qk);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t packed[4] = {};
+      if (j <= at.warp) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+          const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
+          const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
+          packed[part] =
+              pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
+        }
+      }
+      store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_proxy_async();
+    arrive_warp(bars.P_full(), at.lane);
+  }
+}
+
+template <typename T, bool kReverse>
+__device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+                                           const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
+                                           int lane) {
+  if (warp >= 12) {
+    release_registers<StatesTraits::kCopyRegisters>();
+    if (warp == 12 && lane == 0) load_stages<kReverse>(p, maps, work, smem, bars);
+    if (warp == 13) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+    if (warp == 14) store_tiles<kReverse>(p, maps, work, smem, bars, lane);
+  } else if (warp >= 8) {
+    release_registers<StatesTraits::kPrepareRegisters>();
+    gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
+  } else if (warp >= 4) {
+    release_registers<StatesTraits::kPrepareRegisters>();
+    if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
+  } else {
+    claim_registers<StatesTraits::kStateRegisters>();
+    if constexpr (kReverse) {
+      reverse_states<T>(p, work, smem, bars, {warp, lane});
+    } else {
+      forward_states<T>(p, work, smem, bars, {warp, lane});
+    }
+  }
+}
+
+// Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V.
+__device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p, StatesWork* work) {
   int index = blockIdx.x;
   const int one_pass = gridDim.x / 2;
-  const bool reverse = index < one_pass;
-  if (!reverse) index -= one_pass;
-  StatesWork work;
-  work.half = index % kHalves;
-  index /= kHalves;
-  work.head = index % p.Hv;
-  work.n = index / p.Hv;
-  work.key_head = work.head / p.group;
-  work.sequence = sequence_info(p, work.n);
+  work->reverse = index < one_pass;
+  if (!work->reverse) index -= one_pass;
+  work->half = index % 2;
+  index /= 2;
+  work->head = index % p.Hv;
+  work->n = index / p.Hv;
+  work->sequence = sequence_info(p, work->n);
+  work->steps = work->sequence.chunks();
+  work->first = work->reverse ? work->steps - 1 : 0;
+  work->warmup = 0;
+  work->start = kStateGiven;
+  work->finish = kStateGiven;
+  return true;
+}
 
-  const uint32_t out_bars = full + 8 * 10;
+// Segments. Blocks: segment x value head x (reverse, forward, transition) x half of V; the second round has no
+// transitions. False: nothing to do.
+__device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, bool second_round, StatesWork* work) {
+  enum Pass : int { kReversePass, kForwardPass, kTransition };
+  const int passes = second_round ? 2 : 3;
+  int index = blockIdx.x;
+  work->half = index % 2;
+  index /= 2;
+  const int pass = index % passes;
+  index /= passes;
+  const int head = index % p.Hv, segment = index / p.Hv;
+  Segment s;
+  if (!find_segment(p, segment, &s)) return false;
+  work->head = head;
+  work->n = s.n;
+  work->sequence = s.sequence;
+  const bool reverse = pass == kReversePass;
+  work->reverse = reverse;
+  work->warmup = 0;
+  work->steps = s.end - s.begin;
+  work->first = reverse ? s.end - 1 : s.begin;
+  if (pass == kTransition) {
+    work->warmup = work->steps;
+    work->start = kStateIdentity;
+    work->finish = edge_index(p, segment, head, kEdgeTransition);
+    return needs_transition(p, s, segment, head);
+  }
+  const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
+  const bool is_first = s.index == (reverse ? s.count - 1 : 0), is_last = s.index == (reverse ? 0 : s.count - 1);
+  const int warmup = is_first ? 0 : warmup_of(p, segment, head, reverse);
+  const bool is_exact = warmup == kExact;
+  const bool feeds = !is_last && warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
+  if (second_round) {
+    work->start = edge_index(p, segment + (reverse ? 1 : -1), head, edge);
+    work->finish = is_last ? kStateGiven : kStateDropped;
+    return is_exact;
+  }
+  work->finish = feeds ? edge_index(p, segment, head, edge) : is_last ? kStateGiven : kStateDropped;
+  if (is_exact) {  // F or R, for the segment after it
+    work->warmup = work->steps;
+    work->start = kStateZero;
+    return feeds;
+  }
+  work->warmup = warmup;
+  work->steps += warmup;
+  work->first -= reverse ? -warmup : warmup;
+  const bool reaches_end = reverse ? work->first + 1 == s.sequence.chunks() : work->first == 0;
+  work->start = reaches_end ? kStateGiven : kStateZero;
+  return true;
+}
+
+template <typename T>
+__global__ __launch_bounds__(StatesTraits::kThreads,
+                             1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
+                                                                  const __grid_constant__ ChunkBackwardMaps maps,
+                                                                  bool second_round) {
+  launch_dependents();
+  wait_for_predecessors();
+  using Traits = StatesTraits;
+  extern __shared__ uint8_t raw[];
+  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
+  const StatesBarriers bars = {smem + Traits::kBarriers};
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+
+  StatesWork work;
+  if (!(p.segment_chunks > 0 ? find_segment_work(p, second_round, &work) : find_sequence_work(p, &work))) return;
+  work.key_head = work.head / p.group;
+
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 5; ++i) {
-      mbarrier_init(full + 8 * i, 1);
-      mbarrier_init(empty + 8 * i, kGroups * 4);
+    for (int i = 0; i < Traits::kMostStages; ++i) {
+      mbarrier_init(bars.loaded(i), 1);
+      mbarrier_init(bars.gates(i), 1);
+      mbarrier_init(bars.gated(i), 4);
+      mbarrier_init(bars.empty(i), 5);
     }
-    for (int group = 0; group < kGroups; ++group) {
-      const OutBarriers bars = {out_bars + 32 * group};
-      mbarrier_init(bars.state_full(), 4);
-      mbarrier_init(bars.state_empty(), 1);
-      mbarrier_init(bars.tokens_full(), 4);
-      mbarrier_init(bars.tokens_empty(), 1);
-    }
+    mbarrier_init(bars.state_full(), 4);
+    mbarrier_init(bars.state_empty(), 1);
+    mbarrier_init(bars.tokens_full(), 4);
+    mbarrier_init(bars.P_full(), 4);
+    mbarrier_init(bars.P_empty(), 4);
     mbarrier_init_fence();
   }
   __syncthreads();
 
-  if (warp >= kGroups * 4) {
-    if constexpr (Traits::kMoveRegisters) release_registers<Traits::kCopyRegisters>();
-    const int group = warp - kGroups * 4 - 1;
-    if (group < 0) {
-      if (lane == 0) load_stages<kGroups>(p, maps, work, reverse, smem, full, empty);
-    } else if (group < kGroups) {
-      store_tiles<kGroups>(p, maps, work, reverse, smem, OutBarriers{out_bars + 32 * group}, group, lane);
-    }
+  if (work.reverse) {
+    run_states<T, true>(p, maps, work, smem, bars, warp, lane);
   } else {
-    if constexpr (Traits::kMoveRegisters) claim_registers<Traits::kGroupRegisters>();
-    const Lane at = {warp % 4, lane, warp / 4, static_cast<int>(threadIdx.x % 128)};
-    const OutBarriers bars = {out_bars + 32 * at.group};
-    if (reverse) {
-      reverse_states<T, kGroups>(p, work, smem, full, empty, bars, at);
-    } else {
-      forward_states<T, kGroups>(p, work, smem, full, empty, bars, at);
-    }
+    run_states<T, false>(p, maps, work, smem, bars, warp, lane);
   }
 }
 

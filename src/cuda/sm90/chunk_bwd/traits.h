@@ -23,6 +23,9 @@ constexpr int kGateVectors = 4;
 constexpr uint32_t kGateBytes = kGateVectors * kChunk * sizeof(float);
 constexpr uint32_t kGammaOffset = kChunk * 4, kRatioOffset = 2 * kChunk * 4, kBetaOffset = 3 * kChunk * 4;
 
+// States that the first round over segments leaves of each (segments.cuh).
+constexpr int kEdgesOfSegment = 3;
+
 // dv = beta Z is stored as Z where |beta| is below this, so that the gradient of beta needs no division by it. 2^-6
 // keeps V' = beta * error in fp16's normal range for errors down to 4e-3; rows below it take the slow exact form.
 constexpr float kSmallBeta = 0.015625f;

@@ -1,0 +1,68 @@
+// The gate vectors of a chunk and value head, by one warp: lane l has tokens 2l and 2l + 1.
+#pragma once
+
+#include "cuda/sm90/chunk_bwd/device.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+// What memory holds of two tokens.
+struct RawGates {
+  float g[2], beta[2];
+};
+
+__device__ __forceinline__ RawGates load_gates(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
+                                               int lane) {
+  RawGates raw{};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    // Past the end: a cumsum stays at its last value, decays are 0.
+    const int token = chunk.token + (p.g_is_cumsum ? min(row, chunk.valid - 1) : row);
+    const bool inside = row < chunk.valid;
+    if (p.g.data != nullptr && (inside || p.g_is_cumsum)) {
+      raw.g[i] = load_element(p.g, row_offset(p.g, chunk.batch, token, head));
+    }
+    if (inside) {
+      raw.beta[i] = p.beta.data == nullptr
+                        ? 1.0f
+                        : load_element(p.beta, row_offset(p.beta, chunk.batch, chunk.token + row, head));
+    }
+  }
+  return raw;
+}
+
+// Cumulative log2 decay and what follows from it: pairs of the lane's two tokens.
+struct Gates {
+  float2 cumsum, gamma, ratio, beta;
+};
+
+__device__ __forceinline__ Gates make_gates(const RawGates& raw, bool g_is_cumsum, int lane) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  float c0 = raw.g[0], c1 = raw.g[1];
+  if (!g_is_cumsum) {
+    constexpr float kMinLogDecay = -80.0f;  // docs/math.md; a NaN stays
+    c0 = c0 < kMinLogDecay ? kMinLogDecay : c0;
+    c1 = c1 < kMinLogDecay ? kMinLogDecay : c1;
+    float sum = c0 + c1;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    c0 = sum - c1;
+    c1 = sum;
+  }
+  const float last = __shfl_sync(0xffffffffu, c1, 31) * kLog2E;
+  c0 *= kLog2E;
+  c1 *= kLog2E;
+  return {make_float2(c0, c1), make_float2(exp2_approx(c0), exp2_approx(c1)),
+          make_float2(exp2_approx(last - c0), exp2_approx(last - c1)), make_float2(raw.beta[0], raw.beta[1])};
+}
+
+// A beta of the chunk's tokens is below kSmallBeta.
+__device__ __forceinline__ bool any_small_beta(const RawGates& raw, int valid, int lane) {
+  return __any_sync(0xffffffffu, (2 * lane < valid && fabsf(raw.beta[0]) < kSmallBeta) ||
+                                     (2 * lane + 1 < valid && fabsf(raw.beta[1]) < kSmallBeta));
+}
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Writes benchmarks/results/h200_reliability.json (what ran on a GPU, how often, how long, how it ended) from logs alone.
+
+    record_reliability.py OUT.json COMMIT LOG...
+
+Logs, told apart by their content; their order does not matter and any number may be given:
+    pytest's --junitxml of tests/python
+    what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s")
+    what `python -m flash_qla check` prints
+    what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."
+"""
+
+import datetime
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s", re.MULTILINE)
+CHECK = re.compile(r"^check (?P<set>\w+), (?P<heads>\d+) heads, cuda, .*: (?P<passed>\d+) of (?P<cases>\d+) cases passed, (?P<seconds>\d+) s", re.MULTILINE)
+SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-exitcode 1 )?(?P<command>.*)$", re.MULTILINE)
+# racecheck sums up in a form of its own.
+SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
+SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)
+GPU = re.compile(r"^gpu_0: ([^,\n]+)", re.MULTILINE)
+
+
+def rung_of(file: str, name: str) -> str:
+    """ "rung 7" of test_rung7_lengths or of a file test_07_*; else the file's name without its prefix."""
+    numbered = re.match(r"test_rung(\d+)", name) or re.match(r"test_(0[1-9]|[1-9]\d)_", file)
+    return f"rung {int(numbered.group(1))}" if numbered else re.sub(r"^test_(\d+_)?", "", file)
+
+
+def read_pytest(text: str) -> list:
+    """One record for each rung or file."""
+    found = defaultdict(lambda: {"cases": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        record = found[rung_of(case.get("classname", "").rpartition(".")[2], case.get("name", ""))]
+        if case.find("skipped") is not None:
+            record["skipped"] += 1
+            continue
+        record["cases"] += 1
+        record["failed"] += case.find("failure") is not None or case.find("error") is not None
+        record["seconds"] += float(case.get("time", 0))
+    order = sorted(found, key=lambda name: (not name.startswith("rung"), int(name[5:]) if name.startswith("rung") else 0, name))
+    return [{"what": name, **found[name], "seconds": round(found[name]["seconds"], 1)} for name in order if found[name]["cases"]]
+
+
+def read_sanitizer(text: str) -> list:
+    """One record for each run of a tool; a run without a summary did not end."""
+    records = []
+    starts = [*SANITIZER.finditer(text)]
+    for start, end in zip(starts, [*(s.start() for s in starts[1:]), len(text)]):
+        part = text[start.end() : end]
+        summary, seconds = SUMMARY.search(part), SECONDS.search(part)
+        cases = [int(m["cases"]) for m in CASES.finditer(part)]
+        records.append({
+            "tool": start["tool"], "command": start["command"].strip(), "cases": sum(cases),
+            "reports": None if summary is None else int(summary.group(1) or summary.group(2)),
+            "seconds": None if seconds is None else int(seconds.group(1))})
+    return records
+
+
+def main() -> int:
+    out, commit, logs = Path(sys.argv[1]), sys.argv[2], [Path(name) for name in sys.argv[3:]]
+    report = {"machine": None, "commit": commit, "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
+    newest = 0.0
+    for log in logs:
+        text = log.read_text(errors="replace")
+        newest = max(newest, log.stat().st_mtime)
+        if log.suffix == ".xml":
+            report["pytest"] += read_pytest(text)
+            continue
+        gpu = GPU.search(text)
+        report["machine"] = report["machine"] or (gpu and gpu.group(1))
+        if SANITIZER.search(text):
+            report["sanitizers"] += read_sanitizer(text)
+            continue
+        for m in CHECK.finditer(text):
+            cases = int(m["cases"])
+            report["check"].append({"set": m["set"], "heads": int(m["heads"]), "cases": cases, "failed": cases - int(m["passed"]),
+                                    "seconds": int(m["seconds"])})
+        for m in CASES.finditer(text):
+            report["programs"].append({"program": log.stem, "what": m["group"], "cases": int(m["cases"]), "failed": int(m["failed"]),
+                                       "seconds": float(m["seconds"])})
+    report["date"] = datetime.datetime.fromtimestamp(newest, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    failed = sum(record["failed"] for kind in ("pytest", "programs", "check") for record in report[kind])
+    reports = sum(record["reports"] is None or record["reports"] > 0 for record in report["sanitizers"])
+    cases = sum(record["cases"] for kind in ("pytest", "programs", "check") for record in report[kind])
+    report["summary"] = {"cases": cases, "failed": failed, "sanitizer_runs": len(report["sanitizers"]), "sanitizer_runs_with_reports": reports}
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{out}: {cases} cases, {failed} failed; {len(report['sanitizers'])} sanitizer runs, {reports} not clean")
+    return 1 if failed or reports else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

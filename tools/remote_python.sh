@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Build here, run there, for Python: puts the package with its native module, the tests, the benchmark's peers and every
+# Python package that the other machine may lack into one folder, to be copied there by whatever means there is. That machine
+# needs a driver, Python and PyTorch (and pytest, hypothesis, transformers for all of the tests).
+#
+#   tools/remote_python.sh [FOLDER]      builds, and fills FOLDER (build/remote_python) with package.tar.xz and run.sh
+#
+# and there, in that folder (logs and results go to out/):
+#
+#   ./run.sh test         tests/python on the GPU
+#   ./run.sh slow         the same with the soaks and sizes that take minutes
+#   ./run.sh check        python -m flash_qla check: all sets but profile
+#   ./run.sh bench        the four result files, h200_forward.json and so on: few rows of each mode; `bench-full`: all of them
+#   ./run.sh all          test, check, bench
+#
+# FLASH_QLA_REMOTE_PYTHON (3.12) is the other machine's Python, FLASH_QLA_CMAKE_FLAGS is passed on to CMake, and
+# FLASH_QLA_REMOTE_BUILD names another build folder to use than build/remote.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=${1:-build/remote_python} version=${FLASH_QLA_REMOTE_PYTHON:-3.12} build=${FLASH_QLA_REMOTE_BUILD:-build/remote}
+
+# shellcheck disable=SC2086  # several flags in one variable
+cmake -S . -B "$build" -DFLASH_QLA_CUDA=ON -DFLASH_QLA_TESTS=ON -DFLASH_QLA_PYTHON=ON -DBUILD_SHARED_LIBS=OFF ${FLASH_QLA_CMAKE_FLAGS:-}
+cmake --build "$build" --parallel "$(nproc)" --target flash_qla_ffi
+
+stage=$(mktemp -d)
+trap 'rm -rf "$stage"' EXIT
+mkdir -p "$folder" "$stage"/{repository/benchmarks,site,peers/fla} build/remote_wheels
+
+# fetch FOLDER PACKAGE...: wheels for the other machine's Python, unpacked. Wheels that are here already are not fetched again.
+fetch() {
+  local into=$1 package wheels=build/remote_wheels/$version
+  mkdir -p "$wheels"
+  for package in "${@:2}"; do
+    local name=${package%%==*}
+    compgen -G "$wheels/${name//-/_}-*.whl" >/dev/null || python3 -m pip download --quiet --no-deps --only-binary=:all: \
+      --python-version "$version" --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+      --dest "$wheels" "$package"
+    python3 -m zipfile -e "$(compgen -G "$wheels/${name//-/_}-*.whl" | head -n 1)" "$into"
+  done
+}
+# typer 0.20 is the last that does without a compiled package.
+fetch "$stage/site" apache-tvm-ffi pytest-timeout pytest-xdist execnet typer==0.20.0 click==8.3.0 shellingham rich markdown-it-py mdurl pygments
+fetch "$stage/peers/fla" fla-core==0.6.0 flash-linear-attention==0.6.0 einops
+rm -rf "$stage"/site/tvm_ffi/{include,3rdparty}
+
+cp -r python tests tools docs README.md CHANGELOG.md pyproject.toml "$stage/repository"
+cp -r benchmarks/recorded "$stage/repository/benchmarks"
+strip "$stage/repository/python/flash_qla/_lib/flash_qla_ffi.so"
+find "$stage" -name __pycache__ -prune -exec rm -rf {} +
+changes=$(git status --porcelain --untracked-files=no)
+echo "$(git rev-parse --short=12 HEAD)${changes:++changes}" >"$stage/repository/COMMIT"
+tar -C "$stage" -cf - . | xz -T0 -6 >"$folder/package.tar.xz"
+cp tools/remote_python_run.sh "$folder/run.sh"
+du -sh "$folder"
