@@ -347,6 +347,8 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   auto sequence = [&](int32_t i) {
     PlannedSequence s = sequence_at(args, i);
     if (number_chunks) s.first_chunk = ws.first_chunks[i];
+    // A skipped sequence has no state tiles: the chains wait for all that are listed.
+    if (initial_slot(args, i) == kSkipSequence) s.length = 0;
     return s;
   };
   // The boundaries' kernel is waited for here.
