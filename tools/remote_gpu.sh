@@ -11,7 +11,9 @@
 #   ./run.sh sanitize     the four compute-sanitizer tools on small shapes that reach every kernel
 #   ./run.sh all          the three of them
 #
-# FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real).
+# FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real). For racecheck on the
+# Hopper forward build with -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_RACECHECK: without it the tool reports hand-overs that it cannot see
+# (src/cuda/common/mbarrier.cuh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-build/remote_gpu}

@@ -30,6 +30,10 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   }
   p->small_count = workspace.take<int32_t>(1);
   p->small_tiles = workspace.take<int32_t>(tiles);
+  if (!p->fused) {
+    p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
+    p->P = workspace.take<uint8_t>(tiles * kTileBytes);
+  }
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
   p->states = workspace.take<uint8_t>(tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
@@ -101,14 +105,29 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   return best_length;
 }
 
+namespace {
+
+// Whether the serial passes should make G o A and P themselves: with one long sequence whose blocks nearly fill the
+// device at once they wait for memory, not for the chain of products (docs/design/sm90_backward.md). Not with several
+// sequences: a workspace must not shrink where a sequence is added, and fusing needs less.
+bool gains_by_fusing(const ChunkBackwardParams& p) {
+  constexpr int32_t kLeastBlocks = 100, kMostBlocks = 132;  // multiprocessors of an H200
+  const int32_t blocks = 4 * p.Hv;
+  return p.segment_chunks == 0 && p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+}
+
+}  // namespace
+
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
   copy.solves_A = params.A.data == nullptr;
+  copy.fused = params.fused || gains_by_fusing(params);
   return take_all(&copy, nullptr);
 }
 
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
+  params->fused = params->fused || gains_by_fusing(*params);
   take_all(params, workspace);
 }
 

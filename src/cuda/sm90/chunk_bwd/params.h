@@ -48,6 +48,7 @@ struct ChunkBackwardParams {
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool solves_A;  // the caller has no A
+  bool fused;     // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
@@ -77,6 +78,8 @@ struct ChunkBackwardParams {
   int32_t* first_segment;    // [N]; with segments alone
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
   float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
+  uint8_t* GA;               // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
+  uint8_t* P;                // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
   float* gates;              // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
   uint8_t* states;           // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
   uint8_t* state_grads;      // the same of dS at the chunk's end
