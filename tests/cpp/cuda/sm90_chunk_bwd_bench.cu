@@ -1,7 +1,7 @@
 // Development harness of the Hopper backward: every intermediate and every gradient against an fp64 token recurrence,
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel. Stands alone: its own oracle, random
 // inputs, no framework.
-//   sm90_chunk_bwd_bench check | time [part of a row's name [chunks of a segment]]
+//   sm90_chunk_bwd_bench check | time [part of a row's name [chunks of a segment [fused]]]
 // Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc
 // -Iinclude from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
 #include <cuda_bf16.h>
@@ -45,7 +45,8 @@ struct Case {
   bool small_beta = false;  // a third of the betas 0 or tiny
   int padding = 0;          // tokens after the last sequence
   bool int64_offsets = false;
-  int segment_chunks = 0;  // -1: what choose_segment_chunks says
+  int segment_chunks = 0;  // -1: what choose_chunk_backward_plan says
+  bool fused = false;
 };
 
 template <typename T>
@@ -480,8 +481,9 @@ class Runner {
     const float all = median({true, true, true, true}), plan = median({true, false, false, false});
     const float prepare = median({false, true, false, false}), states = median({false, false, true, false});
     const float gradients = median({false, false, false, true});
-    std::printf("%-16s segments of %2d: total %.4f ms: plan %.4f solve %.4f states %.4f gradients %.4f\n",
-                c_.name.c_str(), p_.segment_chunks, all, plan, prepare, states, gradients);
+    std::printf("%-14s %s segments of %2d: total %.4f ms: plan %.4f prepare %.4f states %.4f gradients %.4f\n",
+                c_.name.c_str(), p_.fused ? "fused" : "     ", p_.segment_chunks, all, plan, prepare, states,
+                gradients);
     std::fflush(stdout);
   }
 
@@ -630,6 +632,7 @@ class Runner {
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
     p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
+    p_.fused = c_.fused;
     workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, workspace_);
@@ -866,7 +869,12 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "check";
   bool good = true;
   if (mode == "check") {
-    for (const Case& c : check_cases()) good &= Runner(c).check();
+    for (Case c : check_cases()) {
+      good &= Runner(c).check();
+      c.name = "fused " + c.name;
+      c.fused = true;
+      good &= Runner(c).check();
+    }
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
   } else {
     struct Row {
@@ -884,6 +892,7 @@ int main(int argc, char** argv) {
       c.Hq = row.Hq;
       c.Hv = row.Hv;
       c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
+      c.fused = argc > 4;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);

@@ -65,4 +65,18 @@ __device__ __forceinline__ bool any_small_beta(const RawGates& raw, int valid, i
                                      (2 * lane + 1 < valid && fabsf(raw.beta[1]) < kSmallBeta));
 }
 
+// To shared memory: the four vectors one after another.
+__device__ __forceinline__ void store_gates(uint32_t smem, const Gates& gates, int lane) {
+  const uint32_t to = smem + static_cast<uint32_t>(lane) * 8;
+  store_shared_f2(to, gates.cumsum.x, gates.cumsum.y);
+  store_shared_f2(to + kGammaOffset, gates.gamma.x, gates.gamma.y);
+  store_shared_f2(to + kRatioOffset, gates.ratio.x, gates.ratio.y);
+  store_shared_f2(to + kBetaOffset, gates.beta.x, gates.beta.y);
+}
+
+// One thread: (slot * Hv + head) has a beta that small_betas.cuh sees to.
+__device__ __forceinline__ void note_small_beta(const ChunkBackwardParams& p, int tile) {
+  p.small_tiles[atomicAdd(p.small_count, 1)] = tile;
+}
+
 }  // namespace flash_qla::cuda::sm90

@@ -168,22 +168,24 @@ __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkIn
   }
 }
 
-// <dS, S> over kCount eighths of a stage's half from kFirst on, this thread's part.
-template <typename T, int kFirst, int kCount>
-__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int thread) {
+// <dS, S> over `count` eighths of a stage's half from `first` on, this thread's part. Loops stay loops in this kernel:
+// two programs run side by side, and together they should fit the instruction cache (about 2000 instructions).
+template <typename T>
+__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int first, int count, int thread) {
   static_assert(2 * kTileBytes == 8 * 128 * 16);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = kFirst; i < kFirst + kCount; ++i) {
-    const uint4 a = load_shared_u4(sS + (thread + 128 * i) * 16), b = load_shared_u4(sDS + (thread + 128 * i) * 16);
+  float sum[2] = {0.0f, 0.0f};
+  const uint32_t begin = (thread + 128 * first) * 16, end = begin + count * (128 * 16);
+#pragma unroll 1
+  for (uint32_t at = begin; at < end; at += 128 * 16) {
+    const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
-      sum += s.x * d.x + s.y * d.y;
+      sum[w % 2] += s.x * d.x + s.y * d.y;
     }
   }
-  return sum;
+  return sum[0] + sum[1];
 }
 
 // dg of a chunk from the row sums, by one warp: lane l has tokens 2l and 2l + 1. gamma_end: gC.
@@ -223,25 +225,42 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
-// The chunk slot of an item. From both ends in turns: the serial passes end there, and the L2 cache still has some of
-// what they wrote last.
-__device__ __forceinline__ int slot_of(int item, int Hq, int items) {
-  const int turn = item / Hq;
-  return turn % 2 == 0 ? items / Hq - 1 - turn / 2 : turn / 2;
-}
+// The items of a block: chunk slots from both ends in turns (the serial passes end there, and the L2 cache still has
+// some of what they wrote last), the key heads of a slot side by side.
+struct ItemCursor {
+  int turn, key_head, slots;
+  __device__ ItemCursor(int Hq, int all_slots) {
+    turn = static_cast<int>(blockIdx.x) / Hq;
+    key_head = static_cast<int>(blockIdx.x) - turn * Hq;
+    slots = all_slots;
+  }
+  __device__ bool valid() const { return turn < slots; }
+  __device__ int slot() const { return turn % 2 == 0 ? slots - 1 - turn / 2 : turn / 2; }
+  // turns, heads: gridDim.x / Hq and what is left of it.
+  __device__ void advance(int Hq, int turns, int heads) {
+    turn += turns;
+    key_head += heads;
+    if (key_head >= Hq) {
+      key_head -= Hq;
+      ++turn;
+    }
+  }
+};
 
 // One thread: every operand of every item, in the order the groups use them.
-__device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int items,
+__device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int slots,
                                               uint32_t smem, const GradientsBarriers& bars) {
   using Traits = GradientsTraits;
   StageCursor cursor;
   uint32_t keys_phase = 1;  // the first round finds everything empty
-  for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    const int slot = slot_of(item, p.Hq, items), key_head = item % p.Hq;
+  const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
+  for (ItemCursor item(p.Hq, slots); item.valid(); item.advance(p.Hq, turns, heads), keys_phase ^= 1) {
+    const int slot = item.slot(), key_head = item.key_head;
     const ChunkInfo chunk = chunk_info(p, slot);
     for (int member = 0; member < p.group; ++member) {
       const int head = key_head * p.group + member;
       const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
+#pragma unroll 1
       for (int half = 0; half < 2; ++half, cursor.advance()) {
         const uint32_t bar = bars.full(cursor.stage), to = smem + Traits::kStageRing + cursor.stage * Traits::kStage;
         mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
@@ -249,6 +268,7 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
         tma_load_5d(to + Traits::kDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, half, head, chunk.batch);
         bulk_load(to + Traits::kVNew, p.v_new + tile * kTokensBytes + half * kTileBytes, kTileBytes, bar);
         tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
+#pragma unroll 1
         for (int k_half = 0; k_half < 2; ++k_half) {
           const int64_t from = tile * kStateBytes + k_half * kStateHalfBytes + half * kTileBytes;
           bulk_load(to + Traits::kState + k_half * kTileBytes, p.states + from, kTileBytes, bar);
@@ -260,6 +280,7 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
         const uint32_t bar = bars.keys_full();
         mbarrier_wait(bars.keys_empty(), keys_phase);
         mbarrier_arrive_expect(bar, 2 * kTokensBytes);
+#pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           tma_load_5d(smem + Traits::kQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
           tma_load_5d(smem + Traits::kK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch);
@@ -276,7 +297,8 @@ template <typename T>
 struct HeadWork {
   const ChunkBackwardParams& p;
   const GradientsBarriers& bars;
-  int slot, valid, head;
+  const ChunkInfo& chunk;
+  int head;
   uint32_t ring, sQ, sK, sP, sD, sums, last, keys_phase, products_phase;
   int warp, lane;
 
@@ -304,75 +326,77 @@ struct HeadWork {
   // strictly lower) are one code: two groups running the same instructions fetch them once. Returns gC.
   __device__ __forceinline__ float lower(bool plus, StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
-    float product[32], factor[2], row_factor[2], part = 0.0f;
+    float product[32], factor[2], part = 0.0f;
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
 #pragma unroll
     for (int i = 0; i < 32; ++i) product[i] = 0.0f;
-
-    // The halves overlap: the second's products are queued before the first's have ended.
-    const StageCursor first_cursor = cursor;
-    const uint32_t first = open(cursor), gates = first + Traits::kGates;
-    wgmma_fence();
-    add_rows_times_rows<T>(product, first + rows_at, first + Traits::kVNew);
-    wgmma_commit();
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
+      wgmma_fence();
+      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
+      wgmma_commit();
+      float row_factor[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
-      const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-      factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
-      row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
+      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
+        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+        factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
+        row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
+      }
+      uint32_t x[16];
+      load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
+      wgmma_fence();
+      add_product<T>(acc, x, stage + Traits::kState);
+      wgmma_commit();
+      // <dS, S>: five eighths of a half each, the rest is the minus group's
+      if (half == static_cast<int>(plus)) {
+        part = state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 0, 5, 32 * warp + lane);
+      }
+      wgmma_wait<0>();
+      pin(x);
+      pin(product);
+      pin(acc);
+      if (half == 0) {
+        release(cursor);
+        cursor.advance();
+      }
     }
-    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
-    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
-    uint32_t x[16], y[16];
-    load_rows<T>(x, first + rows_at, row_factor, warp, lane);
-    wgmma_fence();
-    add_product<T>(acc, x, first + Traits::kState);
-    wgmma_commit();
-    // <dS, S>: five eighths of a half each, the rest is the minus group's.
-    if (!plus) part = state_product<T, 0, 5>(first + Traits::kState, first + Traits::kGrad, 32 * warp + lane);
-    cursor.advance();
-    const uint32_t second = open(cursor);
-    wgmma_fence();
-    add_rows_times_rows<T>(product, second + rows_at, second + Traits::kVNew);
-    wgmma_commit();
-    load_rows<T>(y, second + rows_at, row_factor, warp, lane);
-    wgmma_wait<1>();
-    pin(x);
-    release(first_cursor);
-    wgmma_fence();
-    add_product<T>(acc, y, second + Traits::kState);
-    wgmma_commit();
-    if (plus) part = state_product<T, 0, 5>(second + Traits::kState, second + Traits::kGrad, 32 * warp + lane);
     part = warp_sum(part);
     if (lane == 0) store_shared_f1(last + (plus ? 16 : 0) + warp * 4, part);
-    wgmma_wait<1>();
-    pin(product);
-    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, second + Traits::kGates);
 
-    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). Rows past the end hold a neighbour's
-    // products, NaN perhaps.
-    uint32_t packed[16];
+    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
+    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, gates);
+
+    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). What lies above the diagonal (the one that
+    // counts) or past the end (a neighbour's products, NaN perhaps) is masked off the packed words.
+    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
+    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
+    uint32_t packed[16], inside[2], diagonal[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      // How far below the diagonal (the one that counts) the block's first element lies. Blocks wholly above it are
-      // worked out too and dropped: a branch round them costs registers for both of its ends.
-      const int below = 16 * (warp - j) + lane / 4 - 2 * (lane % 4) - static_cast<int>(plus);
+    for (int h = 0; h < 2; ++h) {
+      inside[h] = row(h) < chunk.valid ? ~0u : 0u;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const float2 c = load_shared_f2(second + Traits::kGates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
+        const int below = lane / 4 + 8 * h - 8 * side - 2 * (lane % 4) - static_cast<int>(plus);
+        diagonal[2 * side + h] = ((below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u)) & inside[h];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const float2 c = load_shared_f2(gates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int i = 8 * j + 4 * side + 2 * h, offset = 8 * h - 8 * side;
-          const bool in = row(h) < valid;
-          packed[i / 2] =
-              pack2<T>(in && below + offset >= 0 ? factor[h] * exp2_approx(c_row[h] - c.x) * product[i] : 0.0f,
-                       in && below + offset >= 1 ? factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1] : 0.0f);
+          const int i = 8 * j + 4 * side + 2 * h;
+          packed[i / 2] = pack2<T>(factor[h] * exp2_approx(c_row[h] - c.x) * product[i],
+                                   factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1]) &
+                          (j < warp    ? inside[h]
+                           : j == warp ? diagonal[2 * side + h]
+                                       : 0u);
         }
       }
     }
-    wgmma_wait<0>();
-    pin(y);
-    pin(acc);
     release(cursor);
     cursor.advance();
     mbarrier_wait(bars.keys_full(), keys_phase);
@@ -407,7 +431,6 @@ struct HeadWork {
         if (j == warp) dot[h] = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
       }
     }
-    const ChunkInfo chunk = chunk_info(p, slot);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
@@ -428,32 +451,25 @@ struct HeadWork {
 
   __device__ __forceinline__ void minus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
     using Traits = GradientsTraits;
-    const StageCursor first_cursor = cursor;
-    const uint32_t first = open(cursor), gates = first + Traits::kGates;
-    const float factor[2] = {load_shared_f1(gates + kRatioOffset + row(0) * 4),
-                             load_shared_f1(gates + kRatioOffset + row(1) * 4)};
-    uint32_t x[16], y[16];
-    load_rows<T>(x, first + Traits::kVNew, factor, warp, lane);
-    wgmma_fence();
-    add_product<T>(acc, x, first + Traits::kGrad);
-    wgmma_commit();
-    float part = state_product<T, 5, 3>(first + Traits::kState, first + Traits::kGrad, 32 * warp + lane);
-    cursor.advance();
-    const uint32_t second = open(cursor);
-    load_rows<T>(y, second + Traits::kVNew, factor, warp, lane);
-    wgmma_fence();
-    add_product<T>(acc, y, second + Traits::kGrad);
-    wgmma_commit();
-    part += state_product<T, 5, 3>(second + Traits::kState, second + Traits::kGrad, 32 * warp + lane);
-    part *= load_shared_f1(second + Traits::kGates + kGammaOffset + (kChunk - 1) * 4);
-    wgmma_wait<1>();
-    pin(x);
-    release(first_cursor);
-    wgmma_wait<0>();
-    pin(y);
-    pin(acc);
-    release(cursor);
-    cursor.advance();
+    float part = 0.0f;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
+      const float factor[2] = {load_shared_f1(gates + kRatioOffset + row(0) * 4),
+                               load_shared_f1(gates + kRatioOffset + row(1) * 4)};
+      uint32_t x[16];
+      load_rows<T>(x, stage + Traits::kVNew, factor, warp, lane);
+      wgmma_fence();
+      add_product<T>(acc, x, stage + Traits::kGrad);
+      wgmma_commit();
+      part += load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4) *
+              state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 5, 3, 32 * warp + lane);
+      wgmma_wait<0>();
+      pin(x);
+      pin(acc);
+      release(cursor);
+      cursor.advance();
+    }
 
     // So far the head's part is diag(gC / gamma) V' dS^T: its row sums belong to the last token too.
     float dots[2];
@@ -483,24 +499,27 @@ struct HeadWork {
 
 // One warpgroup through all items of its block.
 template <typename T, bool kIsMinus>
-__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int items,
+__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int slots,
                                                 uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
   using Traits = GradientsTraits;
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
   StageCursor cursor;
   uint32_t keys_phase = 0, parity = 0, tail_phase = 0;
-  int next_valid = static_cast<int>(blockIdx.x) < items ? chunk_info(p, slot_of(blockIdx.x, p.Hq, items)).valid : 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x, keys_phase ^= 1) {
-    int slot = slot_of(item, p.Hq, items);
-    const int key_head = item % p.Hq, valid = next_valid, next = item + gridDim.x;
-    if (next < items)
-      next_valid = chunk_info(p, slot_of(next, p.Hq, items)).valid;  // comes while this item is worked on
-    if (valid < kChunk) {
+  const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
+  ItemCursor item(p.Hq, slots);
+  ChunkInfo next_chunk = item.valid() ? chunk_info(p, item.slot()) : ChunkInfo{};
+  for (; item.valid(); keys_phase ^= 1) {
+    const int key_head = item.key_head;
+    ChunkInfo chunk = next_chunk;
+    item.advance(p.Hq, turns, heads);
+    if (item.valid()) next_chunk = chunk_info(p, item.slot());  // comes while this item is worked on
+    if (chunk.valid < kChunk) {
       const int thread = group * 128 + 32 * warp + lane;
       mbarrier_wait(bars.keys_full(), keys_phase);
+#pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        zero_tail(sQ + half * kTileBytes, valid, thread, Traits::kGroups * 128);
-        zero_tail(sK + half * kTileBytes, valid, thread, Traits::kGroups * 128);
+        zero_tail(sQ + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
+        zero_tail(sK + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
       }
       fence_proxy_async();
       __syncwarp();
@@ -514,12 +533,11 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 
     for (int member = 0; member < p.group; ++member, parity ^= 1) {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
-      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(slot));
+      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(chunk.token));
       const int head = key_head * p.group + member;
       const HeadWork<T> work = {p,
                                 bars,
-                                slot,
-                                valid,
+                                chunk,
                                 head,
                                 smem + Traits::kStageRing,
                                 sQ,
@@ -546,19 +564,19 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
           if (warp == 0 && p.dg.data != nullptr) {
-            store_gate_gradient(p, chunk_info(p, slot), head, work.sums, work.last, gamma_end, lane);
+            store_gate_gradient(p, chunk, head, work.sums, work.last, gamma_end, lane);
           }
         }
       }
     }
 
     if (group == kQuery && p.q_inverse_norms != nullptr) {
-      through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
+      through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk, key_head, warp, lane);
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
     }
     if (group != kQuery) {
       if (p.k_inverse_norms != nullptr) {
-        through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk_info(p, slot), key_head, warp, lane);
+        through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk, key_head, warp, lane);
       }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
@@ -588,8 +606,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(bars.keys_empty());
-    if (kIsMinus || group == kQuery)
-      store_rows<T>(kIsMinus ? p.dk : p.dq, chunk_info(p, slot), key_head, acc, warp, lane);
+    if (kIsMinus || group == kQuery) store_rows<T>(kIsMinus ? p.dk : p.dq, chunk, key_head, acc, warp, lane);
   }
 }
 
@@ -604,7 +621,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
   const GradientsBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int items = total_chunks(p) * p.Hq;
+  const int slots = total_chunks(p);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages + 1; ++i) {
@@ -620,15 +637,15 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
 
   if (warp >= Traits::kConsumerWarps) {
     release_registers<Traits::kLoadRegisters>();
-    if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, items, smem, bars);
+    if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, slots, smem, bars);
     return;
   }
   if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
-    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, items, smem, bars, warp % 4, lane);
+    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
   } else {
     claim_registers<Traits::kMinusRegisters>();
-    group_gradients<T, true>(p, kMinus, items, smem, bars, warp - 8, lane);
+    group_gradients<T, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
   }
 }
 

@@ -19,20 +19,21 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
   if (p->segment_chunks > 0) {
-    const bool packed = p->cu_seqlens != nullptr;
-    p->segments_per_sequence = packed ? 0 : static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks));
-    p->segment_bound = packed ? p->chunk_bound / p->segment_chunks + p->N : p->N * p->segments_per_sequence;
-    if (packed) {
-      p->segment_map = workspace.take<int2>(p->segment_bound);
-      p->first_segment = workspace.take<int32_t>(p->N);
-      p->total_segments = workspace.take<int32_t>(1);
-    }
+    p->segment_bound = p->cu_seqlens == nullptr
+                           ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
+                           : p->chunk_bound / p->segment_chunks + p->N;
+    p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
+    p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
     p->warmups = workspace.take<int32_t>(2 * pieces);
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
   }
   p->small_count = workspace.take<int32_t>(1);
   p->small_tiles = workspace.take<int32_t>(tiles);
+  if (!p->fused) {
+    p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
+    p->P = workspace.take<uint8_t>(tiles * kTileBytes);
+  }
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
   p->states = workspace.take<uint8_t>(tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
@@ -104,14 +105,29 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   return best_length;
 }
 
+namespace {
+
+// Whether the serial passes should make G o A and P themselves: with one long sequence whose blocks nearly fill the
+// device at once they wait for memory, not for the chain of products (docs/design/sm90_backward.md). Not with several
+// sequences: a workspace must not shrink where a sequence is added, and fusing needs less.
+bool gains_by_fusing(const ChunkBackwardParams& p) {
+  constexpr int32_t kLeastBlocks = 100, kMostBlocks = 132;  // multiprocessors of an H200
+  const int32_t blocks = 4 * p.Hv;
+  return p.segment_chunks == 0 && p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+}
+
+}  // namespace
+
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
   copy.solves_A = params.A.data == nullptr;
+  copy.fused = params.fused || gains_by_fusing(params);
   return take_all(&copy, nullptr);
 }
 
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
+  params->fused = params->fused || gains_by_fusing(*params);
   take_all(params, workspace);
 }
 

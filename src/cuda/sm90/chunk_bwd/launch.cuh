@@ -3,6 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
+#include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
 #include "cuda/sm90/chunk_bwd/solve.cuh"
 #include "cuda/sm90/chunk_bwd/states.cuh"
@@ -22,34 +23,41 @@ cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& 
 }
 
 template <typename T>
+cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, PrepareSmem::kBytes));
+  return launch_chained(sm90_chunk_bwd_prepare_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kPrepareThreads,
+                        PrepareSmem::kBytes, stream, p, maps);
+}
+
+template <typename T, bool kFused>
 cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
-  using Traits = StatesTraits;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_states_kernel<T>, Traits::kBytes));
-  if (p.segment_chunks == 0) {
-    // Two passes, two halves of V each.
-    const unsigned blocks = 4u * static_cast<unsigned>(p.N) * p.Hv;
-    return launch_chained(sm90_chunk_bwd_states_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps,
-                          false);
-  }
+  using Traits = StatesTraits<kFused>;
+  const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
+  auto launch = [&](unsigned blocks, bool second_round) {
+    return launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
+  };
+  if (p.segment_chunks == 0) return launch(4u * static_cast<unsigned>(p.N) * p.Hv, false);  // passes and halves of V
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, pieces, kWarmupThreads, 0, stream, p));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_states_kernel<T>, 6 * pieces, Traits::kThreads,
-                                                Traits::kBytes, stream, p, maps, false));
+      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));
-  return launch_chained(sm90_chunk_bwd_states_kernel<T>, 4 * pieces, Traits::kThreads, Traits::kBytes, stream, p, maps,
-                        true);
+  return launch(4 * pieces, true);
 }
 
 template <typename T>
 cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
                              cudaStream_t stream) {
   using Traits = GradientsTraits;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_gradients_kernel<T>, Traits::kBytes));
-  const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
-  const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      launch_chained(sm90_chunk_bwd_gradients_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+  // dv and dh0 come from the passes, and from the small betas alone.
+  if (p.dq.data != nullptr || p.dk.data != nullptr || p.dg.data != nullptr || p.dbeta.data != nullptr) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_gradients_kernel<T>, Traits::kBytes));
+    const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
+    const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(
+        launch_chained(sm90_chunk_bwd_gradients_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+  }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }
 
@@ -61,7 +69,11 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
 
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
-  if (stage.states) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_states<T>(p, maps, stream));
+  if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, stream));
+  if (stage.states) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, stream)
+                                           : launch_states<T, false>(p, maps, stream));
+  }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;
 }

@@ -26,20 +26,29 @@ struct ChunkInfo {
   int32_t batch;     // batch entry (0 with cu_seqlens)
 };
 
+// A piece of a sequence (segments.cuh). 32 bytes: two loads bring it.
+struct alignas(16) SegmentInfo {
+  int32_t n;                                 // sequence; -1: the slot is empty
+  int32_t index, count;                      // which of its sequence's segments
+  int32_t token, length, first_slot, batch;  // of the sequence
+  int32_t unused;
+};
+static_assert(sizeof(SegmentInfo) == 32);
+
 struct ChunkBackwardParams {
   int32_t B, T, N;        // N sequences: B of T tokens, or packed in B = 1 with cu_seqlens
   int32_t Hq, Hv, group;  // group = Hv / Hq
   int32_t chunk_bound;    // chunk slots that the workspace has
   int32_t per_sequence;   // dense: chunks of one sequence; 0 with cu_seqlens
-  // Sequences in pieces of so many chunks (segments.cuh); 0: whole. segment_bound: pieces that the workspace has room
-  // for; segments_per_sequence: dense, 0 with cu_seqlens.
-  int32_t segment_chunks, segment_bound, segments_per_sequence;
+  // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
+  int32_t segment_chunks, segment_bound;
   float scale;
   bool g_is_cumsum;
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool solves_A;  // the caller has no A
+  bool fused;     // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
@@ -60,20 +69,21 @@ struct ChunkBackwardParams {
   StridedTensor dh0;        // as initial_state, or absent
 
   // Scratch. Tiles are images of swizzled shared memory (traits.h), so that plain bulk copies move them.
-  ChunkInfo* chunk_map;     // [chunk_bound]; with cu_seqlens alone
-  int32_t* first_slot;      // [N] first chunk slot of each sequence; with cu_seqlens alone
-  int32_t* total_chunks;    // [1]; with cu_seqlens alone
-  int32_t* small_count;     // [1] how many entries small_tiles has
-  int32_t* small_tiles;     // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
-  int2* segment_map;        // [segment_bound] (sequence, which of its segments); with cu_seqlens and segments alone
-  int32_t* first_segment;   // [N]; with cu_seqlens and segments alone
-  int32_t* total_segments;  // [1]; with cu_seqlens and segments alone
-  int32_t* warmups;         // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
-  float* edges;             // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
-  float* gates;             // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
-  uint8_t* states;          // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
-  uint8_t* state_grads;     // the same of dS at the chunk's end
-  uint8_t* v_new;           // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+  ChunkInfo* chunk_map;   // [chunk_bound]; with cu_seqlens alone
+  int32_t* first_slot;    // [N] first chunk slot of each sequence; with cu_seqlens alone
+  int32_t* total_chunks;  // [1]; with cu_seqlens alone
+  int32_t* small_count;   // [1] how many entries small_tiles has
+  int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
+  SegmentInfo* segment_map;  // [segment_bound]; with segments alone
+  int32_t* first_segment;    // [N]; with segments alone
+  int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
+  float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
+  uint8_t* GA;               // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
+  uint8_t* P;                // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
+  float* gates;              // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
+  uint8_t* states;           // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
+  uint8_t* state_grads;      // the same of dS at the chunk's end
+  uint8_t* v_new;            // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
 

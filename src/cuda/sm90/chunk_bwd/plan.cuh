@@ -2,7 +2,7 @@
 // the first sequence and after the last.
 #pragma once
 
-#include "cuda/sm90/chunk_bwd/device.cuh"
+#include "cuda/sm90/chunk_bwd/segments.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -39,27 +39,21 @@ __device__ __forceinline__ void zero_padding(const ChunkBackwardParams& p) {
   zero_tokens(p, last + length, p.T);
 }
 
-// Segments of the sequences, by the whole block. Few sequences are cut into segments: a thread counts them all.
-__device__ __forceinline__ void plan_segments(const ChunkBackwardParams& p, int thread) {
-  if (thread == 0) {
-    int total = 0;
-    for (int n = 0; n < p.N; ++n) {
-      p.first_segment[n] = total;
-      const int count = max(1, (sequence_info(p, n).chunks() + p.segment_chunks - 1) / p.segment_chunks);
-      total = min(total + count, p.segment_bound);
+// The last sequence that starts at or before `slot`: empty ones share their successor's start.
+__device__ __forceinline__ int sequence_of(const int32_t* first, int N, int slot) {
+  int low = 0, high = N;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first[middle] <= slot) {
+      low = middle;
+    } else {
+      high = middle;
     }
-    *p.total_segments = total;
   }
-  __syncthreads();
-  const int total = *p.total_segments;
-  for (int segment = thread; segment < total; segment += kPlanThreads) {
-    int n = 0;
-    while (n + 1 < p.N && p.first_segment[n + 1] <= segment) ++n;
-    p.segment_map[segment] = make_int2(n, segment - p.first_segment[n]);
-  }
+  return low;
 }
 
-// Block 0: a running sum of the sequences' chunk counts, then every slot finds its sequence by bisection.
+// Block 0: running sums of the sequences' chunks and segments, then every slot finds its sequence by bisection.
 __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
@@ -68,52 +62,73 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     return;
   }
   if (threadIdx.x == 0) *p.small_count = 0;
-  if (p.cu_seqlens == nullptr) return;
-  __shared__ int32_t warp_total[kPlanThreads / 32];
-  __shared__ int32_t carry;
+  const bool packed = p.cu_seqlens != nullptr;
+  if (!packed && p.segment_chunks == 0) return;
+  __shared__ int2 warp_total[kPlanThreads / 32];
+  __shared__ int2 carry;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-  if (thread == 0) carry = 0;
+  if (thread == 0) carry = make_int2(0, 0);
   __syncthreads();
   for (int base = 0; base < p.N; base += kPlanThreads) {
     const int n = base + thread;
     int32_t begin = 0, length = 0;
-    if (n < p.N) sequence_range(p, n, &begin, &length);
+    if (n < p.N) {
+      if (packed) {
+        sequence_range(p, n, &begin, &length);
+      } else {
+        length = p.T;
+      }
+    }
     const int32_t chunks = (length + kChunk - 1) / kChunk;
-    int32_t sum = chunks;
+    const int32_t segments = n < p.N && p.segment_chunks > 0 ? segments_of(p, chunks) : 0;
+    int2 sum = make_int2(chunks, segments);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
+      const int2 other = make_int2(__shfl_up_sync(0xffffffffu, sum.x, step), __shfl_up_sync(0xffffffffu, sum.y, step));
+      if (lane >= step) sum = make_int2(sum.x + other.x, sum.y + other.y);
     }
     if (lane == 31) warp_total[warp] = sum;
     __syncthreads();
-    int32_t before = carry;
-    for (int w = 0; w < warp; ++w) before += warp_total[w];
-    if (n < p.N) p.first_slot[n] = min(before + sum - chunks, p.chunk_bound);
-    __syncthreads();
-    // Offsets that overlap could overflow the sum: it need not grow past the bound.
-    if (thread == kPlanThreads - 1) carry = min(before + sum, p.chunk_bound);
-    __syncthreads();
-  }
-  const int32_t total = carry;
-  if (thread == 0) *p.total_chunks = total;
-  for (int slot = thread; slot < total; slot += kPlanThreads) {
-    int low = 0,
-        high = p.N;  // the last sequence that starts at or before the slot: empty ones share their successor's start
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (p.first_slot[middle] <= slot) {
-        low = middle;
-      } else {
-        high = middle;
-      }
+    int2 before = carry;
+    for (int w = 0; w < warp; ++w) before = make_int2(before.x + warp_total[w].x, before.y + warp_total[w].y);
+    if (n < p.N) {
+      if (packed) p.first_slot[n] = min(before.x + sum.x - chunks, p.chunk_bound);
+      if (p.segment_chunks > 0) p.first_segment[n] = min(before.y + sum.y - segments, p.segment_bound);
     }
-    int32_t begin, length;
-    sequence_range(p, low, &begin, &length);
-    const int32_t offset = (slot - p.first_slot[low]) * kChunk;
-    p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), low, 0};
+    __syncthreads();
+    // Offsets that overlap could overflow the sums: they need not grow past the bounds.
+    if (thread == kPlanThreads - 1) {
+      carry = make_int2(min(before.x + sum.x, p.chunk_bound), min(before.y + sum.y, p.segment_bound));
+    }
+    __syncthreads();
   }
-  if (p.segment_chunks > 0) plan_segments(p, thread);
+  const int2 total = carry;
+  if (packed) {
+    if (thread == 0) *p.total_chunks = total.x;
+    for (int slot = thread; slot < total.x; slot += kPlanThreads) {
+      const int n = sequence_of(p.first_slot, p.N, slot);
+      int32_t begin, length;
+      sequence_range(p, n, &begin, &length);
+      const int32_t offset = (slot - p.first_slot[n]) * kChunk;
+      p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), n, 0};
+    }
+  }
+  if (p.segment_chunks == 0) return;
+  for (int segment = thread; segment < p.segment_bound; segment += kPlanThreads) {
+    SegmentInfo info{};
+    info.n = -1;
+    if (segment < total.y) {
+      info.n = sequence_of(p.first_segment, p.N, segment);
+      info.index = segment - p.first_segment[info.n];
+      const SequenceInfo sequence = sequence_info(p, info.n);
+      info.count = segments_of(p, sequence.chunks());
+      info.token = sequence.token;
+      info.length = sequence.length;
+      info.first_slot = sequence.first_slot;
+      info.batch = sequence.batch;
+    }
+    p.segment_map[segment] = info;
+  }
 }
 
 }  // namespace flash_qla::cuda::sm90

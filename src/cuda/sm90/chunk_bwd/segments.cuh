@@ -26,23 +26,21 @@ struct Segment {
   int begin, end;       // chunks
 };
 
-// False past the last segment.
+__device__ __forceinline__ int segments_of(const ChunkBackwardParams& p, int chunks) {
+  return max(1, (chunks + p.segment_chunks - 1) / p.segment_chunks);  // an empty sequence still hands on its state
+}
+
+// False: the slot is empty.
 __device__ __forceinline__ bool find_segment(const ChunkBackwardParams& p, int segment, Segment* s) {
-  if (p.cu_seqlens == nullptr) {
-    s->n = segment / p.segments_per_sequence;
-    s->index = segment - s->n * p.segments_per_sequence;
-  } else {
-    if (segment >= *p.total_segments) return false;
-    const int2 at = p.segment_map[segment];
-    s->n = at.x;
-    s->index = at.y;
-  }
-  s->sequence = sequence_info(p, s->n);
-  const int chunks = s->sequence.chunks();
-  s->count = max(1, (chunks + p.segment_chunks - 1) / p.segment_chunks);  // an empty sequence still hands on its state
+  const int4* from = reinterpret_cast<const int4*>(p.segment_map + segment);
+  const int4 x = from[0], y = from[1];
+  s->n = x.x;
+  s->index = x.y;
+  s->count = x.z;
+  s->sequence = {x.w, y.x, y.y, y.z};
   s->begin = s->index * p.segment_chunks;
-  s->end = min(s->begin + p.segment_chunks, chunks);
-  return true;
+  s->end = min(s->begin + p.segment_chunks, s->sequence.chunks());
+  return s->n >= 0;
 }
 
 // How the pass reaches the segment's edge where it enters: chunks of warm-up, or kExact.
@@ -66,67 +64,61 @@ __device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, c
 
 constexpr int kWarmupThreads = kMostWarmup * kChunk;  // a thread a token of the longest window
 
-// One block a (segment, value head): both directions, one after the other.
+// One block a (segment, value head, direction).
 template <typename T>
 __global__ __launch_bounds__(kWarmupThreads) void sm90_chunk_bwd_warmups_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
-  const int segment = blockIdx.x / p.Hv, head = blockIdx.x % p.Hv;
+  const bool reverse = blockIdx.x % 2 == 1;
+  const int head = blockIdx.x / 2 % p.Hv, segment = blockIdx.x / 2 / p.Hv;
   Segment s;
   if (!find_segment(p, segment, &s)) return;
   __shared__ float chunk_sums[kWarmupThreads / 32];
   const int chunks = s.sequence.chunks(), which = threadIdx.x / kChunk, row = threadIdx.x % kChunk;
-  for (int direction = 0; direction < 2; ++direction) {
-    const bool reverse = direction == 1;
-    // The window's chunks, counted from the edge.
-    const int c = reverse ? s.end + which : s.begin - 1 - which;
-    const int most = reverse ? chunks - s.end : s.begin;
-    float bound = 0.0f;
-    if (which < min(most, kMostWarmup)) {
-      const int token = s.sequence.token + c * kChunk + row, valid = min(kChunk, s.sequence.length - c * kChunk);
-      if (row < valid) {
-        float g = 0.0f;
-        if (p.g.data != nullptr) {
-          constexpr float kMinLogDecay = -80.0f;  // docs/math.md
-          // Of a cumsum the chunk's last is the sum.
-          if (!p.g_is_cumsum || row == valid - 1) {
-            g = load_element(p.g, row_offset(p.g, s.sequence.batch, token, head));
-            if (!p.g_is_cumsum) g = fmaxf(g, kMinLogDecay);
-          }
-        }
-        const float beta =
-            p.beta.data == nullptr ? 1.0f : load_element(p.beta, row_offset(p.beta, s.sequence.batch, token, head));
-        const uint4* k = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.k.data) +
-                                                        row_offset(p.k, s.sequence.batch, token, head / p.group));
-        float square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kDim / 8; ++i) {
-          const uint4 bits = k[i];
-          const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            const float2 x = unpack2<T>(words[w]);
-            square += x.x * x.x + x.y * x.y;
-          }
-        }
-        const float factor = fabsf(1.0f - beta * square);
-        bound = g + (factor <= 1.0f ? 0.0f : logf(factor));
+  // The window's chunks, counted from the edge.
+  const int c = reverse ? s.end + which : s.begin - 1 - which;
+  const int most = reverse ? chunks - s.end : s.begin;
+  float bound = 0.0f;
+  if (which < min(most, kMostWarmup)) {
+    const int token = s.sequence.token + c * kChunk + row, valid = min(kChunk, s.sequence.length - c * kChunk);
+    if (row < valid) {
+      const uint4* k = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.k.data) +
+                                                      row_offset(p.k, s.sequence.batch, token, head / p.group));
+      float g = 0.0f, square = 0.0f;
+      // Of a cumsum the chunk's last is the sum.
+      if (p.g.data != nullptr && (!p.g_is_cumsum || row == valid - 1)) {
+        constexpr float kMinLogDecay = -80.0f;  // docs/math.md
+        g = load_element(p.g, row_offset(p.g, s.sequence.batch, token, head));
+        if (!p.g_is_cumsum) g = g < kMinLogDecay ? kMinLogDecay : g;
       }
-    }
-    bound = warp_sum(bound);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) chunk_sums[threadIdx.x / 32] = bound;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int warmup = kExact;
-      float sum = 0.0f;
-      for (int w = 1; w <= min(most, kMostWarmup) && warmup == kExact; ++w) {
-        sum += chunk_sums[2 * w - 2] + chunk_sums[2 * w - 1];
-        // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
-        if (sum <= kWarmupBound || w == most) warmup = w;
+      const float beta =
+          p.beta.data == nullptr ? 1.0f : load_element(p.beta, row_offset(p.beta, s.sequence.batch, token, head));
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) {
+        const uint4 bits = k[i];
+        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 x = unpack2<T>(words[w]);
+          square += x.x * x.x + x.y * x.y;
+        }
       }
-      warmup_of(p, segment, head, reverse) = most == 0 ? 0 : warmup;
+      const float factor = fabsf(1.0f - beta * square);
+      bound = g + (factor <= 1.0f ? 0.0f : logf(factor));
     }
+  }
+  bound = warp_sum(bound);
+  if (threadIdx.x % 32 == 0) chunk_sums[threadIdx.x / 32] = bound;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int warmup = kExact;
+    float sum = 0.0f;
+    for (int w = 1; w <= min(most, kMostWarmup) && warmup == kExact; ++w) {
+      sum += chunk_sums[2 * w - 2] + chunk_sums[2 * w - 1];
+      // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
+      if (sum <= kWarmupBound || w == most) warmup = w;
+    }
+    warmup_of(p, segment, head, reverse) = most == 0 ? 0 : warmup;
   }
 }
 

@@ -14,42 +14,48 @@
 
 namespace flash_qla::cuda::sm90 {
 
+constexpr int kMostStatesStages = 6;
+
+template <bool kFused>
 struct StatesTraits {
-  static constexpr int kThreads = 4 * 128;
-  // In all what 512 threads start with, 128 each.
+  static constexpr int kThreads = kFused ? 4 * 128 : 128 + 64;
+  // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
   static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
 
-  // A stage of the forward pass: K, V (V' on its way out later), G o A (A at first), gates.
+  // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
   static constexpr uint32_t kFwdGA = kFwdV + kTileBytes;
   static constexpr uint32_t kFwdStage = kFwdGA + kTileBytes;
-  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A, gates.
+  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (fused: A at first), P (fused: elsewhere).
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
   static constexpr uint32_t kRevGA = kRevDo + kTileBytes;
-  static constexpr uint32_t kRevStage = kRevGA + kTileBytes;
+  static constexpr uint32_t kRevP = kRevGA + kTileBytes;
+  static constexpr uint32_t kRevStage = kRevP + (kFused ? 0 : kTileBytes);
 
-  // As many stages as fit: a stage is on its way for 1 to 2 us, prepared for 1 and worked on for 1.3.
-  static constexpr int kRevStages = 4, kFwdStages = 6, kMostStages = 6;
+  // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
+  static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = 6;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
 
-  // The state on its way out, P of the next step (it is read early in a step, so one is enough), gates of each stage.
+  // The state on its way out, when fused P of the next step (it is read early in a step, so one is enough), gates of
+  // each stage.
   static constexpr uint32_t kOut = kStagesBytes;
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
-  static constexpr uint32_t kGates = kP + kTileBytes;
-  static constexpr uint32_t kBarriers = kGates + kMostStages * kGateBytes;
-  static constexpr uint32_t kBarrierCount = 4 * kMostStages + 5;
+  static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
+  static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
+  static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 5;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
+  static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-constexpr uint32_t kPrepareBarrier = 1;  // named barrier of the group that makes P
+constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named barriers of the groups
 
-// A stage is loaded (copy engine) and its gates made; gated (G o A is there); empty again. What goes out is
-// written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
+// A stage is loaded (copy engine); fused: its gates are made and G o A is there ("gated"); empty again. What goes out
+// is written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
 // neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
 struct StatesBarriers {
   uint32_t base;
@@ -57,7 +63,7 @@ struct StatesBarriers {
   __device__ uint32_t gates(int stage) const { return base + 32 * stage + 8; }
   __device__ uint32_t gated(int stage) const { return base + 32 * stage + 16; }
   __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
-  __device__ uint32_t state_full() const { return base + 32 * StatesTraits::kMostStages; }
+  __device__ uint32_t state_full() const { return base + 32 * kMostStatesStages; }
   __device__ uint32_t state_empty() const { return state_full() + 8; }
   __device__ uint32_t tokens_full() const { return state_full() + 16; }
   __device__ uint32_t P_full() const { return state_full() + 24; }
@@ -234,10 +240,10 @@ __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, in
   }
 }
 
-template <typename T>
+template <typename T, bool kFused>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<kFused>;
   const uint32_t out = smem + Traits::kOut;
   float S[64];
   start_state(S, p, work, p.initial_state, at);
@@ -253,14 +259,25 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     uint32_t packed[32];
     pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (work.has_tail(step)) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if (work.has_tail(step)) {
+      if constexpr (kFused) {  // those who prepare it zero its last rows
+        mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+      } else {
+        const int valid = work.info(work.chunk(step)).valid, thread = 32 * at.warp + at.lane;
+        zero_tail(sK, valid, thread, 128);
+        zero_tail(sK + kTileBytes, valid, thread, 128);
+        zero_tail(sV, valid, thread, 128);
+        fence_proxy_async();
+        named_barrier_sync(kStateBarrier, 128);
+      }
+    }
 
     // u = S^T K^T; under it the state on its way out, and what the next product needs.
     float u[32];
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
-    mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     float beta_v[32], beta_gamma[16];
     {
       float beta[16];
@@ -338,10 +355,10 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   finish_state(S, p, work, StridedTensor{}, at);
 }
 
-template <typename T>
+template <typename T, bool kFused>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<kFused>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64];
   start_state(dS, p, work, p.dht, at);
@@ -352,17 +369,28 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     asm volatile("" : "+r"(at.warp), "+r"(at.lane));
     const uint32_t base = smem + cursor.stage * Traits::kRevStage;
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
-    const uint32_t sGA = base + Traits::kRevGA, sP = smem + Traits::kP;
+    const uint32_t sGA = base + Traits::kRevGA, sP = kFused ? smem + Traits::kP : base + Traits::kRevP;
     const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
     const uint32_t out_phase = (step & 1) ^ 1;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (work.has_tail(step)) {  // its last rows are zeroed by those who prepare it
-      mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-      mbarrier_wait(bars.P_full(), step & 1);
+    if (work.has_tail(step)) {
+      if constexpr (kFused) {  // those who prepare it zero its last rows
+        mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+        mbarrier_wait(bars.P_full(), step & 1);
+      } else {
+        const int valid = work.info(work.chunk(step)).valid, thread = 32 * at.warp + at.lane;
+        for (int k_half = 0; k_half < 2; ++k_half) {
+          zero_tail(sK + k_half * kTileBytes, valid, thread, 128);
+          zero_tail(sQ + k_half * kTileBytes, valid, thread, 128);
+        }
+        zero_tail(sDo, valid, thread, 128);
+        fence_proxy_async();
+        named_barrier_sync(kStateBarrier, 128);
+      }
     }
 
     // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
-    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    if constexpr (kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     uint32_t packed[32], d_o[16], scaled[16];
     float k_dS[32], p_do[32];
     pack_state<T>(packed, dS);
@@ -383,7 +411,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       const float2 x = unpack2<T>(d_o[i]);
       scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
     }
-    mbarrier_wait(bars.P_full(), step & 1);
+    if constexpr (kFused) mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
     mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
@@ -399,13 +427,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     mbarrier_wait(bars.state_empty(), out_phase);
     put_state(out, packed, at);
     arrive_warp(bars.state_full(), at.lane);
-    mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
     pin(k_dS);
     pin(p_do);
-    arrive_warp(bars.P_empty(), at.lane);
+    if constexpr (kFused) arrive_warp(bars.P_empty(), at.lane);
 
     // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV'.
     uint32_t d_v_new[16];
@@ -466,10 +494,10 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 }
 
 // One warp: what goes out, to memory; it gives the stages back.
-template <bool kReverse>
+template <bool kFused, bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<kFused>;
   const uint32_t out = smem + Traits::kOut;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
@@ -517,17 +545,17 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
 }
 
 // One thread: the tensors' tiles into the stages.
-template <bool kReverse>
+template <bool kFused, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<kFused>;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
-    mbarrier_arrive_expect(bar, kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
     if constexpr (kReverse) {
       // P is made of these first.
       for (int half = 0; half < 2; ++half) {
@@ -540,8 +568,16 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
                   chunk.batch);
     }
-    tma_load_5d(base + (kReverse ? Traits::kRevGA : Traits::kFwdGA), &maps.A, bar, 0, chunk.token, 0, work.head,
-                chunk.batch);
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    if constexpr (kFused) {
+      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
+    } else {
+      const int64_t tile = work.tile(p, work.chunk(step));
+      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
+      bulk_load(smem + Traits::kGates + cursor.stage * kGateBytes, p.gates + tile * kGateVectors * kChunk, kGateBytes,
+                bar);
+      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
+    }
     if constexpr (kReverse) {
       // Without dO: a tile wholly outside the tensor, which arrives as zeros.
       tma_load_5d(base + Traits::kRevDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, work.half, work.head,
@@ -556,7 +592,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
 template <bool kReverse>
 __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                  const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<true>;
   const bool may_keep = kReverse && work.half == 0;
   if (work.steps == 0) return;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -569,11 +605,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     // The next chunk's are on their way while a stage is waited for.
     if (step + 1 < work.steps) raw = load_gates(p, work.info(work.chunk(step + 1)), work.head, lane);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
-    const uint32_t to = smem + Traits::kGates + cursor.stage * kGateBytes + static_cast<uint32_t>(lane) * 8;
-    store_shared_f2(to, gates.cumsum.x, gates.cumsum.y);
-    store_shared_f2(to + kGammaOffset, gates.gamma.x, gates.gamma.y);
-    store_shared_f2(to + kRatioOffset, gates.ratio.x, gates.ratio.y);
-    store_shared_f2(to + kBetaOffset, gates.beta.x, gates.beta.y);
+    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
     arrive_warp(bars.gates(cursor.stage), lane);
     if (keeps) {
       const int64_t tile = work.tile(p, c);
@@ -582,27 +614,27 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       kept[kChunk / 2] = gates.gamma;
       kept[kChunk] = gates.ratio;
       kept[3 * kChunk / 2] = gates.beta;
-      if (small && lane == 0) p.small_tiles[atomicAdd(p.small_count, 1)] = static_cast<int32_t>(tile);
+      if (small && lane == 0) note_small_beta(p, static_cast<int>(tile));
     }
   }
 }
 
-// G of a thread's two rows, in an accumulator's order. Blocks of 16 columns above the diagonal are left out.
-__device__ __forceinline__ void make_G(float (&G)[32], uint32_t sGates, int valid, const Lane& at) {
-  const int row = 16 * at.warp + at.lane / 4;
-  const float c_row[2] = {load_shared_f1(sGates + row * 4), load_shared_f1(sGates + row * 4 + 32)};
-  float c[16];
-  load_columns(c, sGates, at.lane);
+// The cumsum at a thread's two rows; past the end -infinity, so that G is 0 there.
+__device__ __forceinline__ void load_row_cumsums(float (&c_row)[2], uint32_t sGates, int valid, const Lane& at) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j > at.warp) continue;
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * at.warp + at.lane / 4 + 8 * h;
+    c_row[h] = row < valid ? load_shared_f1(sGates + row * 4) : -INFINITY;
+  }
+}
+
+// Which packed pairs of a thread lie on or below the diagonal of a block of 16 x 16 on it: words to mask them with, so
+// that what is above (infinite G, whatever A holds there) leaves no trace.
+__device__ __forceinline__ void diagonal_masks(uint32_t (&diagonal)[4], int lane) {
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-      const int column = 16 * j + 8 * (part / 2) + 2 * (at.lane % 4), r = row + 8 * (part % 2);
-      const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-      G[i] = column <= r && r < valid ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]) : 0.0f;
-      G[i + 1] = column + 1 <= r && r < valid ? exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]) : 0.0f;
-    }
+  for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+    const int column = 8 * (part / 2) + 2 * (lane % 4), row = lane / 4 + 8 * (part % 2);
+    diagonal[part] = (column <= row ? 0xffffu : 0u) | (column < row ? 0xffff0000u : 0u);
   }
 }
 
@@ -615,42 +647,44 @@ __device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane
 template <typename T, bool kReverse>
 __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
                                             const Lane& at) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<true>;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane);
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    float G[32];
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    float c_row[2];
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    make_G(G, smem + Traits::kGates + cursor.stage * kGateBytes, valid, at);
+    load_row_cumsums(c_row, sGates, valid, at);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    uint32_t a[16];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j <= at.warp) load_matrix_x4(block_piece(sGA, j, at), a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3]);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t gated[4] = {};
-      if (j <= at.warp) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-          const float2 x = unpack2<T>(a[4 * j + part]);
-          // Selected, not multiplied by zero: past the end A is a neighbour's, NaN perhaps.
-          gated[part] = pack2<T>(G[i] == 0.0f ? 0.0f : G[i] * x.x, G[i + 1] == 0.0f ? 0.0f : G[i + 1] * x.y);
-        }
-      }
-      store_matrix_x4(block_piece(sGA, j, at), gated[0], gated[1], gated[2], gated[3]);
-    }
     if (valid < kChunk) {
       const int thread = 32 * at.warp + at.lane;
       zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
       if constexpr (!kReverse) {
         for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
       }
+      zero_tail(sGA, valid, thread, 128);
+      named_barrier_sync(kGateBarrier, 128);
     }
+    // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
+#pragma unroll 1
+    for (int j = 0; j <= at.warp; ++j) {
+      uint32_t a[4];
+      load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+        const float2 x = unpack2<T>(a[part]);
+        a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                  (j < at.warp ? ~0u : diagonal[part]);
+      }
+      store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+    }
+#pragma unroll 1
+    for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
     fence_proxy_async();
     arrive_warp(bars.gated(cursor.stage), at.lane);
   }
@@ -660,7 +694,9 @@ __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t sme
 template <typename T>
 __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                        const StatesBarriers& bars, const Lane& at) {
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<true>;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane);
   StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
@@ -673,9 +709,10 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
         zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
       }
       fence_proxy_async();
-      named_barrier_sync(kPrepareBarrier, 128);
+      named_barrier_sync(kPBarrier, 128);
     }
-    float qk[32], G[32];
+    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    float qk[32], c_row[2], c[16];
     const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
     wgmma_fence();
 #pragma unroll
@@ -689,7 +726,8 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
     }
     wgmma_commit();
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    make_G(G, smem + Traits::kGates + cursor.stage * kGateBytes, valid, at);
+    load_row_cumsums(c_row, sGates, valid, at);
+    load_columns(c, sGates, at.lane);
     mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
     wgmma_wait<0>();
     pin(qk);
@@ -700,8 +738,10 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-          packed[part] = pack2<T>(G[i] == 0.0f ? 0.0f : p.scale * G[i] * qk[i],
-                                  G[i + 1] == 0.0f ? 0.0f : p.scale * G[i + 1] * qk[i + 1]);
+          const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
+          const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
+          packed[part] =
+              pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
         }
       }
       store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
@@ -711,27 +751,35 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
   }
 }
 
-template <typename T, bool kReverse>
+template <typename T, bool kFused, bool kReverse>
 __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
                                            int lane) {
-  if (warp >= 12) {
-    release_registers<StatesTraits::kCopyRegisters>();
-    if (warp == 12 && lane == 0) load_stages<kReverse>(p, maps, work, smem, bars);
-    if (warp == 13) make_gate_stages<kReverse>(p, work, smem, bars, lane);
-    if (warp == 14) store_tiles<kReverse>(p, maps, work, smem, bars, lane);
+  using Traits = StatesTraits<kFused>;
+  constexpr int kCopyWarp = kFused ? 12 : 4;
+  if (warp >= kCopyWarp) {
+    if constexpr (kFused) release_registers<Traits::kCopyRegisters>();
+    if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
+    if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
+    if constexpr (kFused) {
+      if (warp == kCopyWarp + 2) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+    }
   } else if (warp >= 8) {
-    release_registers<StatesTraits::kPrepareRegisters>();
-    gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
+    if constexpr (kFused) {
+      release_registers<Traits::kPrepareRegisters>();
+      gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
+    }
   } else if (warp >= 4) {
-    release_registers<StatesTraits::kPrepareRegisters>();
-    if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
+    if constexpr (kFused) {
+      release_registers<Traits::kPrepareRegisters>();
+      if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
+    }
   } else {
-    claim_registers<StatesTraits::kStateRegisters>();
+    if constexpr (kFused) claim_registers<Traits::kStateRegisters>();
     if constexpr (kReverse) {
-      reverse_states<T>(p, work, smem, bars, {warp, lane});
+      reverse_states<T, kFused>(p, work, smem, bars, {warp, lane});
     } else {
-      forward_states<T>(p, work, smem, bars, {warp, lane});
+      forward_states<T, kFused>(p, work, smem, bars, {warp, lane});
     }
   }
 }
@@ -806,14 +854,14 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
   return true;
 }
 
-template <typename T>
-__global__ __launch_bounds__(StatesTraits::kThreads,
+template <typename T, bool kFused>
+__global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps,
                                                                   bool second_round) {
   launch_dependents();
   wait_for_predecessors();
-  using Traits = StatesTraits;
+  using Traits = StatesTraits<kFused>;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
   const StatesBarriers bars = {smem + Traits::kBarriers};
@@ -824,7 +872,7 @@ __global__ __launch_bounds__(StatesTraits::kThreads,
   work.key_head = work.head / p.group;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kMostStages; ++i) {
+    for (int i = 0; i < kMostStatesStages; ++i) {
       mbarrier_init(bars.loaded(i), 1);
       mbarrier_init(bars.gates(i), 1);
       mbarrier_init(bars.gated(i), 4);
@@ -840,9 +888,9 @@ __global__ __launch_bounds__(StatesTraits::kThreads,
   __syncthreads();
 
   if (work.reverse) {
-    run_states<T, true>(p, maps, work, smem, bars, warp, lane);
+    run_states<T, kFused, true>(p, maps, work, smem, bars, warp, lane);
   } else {
-    run_states<T, false>(p, maps, work, smem, bars, warp, lane);
+    run_states<T, kFused, false>(p, maps, work, smem, bars, warp, lane);
   }
 }
 
