@@ -20,7 +20,7 @@ from pathlib import Path
 
 CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s", re.MULTILINE)
 CHECK = re.compile(r"^check (?P<set>\w+), (?P<heads>\d+) heads, cuda, .*: (?P<passed>\d+) of (?P<cases>\d+) cases passed, (?P<seconds>\d+) s", re.MULTILINE)
-SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-exitcode 1 )?(?P<command>.*)$", re.MULTILINE)
+SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-exitcode 1 )?(?:\S*/)?(?P<command>.*)$", re.MULTILINE)
 # racecheck sums up in a form of its own.
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
 SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)

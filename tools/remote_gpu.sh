@@ -11,14 +11,16 @@
 #   ./run.sh sanitize     the four compute-sanitizer tools on small shapes that reach every kernel
 #   ./run.sh all          the three of them
 #
-# FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real).
+# FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real). For racecheck on the
+# Hopper forward build with -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_RACECHECK: without it the tool reports hand-overs that it cannot see
+# (src/cuda/common/mbarrier.cuh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-build/remote_gpu}
 
 # shellcheck disable=SC2086  # several flags in one variable
 cmake -S . -B build/remote -DFLASH_QLA_CUDA=ON -DFLASH_QLA_TESTS=ON -DBUILD_SHARED_LIBS=OFF ${FLASH_QLA_CMAKE_FLAGS:-}
-programs=(cuda_generic_test cuda_generic_bench sm90_chunk_bwd_bench sm90_chunk_fwd_bench sm90_forward_bench)
+programs=(cuda_generic_test cuda_training_test cuda_generic_bench sm90_chunk_bwd_bench sm90_chunk_fwd_bench sm90_forward_bench)
 cmake --build build/remote --parallel --target "${programs[@]}"
 mkdir -p "$folder"
 for program in "${programs[@]}"; do

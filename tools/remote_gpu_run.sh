@@ -3,7 +3,7 @@
 # Prints what each program prints; the last line says how many of them failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-chmod +x cuda_generic_* sm90_*
+chmod +x cuda_* sm90_*
 failed=0
 
 # step SECONDS COMMAND...: a program that hangs is ended and counts as failed.
@@ -16,6 +16,7 @@ step() {
 
 run_tests() {
   step 240 ./cuda_generic_test
+  step 60 ./cuda_training_test
   step 60 ./sm90_chunk_bwd_bench check
   step 60 ./sm90_chunk_fwd_bench check
 }

@@ -8,10 +8,11 @@
 # and there, in that folder (logs and results go to out/):
 #
 #   ./run.sh test         tests/python on the GPU
-#   ./run.sh slow         the same with the soaks and sizes that take minutes
 #   ./run.sh check        python -m flash_qla check: all sets but profile
-#   ./run.sh bench        the four result files, h200_forward.json and so on: few rows of each mode; `bench-full`: all of them
-#   ./run.sh all          test, check, bench
+#   ./run.sh suite        all tests, soaks and sizes that take minutes among them; beside them the four compute-sanitizer tools
+#                         and a short training run: two minutes in all
+#   ./run.sh bench        the four result files, h200_forward.json and so on, the most telling rows first: two minutes at most
+#   ./run.sh all          suite, check, bench
 #
 # FLASH_QLA_REMOTE_PYTHON (3.12) is the other machine's Python, FLASH_QLA_CMAKE_FLAGS is passed on to CMake, and
 # FLASH_QLA_REMOTE_BUILD names another build folder to use than build/remote.
@@ -21,11 +22,11 @@ folder=${1:-build/remote_python} version=${FLASH_QLA_REMOTE_PYTHON:-3.12} build=
 
 # shellcheck disable=SC2086  # several flags in one variable
 cmake -S . -B "$build" -DFLASH_QLA_CUDA=ON -DFLASH_QLA_TESTS=ON -DFLASH_QLA_PYTHON=ON -DBUILD_SHARED_LIBS=OFF ${FLASH_QLA_CMAKE_FLAGS:-}
-cmake --build "$build" --parallel "$(nproc)" --target flash_qla_ffi
+cmake --build "$build" --parallel "$(nproc)" --target flash_qla_ffi cuda_generic_test
 
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
-mkdir -p "$folder" "$stage"/{repository/benchmarks,site,peers/fla} build/remote_wheels
+mkdir -p "$folder" "$stage"/{repository/benchmarks,site,peers/fla,bin} build/remote_wheels
 
 # fetch FOLDER PACKAGE...: wheels for the other machine's Python, unpacked. Wheels that are here already are not fetched again.
 fetch() {
@@ -44,9 +45,10 @@ fetch "$stage/site" apache-tvm-ffi pytest-timeout pytest-xdist execnet typer==0.
 fetch "$stage/peers/fla" fla-core==0.6.0 flash-linear-attention==0.6.0 einops
 rm -rf "$stage"/site/tvm_ffi/{include,3rdparty}
 
-cp -r python tests tools docs README.md CHANGELOG.md pyproject.toml "$stage/repository"
+cp -r python tests tools docs examples README.md CHANGELOG.md pyproject.toml "$stage/repository"
 cp -r benchmarks/recorded "$stage/repository/benchmarks"
 strip "$stage/repository/python/flash_qla/_lib/flash_qla_ffi.so"
+strip -o "$stage/bin/cuda_generic_test" "$build/tests/cpp/cuda/cuda_generic_test"
 find "$stage" -name __pycache__ -prune -exec rm -rf {} +
 changes=$(git status --porcelain --untracked-files=no)
 echo "$(git rev-parse --short=12 HEAD)${changes:++changes}" >"$stage/repository/COMMIT"

@@ -53,7 +53,34 @@ class DeviceBench {
   }
 
   // Median time of one call. `calls` of them make one captured graph, so that gaps between launches stay out.
-  double time(const std::function<Status()>& call, int calls) {
+  double time(const std::function<Status()>& call, int calls) { return time_in_turn({call}, calls)[0]; }
+
+  // The same of several calls, replayed in turn: clocks that fall as the card warms up fall for all of them alike.
+  std::vector<double> time_in_turn(const std::vector<std::function<Status()>>& all, int calls) {
+    std::vector<cudaGraphExec_t> graphs;
+    for (const auto& call : all) graphs.push_back(capture(call, calls));
+    std::vector<std::vector<float>> times(all.size());
+    for (int i = 0; i < reps_ + 2; ++i) {
+      for (size_t c = 0; c < all.size(); ++c) {
+        check_cuda(cudaEventRecord(begin_, stream_), "cudaEventRecord");
+        check_cuda(cudaGraphLaunch(graphs[c], stream_), "cudaGraphLaunch");
+        check_cuda(cudaEventRecord(end_, stream_), "cudaEventRecord");
+        check_cuda(cudaEventSynchronize(end_), "cudaEventSynchronize");
+        float ms = 0.f;
+        check_cuda(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
+        if (i >= 2) times[c].push_back(ms / static_cast<float>(calls));  // the first two warm up
+      }
+    }
+    for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
+    std::vector<double> medians;
+    for (std::vector<float>& t : times) {
+      std::sort(t.begin(), t.end());
+      medians.push_back(t[t.size() / 2]);
+    }
+    return medians;
+  }
+
+  cudaGraphExec_t capture(const std::function<Status()>& call, int calls) {
     cudaGraph_t graph;
     cudaGraphExec_t executable;
     check_cuda(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
@@ -65,24 +92,13 @@ class DeviceBench {
     }
     check_cuda(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
     check_cuda(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
-    std::vector<float> times;
-    for (int i = 0; i < reps_ + 2; ++i) {
-      check_cuda(cudaEventRecord(begin_, stream_), "cudaEventRecord");
-      check_cuda(cudaGraphLaunch(executable, stream_), "cudaGraphLaunch");
-      check_cuda(cudaEventRecord(end_, stream_), "cudaEventRecord");
-      check_cuda(cudaEventSynchronize(end_), "cudaEventSynchronize");
-      float ms = 0.f;
-      check_cuda(cudaEventElapsedTime(&ms, begin_, end_), "cudaEventElapsedTime");
-      if (i >= 2) times.push_back(ms / static_cast<float>(calls));  // the first two warm up
-    }
-    cudaGraphExecDestroy(executable);
     cudaGraphDestroy(graph);
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
+    return executable;
   }
 
+  // A call of `args`, with scratch of its own. `args` must outlive it.
   template <class Op, class Arguments>
-  double time_op(Arguments& args, int calls) {
+  std::function<Status()> prepare(Arguments& args) {
     args.options.device_type = FLASH_QLA_CUDA;
     check_cuda(cudaGetDevice(&args.options.device_index), "cudaGetDevice");
     size_t bytes = 0;
@@ -91,7 +107,12 @@ class DeviceBench {
       std::exit(2);
     }
     void* workspace = arena_.take(bytes);
-    return time([&] { return Op::run(args, workspace, bytes, stream_); }, calls);
+    return [&args, workspace, bytes, this] { return Op::run(args, workspace, bytes, stream_); };
+  }
+
+  template <class Op, class Arguments>
+  double time_op(Arguments& args, int calls) {
+    return time(prepare<Op>(args), calls);
   }
 
   int reps_;

@@ -161,6 +161,19 @@ def test_recorded_times_are_kept_apart(bench, tmp_path, capsys):
     assert "4.00x of other 1.0, its times recorded earlier (geometric mean of 1 rows" in capsys.readouterr().out
 
 
+def test_a_file_for_each_mode_and_short_rows_first(bench, monkeypatch, tmp_path):
+    monkeypatch.setitem(bench_inputs.SHORT, "fwd", [((1, 2), "5x2")])
+    measured, right = [], bench_gpu._measure
+    monkeypatch.setattr(bench_gpu, "_measure", lambda given, replays: measured.append(given["name"]) or right(given, replays))
+    out = tmp_path / "gpu_{mode}.json"
+    assert bench_gpu.run(["fwd", "bwd"], "1x2", "", False, "", 1.0, None, 3, out) == 0
+    assert measured == ["5x2", "1x70", "30+3", "70_1seq"]
+    forward, backward = (json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in ("forward", "backward"))
+    assert [row["seqlens"] for row in forward["rows"]] == [[70], [30, 3], [5, 5]], "the table's order is not that of measuring"
+    assert [row["mode"] for row in backward["rows"]] == ["bwd"]
+    assert (tmp_path / "gpu_forward.csv").exists()
+
+
 def test_short_rows_are_rows():
     for mode, pairs in bench_inputs.SHORT.items():
         rows = bench_inputs.rows_of(mode, "", "", short=True)

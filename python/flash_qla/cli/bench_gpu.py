@@ -32,6 +32,7 @@ PROTOCOL = (
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")
+_FILE_NAMES = {"fwd": "forward", "bwd": "backward", "train": "train", "decode": "decode"}
 
 # Sustained memory bandwidth (bytes/s) and dense bfloat16 rate (FLOP/s) by GPU: a copy kernel and a long GEMM reach
 # them.
@@ -254,8 +255,9 @@ def run(
     replays: int,
     out: Optional[Path],
 ) -> int:
-    """Measures and prints; returns the exit code. The results file is complete after each row: a run that is cut short
-    loses the rest alone."""
+    """Measures and prints; returns the exit code. The results are complete after each row, and the rows of the short run come
+    first: a run that is cut short loses the rest alone. With "{mode}" in the name of `out` every mode has a file of its
+    own: h200_{mode}.json gives h200_forward.json."""
     console = Console(highlight=False, soft_wrap=True)
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown:
@@ -265,20 +267,25 @@ def run(
         console.print("bench: a CUDA GPU must be present (none was found); --cpu measures the CPU path")
         return 2
     wanted = [row for mode in modes for row in rows_of(mode, heads, seqs, short)]
+    places = {id(row): place for place, row in enumerate(wanted)}  # in the tables
     earlier = {} if recorded is None else recorded_times(recorded)
     console.print(f"{torch.cuda.get_device_name()}; {PROTOCOL}")
     given: List[Row] = []  # of those in `rows`
     rows: List[Row] = []
     report = make_report(PROTOCOL, rows, cuda=True)
 
-    def keep() -> None:
-        report["rows"] = rows
-        if out is not None and rows:
-            save(out, report)
+    def keep(put: Callable[[Path, Dict[str, Any]], None] = save) -> List[Path]:
+        in_order = [row for _, row in sorted(zip((places[id(g)] for g in given), rows), key=lambda pair: pair[0])]
+        files: Dict[Path, List[Row]] = {}
+        for row in in_order if out is not None else ():
+            files.setdefault(Path(str(out).replace("{mode}", _FILE_NAMES[row["mode"]])), []).append(row)
+        for path, part in files.items():
+            put(path, {**report, "rows": part})
+        return list(files)
 
     failed = False
     with Progress(console=console, transient=True) as progress:
-        for row_given in progress.track(wanted, description="rows"):
+        for row_given in progress.track(sorted(wanted, key=lambda row: not row["short"]), description="rows"):
             try:
                 row, failure = _measure(row_given, replays)
             except Exception as error:  # the rows after this one are worth having
@@ -315,9 +322,8 @@ def run(
             if trouble is not None:
                 console.print(f"peer {name}: {trouble}")
     _print_summary(rows, console)
-    if out is not None and rows:
-        write(out, report)
-        console.print(f"wrote {out}")
+    for path in keep(write):
+        console.print(f"wrote {path}")
     return 1 if failed else 0
 
 

@@ -92,6 +92,7 @@ def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Di
     return [
         {
             "mode": mode,
+            "short": ((hq, hv), name) in SHORT[mode],
             "hq": hq,
             "hv": hv,
             "name": name,

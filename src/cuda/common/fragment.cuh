@@ -47,6 +47,14 @@ __device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t& r0
                : "memory");
 }
 
+// The transpose of an 8x8 matrix of 16-bit elements: lane l holds elements 2 (l % 4) and the next of row l / 4, before
+// and after.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 __device__ __forceinline__ void store_matrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)

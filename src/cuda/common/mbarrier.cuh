@@ -25,6 +25,19 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// A warp's arrival, once all its lanes have done (and __syncwarp() has said so): by lane 0 alone, and the barrier
+// counts kWarpArrivals of them. compute-sanitizer's racecheck takes a hand-over for ordered only where the lanes that
+// wrote arrive themselves, so in a build for it (FLASH_QLA_RACECHECK) all of them do.
+#ifdef FLASH_QLA_RACECHECK
+inline constexpr uint32_t kWarpArrivals = 32;
+#else
+inline constexpr uint32_t kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive(barrier);
+}
+
 // One arrival that also announces `bytes` of copy-engine traffic.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -139,6 +139,7 @@ struct Inputs {
     args.options.use_gate_in_kernel = features.gate;
     args.options.use_beta_sigmoid_in_kernel = features.sigmoid;
     args.options.allow_neg_eigval = features.negative;
+    args.options.cp_mode = features.cp_mode;
     args.q = view(q);
     args.k = view(k);
     args.v = view(v);

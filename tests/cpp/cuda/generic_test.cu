@@ -389,6 +389,7 @@ int64_t test_invariance(const Settings& settings, Arena& arena, const char* path
   s.cu_seqlens = {0, 17, 17, 209, 300};
   Features f;
   f.initial_state = f.final_state = true;
+  f.cp_mode = FLASH_QLA_CP_OFF;
   ForwardCall batch;
   batch.draw(s, f, PoolFeatures{}, false, random);
   ForwardCall whole = batch;
@@ -428,6 +429,60 @@ int64_t test_invariance(const Settings& settings, Arena& arena, const char* path
 
 // Tokens in sequences.
 int64_t tokens_of(const Shape& s) { return s.cu_seqlens.empty() ? s.B * s.T : s.cu_seqlens.back() - s.cu_seqlens[0]; }
+
+// A sequence in a batch that fills the card has the bits that it has alone, and those of a few of its heads alone.
+int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
+  Checker checker("bits depend on neither batch nor heads, sm90", settings, arena);
+  Random random(23);
+  Shape s;
+  s.dtype = DType::kBFloat16;
+  s.Hq = 4;
+  s.Hv = 8;
+  s.K = s.V = 128;
+  s.cu_seqlens = {0};
+  for (int n = 0; n < 40; ++n) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(1, 200));
+  s.T = s.cu_seqlens.back();
+  Features f;
+  f.initial_state = f.final_state = true;
+  f.cp_mode = FLASH_QLA_CP_OFF;
+  ForwardCall batch;
+  batch.draw(s, f, PoolFeatures{}, false, random);
+  const auto run = [&](ForwardCall& call) {
+    checker.count();
+    const std::string error = run_call(call, "sm90", FLASH_QLA_CUDA, arena);
+    if (!error.empty()) checker.fail("forward", "sm90", error);
+  };
+  run(batch);
+  for (const int64_t n : {0, 7, 39}) {
+    const int64_t begin = s.cu_seqlens[static_cast<size_t>(n)], end = s.cu_seqlens[static_cast<size_t>(n) + 1];
+    for (const int64_t heads : {8, 2}) {  // value heads from 4 on; a whole group of one key head, or all
+      const int64_t first = heads == 8 ? 0 : 4;
+      ForwardCall alone = batch;
+      const auto cut = [&](Buffer& x, int64_t head0, int64_t head1) {
+        x = x.slice(1, begin, end);
+        x = x.slice(2, head0, head1);
+      };
+      cut(alone.in.q, first / 2, (first + heads) / 2);
+      cut(alone.in.k, first / 2, (first + heads) / 2);
+      for (Buffer* x : {&alone.in.v, &alone.in.g, &alone.in.beta, &alone.o}) cut(*x, first, first + heads);
+      for (Buffer* x : {&alone.in.initial_state, &alone.final_state}) {
+        *x = x->slice(0, n, n + 1);
+        *x = x->slice(1, first, first + heads);
+      }
+      Buffer o = alone.o, state = alone.final_state;
+      alone.in.shape.T = end - begin;
+      alone.in.shape.Hq = heads / 2;
+      alone.in.shape.Hv = heads;
+      alone.in.shape.cu_seqlens.clear();
+      alone.in.cu_seqlens = Buffer();
+      run(alone);
+      const std::string what = "sequence " + std::to_string(n) + ", " + std::to_string(heads) + " heads";
+      if (!same(alone.o, o)) checker.fail(what, "sm90", "o differs");
+      if (!same(alone.final_state, state)) checker.fail(what, "sm90", "state differs");
+    }
+  }
+  return checker.finish();
+}
 
 bool on_hopper() {
   int device = 0, major = 0;
@@ -510,11 +565,12 @@ int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
 }
 
 // The chunk algorithm in double with the roundings of a tensor-core kernel, for one dense batch row: the operands of
-// every product are rounded to the inputs' dtype. What is asked of a kernel where a case is ill-conditioned for all of
-// them (docs/numerics.md). Names are those of docs/math.md.
+// every product are rounded to the inputs' dtype (those of the inverse to fp16). What is asked of a kernel where a case
+// is ill-conditioned for all of them (docs/numerics.md). Names are those of docs/math.md.
 class Emulation {
  public:
-  explicit Emulation(ForwardCall& call) : call_(call), shape_(call.in.shape), word_(shape_.dtype, {1}) {}
+  explicit Emulation(ForwardCall& call)
+      : call_(call), shape_(call.in.shape), word_(shape_.dtype, {1}), half_(DType::kFloat16, {1}) {}
 
   // Fills the call's o and final_state.
   void run() {
@@ -567,6 +623,14 @@ class Emulation {
     return c;
   }
 
+  // Element (i, j) of what the inverse is made of. Beside the blocks of 16 on the diagonal the kernel has it in fp16,
+  // which is what an inverse costs that is multiplied on tensor cores.
+  double inverted(int64_t i, int64_t j, double x) {
+    if (i / 16 == j / 16) return x;
+    half_.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(half_.host(), 0);
+  }
+
   Matrix start(int64_t head) {
     Matrix S;
     for (int64_t i = 0; i < shape_.K * shape_.V; ++i) {
@@ -600,8 +664,11 @@ class Emulation {
       A[static_cast<size_t>(i * n + i)] = 1.0;
       for (int64_t j = 0; j < i; ++j) {
         double sum = 0.0;
-        for (int64_t l = j; l < i; ++l) sum += KK[static_cast<size_t>(i * n + l)] * A[static_cast<size_t>(l * n + j)];
-        A[static_cast<size_t>(i * n + j)] = -beta[static_cast<size_t>(i)] * sum;
+        for (int64_t l = j; l < i; ++l) {
+          sum += inverted(i, l, beta[static_cast<size_t>(i)] * KK[static_cast<size_t>(i * n + l)]) *
+                 A[static_cast<size_t>(l * n + j)];
+        }
+        A[static_cast<size_t>(i * n + j)] = -sum;
       }
     }
     A = rounded(A);
@@ -631,7 +698,7 @@ class Emulation {
 
   ForwardCall& call_;
   const Shape shape_;
-  Buffer word_;
+  Buffer word_, half_;
 };
 
 // Keys that make the triangular inverse grow. The bound is twice the error of an emulation where the case is
@@ -829,6 +896,90 @@ class RepeatedCall {
   std::vector<std::pair<char*, size_t>> outputs_;
 };
 
+// bf16 numbers of about unit norm in a row of 128, made on the device.
+__global__ void fill_rows_kernel(uint16_t* data, int64_t n, uint32_t seed) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    uint64_t x = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull + seed;
+    x ^= x >> 31;
+    x *= 0xbf58476d1ce4e5b9ull;
+    const float value = (static_cast<float>(x >> 40) * 0x1p-24f - 0.5f) * 0.3f;
+    data[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+  }
+}
+
+// More sequences than a grid dimension other than the first holds, and elements past the 2^31st.
+int64_t test_sm90_large(const Settings& settings, Arena& arena) {
+  Checker checker("large, sm90", settings, arena);
+  Random random(31);
+  Shape many;
+  many.T = 65536;
+  many.Hv = 2;
+  many.K = many.V = 128;
+  many.dtype = DType::kBFloat16;
+  many.cu_seqlens.resize(65537);
+  std::iota(many.cu_seqlens.begin(), many.cu_seqlens.end(), 0);
+  ForwardCall call;
+  call.draw(many, Features{}, PoolFeatures{}, false, random);
+  checker.check("65,536 sequences of one token", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+
+  // The last of two sequences begins past element 2^31 of v and o. Alone it must give the same bits.
+  checker.count();
+  arena.reset();
+  constexpr int64_t kHq = 8, kHv = 128, kDim = 128, kFirst = (int64_t{1} << 17) + 5, kLast = 300,
+                    kTokens = kFirst + kLast;
+  const auto take = [&](int64_t heads, uint32_t seed) {
+    const Tensor t = tensor(arena.take(static_cast<size_t>(kTokens * heads * kDim * 2)), DType::kBFloat16,
+                            {1, kTokens, heads, kDim});
+    fill_rows_kernel<<<1024, 256>>>(static_cast<uint16_t*>(t.data), kTokens * heads * kDim, seed);
+    return t;
+  };
+  ForwardArguments whole;
+  whole.q = take(kHq, 1);
+  whole.k = take(kHq, 2);
+  whole.v = take(kHv, 3);
+  whole.o = take(kHv, 4);
+  const auto take_states = [&](int64_t rows) {
+    return tensor(arena.take(static_cast<size_t>(rows * kHv * kDim * kDim * 4)), DType::kFloat32,
+                  {rows, kHv, kDim, kDim});
+  };
+  whole.final_state = take_states(2);
+  const int32_t offsets[] = {0, kFirst, kTokens};
+  whole.cu_seqlens = tensor(arena.take(sizeof(offsets)), DType::kInt32, {3});
+  check_cuda(cudaMemcpy(whole.cu_seqlens.data, offsets, sizeof(offsets), cudaMemcpyHostToDevice), "cudaMemcpy");
+  whole.options.path = "sm90";
+  whole.options.device_type = FLASH_QLA_CUDA;
+  whole.options.cp_mode = FLASH_QLA_CP_OFF;
+  check_cuda(cudaGetDevice(&whole.options.device_index), "cudaGetDevice");
+  ForwardArguments alone = whole;
+  for (Tensor* t : {&alone.q, &alone.k, &alone.v, &alone.o}) {
+    t->shape[1] = kLast;
+    t->data = static_cast<uint16_t*>(t->data) + kFirst * t->stride[1];
+  }
+  alone.o.data = arena.take(static_cast<size_t>(kLast * kHv * kDim * 2));
+  alone.final_state = take_states(1);
+  alone.cu_seqlens = Tensor{};
+  for (const ForwardArguments* args : {&whole, &alone}) {
+    size_t bytes = 0;
+    Status status = ChunkForward::workspace_size(*args, &bytes);
+    if (status.ok()) status = ChunkForward::run(*args, arena.take(bytes), bytes);
+    if (!status.ok()) checker.fail("elements past 2^31", "sm90", status.message());
+  }
+  auto* count = static_cast<unsigned long long*>(arena.take(sizeof(unsigned long long)));
+  check_cuda(cudaMemset(count, 0, sizeof(*count)), "cudaMemset");
+  const int64_t values = kLast * kHv * kDim, states = kHv * kDim * kDim;
+  count_different_kernel<<<64, 256>>>(
+      reinterpret_cast<const uint32_t*>(static_cast<uint16_t*>(whole.o.data) + kFirst * kHv * kDim),
+      static_cast<const uint32_t*>(alone.o.data), values / 2, count);
+  count_different_kernel<<<64, 256>>>(static_cast<const uint32_t*>(whole.final_state.data) + states,
+                                      static_cast<const uint32_t*>(alone.final_state.data), states, count);
+  unsigned long long different = 0;
+  check_cuda(cudaMemcpy(&different, count, sizeof(different), cudaMemcpyDeviceToHost), "sm90, elements past 2^31");
+  if (different > 0) {
+    checker.fail("elements past 2^31", "sm90", std::to_string(different) + " words differ from the slice alone");
+  }
+  return checker.finish();
+}
+
 // The same bits a thousand times over, half of them beside another kernel that takes a varying part of the card.
 int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
   Checker checker("a thousand runs, sm90", settings, arena);
@@ -993,6 +1144,8 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
         if (r.chance(0.5) && !(f.gate && name == "dg")) *buffer = Buffer();  // a gate's dg measures dA_log's terms
       }
     }
+    // The final state's gradient alone gives all tokens of a head much the same dg: one number, that may cancel.
+    if (!has_d_o || f.scale == 0.0) call.dg = call.dA_log = call.ddt_bias = Buffer();
     return call;
   };
   for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
@@ -1101,11 +1254,13 @@ int run(const Settings& settings) {
       {"sm90 forward, keys", true, [&] { return test_sm90_keys(settings, arena); }},
       {"sm90 forward, repeats", true, [&] { return test_sm90_repeat(settings, arena); }},
       {"sm90 forward, soak", true, [&] { return test_sm90_soak(settings, arena); }},
+      {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
       {"sm90 backward", true, [&] { return test_sm90_backward(settings, arena); }}};
   if (!settings.small) {
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
+    groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
   }
   const bool hopper = on_hopper();

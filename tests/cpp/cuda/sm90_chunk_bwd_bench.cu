@@ -459,6 +459,11 @@ class Runner {
     return good;
   }
 
+  Outputs results() {
+    run();
+    return outputs();
+  }
+
   void time() {
     run();
     auto median = [&](ChunkBackwardStage stage) {
@@ -870,10 +875,16 @@ int main(int argc, char** argv) {
   bool good = true;
   if (mode == "check") {
     for (Case c : check_cases()) {
-      good &= Runner(c).check();
+      Runner apart(c);
+      good &= apart.check();
       c.name = "fused " + c.name;
       c.fused = true;
-      good &= Runner(c).check();
+      Runner fused(c);
+      good &= fused.check();
+      if (!(apart.results() == fused.results())) {
+        good = false;
+        std::printf("%s: differs from what it gives apart (!)\n", c.name.c_str());
+      }
     }
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
   } else {

@@ -52,12 +52,15 @@ template <typename T>
 cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
                              cudaStream_t stream) {
   using Traits = GradientsTraits;
-  const auto kernel = p.q_inverse_norms == nullptr ? sm90_chunk_bwd_gradients_kernel<T, false>
-                                                   : sm90_chunk_bwd_gradients_kernel<T, true>;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
-  const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
-  const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+  // dv and dh0 come from the passes, and from the small betas alone.
+  if (p.dq.data != nullptr || p.dk.data != nullptr || p.dg.data != nullptr || p.dbeta.data != nullptr) {
+    const auto kernel = p.q_inverse_norms == nullptr ? sm90_chunk_bwd_gradients_kernel<T, false>
+                                                     : sm90_chunk_bwd_gradients_kernel<T, true>;
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
+    const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
+    const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+  }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }
 

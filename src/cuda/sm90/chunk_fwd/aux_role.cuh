@@ -66,8 +66,8 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
   store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
   store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
-  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e,
-                  cy * kLog2e);  // every lane has its g by now: the shuffles have met
+  __syncwarp();  // every lane has its g: the sums take their place
+  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
   store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
@@ -179,17 +179,23 @@ __device__ __forceinline__ float diagonal_block(const float (&x)[32], int i, int
 }
 
 // M = strict_lower(diag(beta) K K^T) from the accumulator of K K^T into the inverse's workspace: diagonal 16x16 blocks
-// in fp32, column-major; the blocks below as fp16, transposed: tile[column][row].
+// in fp32, column-major; the blocks below as fp16, transposed: tile[column][row]. The diagonal blocks are rounded to
+// fp16 as well: the inverse is then that of one matrix close to M. Where keys lie along each other and beta is near 2
+// two differently rounded parts of one triple the error.
 __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
                                           uint32_t diagonal, const LanePlace& at) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float x = diagonal_block(kkt, i, at.warp);
+  for (int i = 0; i < 8; i += 2) {
+    const float beta = (i >> 1) & 1 ? beta1 : beta0;
+    const float2 x = unpack2<__half>(
+        pack2<__half>(beta * diagonal_block(kkt, i, at.warp), beta * diagonal_block(kkt, i + 1, at.warp)));
     // Element (r, c) of the block is float c * 16 + ((r / 4) ^ (c / 2 % 4)) * 4 + r % 4: no worse than two-way bank
     // conflicts.
     const int r = (at.lane >> 2) + 8 * ((i >> 1) & 1);
-    const int c = 2 * at.q + 8 * (i >> 2) + (i & 1);
-    store_shared_f1(diagonal + (c * 16 + (((r >> 2) ^ at.q) << 2) + (r & 3)) * 4, x * ((i >> 1) & 1 ? beta1 : beta0));
+    const int c = 2 * at.q + 8 * (i >> 2);
+    const uint32_t address = diagonal + (c * 16 + (((r >> 2) ^ at.q) << 2) + (r & 3)) * 4;
+    store_shared_f1(address, x.x);
+    store_shared_f1(address + 16 * 4, x.y);
   }
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
@@ -459,7 +465,6 @@ struct AuxRole {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + 8 * h;
-      if (row >= c.valid) continue;
       uint32_t* out =
           reinterpret_cast<uint32_t*>(static_cast<Element*>(p.args.a) +
                                       ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk);
@@ -468,8 +473,10 @@ struct AuxRole {
         const float* x = b < 3 ? a[b] : diagonal;  // zeros right of the diagonal
         const uint32_t low = b < at.warp ? pack2<Element>(x[2 * h], x[2 * h + 1]) : 0u;
         const uint32_t high = b < at.warp ? pack2<Element>(x[4 + 2 * h], x[5 + 2 * h]) : 0u;
-        out[8 * b + at.q] = b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low;
-        out[8 * b + 4 + at.q] = b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high;
+        const uint2 words =
+            pair_words(b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low,
+                       b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high, at.q);
+        if (row < c.valid) *reinterpret_cast<uint2*>(out + 8 * b + paired_word(at.q)) = words;
       }
     }
   }
@@ -520,7 +527,7 @@ struct AuxRole {
     }
     fence_proxy_async();
     __syncwarp();
-    if ((thread & 31) == 0) mbarrier_arrive(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA));
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), thread & 31);
 
     // O of chunk m - 3, then Q K^T and P. While that runs, one thread each passes on the stages of chunk m - 2.
     m = opaque(m);
@@ -548,7 +555,7 @@ struct AuxRole {
     fence_proxy_async();
     if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid, full_p);
     __syncwarp();
-    if ((thread & 31) == 0) mbarrier_arrive(full_p);
+    mbarrier_arrive_warp(full_p, thread & 31);
   }
 
   // At a sequence's end V comes through a barrier of this group's own, and is passed on once its tail is cleared.

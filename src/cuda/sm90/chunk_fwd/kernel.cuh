@@ -30,11 +30,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4);  // the warps of an auxiliary group
+      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 5);                        // ... and V
-      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * Traits::kStateGroups);  // the warps of the state groups
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
+      mbarrier_init(smem() + Traits::kDone + 8 * i,
+                    4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }

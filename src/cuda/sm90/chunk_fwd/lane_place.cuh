@@ -26,4 +26,13 @@ __device__ __forceinline__ LanePlace lane_place(int thread) {
   return at;
 }
 
+// For stores of whole sectors. A row's four lanes hold word q of two blocks of four words, x and y: neighbours exchange
+// halves, so that an even lane has words q and q + 1 of the first block, an odd one q - 1 and q of the second. Those
+// lie paired_word(q) words from the first block's start.
+__device__ __forceinline__ uint2 pair_words(uint32_t x, uint32_t y, int q) {
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, q & 1 ? x : y, 1);
+  return q & 1 ? make_uint2(other, y) : make_uint2(x, other);
+}
+__device__ __forceinline__ int paired_word(int q) { return (q & 1) * 4 + (q & 2); }
+
 }  // namespace flash_qla::cuda::sm90

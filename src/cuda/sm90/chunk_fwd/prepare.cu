@@ -80,6 +80,15 @@ __device__ RowPlace row_place(const RowWork& work, int64_t row) {
   return {offset_of(work.from, i, j, head), offset_of(work.to, i, j, head)};
 }
 
+// Read once, written for a later kernel: neither is worth a place in L1.
+__device__ uint4 load_octet(const void* p) {
+  uint4 x;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "l"(p));
+  return x;
+}
+
 __device__ void copy_octets(const RowWork& work, int64_t first_row) {
   const int lane = threadIdx.x % kRowLanes;
   uint4 x[kRowsPerLane];
@@ -91,7 +100,7 @@ __device__ void copy_octets(const RowWork& work, int64_t first_row) {
     if (row >= work.rows) continue;
     const RowPlace place = row_place(work, row);
     to[i] = place.to + 8 * lane;
-    x[i] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(work.from.data) + place.from + 8 * lane);
+    x[i] = load_octet(static_cast<const uint16_t*>(work.from.data) + place.from + 8 * lane);
   }
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {

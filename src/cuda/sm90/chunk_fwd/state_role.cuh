@@ -73,16 +73,22 @@ struct StateRole {
     if (p.args.h == nullptr || c.valid == 0 || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) return;
     Element* base = static_cast<Element*>(p.args.h) +
                     (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
+    uint32_t* words = reinterpret_cast<uint32_t*>(base) + paired_word(at.q);
     const int dv = first_row(c);
+    if (p.args.state_v_first) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int row = dv + 8 * (i & 1), column = 8 * (i >> 1) + 2 * at.q;
-      if (p.args.state_v_first) {
-        *reinterpret_cast<uint32_t*>(base + row * kHeadDim + column) = packed[i];
-      } else {
-        uint16_t* element = reinterpret_cast<uint16_t*>(base + column * kHeadDim + row);
-        element[0] = static_cast<uint16_t>(packed[i] & 0xffff);
-        element[kHeadDim] = static_cast<uint16_t>(packed[i] >> 16);
+      for (int i = 0; i < 16; ++i) {
+        const int block = 2 * (i >> 1), row = dv + 8 * (i & 1);
+        *reinterpret_cast<uint2*>(words + (row * kHeadDim + 8 * block) / 2) =
+            pair_words(packed[2 * block + (i & 1)], packed[2 * block + 2 + (i & 1)], at.q);
+      }
+    } else {
+      const int key = at.lane >> 2;
+      words += (key * kHeadDim + dv - key) / 2;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        *reinterpret_cast<uint2*>(words + 8 * i * kHeadDim / 2) =
+            pair_words(transpose_8x8(packed[2 * i]), transpose_8x8(packed[2 * i + 1]), at.q);
       }
     }
   }
@@ -153,10 +159,7 @@ struct StateRole {
       uint32_t packed[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-      if constexpr (Traits::kSave) {
-        save_h(packed, chunk);
-        save_listed(s, chunk);
-      }
+      if constexpr (Traits::kSave) save_listed(s, chunk);
       float u[32];
       const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
       wgmma_fence();
@@ -176,6 +179,7 @@ struct StateRole {
         mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
       wgmma_commit();
+      if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
@@ -262,7 +266,7 @@ struct StateRole {
       pin(s);
       pin(corrected);
       pin(v);
-      if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * slot);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
@@ -276,7 +280,7 @@ struct StateRole {
     }
     put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
     __syncwarp();
-    if (at.lane == 0) mbarrier_arrive(smem() + Traits::kDone + 8 * (m & 1));
+    mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m & 1), at.lane);
   }
 };
 
