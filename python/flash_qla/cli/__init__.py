@@ -48,7 +48,9 @@ def bench(
         None, help="on a GPU: other packages' times of an earlier run, as benchmarks/recorded/h200_peers.csv"
     ),
     runs: int = typer.Option(15, min=1, help="timed repetitions; the median counts"),
-    out: Optional[Path] = typer.Option(None, help="results file to write (.json), with a .csv and a .png beside it; on a GPU {mode} stands for the mode"),
+    out: Optional[Path] = typer.Option(
+        None, help="results file to write (.json), with a .csv and a .png beside it; on a GPU {mode} stands for the mode"
+    ),
 ) -> None:
     """Measure, each row after a correctness check; a row whose check fails is not written and the exit code is 1.
 

@@ -188,9 +188,11 @@ _PEER_SCRIPT = Path(__file__).with_name("bench_peers.py")
 _PEER_SILENCE_S = 120.0
 
 
-def _run_peer(item: str, given: Sequence[Row], replays: int, seconds: float, take: Callable[[Row], None]) -> Optional[str]:
-    """Times one peer ("name" or "name=folder") in a process of its own, at most `seconds` long, and hands over each of its
-    answers as it comes. Returns what went wrong, or None."""
+def _run_peer(
+    item: str, given: Sequence[Row], replays: int, seconds: float, take: Callable[[Row], None]
+) -> Optional[str]:
+    """Times one peer ("name" or "name=folder") in a process of its own, at most `seconds` long, and hands over each of
+    its answers as it comes. Returns what went wrong, or None."""
     name, _, folder = item.partition("=")
     # Without this package, whose import name one of them shares; and fla with its own kernels, which it would leave for
     # any flash_qla that it can import.
@@ -240,8 +242,8 @@ def _print_summary(rows: Sequence[Row], console: Console) -> None:
         for kind, note in (("peers", ""), ("recorded", ", its times recorded earlier")):
             for peer in peer_names(of_mode, kind):
                 found = ratios(of_mode, peer, kind)
-                console.print(f"{mode}: {geometric_mean(found):.2f}x of {peer}{note} (geometric mean of {len(found)} rows, "
-                              f"least {min(found):.2f}x)")  # fmt: skip
+                console.print(f"{mode}: {geometric_mean(found):.2f}x of {peer}{note} (geometric mean of {len(found)} "
+                              f"rows, least {min(found):.2f}x)")  # fmt: skip
 
 
 def run(
@@ -255,9 +257,9 @@ def run(
     replays: int,
     out: Optional[Path],
 ) -> int:
-    """Measures and prints; returns the exit code. The results are complete after each row, and the rows of the short run come
-    first: a run that is cut short loses the rest alone. With "{mode}" in the name of `out` every mode has a file of its
-    own: h200_{mode}.json gives h200_forward.json."""
+    """Measures and prints; returns the exit code. The results are complete after each row, and the rows of the short run
+    come first: a run that is cut short loses the rest alone. With "{mode}" in the name of `out` every mode has a file
+    of its own: h200_{mode}.json gives h200_forward.json."""
     console = Console(highlight=False, soft_wrap=True)
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown:
@@ -299,7 +301,8 @@ def run(
             given.append(row_given)
             rows.append(row)
             keep()
-            beside = "".join(f" {peer} {ms:.4f} recorded ({ms / row['ms']:.2f}x)" for peer, ms in row["recorded"].items())
+            earlier_times = row["recorded"].items()
+            beside = "".join(f" {peer} {ms:.4f} recorded ({ms / row['ms']:.2f}x)" for peer, ms in earlier_times)
             console.print(f"{_describe(row)}{beside} worst error {max(row['err'].values()):.1e} (of a head "
                           f"{max(row['err_worst_head'].values()):.1e})  repeat: {_repeat(row_given)}")  # fmt: skip
         for item in filter(None, peers.split(",")):
@@ -315,8 +318,8 @@ def run(
                 row["peers"][answer["peer"]] = round(answer["ms"], 4)
                 row["peer_peak_bytes"][answer["peer"]] = answer["peak_bytes"]
                 keep()
-                console.print(f"{_describe(row)}, {answer['peer']} {answer['ms']:.4f} ({answer['ms'] / row['ms']:.2f}x), "
-                              f"{answer['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
+                console.print(f"{_describe(row)}, {answer['peer']} {answer['ms']:.4f} "
+                              f"({answer['ms'] / row['ms']:.2f}x), {answer['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
 
             trouble = _run_peer(item, given, replays, peer_seconds, take)
             if trouble is not None:

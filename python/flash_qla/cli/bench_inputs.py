@@ -50,8 +50,8 @@ BACKWARD_LENGTHS: Dict[str, List[int]] = {
 # Decode: so many sequences of one token each.
 DECODE_LENGTHS: Dict[str, List[int]] = {f"batch{n}": [1] * n for n in (1, 16, 256)}
 
-# A few rows of each mode that show what it is about: a full card, few heads, one long sequence, short ones, sizes that do
-# not divide evenly. For runs that have minutes, not an hour.
+# A few rows of each mode that show what it is about: a full card, few heads, one long sequence, short ones, sizes that
+# do not divide evenly. For runs that have minutes, not an hour.
 SHORT: Dict[str, List[Tuple[Heads, str]]] = {
     "fwd": [
         *(((16, 64), name) for name in ("8192x4", "4096x8", "2048x4", "1024x8", "1x32768", "1x8192", "28672+4096")),
@@ -74,8 +74,8 @@ SHORT: Dict[str, List[Tuple[Heads, str]]] = {
 
 
 def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Dict[str, Any]]:
-    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64") and `lengths` (names); empty: all, or those of
-    SHORT."""
+    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64") and `lengths` (names); empty: all, or those
+    of SHORT."""
     all_heads, all_lengths = {
         "fwd": (FORWARD_HEADS, FORWARD_LENGTHS),
         "bwd": (BACKWARD_HEADS, BACKWARD_LENGTHS),
@@ -88,7 +88,9 @@ def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Di
     if short:
         pairs = [pair for pair in SHORT[mode] if pair in pairs]
     # Decode moves little but the states: their dtype and layout count there.
-    states = list(itertools.product(("float32", "bfloat16"), (True, False))) if mode == "decode" else [("float32", False)]
+    states = [("float32", False)]
+    if mode == "decode":
+        states = list(itertools.product(("float32", "bfloat16"), (True, False)))
     return [
         {
             "mode": mode,

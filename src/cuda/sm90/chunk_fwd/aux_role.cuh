@@ -11,8 +11,6 @@
 namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kGateFloor =
-    -80.0f;  // e^-80 is nothing in fp32; a larger step would ruin the differences of the sum
 
 // All gate vectors of one chunk by one warp, from g and beta in the stage itself; lane l holds tokens 2l and 2l + 1.
 // Every exponent is a difference, at most 0 for g <= 0. A lane sums its block of 16 tokens by itself: with the copy
@@ -54,7 +52,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   cx += before;
   cy += before;
   if constexpr (Traits::kSave) {
-    if (args.g_cumsum != nullptr && chunk.half == 0) {
+    if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
       float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
       if (2 * lane < chunk.valid) out[0] = cx;
       if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
@@ -400,8 +398,10 @@ struct AuxRole {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
-    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
+    mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
     tma_load_4d(stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
+    if (with_v) tma_load_4d(stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_q(uint32_t m) const {
     const ChunkRecord& c = record(m);
@@ -433,7 +433,7 @@ struct AuxRole {
   // ... and of a full chunk, by one thread.
   __device__ void store_o(uint32_t m) const {
     const ChunkRecord& c = record(m);
-    if (c.valid != kChunk) return;
+    if (c.valid != kChunk || (c.flags & kSilentChunk)) return;
     fence_proxy_async();
     tma_store_4d(&p.o, stage_v(m), 0, c.row, c.half, c.head);
     tma_store_commit();
@@ -443,12 +443,12 @@ struct AuxRole {
     const int warp = opaque_thread() >> 5;
     if (warp == 1) fetch_gates(m + 2);
     if (opaque_thread() % 32 != 0) return;
-    if (warp == 0) {
+    if (warp == 0 && !Traits::kStateOnly) {
       tma_store_wait_read();  // O of chunk m - 3 has left the stage that V goes to
       load_v(m, record(m).valid == kChunk ? full_p : smem() + Traits::kTailV + 8 * opaque(group));
     } else if (warp == 2) {
       load_k(m + 2);
-      if (record(m + 1).valid >= 0) load_q(m + 1);
+      if (!Traits::kStateOnly && record(m + 1).valid >= 0) load_q(m + 1);
     }
   }
 
@@ -461,7 +461,7 @@ struct AuxRole {
 
   __device__ void save_a(const float (&a)[3][8], const float (&diagonal)[8], const ChunkRecord& c,
                          const LanePlace& at) const {
-    if (p.args.a == nullptr || c.half != 0) return;
+    if (p.args.a == nullptr || c.half != 0 || (c.flags & kSilentChunk)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + 8 * h;
@@ -529,8 +529,16 @@ struct AuxRole {
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), thread & 31);
 
-    // O of chunk m - 3, then Q K^T and P. While that runs, one thread each passes on the stages of chunk m - 2.
     m = opaque(m);
+    if constexpr (Traits::kStateOnly) {
+      // No P: its barrier says that K, V and the gates are there.
+      if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
+      const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
+      pass_stages_on(m, full_p);
+      __syncwarp();
+      mbarrier_arrive_warp(full_p, thread & 31);
+      return;
+    }
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     float qkt[32];
     start_product<Element>(qkt, stage_q(m), stage_k(m));
@@ -573,12 +581,13 @@ struct AuxRole {
   __device__ void run() {
     if (thread == 0) {
       load_k(group);
-      if (group == 0) load_q(0);
+      if (!Traits::kStateOnly && group == 0) load_q(0);
     }
     if (thread < 32) fetch_gates(group);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
+    if constexpr (Traits::kStateOnly) return;
     // The last chunks' O: the chunk after the last counts as done once the state groups have written the last O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {

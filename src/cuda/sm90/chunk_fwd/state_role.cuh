@@ -57,6 +57,23 @@ struct StateRole {
   __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
 
   __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
+    if constexpr (Traits::kStateOnly) {
+      if (c.flags & kFromIdentity) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          s[i] = first_row(c) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
+        }
+        return;
+      }
+    } else if (c.flags & kFromBoundary) {
+      const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const float4 x = __ldcg(from + boundary_place(group + c.half, at.warp, j, at.lane));
+        s[4 * j] = x.x, s[4 * j + 1] = x.y, s[4 * j + 2] = x.z, s[4 * j + 3] = x.w;
+      }
+      return;
+    }
     if (c.slot_in >= 0) {
       const StateSet& set = p.args.initial;
       move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
@@ -66,11 +83,24 @@ struct StateRole {
     }
   }
 
+  // The last state of a split's piece, or its transition.
+  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
+    float4* to = (c.flags & kToTransition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      to[boundary_place(group + c.half, at.warp, j, at.lane)] =
+          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+    }
+  }
+
   // The state at the chunk's start, as the products below see it.
   __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
     // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
     // order can give, is past the rows as well.
-    if (p.args.h == nullptr || c.valid == 0 || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) return;
+    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kSilentChunk) ||
+        static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
+      return;
+    }
     Element* base = static_cast<Element*>(p.args.h) +
                     (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
     uint32_t* words = reinterpret_cast<uint32_t*>(base) + paired_word(at.q);
@@ -96,7 +126,7 @@ struct StateRole {
   // The state at the chunk's start in full, for every entry of its list.
   __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.start_lists == nullptr || c.valid == 0) return;
+    if (args.start_lists == nullptr || c.valid == 0 || (c.flags & kSilentChunk)) return;
     for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
       float* matrix =
           args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
@@ -107,7 +137,10 @@ struct StateRole {
   // The state after every n-th full chunk of a sequence.
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.checkpoints == nullptr || c.valid < kChunk || (c.position + 1) % args.checkpoint_every_chunks != 0) return;
+    if (args.checkpoints == nullptr || c.valid < kChunk || (c.flags & kSilentChunk) ||
+        (c.position + 1) % args.checkpoint_every_chunks != 0) {
+      return;
+    }
     const int64_t first = load_index(args.checkpoint_cu_starts, args.checkpoint_starts_are_64_bit,
                                      c.sequence * args.checkpoint_starts_stride);
     const int64_t row = first + (c.position + 1) / args.checkpoint_every_chunks - 1;
@@ -137,6 +170,7 @@ struct StateRole {
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
+    uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
 #pragma unroll 1
     for (;; ++m) {
       const ChunkRecord& chunk = record(m);
@@ -169,16 +203,18 @@ struct StateRole {
         mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
       wgmma_commit();
-      // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that nothing reads before
-      // its load.)
-      put_o(o, v_base + previous_v * Traits::kBytesV);
-      wgmma_fence();
-      mma_rs_n64_init<Element>(o, packed, q_rows);
+      if constexpr (!Traits::kStateOnly) {
+        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that nothing reads before
+        // its load.)
+        put_o(o, v_base + previous_v * Traits::kBytesV);
+        wgmma_fence();
+        mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-      for (int i = 1; i < 8; ++i) {
-        mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        for (int i = 1; i < 8; ++i) {
+          mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        }
+        wgmma_commit();
       }
-      wgmma_commit();
       if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
@@ -190,6 +226,10 @@ struct StateRole {
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+      if constexpr (Traits::kStateOnly) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] = chunk.flags & kNoValues ? 0u : v[i];
+      }
       wgmma_wait<0>();
       pin(u);
       pin(o);
@@ -221,12 +261,14 @@ struct StateRole {
       mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
       mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
       wgmma_commit();
+      if constexpr (!Traits::kStateOnly) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float4 gamma = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-        float* x = o + 8 * b;
-        x[0] *= gamma.x, x[1] *= gamma.y, x[2] *= gamma.x, x[3] *= gamma.y;
-        x[4] *= gamma.z, x[5] *= gamma.w, x[6] *= gamma.z, x[7] *= gamma.w;
+        for (int b = 0; b < 4; ++b) {
+          const float4 gamma = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+          float* x = o + 8 * b;
+          x[0] *= gamma.x, x[1] *= gamma.y, x[2] *= gamma.x, x[3] *= gamma.y;
+          x[4] *= gamma.z, x[5] *= gamma.w, x[6] *= gamma.z, x[7] *= gamma.w;
+        }
       }
       wgmma_wait<0>();
       pin(low);
@@ -240,11 +282,13 @@ struct StateRole {
         corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
         corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
       }
-      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-      pin(o);
-      wgmma_fence();
+      if constexpr (!Traits::kStateOnly) {
+        const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+        pin(o);
+        wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      }
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -270,13 +314,26 @@ struct StateRole {
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
-        const StateSet& set = p.args.final_state;
-        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
-                         first_row(chunk), at.q);
+        if constexpr (Traits::kStateOnly) {
+          save_boundary(s, chunk);
+          ++tiles;
+        } else {
+          const StateSet& set = p.args.final_state;
+          move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                           first_row(chunk), at.q);
+        }
       }
       previous_v = stage_v;
       stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
+    }
+    if constexpr (Traits::kStateOnly) {
+      __syncwarp();
+      if (at.lane == 0 && tiles > 0) {
+        __threadfence();
+        atomicAdd(&p.counters->states_done, tiles);
+      }
+      return;
     }
     put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
     __syncwarp();

@@ -7,13 +7,17 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
 inline constexpr int kHeadDim = 128;  // K = V
+// e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
+inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-template <typename Element_, int kStateGroups_, bool kSave_>
+// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
+template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
+  static constexpr bool kStateOnly = kStateOnly_;
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
@@ -27,8 +31,8 @@ struct ChunkForwardTraits {
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
   static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = 3;
-  static constexpr int kStagesV = 3;
+  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
@@ -67,7 +71,7 @@ struct ChunkForwardTraits {
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
-  static constexpr uint32_t kBytesWalker = 64;
+  static constexpr uint32_t kBytesWalker = 80;
   static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
 
   // Barriers, 8 bytes each.
