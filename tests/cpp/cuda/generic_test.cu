@@ -623,10 +623,9 @@ class Emulation {
     return c;
   }
 
-  // Element (i, j) of what the inverse is made of. Beside the blocks of 16 on the diagonal the kernel has it in fp16,
-  // which is what an inverse costs that is multiplied on tensor cores.
-  double inverted(int64_t i, int64_t j, double x) {
-    if (i / 16 == j / 16) return x;
+  // An element of what the inverse is made of: in fp16, which is what an inverse costs that is multiplied on tensor
+  // cores.
+  double inverted(double x) {
     half_.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
     return load(half_.host(), 0);
   }
@@ -665,7 +664,7 @@ class Emulation {
       for (int64_t j = 0; j < i; ++j) {
         double sum = 0.0;
         for (int64_t l = j; l < i; ++l) {
-          sum += inverted(i, l, beta[static_cast<size_t>(i)] * KK[static_cast<size_t>(i * n + l)]) *
+          sum += inverted(beta[static_cast<size_t>(i)] * KK[static_cast<size_t>(i * n + l)]) *
                  A[static_cast<size_t>(l * n + j)];
         }
         A[static_cast<size_t>(i * n + j)] = -sum;
