@@ -66,12 +66,9 @@ inline int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const auto draw = [&](Random& r) {
-    DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
     Shape s = draw_shape(type, settings.small ? 140 : 400, settings.largest_state(), r);
     s.K = s.V = 128;
-    // In bf16 the roundings of a token's score and of its beta are two factors of its whole output, up to 2^-9 each,
-    // and may add to more than the bound where there are no others to average with (test_sm90_single_tokens).
-    if (tokens_of(s) < 8) s.dtype = type = DType::kFloat16;
     ForwardCall call;
     call.draw(s, draw_features(type, s.K, r), draw_pool_features(false, !s.cu_seqlens.empty(), r), false, r);
     return call;
