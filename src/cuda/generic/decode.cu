@@ -67,19 +67,33 @@ struct Vector {
   uint32_t words[4];
 };
 
-template <class State, bool kStreams>
+template <class State, int kStreams>
 __device__ Vector<State> load_vector(const void* data, int64_t offset) {
   const uint4* from = reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
-  const uint4 raw = kStreams ? __ldcs(from) : *from;
+  uint4 raw;
+  if constexpr (kStreams % 10 == 1)
+    raw = __ldcs(from);
+  else if constexpr (kStreams % 10 == 2)
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "l"(from));
+  else if constexpr (kStreams % 10 == 3)
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+                 : "l"(from));
+  else
+    raw = *from;
   return {raw.x, raw.y, raw.z, raw.w};
 }
 
-template <class State, bool kStreams>
+template <class State, int kStreams>
 __device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
   uint4* to = reinterpret_cast<uint4*>(static_cast<State*>(data) + offset);
   const uint4 raw = make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
-  if constexpr (kStreams) {
+  if constexpr (kStreams / 10 == 1) {
     __stcs(to, raw);
+  } else if constexpr (kStreams / 10 == 2) {
+    __stwt(to, raw);
   } else {
     *to = raw;
   }
@@ -134,47 +148,6 @@ __device__ void scatter_sums(float (&x)[kSize]) {
   }
 }
 
-// Keys or values side by side in a row of q, k or v, as they were read; `size`: of the row.
-template <int kSize>
-struct RawRun {
-  RawQuad quads[kSize / 4];
-};
-
-template <int kSize>
-__device__ RawRun<kSize> load_raw_run(const DeviceTensor& t, int64_t row, int first, int size) {
-  RawRun<kSize> raw;
-#pragma unroll
-  for (int i = 0; i < kSize / 4; ++i) raw.quads[i] = load_raw_quad(t, row, first + 4 * i, size);
-  return raw;
-}
-
-template <int kSize>
-__device__ void unpack(float (&x)[kSize], const DeviceTensor& t, const RawRun<kSize>& raw) {
-#pragma unroll
-  for (int i = 0; i < kSize / 4; ++i) {
-    const float4 quad = unpack(t, raw.quads[i]);
-    x[4 * i] = quad.x;
-    x[4 * i + 1] = quad.y;
-    x[4 * i + 2] = quad.z;
-    x[4 * i + 3] = quad.w;
-  }
-}
-
-// The l2 norm of a row that kLanes lanes hold, rounded to the row's dtype.
-template <int kLanes, int kSize>
-__device__ void normalize(float (&x)[kSize], int32_t dtype) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) sum = fmaf(x[i], x[i], sum);
-  const float r = 1.f / sqrtf(lane_sum<kLanes>(sum) + static_cast<float>(kL2NormEps));
-#pragma unroll
-  for (int i = 0; i < kSize; i += 2) {
-    const float2 pair = round_pair(dtype, make_float2(x[i] * r, x[i + 1] * r));
-    x[i] = pair.x;
-    x[i + 1] = pair.y;
-  }
-}
-
 template <int kSize>
 __device__ float dot(const float (&a)[kSize], const float (&b)[kSize]) {
   float sum = 0.f;
@@ -183,9 +156,9 @@ __device__ float dot(const float (&a)[kSize], const float (&b)[kSize]) {
   return sum;
 }
 
-// g and beta of a token as they were read, and with the options applied.
+// g and beta of a token and what their activations take, as they were read; and what comes of them.
 struct RawGates {
-  uint32_t g = 0, beta = 0;
+  uint32_t g = 0, beta = 0, A_log = 0, dt_bias = 0;
 };
 struct Rates {
   float decay, beta;
@@ -195,12 +168,19 @@ __device__ inline RawGates load_gates(const Gates& gates, int64_t n, int t, int 
   RawGates raw;
   if (gates.g.data != nullptr) raw.g = load_raw(gates.g, offset_of(gates.g, n, t, head));
   if (gates.beta.data != nullptr) raw.beta = load_raw(gates.beta, offset_of(gates.beta, n, t, head));
+  if (gates.use_gate) {
+    raw.A_log = load_raw(gates.A_log, offset_of(gates.A_log, head));
+    if (gates.dt_bias.data != nullptr) raw.dt_bias = load_raw(gates.dt_bias, offset_of(gates.dt_bias, head));
+  }
   return raw;
 }
 
-__device__ inline Rates rates_of(const Gates& gates, const RawGates& raw, int head) {
+__device__ inline Rates rates_of(const Gates& gates, const RawGates& raw) {
   float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, raw.g);
-  if (gates.use_gate) g = gate_rate<float>(gates, head) * softplus(biased_gate(gates, g, head));
+  if (gates.use_gate) {
+    if (gates.dt_bias.data != nullptr) g += unpack(gates.dt_bias, raw.dt_bias);
+    g = -expf(unpack(gates.A_log, raw.A_log)) * softplus(g);
+  }
   float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, raw.beta);
   if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
   return {expf(clamp_log_decay(g)), beta};
@@ -242,137 +222,12 @@ __device__ inline int64_t last_row(const DecodeParams& p, int64_t n) {
 // serves u and o:
 //   u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u),  S <- e^g S + k u^T
 
-// [V, K] states: the keys of a column lie side by side.
-template <class State, int kKeys, class Use>
-struct Columns {
-  static constexpr int kVector = Vector<State>::kSize;  // keys of a lane
-  static constexpr int kLanes = kKeys / kVector;        // lanes of a column
-  static constexpr int kGroups = 32 / kLanes;           // columns of an access of a warp
-  static constexpr int kAccesses = Use::kAccesses;
-  static constexpr int kColumns = kAccesses * kGroups;  // of a warp
-  static constexpr int kThreads = Use::kThreads;
-  static constexpr int kBlockColumns = kThreads / 32 * kColumns;
-  static_assert(kValueQuantum % kColumns == 0, "a warp has all of its columns or none");
-  static_assert(kLanes % kAccesses == 0, "a lane ends up with one column's sums");
-};
-
-template <class State, int kKeys, class Use>
-__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
-    decode_columns_kernel(const __grid_constant__ DecodeParams p) {
-  using Warp = Columns<State, kKeys, Use>;
-  constexpr int kVector = Warp::kVector, kLanes = Warp::kLanes, kGroups = Warp::kGroups, kAccesses = Warp::kAccesses;
-  const Place place = place_of(p);
-  const int64_t n = place.n;
-  const int head = place.head, lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
-  const int column0 = place.slice * Warp::kBlockColumns + static_cast<int>(threadIdx.x / 32) * Warp::kColumns;
-  if (column0 >= p.V) return;
-  const int key0 = lane * kVector;
-  // The column whose sums the lane ends up with, and whether it is the one of several such that stores o.
-  constexpr int kPerColumn = kLanes / kAccesses;
-  const int own_column = column0 + lane / kPerColumn * kGroups + group;
-  const bool stores_output = lane % kPerColumn == 0;
-
-  begin_after_predecessors();
-  // The first token is on its way while the slot's index and then the state are.
-  RawRun<kVector> raw_q, raw_k;
-  uint32_t raw_v;
-  RawGates raw_gates;
-  const auto load_token = [&](int t) {
-    raw_q = load_raw_run<kVector>(p.q, offset_of(p.q, n, t, head / p.group), key0, kKeys);
-    raw_k = load_raw_run<kVector>(p.k, offset_of(p.k, n, t, head / p.group), key0, kKeys);
-    raw_v = load_raw(p.v, offset_of(p.v, n, t, head, own_column));
-    raw_gates = load_gates(p.gates, n, t, head);
-  };
-  load_token(0);
-  const auto store_output = [&](int t, float o) {
-    if (stores_output) store<float>(p.o, offset_of(p.o, n, t, head, own_column), o);
-  };
-  const int64_t slot = read_slot(p.pool, n);
-  if (slot == kSkipRow) {
-    for (int t = 0; t < p.T; ++t) store_output(t, 0.f);
-    return;
-  }
-  const auto offset_in = [&](const DeviceStates& states, int64_t row, int a) {
-    return row * states.row + head * states.head + static_cast<int64_t>(column0 + a * kGroups + group) * kKeys + key0;
-  };
-  Vector<State> raw[kAccesses] = {};
-  if (const int64_t row = source_row(p, n, slot); row >= 0) {
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-      raw[a] = load_vector<State, Use::kStreams>(p.source.data, offset_in(p.source, row, a));
-    }
-  }
-  const int64_t last = last_row(p, n);
-  float state[kAccesses][kVector];
-#pragma unroll
-  for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
-  const auto keep = [&](int64_t row) {
-    if (row < 0) return;
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-      store_vector<State, Use::kStreams>(p.destination.data, offset_in(p.destination, row, a), pack<State>(state[a]));
-    }
-  };
-
-  for (int t = 0; t < p.T; ++t) {
-    float q[kVector], k[kVector];
-    unpack(q, p.q, raw_q);
-    unpack(k, p.k, raw_k);
-    const float v = unpack(p.v, raw_v);
-    const Rates rates = rates_of(p.gates, raw_gates, head);
-    if (t + 1 < p.T) load_token(t + 1);
-    if (p.l2norm) {
-      normalize<kLanes>(q, p.q.dtype);
-      normalize<kLanes>(k, p.k.dtype);
-    }
-    const float kq = lane_sum<kLanes>(dot(k, q));
-    float along_k[kAccesses], along_q[kAccesses];
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-      along_k[a] = dot(state[a], k);
-      along_q[a] = dot(state[a], q);
-    }
-    scatter_sums<kLanes, 1>(along_k);
-    scatter_sums<kLanes, 1>(along_q);
-    const float own_u = rates.beta * fmaf(-rates.decay, along_k[0], v);
-    store_output(t, p.scale * fmaf(rates.decay, along_q[0], own_u * kq));
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-      const float u = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u, rates.decay * state[a][i]);
-    }
-    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
-  }
-  keep(last);
-}
-
-// The tokens of a row in shared memory, with the options applied.
+// A row's tokens in shared memory, with the options applied.
 template <int kKeys>
 struct SharedToken {
   alignas(16) float q[kKeys], k[kKeys];
   float decay, beta;
   float kq;  // <k, q>
-};
-
-// [K, V] states: the values of a key lie side by side. A block has some columns, and its warps share the keys.
-template <class State, int kKeys, class Use>
-struct Rows {
-  static constexpr int kVector = Vector<State>::kSize;       // columns of a lane
-  static constexpr int kRowLanes = Use::kColumns / kVector;  // lanes of a row
-  static constexpr int kGroups = 32 / kRowLanes;             // rows of an access of a warp
-  static constexpr int kThreads = Use::kThreads, kWarps = kThreads / 32;
-  static constexpr int kAccesses = kKeys / kWarps / kGroups;  // a lane's rows, one below the other
-  static constexpr int kColumns = Use::kColumns;
-  static_assert(kRowLanes <= 32 && kAccesses >= 1 && kColumns <= kThreads);
-  // What a lane is left with after the sums over its warp's rows.
-  static constexpr int kLeft = kVector > kGroups ? kVector / kGroups : 1;
-
-  // In shared memory: the tokens, their values (float), sums over each warp's keys and u.
-  static __host__ __device__ size_t shared_bytes(int T) {
-    return static_cast<size_t>(T) * (sizeof(SharedToken<kKeys>) + sizeof(float) * kColumns) +
-           sizeof(float) * (2 * kWarps + 1) * kColumns;
-  }
 };
 
 // kSize floats of shared memory side by side, on a boundary of as many.
@@ -412,86 +267,224 @@ __device__ void store_shared(float* s_to, const float (&x)[kSize]) {
 }
 
 // Fills shared memory with a row's tokens in two steps, so that the loads of the first ones run beside those of the
-// state. A warp takes one row of q or k at a time, one thread the gates of a token.
+// state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
 template <int kKeys, int kThreads, int kColumns>
 class TokenStage {
  public:
-  static_assert(kKeys / 4 <= 32);
+  static_assert(kKeys / 4 <= 32 && kThreads >= 64);
 
-  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0)
-      : p_(p), n_(n), head_(head), column0_(column0) {}
+  __device__ TokenStage(const DecodeParams& p, int tokens, int64_t n, int head, int column0)
+      : p_(p), tokens_(tokens), n_(n), head_(head), column0_(column0) {}
 
   __device__ void load_first() {
-    row_ = load_row(threadIdx.x / 32);
+    if (warp() < tokens_) load_keys(warp());
     value_ = load_value(threadIdx.x);
     if (has_gates()) gates_ = load_gates(p_.gates, n_, gate_token(), head_);
   }
 
   __device__ void store_all(SharedToken<kKeys>* s_tokens, float* s_values) {
-    store_row(s_tokens, threadIdx.x / 32, row_);
-    for (int row = threadIdx.x / 32 + kThreads / 32; row < 2 * p_.T; row += kThreads / 32) {
-      store_row(s_tokens, row, load_row(row));
+    for (int t = warp(); t < tokens_; t += kThreads / 32) {
+      if (t != warp()) load_keys(t);
+      store_keys(s_tokens[t]);
     }
     store_value(s_values, threadIdx.x, value_);
-#pragma unroll 4
-    for (int i = threadIdx.x + kThreads; i < p_.T * kColumns; i += kThreads) store_value(s_values, i, load_value(i));
+    for (int i = threadIdx.x + kThreads; i < tokens_ * kColumns; i += kThreads) store_value(s_values, i, load_value(i));
     if (has_gates()) {
-      const Rates rates = rates_of(p_.gates, gates_, head_);
+      const Rates rates = rates_of(p_.gates, gates_);
       s_tokens[gate_token()].decay = rates.decay;
       s_tokens[gate_token()].beta = rates.beta;
     }
   }
 
  private:
-  // The last warp's threads: with one token it has no row to take.
+  static __device__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  static __device__ int key() { return 4 * static_cast<int>(threadIdx.x % 32); }
+  // The last warp's threads: with few tokens it has no keys to take.
   __device__ int gate_token() const { return static_cast<int>(threadIdx.x) - (kThreads - 32); }
-  __device__ bool has_gates() const { return gate_token() >= 0 && gate_token() < p_.T; }
+  __device__ bool has_gates() const { return gate_token() >= 0 && gate_token() < tokens_; }
 
-  // Row 2 t is q of token t, row 2 t + 1 its k.
-  __device__ const DeviceTensor& row_tensor(int row) const { return row % 2 == 0 ? p_.q : p_.k; }
-  __device__ RawRun<4> load_row(int row) const {
-    if (row >= 2 * p_.T) return {};
-    const DeviceTensor& x = row_tensor(row);
-    return load_raw_run<4>(x, offset_of(x, n_, row / 2, head_ / p_.group), 4 * (threadIdx.x % 32), kKeys);
+  __device__ void load_keys(int t) {
+    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, head_ / p_.group), key(), kKeys);
+    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, head_ / p_.group), key(), kKeys);
   }
-  __device__ void store_row(SharedToken<kKeys>* s_tokens, int row, const RawRun<4>& raw) const {
-    if (row >= 2 * p_.T) return;  // the same for a whole warp
-    const DeviceTensor& x = row_tensor(row);
-    float quad[4];
-    unpack(quad, x, raw);
-    if (p_.l2norm) normalize<32>(quad, x.dtype);
-    const int key = 4 * (threadIdx.x % 32);
-    SharedToken<kKeys>& token = s_tokens[row / 2];
-    if (key < kKeys) store_shared<4>((row % 2 == 0 ? token.q : token.k) + key, quad);
+  __device__ void store_keys(SharedToken<kKeys>& token) const {
+    float4 q = unpack(p_.q, q_), k = unpack(p_.k, k_);
+    if (p_.l2norm) {
+      q = normalized(p_.q.dtype, q);
+      k = normalized(p_.k.dtype, k);
+    }
+    const float kq = lane_sum<32>(k.x * q.x + k.y * q.y + k.z * q.z + k.w * q.w);
+    if (key() < kKeys) {
+      *reinterpret_cast<float4*>(token.q + key()) = q;
+      *reinterpret_cast<float4*>(token.k + key()) = k;
+    }
+    if (key() == 0) token.kq = kq;
   }
 
   __device__ uint32_t load_value(int i) const {
     const int column = column0_ + i % kColumns;
-    return i < p_.T * kColumns && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, i / kColumns, head_, column)) : 0;
+    return i < tokens_ * kColumns && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, i / kColumns, head_, column))
+                                                   : 0;
   }
   __device__ void store_value(float* s_values, int i, uint32_t raw) const {
-    if (i < p_.T * kColumns) s_values[i] = unpack(p_.v, raw);
+    if (i < tokens_ * kColumns) s_values[i] = unpack(p_.v, raw);
+  }
+
+  static __device__ float4 normalized(int32_t dtype, float4 x) {
+    const float sum = lane_sum<32>(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
+    const float r = 1.f / sqrtf(sum + static_cast<float>(kL2NormEps));
+    const float2 low = round_pair(dtype, make_float2(x.x * r, x.y * r));
+    const float2 high = round_pair(dtype, make_float2(x.z * r, x.w * r));
+    return make_float4(low.x, low.y, high.x, high.y);
   }
 
   const DecodeParams& p_;
+  int tokens_;
   int64_t n_;
   int head_, column0_;
-  RawRun<4> row_{};
+  RawQuad q_{}, k_{};
   uint32_t value_ = 0;
   RawGates gates_;
 };
 
+// [V, K] states: the keys of a column lie side by side. A warp has all keys of some columns.
 template <class State, int kKeys, class Use>
+struct Columns {
+  static constexpr int kVector = Vector<State>::kSize;  // keys of a lane
+  static constexpr int kLanes = kKeys / kVector;        // lanes of a column
+  static constexpr int kGroups = 32 / kLanes;           // columns of an access of a warp
+  static constexpr int kAccesses = Use::kAccesses;
+  static constexpr int kWarpColumns = kAccesses * kGroups;
+  static constexpr int kColumns = Use::kThreads / 32 * kWarpColumns;
+  static_assert(kValueQuantum % kWarpColumns == 0, "a warp has all of its columns or none");
+  static_assert(kLanes % kAccesses == 0, "a lane ends up with one column's sums");
+
+  // In shared memory: the tokens and their values (float).
+  static size_t shared_bytes(int T) {
+    return static_cast<size_t>(T) * (sizeof(SharedToken<kKeys>) + sizeof(float) * kColumns);
+  }
+};
+
+template <class State, int kKeys, bool kOneToken, class Use>
+__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
+    decode_columns_kernel(const __grid_constant__ DecodeParams p) {
+  using Block = Columns<State, kKeys, Use>;
+  constexpr int kVector = Block::kVector, kLanes = Block::kLanes, kGroups = Block::kGroups;
+  constexpr int kAccesses = Block::kAccesses, kColumns = Block::kColumns;
+  extern __shared__ float4 s_memory[];
+  const int tokens = kOneToken ? 1 : p.T;
+  SharedToken<kKeys>* s_tokens = reinterpret_cast<SharedToken<kKeys>*>(s_memory);
+  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);  // [T][kColumns]
+
+  const Place place = place_of(p);
+  const int64_t n = place.n;
+  const int head = place.head, column0 = place.slice * kColumns;
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
+  const int warp_column = static_cast<int>(threadIdx.x) / 32 * Block::kWarpColumns;
+  const bool inside = column0 + warp_column < p.V;
+  const int key0 = lane * kVector;
+  // The column whose sums the lane ends up with, and whether it is the one of several such that stores o.
+  constexpr int kPerColumn = kLanes / kAccesses;
+  const int own = warp_column + lane / kPerColumn * kGroups + group;
+  const auto store_output = [&](int t, float o) {
+    if (inside && lane % kPerColumn == 0) store<float>(p.o, offset_of(p.o, n, t, head, column0 + own), o);
+  };
+  const auto offset_in = [&](const DeviceStates& states, int64_t row, int a) {
+    const int column = column0 + warp_column + a * kGroups + group;
+    return row * states.row + head * states.head + static_cast<int64_t>(column) * kKeys + key0;
+  };
+
+  begin_after_predecessors();
+  TokenStage<kKeys, Use::kThreads, kColumns> stage(p, tokens, n, head, column0);
+  stage.load_first();
+  const int64_t slot = read_slot(p.pool, n);
+  if (slot == kSkipRow) {
+    for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
+    return;
+  }
+  Vector<State> raw[kAccesses] = {};
+  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      raw[a] = load_vector<State, Use::kStreams>(p.source.data, offset_in(p.source, row, a));
+    }
+  }
+  const int64_t last = last_row(p, n);
+  stage.store_all(s_tokens, s_values);
+  __syncthreads();
+  if (!inside) return;
+
+  float state[kAccesses][kVector];
+#pragma unroll
+  for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
+  const auto keep = [&](int64_t row) {
+    if (row < 0) return;
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      store_vector<State, Use::kStreams>(p.destination.data, offset_in(p.destination, row, a), pack<State>(state[a]));
+    }
+  };
+  for (int t = 0; t < tokens; ++t) {
+    const SharedToken<kKeys>& s_token = s_tokens[t];
+    const float decay = s_token.decay;
+    float k[kVector], along_k[kAccesses], along_q[kAccesses];
+    load_shared(k, s_token.k + key0);
+    {
+      float q[kVector];
+      load_shared(q, s_token.q + key0);
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a) {
+        along_k[a] = dot(state[a], k);
+        along_q[a] = dot(state[a], q);
+      }
+    }
+    scatter_sums<kLanes, 1>(along_k);
+    scatter_sums<kLanes, 1>(along_q);
+    const float own_u = s_token.beta * fmaf(-decay, along_k[0], s_values[t * kColumns + own]);
+    store_output(t, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      const float u = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u, decay * state[a][i]);
+    }
+    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+  }
+  keep(last);
+}
+
+// [K, V] states: the values of a key lie side by side. A block has some columns, and its warps share the keys.
+template <class State, int kKeys, class Use>
+struct Rows {
+  static constexpr int kVector = Vector<State>::kSize;  // columns of a lane
+  static constexpr int kColumns = Use::kColumns;
+  static constexpr int kRowLanes = kColumns / kVector;  // lanes of a row
+  static constexpr int kGroups = 32 / kRowLanes;        // rows of an access of a warp
+  static constexpr int kWarps = Use::kThreads / 32;
+  static constexpr int kAccesses = kKeys / kWarps / kGroups;  // a lane's rows, one below the other
+  // Columns whose sums over its warp's rows a lane ends up with.
+  static constexpr int kLeft = kVector / kGroups;
+  static_assert(kLeft >= 1 && kAccesses >= 1 && kColumns <= Use::kThreads);
+
+  // In shared memory: the tokens, their values (float), u and the sums over each warp's keys.
+  static size_t shared_bytes(int T) {
+    return static_cast<size_t>(T) * (sizeof(SharedToken<kKeys>) + sizeof(float) * kColumns) +
+           sizeof(float) * (2 * kWarps + 1) * kColumns;
+  }
+};
+
+template <class State, int kKeys, bool kOneToken, class Use>
 __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     decode_rows_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Rows<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kAccesses = Block::kAccesses, kColumns = Block::kColumns;
   constexpr int kWarps = Block::kWarps, kLeft = Block::kLeft;
   extern __shared__ float4 s_memory[];
+  const int tokens = kOneToken ? 1 : p.T;
   SharedToken<kKeys>* s_tokens = reinterpret_cast<SharedToken<kKeys>*>(s_memory);
-  float* s_values = reinterpret_cast<float*>(s_tokens + p.T);  // [T][kColumns]
-  float* s_u = s_values + p.T * kColumns;                      // [kColumns]
-  float* s_sums = s_u + kColumns;                              // [2][warp][kColumns]: along k, along q
+  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);  // [T][kColumns]
+  float* s_u = s_values + tokens * kColumns;                      // [kColumns]
+  float* s_sums = s_u + kColumns;                                 // [2][warp][kColumns]: along k, along q
 
   const Place place = place_of(p);
   const int64_t n = place.n;
@@ -503,19 +496,18 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     const int column = column0 + static_cast<int>(threadIdx.x);
     if (threadIdx.x < kColumns && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
-
-  begin_after_predecessors();
-  // The first tokens are on their way while the slot's index and then the state are.
-  TokenStage<kKeys, Block::kThreads, kColumns> stage(p, n, head, column0);
-  stage.load_first();
-  const int64_t slot = read_slot(p.pool, n);
-  if (slot == kSkipRow) {
-    for (int t = 0; t < p.T; ++t) store_output(t, 0.f);
-    return;
-  }
   const auto offset_in = [&](const DeviceStates& states, int64_t row, int a) {
     return row * states.row + head * states.head + static_cast<int64_t>(key0 + a) * p.V + column0 + lane * kVector;
   };
+
+  begin_after_predecessors();
+  TokenStage<kKeys, Use::kThreads, kColumns> stage(p, tokens, n, head, column0);
+  stage.load_first();
+  const int64_t slot = read_slot(p.pool, n);
+  if (slot == kSkipRow) {
+    for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
+    return;
+  }
   Vector<State> raw[kAccesses] = {};
   if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
 #pragma unroll
@@ -526,16 +518,6 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   const int64_t last = last_row(p, n);
   stage.store_all(s_tokens, s_values);
   __syncthreads();
-  for (int t = warp; t < p.T; t += kWarps) {
-    float q[4] = {}, k[4] = {};
-    const int key = 4 * (threadIdx.x % 32);
-    if (key < kKeys) {
-      load_shared(q, s_tokens[t].q + key);
-      load_shared(k, s_tokens[t].k + key);
-    }
-    const float kq = lane_sum<32>(dot(k, q));
-    if (threadIdx.x % 32 == 0) s_tokens[t].kq = kq;
-  }
 
   float state[kAccesses][kVector];
 #pragma unroll
@@ -547,12 +529,11 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
       store_vector<State, Use::kStreams>(p.destination.data, offset_in(p.destination, row, a), pack<State>(state[a]));
     }
   };
-
-  for (int t = 0; t < p.T; ++t) {
+  for (int t = 0; t < tokens; ++t) {
     const SharedToken<kKeys>& s_token = s_tokens[t];
-    float k[kAccesses];
+    const float decay = s_token.decay;
+    float k[kAccesses], along_k[kVector] = {}, along_q[kVector] = {};
     load_shared(k, s_token.k + key0);
-    float along_k[kVector] = {}, along_q[kVector] = {};
     {
       float q[kAccesses];
       load_shared(q, s_token.q + key0);
@@ -567,11 +548,10 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     }
     scatter_sums<Block::kGroups, Block::kRowLanes>(along_k);
     scatter_sums<Block::kGroups, Block::kRowLanes>(along_q);
-    const int own = lane * kVector + group * kVector / Block::kGroups;
+    const int own = lane * kVector + group * kLeft;
     store_shared<kLeft>(s_sums + warp * kColumns + own, along_k);
     store_shared<kLeft>(s_sums + (kWarps + warp) * kColumns + own, along_q);
     __syncthreads();
-    const float decay = s_token.decay;
     if (threadIdx.x < kColumns) {
       float of_k = 0.f, of_q = 0.f;
 #pragma unroll
@@ -621,45 +601,47 @@ std::string reject(const Arguments& args, const Problem& p) {
 
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
-// [K, V] states below which a block takes few columns of one: two blocks for each of a large GPU's 132 multiprocessors.
-constexpr int64_t kFewStates = 264;
-
 // How a state is spread over threads; each as measured (docs/design/cuda_generic.md).
-template <int kOfThreads, int kOfBlocks, int kOfAccesses, bool kOfStreams>
+template <int kOfThreads, int kOfBlocks, int kOfAccesses, int kOfStreams>
 struct ColumnsUse {
   static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kAccesses = kOfAccesses;
-  static constexpr bool kStreams = kOfStreams;
+  static constexpr int kStreams = kOfStreams;
 };
-template <int kOfThreads, int kOfBlocks, int kOfColumns, bool kOfStreams>
+template <int kOfThreads, int kOfBlocks, int kOfColumns, int kOfStreams>
 struct RowsUse {
   static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kColumns = kOfColumns;
-  static constexpr bool kStreams = kOfStreams;
+  static constexpr int kStreams = kOfStreams;
 };
 
-template <class State, int kKeys, class Use>
-Status launch_columns(const Problem& p, DecodeParams params, cudaStream_t stream) {
-  using Warp = Columns<State, kKeys, Use>;
-  params.slices = static_cast<int32_t>(ceil_div(p.V, Warp::kBlockColumns));
-  return launch_kernel("decode", decode_columns_kernel<State, kKeys, Use>, p.N * p.Hv * params.slices, Use::kThreads, 0,
-                       stream, params.overlaps != 0, params);
+template <class Block, class Kernel>
+Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, cudaStream_t stream) {
+  params.slices = static_cast<int32_t>(ceil_div(p.V, Block::kColumns));
+  return launch_kernel("decode", kernel, p.N * p.Hv * params.slices, threads, Block::shared_bytes(params.T), stream,
+                       params.overlaps != 0, params);
 }
 
 template <class State, int kKeys, class Use>
-Status launch_rows(const Problem& p, DecodeParams params, cudaStream_t stream) {
-  using Block = Rows<State, kKeys, Use>;
-  params.slices = static_cast<int32_t>(ceil_div(p.V, Block::kColumns));
-  return launch_kernel("decode", decode_rows_kernel<State, kKeys, Use>, p.N * p.Hv * params.slices, Use::kThreads,
-                       Block::shared_bytes(params.T), stream, params.overlaps != 0, params);
+Status launch_columns(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+  return launch_slices<Columns<State, kKeys, Use>>(
+      p, p.T == 1 ? decode_columns_kernel<State, kKeys, true, Use> : decode_columns_kernel<State, kKeys, false, Use>,
+      Use::kThreads, params, stream);
+}
+
+template <class State, int kKeys, class Use>
+Status launch_rows(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+  return launch_slices<Rows<State, kKeys, Use>>(
+      p, p.T == 1 ? decode_rows_kernel<State, kKeys, true, Use> : decode_rows_kernel<State, kKeys, false, Use>,
+      Use::kThreads, params, stream);
 }
 
 template <class State, int kKeys>
 Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, cudaStream_t stream) {
   constexpr bool kHalf = sizeof(State) == 2;
   if (v_first) {
-    return launch_columns<State, kKeys, ColumnsUse<128, 4, kHalf && kKeys == 64 ? 4 : 8, kHalf>>(p, params, stream);
+    return launch_columns<State, kKeys, ColumnsUse<128, 4, kHalf && kKeys == 64 ? 4 : 8, kHalf ? 11 : 0>>(p, params,
+                                                                                                          stream);
   }
-  if (p.N * p.Hv < kFewStates) return launch_rows<State, kKeys, RowsUse<256, 3, 32, kHalf>>(p, params, stream);
-  return launch_rows<State, kKeys, RowsUse<256, 3, 64, kHalf>>(p, params, stream);
+  return launch_rows<State, kKeys, RowsUse<128, 4, 64, kHalf ? 11 : 0>>(p, params, stream);
 }
 
 template <class State>
