@@ -190,8 +190,13 @@ __device__ inline Rates rates_of(const Gates& gates, const RawGates& raw) {
 // to start beside their end, and then allows as much to the next.
 __device__ inline void begin_after_predecessors() {
 #if __CUDA_ARCH__ >= 900
+#ifdef EXP_TRIGGER_FIRST
+  launch_dependents();
+  wait_for_predecessors();
+#else
   wait_for_predecessors();
   launch_dependents();
+#endif
 #endif
 }
 
@@ -271,7 +276,7 @@ __device__ void store_shared(float* s_to, const float (&x)[kSize]) {
 template <int kKeys, int kThreads, int kColumns>
 class TokenStage {
  public:
-  static_assert(kKeys / 4 <= 32 && kThreads >= 64);
+  static_assert(kKeys / 4 <= 32 && kThreads >= 32);
 
   __device__ TokenStage(const DecodeParams& p, int tokens, int64_t n, int head, int column0)
       : p_(p), tokens_(tokens), n_(n), head_(head), column0_(column0) {}
@@ -347,6 +352,13 @@ class TokenStage {
   RawGates gates_;
 };
 
+// Blocks that a multiprocessor has room for. A loop over tokens takes registers of its own: with as many blocks as for
+// one token, [K, V] kernels of 16-bit states would spill 28 to 60 bytes.
+template <class Use>
+constexpr int blocks_of(bool one_token) {
+  return one_token ? Use::kBlocks : Use::kBlocks - 1;
+}
+
 // [V, K] states: the keys of a column lie side by side. A warp has all keys of some columns.
 template <class State, int kKeys, class Use>
 struct Columns {
@@ -366,7 +378,7 @@ struct Columns {
 };
 
 template <class State, int kKeys, bool kOneToken, class Use>
-__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
+__global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     decode_columns_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Columns<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kLanes = Block::kLanes, kGroups = Block::kGroups;
@@ -474,7 +486,7 @@ struct Rows {
 };
 
 template <class State, int kKeys, bool kOneToken, class Use>
-__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
+__global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     decode_rows_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Rows<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kAccesses = Block::kAccesses, kColumns = Block::kColumns;
@@ -637,11 +649,10 @@ Status launch_rows(const Problem& p, const DecodeParams& params, cudaStream_t st
 template <class State, int kKeys>
 Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, cudaStream_t stream) {
   constexpr bool kHalf = sizeof(State) == 2;
-  if (v_first) {
-    return launch_columns<State, kKeys, ColumnsUse<128, 4, kHalf && kKeys == 64 ? 4 : 8, kHalf ? 11 : 0>>(p, params,
-                                                                                                          stream);
-  }
-  return launch_rows<State, kKeys, RowsUse<128, 4, 64, kHalf ? 11 : 0>>(p, params, stream);
+  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 5, kKeys / 16, 11>, ColumnsUse<64, 8, 8, 0>>;
+  using OfRows = std::conditional_t<kHalf, RowsUse<128, 5, 64, 11>, RowsUse<128, 4, 64, 0>>;
+  return v_first ? launch_columns<State, kKeys, OfColumns>(p, params, stream)
+                 : launch_rows<State, kKeys, OfRows>(p, params, stream);
 }
 
 template <class State>
