@@ -16,14 +16,30 @@ using Arguments = flash_qla_forward_arguments;
 
 constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
 
+// Division of numbers below 2^31 by one that the host knows, in three instructions: a warp that has nothing else to do
+// waits for every one of a division's twenty.
+struct Divisor {
+  uint32_t divisor, multiplier, shift;
+
+  static Divisor by(int64_t divisor) {
+    Divisor d{static_cast<uint32_t>(divisor), 0, 0};
+    while ((int64_t{1} << d.shift) < divisor) ++d.shift;
+    d.multiplier = static_cast<uint32_t>((((uint64_t{1} << d.shift) - d.divisor) << 32) / d.divisor + 1);
+    return d;
+  }
+  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
+};
+
 struct DecodeParams {
   DeviceTensor q, k, v, o;  // [N, T, heads, dim]
   Gates gates;
   PoolIndices pool;
   DeviceStates source;       // the pool, or initial_state, or absent: zero
   DeviceStates destination;  // the pool, or final_state, or absent: not kept
-  int32_t T, V, Hv, group;
-  int32_t slices;  // blocks that share a (row, value head)
+  Divisor slices;            // blocks that share a (row, value head)
+  Divisor heads;             // value heads
+  Divisor group;             // value heads of a key head
+  int32_t T, V;
   int32_t l2norm;
   int32_t overlaps;  // looked at by the launch: whether the device can start this beside the end of the kernel before
   float scale;
@@ -95,7 +111,9 @@ __device__ void store_vector(void* data, int64_t offset, const Vector<State>& ve
   } else if constexpr (kStreams / 10 == 2) {
     __stwt(to, raw);
   } else {
-    *to = raw;
+    // As one access: from an assignment the compiler makes four.
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+                 : "memory");
   }
 }
 
@@ -186,20 +204,6 @@ __device__ inline Rates rates_of(const Gates& gates, const RawGates& raw) {
   return {expf(clamp_log_decay(g)), beta};
 }
 
-// Before the first access to memory: waits for the kernels that came before in the stream, where this one was allowed
-// to start beside their end, and then allows as much to the next.
-__device__ inline void begin_after_predecessors() {
-#if __CUDA_ARCH__ >= 900
-#ifdef EXP_TRIGGER_FIRST
-  launch_dependents();
-  wait_for_predecessors();
-#else
-  wait_for_predecessors();
-  launch_dependents();
-#endif
-#endif
-}
-
 // Where a block is, and where it finds its state.
 struct Place {
   int64_t n;
@@ -207,9 +211,17 @@ struct Place {
 };
 
 __device__ inline Place place_of(const DecodeParams& p) {
-  const unsigned rest = blockIdx.x / static_cast<unsigned>(p.slices);
-  return {rest / static_cast<unsigned>(p.Hv), static_cast<int>(rest % static_cast<unsigned>(p.Hv)),
-          static_cast<int>(blockIdx.x % static_cast<unsigned>(p.slices))};
+  const uint32_t rest = p.slices.quotient(blockIdx.x), n = p.heads.quotient(rest);
+  return {n, static_cast<int>(rest - n * p.heads.divisor), static_cast<int>(blockIdx.x - rest * p.slices.divisor)};
+}
+
+// Before the first access to memory: waits for the kernels that came before in the stream, where this one was allowed
+// to start beside their end, and then allows as much to the next.
+__device__ inline void begin_after_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  wait_for_predecessors();
+  launch_dependents();
+#endif
 }
 
 // The row of `source` that row n starts from, or kNoSlot: from zero.
@@ -217,10 +229,13 @@ __device__ inline int64_t source_row(const DecodeParams& p, int64_t n, int64_t s
   return p.source.data == nullptr ? kNoSlot : p.pool.used ? slot : n;
 }
 
-// The row of `destination` that gets the state after a call's last token, or kNoSlot: none.
-__device__ inline int64_t last_row(const DecodeParams& p, int64_t n) {
+// The row of `destination` that gets the state after a call's last token, or kNoSlot: none. Its index was read early.
+__device__ inline RawIndex load_last_row(const DecodeParams& p, int64_t n) {
+  return p.pool.used && !p.pool.per_token ? load_raw_index(p.pool.final, n) : RawIndex{};
+}
+__device__ inline int64_t last_row(const DecodeParams& p, int64_t n, RawIndex raw) {
   if (p.destination.data == nullptr || p.pool.per_token) return kNoSlot;
-  return p.pool.used ? write_slot(p.pool, n, 0) : n;
+  return p.pool.used ? slot_or_none(p.pool, unpack(p.pool.final, raw)) : n;
 }
 
 // The update of every kernel below needs two sums over the keys, both of the state before the token, so that one pass
@@ -273,27 +288,32 @@ __device__ void store_shared(float* s_to, const float (&x)[kSize]) {
 
 // Fills shared memory with a row's tokens in two steps, so that the loads of the first ones run beside those of the
 // state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
-template <int kKeys, int kThreads, int kColumns>
+template <int kKeys, bool kOneToken, int kThreads, int kColumns>
 class TokenStage {
  public:
-  static_assert(kKeys / 4 <= 32 && kThreads >= 32);
+  static_assert(kKeys / 4 <= 32 && kThreads >= 64 && kColumns <= kThreads);
 
-  __device__ TokenStage(const DecodeParams& p, int tokens, int64_t n, int head, int column0)
-      : p_(p), tokens_(tokens), n_(n), head_(head), column0_(column0) {}
+  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0)
+      : p_(p), n_(n), head_(head), column0_(column0) {}
 
   __device__ void load_first() {
-    if (warp() < tokens_) load_keys(warp());
+    if (warp() < tokens()) load_keys(kOneToken ? 0 : warp());
     value_ = load_value(threadIdx.x);
     if (has_gates()) gates_ = load_gates(p_.gates, n_, gate_token(), head_);
   }
 
   __device__ void store_all(SharedToken<kKeys>* s_tokens, float* s_values) {
-    for (int t = warp(); t < tokens_; t += kThreads / 32) {
-      if (t != warp()) load_keys(t);
-      store_keys(s_tokens[t]);
-    }
+    if (warp() < tokens()) store_keys(s_tokens[kOneToken ? 0 : warp()]);
     store_value(s_values, threadIdx.x, value_);
-    for (int i = threadIdx.x + kThreads; i < tokens_ * kColumns; i += kThreads) store_value(s_values, i, load_value(i));
+    if constexpr (!kOneToken) {
+      for (int t = warp() + kThreads / 32; t < tokens(); t += kThreads / 32) {
+        load_keys(t);
+        store_keys(s_tokens[t]);
+      }
+      for (int i = threadIdx.x + kThreads; i < tokens() * kColumns; i += kThreads) {
+        store_value(s_values, i, load_value(i));
+      }
+    }
     if (has_gates()) {
       const Rates rates = rates_of(p_.gates, gates_);
       s_tokens[gate_token()].decay = rates.decay;
@@ -302,15 +322,18 @@ class TokenStage {
   }
 
  private:
+  __device__ int tokens() const { return kOneToken ? 1 : p_.T; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
   static __device__ int key() { return 4 * static_cast<int>(threadIdx.x % 32); }
   // The last warp's threads: with few tokens it has no keys to take.
-  __device__ int gate_token() const { return static_cast<int>(threadIdx.x) - (kThreads - 32); }
-  __device__ bool has_gates() const { return gate_token() >= 0 && gate_token() < tokens_; }
+  __device__ int gate_token() const { return kOneToken ? 0 : static_cast<int>(threadIdx.x) - (kThreads - 32); }
+  __device__ bool has_gates() const {
+    return threadIdx.x >= kThreads - 32 && static_cast<int>(threadIdx.x) - (kThreads - 32) < tokens();
+  }
 
   __device__ void load_keys(int t) {
-    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, head_ / p_.group), key(), kKeys);
-    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, head_ / p_.group), key(), kKeys);
+    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, p_.group.quotient(static_cast<uint32_t>(head_))), key(), kKeys);
+    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, p_.group.quotient(static_cast<uint32_t>(head_))), key(), kKeys);
   }
   __device__ void store_keys(SharedToken<kKeys>& token) const {
     float4 q = unpack(p_.q, q_), k = unpack(p_.k, k_);
@@ -327,12 +350,11 @@ class TokenStage {
   }
 
   __device__ uint32_t load_value(int i) const {
-    const int column = column0_ + i % kColumns;
-    return i < tokens_ * kColumns && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, i / kColumns, head_, column))
-                                                   : 0;
+    const int t = kOneToken ? 0 : i / kColumns, column = column0_ + (kOneToken ? i : i % kColumns);
+    return i < tokens() * kColumns && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, t, head_, column)) : 0;
   }
   __device__ void store_value(float* s_values, int i, uint32_t raw) const {
-    if (i < tokens_ * kColumns) s_values[i] = unpack(p_.v, raw);
+    if (i < tokens() * kColumns) s_values[i] = unpack(p_.v, raw);
   }
 
   static __device__ float4 normalized(int32_t dtype, float4 x) {
@@ -344,7 +366,6 @@ class TokenStage {
   }
 
   const DecodeParams& p_;
-  int tokens_;
   int64_t n_;
   int head_, column0_;
   RawQuad q_{}, k_{};
@@ -406,10 +427,12 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     return row * states.row + head * states.head + static_cast<int64_t>(column) * kKeys + key0;
   };
 
+  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
   begin_after_predecessors();
-  TokenStage<kKeys, Use::kThreads, kColumns> stage(p, tokens, n, head, column0);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.pool, n);
   stage.load_first();
-  const int64_t slot = read_slot(p.pool, n);
+  const int64_t slot = read_slot(p.pool, raw_slot);
   if (slot == kSkipRow) {
     for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
     return;
@@ -421,7 +444,7 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
       raw[a] = load_vector<State, Use::kStreams>(p.source.data, offset_in(p.source, row, a));
     }
   }
-  const int64_t last = last_row(p, n);
+  const RawIndex raw_last = load_last_row(p, n);
   stage.store_all(s_tokens, s_values);
   __syncthreads();
   if (!inside) return;
@@ -462,7 +485,7 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     }
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
-  keep(last);
+  keep(last_row(p, n, raw_last));
 }
 
 // [K, V] states: the values of a key lie side by side. A block has some columns, and its warps share the keys.
@@ -512,10 +535,12 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     return row * states.row + head * states.head + static_cast<int64_t>(key0 + a) * p.V + column0 + lane * kVector;
   };
 
+  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
   begin_after_predecessors();
-  TokenStage<kKeys, Use::kThreads, kColumns> stage(p, tokens, n, head, column0);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.pool, n);
   stage.load_first();
-  const int64_t slot = read_slot(p.pool, n);
+  const int64_t slot = read_slot(p.pool, raw_slot);
   if (slot == kSkipRow) {
     for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
     return;
@@ -527,7 +552,7 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
       raw[a] = load_vector<State, Use::kStreams>(p.source.data, offset_in(p.source, row, a));
     }
   }
-  const int64_t last = last_row(p, n);
+  const RawIndex raw_last = load_last_row(p, n);
   stage.store_all(s_tokens, s_values);
   __syncthreads();
 
@@ -585,7 +610,7 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     }
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
-  keep(last);
+  keep(last_row(p, n, raw_last));
 }
 
 // Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
@@ -627,8 +652,9 @@ struct RowsUse {
 
 template <class Block, class Kernel>
 Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, cudaStream_t stream) {
-  params.slices = static_cast<int32_t>(ceil_div(p.V, Block::kColumns));
-  return launch_kernel("decode", kernel, p.N * p.Hv * params.slices, threads, Block::shared_bytes(params.T), stream,
+  const int64_t slices = ceil_div(p.V, Block::kColumns);
+  params.slices = Divisor::by(slices);
+  return launch_kernel("decode", kernel, p.N * p.Hv * slices, threads, Block::shared_bytes(params.T), stream,
                        params.overlaps != 0, params);
 }
 
@@ -677,8 +703,8 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   params.destination = device_states(pooled ? args.state_pool : args.final_state, v_first);
   params.T = static_cast<int32_t>(p.T);
   params.V = static_cast<int32_t>(p.V);
-  params.Hv = static_cast<int32_t>(p.Hv);
-  params.group = static_cast<int32_t>(p.group);
+  params.heads = Divisor::by(p.Hv);
+  params.group = Divisor::by(p.group);
   params.overlaps = allows_overlap(args.options.device_index);
   params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
   params.scale = static_cast<float>(p.scale);
