@@ -10,7 +10,7 @@
 // prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
 // the second runs, --only the groups whose names (in run()) do not contain NAME.
 #include "checker.h"
-#include "sm90_forward_tests.cuh"
+#include "sm90_split_tests.cuh"
 
 namespace flash_qla::testing {
 namespace {
@@ -301,8 +301,12 @@ int run(const Settings& settings) {
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
+      {"sm90 split", true, [&] { return test_sm90_split(settings, arena); }},
+      {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
+      {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
       {"sm90 backward", true, [&] { return test_sm90_backward(settings, arena); }}};
   if (!settings.small) {
+    groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
     groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
