@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 pytest.importorskip("typer")
 
 import flash_qla
-from flash_qla.cli import bench_gpu, bench_inputs, bench_processes, results
+from flash_qla.cli import bench_gpu, bench_inputs, bench_peers, bench_processes, results
 
 pytestmark = pytest.mark.cpu_only
 
@@ -234,6 +236,50 @@ def test_short_rows_are_rows():
         rows = bench_inputs.rows_of(mode, "", "", "short")
         assert {((row["hq"], row["hv"]), row["name"]) for row in rows} == set(pairs) and len(set(pairs)) == len(pairs)
     assert bench_inputs.rows_of("fwd", "2x8", "", "short")[0]["hv"] == 8
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The packages' modules, as thin as they may be: our own functions behind their names, orders and layouts."""
+
+    def add(name, **functions):
+        module = types.ModuleType(name)
+        vars(module).update(functions)
+        for i, part in enumerate(parts := name.split(".")):
+            monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), module if i + 1 == len(parts) else types.ModuleType(part))
+
+    def fla_forward(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
+        g, A, o, _, state = flash_qla.chunk_gated_delta_rule_fwd(q, k, v, g, beta, scale, initial_state, cu_seqlens)
+        return g, o, A, state, initial_state, None
+
+    def fla_backward(q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens):
+        return *flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, do, dht, scale, initial_state, cu_seqlens), None, None
+
+    def flashinfer(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_cp):
+        o, state = flash_qla.chunk_gated_delta_rule(
+            q[None], k[None], v[None], g.log()[None], beta[None], scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
+            state_v_first=True)
+        return o[0], state
+
+    add("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=flash_qla.fused_recurrent_gated_delta_rule)
+    add("fla.ops.gated_delta_rule.chunk", chunk_gated_delta_rule_fwd=fla_forward, chunk_gated_delta_rule_bwd=fla_backward)
+    sys.modules["fla.ops.gated_delta_rule"].fused_recurrent_gated_delta_rule = flash_qla.fused_recurrent_gated_delta_rule
+    add("flashinfer.gdn_prefill", chunk_gated_delta_rule=flashinfer)
+    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda package: "1.0")
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "train", "decode"])
+@pytest.mark.parametrize("package", ["fla", "flashqla", "flashinfer"])
+def test_tensors_of_peers_are_named_and_laid_out_as_ours(package, mode, bench, stand_ins):
+    row = bench_inputs.rows_of(mode, "1x2", "")[0]
+    x = bench_inputs.make_inputs(row, device="cpu")
+    exact = bench_gpu._exact(row, x)
+    peers = [*bench_peers.PEERS[package](row, x)]
+    counts = {"fla": 1, "flashqla": mode != "decode", "flashinfer": 2 * (mode == "fwd")}
+    assert len(peers) == counts[package]
+    for peer in peers:
+        of_heads = bench_gpu._of_heads(peer.tensors(peer.run()), exact)["worst"]
+        assert set(of_heads) == set(exact) and all(error < 1.5e-2 for error in of_heads.values())
 
 
 def test_rows_for_peers_and_with_other_gates_are_rows():

@@ -22,10 +22,10 @@ from .results import Row, geometric_mean, label, make_report, peer_names, ratios
 
 PROTOCOL = (
     "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
-    "final state out; median of CUDA graph replays of 5 calls, the forward's with and without its sequence split taking "
-    "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled beside each other, then timed "
-    "one after another on the same inputs, and their tensors compared with the same oracle; recorded times are of an "
-    "earlier run"
+    "final state out; median of CUDA graph replays of 5 calls, the forward's with and without its sequence split in "
+    "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled beside each other, then "
+    "timed one after another on the same inputs, and their tensors compared with the same oracle; recorded times are of "
+    "an earlier run"
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")
@@ -227,9 +227,9 @@ def run(
     replays: int,
     out: Optional[Path],
 ) -> int:
-    """Measures and prints; returns the exit code. `choice`: "all", "short" or "peers", as rows_of() says. The results are complete after each row, and the rows of the short run
-    come first: a run that is cut short loses the rest alone. With "{mode}" in the name of `out` every mode has a file
-    of its own: h200_{mode}.json gives h200_forward.json."""
+    """Measures and prints; returns the exit code. `choice`: "all", "short" or "peers", as rows_of() says. The results
+    are complete after each row, and the rows of the short run come first: a run that is cut short loses the rest alone.
+    With "{mode}" in the name of `out` every mode has a file of its own: h200_{mode}.json gives h200_forward.json."""
     console = Console(highlight=False, soft_wrap=True)
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown:
@@ -280,6 +280,7 @@ def run(
             console.print(f"{_describe(row)}{beside} worst error {max(row['err'].values()):.1e} (of a head "
                           f"{max(row['err_worst_head'].values()):.1e})  repeat: {_repeat(row_given)}")  # fmt: skip
         if peers:
+            torch.cuda.empty_cache()  # they share the GPU's memory
             task = progress.add_task("peers", total=None)
             oracle = _Oracle(given)
 
