@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // registers.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+  // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
       mbarrier_init(smem() + Traits::kDone + 8 * i,
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
+      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
@@ -46,6 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
+    *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
     walker.remaining = -1;
     walker.tile = blockIdx.x;
     asm volatile("griddepcontrol.wait;" ::: "memory");  // the planner, if there is one, was launched just before
@@ -61,11 +64,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-    AuxRole<Traits> role{p, group, thread};
+    AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
     role.run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(__shfl_sync(0xffffffffu, thread, thread & 31))};
     role.run();
   }
 }
