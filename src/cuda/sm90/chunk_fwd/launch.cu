@@ -91,6 +91,28 @@ __global__ void __launch_bounds__(kClearThreads)
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
 }
 
+constexpr int kCopyThreads = 256;
+// Blocks that copy: enough to hide a load's way, and where there are many sequences no more than one for each.
+constexpr int kCopyBlocksPerSm = 4;
+
+int copy_parts(const ChunkForwardArgs& args, int sms) {
+  return std::clamp((kCopyBlocksPerSm * sms + args.num_sequences - 1) / args.num_sequences, 1, args.num_value_heads);
+}
+
+// `parts` blocks for each sequence, which take its heads in turns.
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_initial_states_kernel(const __grid_constant__ ChunkForwardArgs args, char* copies, int parts) {
+  const int32_t sequence = static_cast<int32_t>(blockIdx.x) / parts;
+  const int64_t place = copy_place(args, sequence), slot = initial_slot(args, sequence);
+  if (place < 0 || slot < 0) return;
+  for (int32_t head = static_cast<int32_t>(blockIdx.x) % parts; head < args.num_value_heads; head += parts) {
+    const uint4* from = reinterpret_cast<const uint4*>(state_matrix(args.initial, slot, head));
+    uint4* to = reinterpret_cast<uint4*>(copies + (place * args.num_value_heads + head) * copy_bytes(args));
+#pragma unroll 8
+    for (int i = threadIdx.x; i < copy_bytes(args) / 16; i += kCopyThreads) to[i] = from[i];
+  }
+}
+
 cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int blocks,
                          bool after_planner, cudaStream_t stream) {
   const cudaError_t error =
@@ -152,6 +174,7 @@ bool split_pays(int64_t tiles, int sms) {
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
+// With states in place, after one that copies those that are read.
 // The last one begins with tiles that depend on none of the others, as soon as an SM is free.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
                          cudaStream_t stream) {
@@ -161,11 +184,19 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   split.sms = sms;
-  lay_out_split(args, split.capacity, args.workspace, &split.workspace);
+  const size_t planned = lay_out_split(args, split.capacity, args.workspace, &split.workspace);
+  ChunkForwardKernelParams tiles = params;
+  if (args.states_in_place != 0 && args.initial.data != nullptr) {
+    char* copies = static_cast<char*>(args.workspace) + planned;
+    const int parts = copy_parts(args, sms);
+    copy_initial_states_kernel<<<static_cast<unsigned>(args.num_sequences * parts), kCopyThreads, 0, stream>>>(
+        args, copies, parts);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    tiles.initial_copies = copies;
+  }
   cudaError_t error = launch_split_plan(split, stream);
   if (error != cudaSuccess) return error;
 
-  ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
   tiles.chains = split.workspace.chains;
@@ -202,7 +233,9 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
   if (args.split == SplitMode::kOff || sms == 0) return unsplit;
   const SplitCapacity capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  return std::max(unsplit, lay_out_split(args, capacity, nullptr, nullptr));
+  const size_t planned = lay_out_split(args, capacity, nullptr, nullptr);
+  const int64_t copies = args.states_in_place == 0 ? 0 : copy_rows(args) * args.num_value_heads * copy_bytes(args);
+  return std::max(unsplit, planned + static_cast<size_t>(copies));
 }
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
@@ -212,10 +245,7 @@ SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
     return {false, "there are no tokens"};
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
-  const int64_t spacing = forced                                ? kForcedSpacing
-                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
-                                                                : kMinSpacing;
-  if (longest < 2 * spacing * kSplitChunk) return {false, "no sequence can be long enough to cut"};
+  if (longest < least_cut_tokens(args)) return {false, "no sequence can be long enough to cut"};
   if (forced) return {true, "cut wherever it is possible, as forced"};
   if (args.split == SplitMode::kInvariant)
     return {true, "each sequence cut by its own length; its gates decide on the device"};
