@@ -41,7 +41,6 @@ struct DecodeParams {
   Divisor group;             // value heads of a key head
   int32_t T, V;
   int32_t l2norm;
-  int32_t overlaps;  // looked at by the launch: whether the device can start this beside the end of the kernel before
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<DecodeParams>);
@@ -83,35 +82,22 @@ struct Vector {
   uint32_t words[4];
 };
 
-template <class State, int kStreams>
-__device__ Vector<State> load_vector(const void* data, int64_t offset) {
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
-  uint4 raw;
-  if constexpr (kStreams % 10 == 1)
-    raw = __ldcs(from);
-  else if constexpr (kStreams % 10 == 2)
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-                 : "l"(from));
-  else if constexpr (kStreams % 10 == 3)
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-                 : "l"(from));
-  else
-    raw = *from;
+// kStreams: says that the state will not be needed again soon.
+template <class State, bool kStreams>
+__device__ Vector<State> load_vector(const State* data) {
+  const uint4* from = reinterpret_cast<const uint4*>(data);
+  const uint4 raw = kStreams ? __ldcs(from) : *from;
   return {raw.x, raw.y, raw.z, raw.w};
 }
 
-template <class State, int kStreams>
-__device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
-  uint4* to = reinterpret_cast<uint4*>(static_cast<State*>(data) + offset);
+template <class State, bool kStreams>
+__device__ void store_vector(State* data, const Vector<State>& vector) {
+  uint4* to = reinterpret_cast<uint4*>(data);
   const uint4 raw = make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
-  if constexpr (kStreams / 10 == 1) {
+  if constexpr (kStreams) {
     __stcs(to, raw);
-  } else if constexpr (kStreams / 10 == 2) {
-    __stwt(to, raw);
   } else {
-    // As one access: from an assignment the compiler makes four.
+    // As one access: of an assignment the compiler makes four, which takes a tenth more with 16 rows.
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
                  : "memory");
   }
@@ -174,6 +160,21 @@ __device__ float dot(const float (&a)[kSize], const float (&b)[kSize]) {
   return sum;
 }
 
+// Where a thread finds what it reads first, apart from the row's slot that the states' addresses still lack. A kernel
+// works this out while it waits for those before it.
+struct FirstAddresses {
+  uint64_t index, source, destination;
+  uint64_t q, k, v, g, beta, A_log, dt_bias;
+};
+
+__device__ inline uint64_t address_of(const DeviceTensor& t, int64_t offset) {
+  return reinterpret_cast<uint64_t>(t.data) + static_cast<uint64_t>(offset) * (is_wide(t) ? 4 : 2);
+}
+
+__device__ inline uint32_t load_raw_at(const DeviceTensor& t, uint64_t address) {
+  return is_wide(t) ? *reinterpret_cast<const uint32_t*>(address) : *reinterpret_cast<const uint16_t*>(address);
+}
+
 // g and beta of a token and what their activations take, as they were read; and what comes of them.
 struct RawGates {
   uint32_t g = 0, beta = 0, A_log = 0, dt_bias = 0;
@@ -182,13 +183,13 @@ struct Rates {
   float decay, beta;
 };
 
-__device__ inline RawGates load_gates(const Gates& gates, int64_t n, int t, int head) {
+__device__ inline RawGates load_gates(const Gates& gates, const FirstAddresses& at) {
   RawGates raw;
-  if (gates.g.data != nullptr) raw.g = load_raw(gates.g, offset_of(gates.g, n, t, head));
-  if (gates.beta.data != nullptr) raw.beta = load_raw(gates.beta, offset_of(gates.beta, n, t, head));
+  if (gates.g.data != nullptr) raw.g = load_raw_at(gates.g, at.g);
+  if (gates.beta.data != nullptr) raw.beta = load_raw_at(gates.beta, at.beta);
   if (gates.use_gate) {
-    raw.A_log = load_raw(gates.A_log, offset_of(gates.A_log, head));
-    if (gates.dt_bias.data != nullptr) raw.dt_bias = load_raw(gates.dt_bias, offset_of(gates.dt_bias, head));
+    raw.A_log = load_raw_at(gates.A_log, at.A_log);
+    if (gates.dt_bias.data != nullptr) raw.dt_bias = load_raw_at(gates.dt_bias, at.dt_bias);
   }
   return raw;
 }
@@ -204,7 +205,7 @@ __device__ inline Rates rates_of(const Gates& gates, const RawGates& raw) {
   return {expf(clamp_log_decay(g)), beta};
 }
 
-// Where a block is, and where it finds its state.
+// Which row, value head and slice of its columns a block has.
 struct Place {
   int64_t n;
   int head, slice;
@@ -215,10 +216,21 @@ __device__ inline Place place_of(const DecodeParams& p) {
   return {n, static_cast<int>(rest - n * p.heads.divisor), static_cast<int>(blockIdx.x - rest * p.slices.divisor)};
 }
 
+// Of an element of row 0 and the block's head.
+template <class State>
+__device__ uint64_t state_address(const DeviceStates& states, int head, int64_t place) {
+  return reinterpret_cast<uint64_t>(static_cast<State*>(states.data) + head * states.head + place);
+}
+
 // Before the first access to memory: waits for the kernels that came before in the stream, where this one was allowed
 // to start beside their end, and then allows as much to the next.
-__device__ inline void begin_after_predecessors() {
+__device__ inline void begin_after_predecessors([[maybe_unused]] const FirstAddresses& at) {
 #if __CUDA_ARCH__ >= 900
+  // No address has all its bits set. Asking makes the compiler work them out before the wait and not behind it.
+  if ((at.index & at.source & at.destination & at.q & at.k & at.v & at.g & at.beta & at.A_log & at.dt_bias) ==
+      ~uint64_t{0}) {
+    __trap();
+  }
   wait_for_predecessors();
   launch_dependents();
 #endif
@@ -231,7 +243,7 @@ __device__ inline int64_t source_row(const DecodeParams& p, int64_t n, int64_t s
 
 // The row of `destination` that gets the state after a call's last token, or kNoSlot: none. Its index was read early.
 __device__ inline RawIndex load_last_row(const DecodeParams& p, int64_t n) {
-  return p.pool.used && !p.pool.per_token ? load_raw_index(p.pool.final, n) : RawIndex{};
+  return p.pool.used && !p.pool.per_token ? load_raw_index(p.pool.final, index_address(p.pool.final, n)) : RawIndex{};
 }
 __device__ inline int64_t last_row(const DecodeParams& p, int64_t n, RawIndex raw) {
   if (p.destination.data == nullptr || p.pool.per_token) return kNoSlot;
@@ -242,7 +254,7 @@ __device__ inline int64_t last_row(const DecodeParams& p, int64_t n, RawIndex ra
 // serves u and o:
 //   u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u),  S <- e^g S + k u^T
 
-// A row's tokens in shared memory, with the options applied.
+// A token in shared memory, with the options applied.
 template <int kKeys>
 struct SharedToken {
   alignas(16) float q[kKeys], k[kKeys];
@@ -271,6 +283,7 @@ __device__ void load_shared(float (&x)[kSize], const float* s_from) {
   }
 }
 
+// The first kLeft of them to shared memory, likewise.
 template <int kLeft, int kSize>
 __device__ void store_shared(float* s_to, const float (&x)[kSize]) {
   static_assert(kLeft == 1 || kLeft == 2 || kLeft % 4 == 0);
@@ -286,20 +299,42 @@ __device__ void store_shared(float* s_to, const float (&x)[kSize]) {
   }
 }
 
-// Fills shared memory with a row's tokens in two steps, so that the loads of the first ones run beside those of the
-// state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
+// Fills shared memory with a row's tokens and their values in two steps, so that the loads of the first ones run beside
+// those of the state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
 template <int kKeys, bool kOneToken, int kThreads, int kColumns>
 class TokenStage {
  public:
-  static_assert(kKeys / 4 <= 32 && kThreads >= 64 && kColumns <= kThreads);
+  static_assert(kKeys / 4 <= 32 && kColumns <= kThreads);
 
   __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0)
       : p_(p), n_(n), head_(head), column0_(column0) {}
 
-  __device__ void load_first() {
-    if (warp() < tokens()) load_keys(kOneToken ? 0 : warp());
-    value_ = load_value(threadIdx.x);
-    if (has_gates()) gates_ = load_gates(p_.gates, n_, gate_token(), head_);
+  // Of the tokens that load_first() reads.
+  __device__ void find_first(FirstAddresses& at) const {
+    const int t = kOneToken ? 0 : min(warp(), tokens() - 1), key_head = this->key_head();
+    at.q = address_of(p_.q, offset_of(p_.q, n_, t, key_head, key()));
+    at.k = address_of(p_.k, offset_of(p_.k, n_, t, key_head, key()));
+    at.v = address_of(p_.v, value_offset(threadIdx.x));
+    const Gates& gates = p_.gates;
+    at.g = address_of(gates.g, offset_of(gates.g, n_, gate_token(), head_));
+    at.beta = address_of(gates.beta, offset_of(gates.beta, n_, gate_token(), head_));
+    at.A_log = address_of(gates.A_log, offset_of(gates.A_log, head_));
+    at.dt_bias = address_of(gates.dt_bias, offset_of(gates.dt_bias, head_));
+  }
+
+  __device__ void load_first(const FirstAddresses& at) {
+    if (warp() < tokens()) {
+      if (p_.q.quads && p_.k.quads) {
+        if (key() < kKeys) {
+          q_ = load_quad_at(p_.q, at.q);
+          k_ = load_quad_at(p_.k, at.k);
+        }
+      } else {
+        load_keys(kOneToken ? 0 : warp());
+      }
+    }
+    if (has_value(threadIdx.x)) value_ = load_raw_at(p_.v, at.v);
+    if (has_gates()) gates_ = load_gates(p_.gates, at);
   }
 
   __device__ void store_all(SharedToken<kKeys>* s_tokens, float* s_values) {
@@ -311,7 +346,7 @@ class TokenStage {
         store_keys(s_tokens[t]);
       }
       for (int i = threadIdx.x + kThreads; i < tokens() * kColumns; i += kThreads) {
-        store_value(s_values, i, load_value(i));
+        store_value(s_values, i, has_value(i) ? load_raw(p_.v, value_offset(i)) : 0);
       }
     }
     if (has_gates()) {
@@ -331,9 +366,22 @@ class TokenStage {
     return threadIdx.x >= kThreads - 32 && static_cast<int>(threadIdx.x) - (kThreads - 32) < tokens();
   }
 
+  __device__ int key_head() const { return static_cast<int>(p_.group.quotient(static_cast<uint32_t>(head_))); }
+  static __device__ RawQuad load_quad_at(const DeviceTensor& t, uint64_t address) {
+    RawQuad raw{};
+    if (is_wide(t)) {
+      const uint4 bits = *reinterpret_cast<const uint4*>(address);
+      raw = {bits.x, bits.y, bits.z, bits.w};
+    } else {
+      const uint2 bits = *reinterpret_cast<const uint2*>(address);
+      raw.x[0] = bits.x;
+      raw.x[1] = bits.y;
+    }
+    return raw;
+  }
   __device__ void load_keys(int t) {
-    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, p_.group.quotient(static_cast<uint32_t>(head_))), key(), kKeys);
-    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, p_.group.quotient(static_cast<uint32_t>(head_))), key(), kKeys);
+    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, key_head()), key(), kKeys);
+    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, key_head()), key(), kKeys);
   }
   __device__ void store_keys(SharedToken<kKeys>& token) const {
     float4 q = unpack(p_.q, q_), k = unpack(p_.k, k_);
@@ -349,9 +397,12 @@ class TokenStage {
     if (key() == 0) token.kq = kq;
   }
 
-  __device__ uint32_t load_value(int i) const {
-    const int t = kOneToken ? 0 : i / kColumns, column = column0_ + (kOneToken ? i : i % kColumns);
-    return i < tokens() * kColumns && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, t, head_, column)) : 0;
+  // The i-th of the block's values.
+  __device__ bool has_value(int i) const {
+    return i < tokens() * kColumns && column0_ + (kOneToken ? i : i % kColumns) < p_.V;
+  }
+  __device__ int64_t value_offset(int i) const {
+    return offset_of(p_.v, n_, kOneToken ? 0 : i / kColumns, head_, column0_ + (kOneToken ? i : i % kColumns));
   }
   __device__ void store_value(float* s_values, int i, uint32_t raw) const {
     if (i < tokens() * kColumns) s_values[i] = unpack(p_.v, raw);
@@ -373,13 +424,6 @@ class TokenStage {
   RawGates gates_;
 };
 
-// Blocks that a multiprocessor has room for. A loop over tokens takes registers of its own: with as many blocks as for
-// one token, [K, V] kernels of 16-bit states would spill 28 to 60 bytes.
-template <class Use>
-constexpr int blocks_of(bool one_token) {
-  return one_token ? Use::kBlocks : Use::kBlocks - 1;
-}
-
 // [V, K] states: the keys of a column lie side by side. A warp has all keys of some columns.
 template <class State, int kKeys, class Use>
 struct Columns {
@@ -399,7 +443,7 @@ struct Columns {
 };
 
 template <class State, int kKeys, bool kOneToken, class Use>
-__global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
+__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     decode_columns_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Columns<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kLanes = Block::kLanes, kGroups = Block::kGroups;
@@ -422,16 +466,17 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
   const auto store_output = [&](int t, float o) {
     if (inside && lane % kPerColumn == 0) store<float>(p.o, offset_of(p.o, n, t, head, column0 + own), o);
   };
-  const auto offset_in = [&](const DeviceStates& states, int64_t row, int a) {
-    const int column = column0 + warp_column + a * kGroups + group;
-    return row * states.row + head * states.head + static_cast<int64_t>(column) * kKeys + key0;
-  };
+  constexpr int kStep = kGroups * kKeys;  // between accesses
+  const int64_t place_in_state = static_cast<int64_t>(column0 + warp_column + group) * kKeys + key0;
 
   TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
-  begin_after_predecessors();
+  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
+                       state_address<State>(p.destination, head, place_in_state)};
+  stage.find_first(at);
+  begin_after_predecessors(at);
   // The state waits for the slot's index: that goes first, and the tokens fill the time.
-  const RawSlot raw_slot = load_raw_slot(p.pool, n);
-  stage.load_first();
+  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
+  stage.load_first(at);
   const int64_t slot = read_slot(p.pool, raw_slot);
   if (slot == kSkipRow) {
     for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
@@ -439,9 +484,10 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
   }
   Vector<State> raw[kAccesses] = {};
   if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
-      raw[a] = load_vector<State, Use::kStreams>(p.source.data, offset_in(p.source, row, a));
+      raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
     }
   }
   const RawIndex raw_last = load_last_row(p, n);
@@ -454,9 +500,10 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
   for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
   const auto keep = [&](int64_t row) {
     if (row < 0) return;
+    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
-      store_vector<State, Use::kStreams>(p.destination.data, offset_in(p.destination, row, a), pack<State>(state[a]));
+      store_vector<State, Use::kStreams>(to + a * kStep, pack<State>(state[a]));
     }
   };
   for (int t = 0; t < tokens; ++t) {
@@ -509,7 +556,7 @@ struct Rows {
 };
 
 template <class State, int kKeys, bool kOneToken, class Use>
-__global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
+__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     decode_rows_kernel(const __grid_constant__ DecodeParams p) {
   using Block = Rows<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kAccesses = Block::kAccesses, kColumns = Block::kColumns;
@@ -531,15 +578,16 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
     const int column = column0 + static_cast<int>(threadIdx.x);
     if (threadIdx.x < kColumns && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
   };
-  const auto offset_in = [&](const DeviceStates& states, int64_t row, int a) {
-    return row * states.row + head * states.head + static_cast<int64_t>(key0 + a) * p.V + column0 + lane * kVector;
-  };
+  const int64_t place_in_state = static_cast<int64_t>(key0) * p.V + column0 + lane * kVector;
 
   TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
-  begin_after_predecessors();
+  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
+                       state_address<State>(p.destination, head, place_in_state)};
+  stage.find_first(at);
+  begin_after_predecessors(at);
   // The state waits for the slot's index: that goes first, and the tokens fill the time.
-  const RawSlot raw_slot = load_raw_slot(p.pool, n);
-  stage.load_first();
+  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
+  stage.load_first(at);
   const int64_t slot = read_slot(p.pool, raw_slot);
   if (slot == kSkipRow) {
     for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
@@ -547,9 +595,10 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
   }
   Vector<State> raw[kAccesses] = {};
   if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
-      raw[a] = load_vector<State, Use::kStreams>(p.source.data, offset_in(p.source, row, a));
+      raw[a] = load_vector<State, Use::kStreams>(from + static_cast<int64_t>(a) * p.V);
     }
   }
   const RawIndex raw_last = load_last_row(p, n);
@@ -561,9 +610,10 @@ __global__ void __launch_bounds__(Use::kThreads, blocks_of<Use>(kOneToken))
   for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
   const auto keep = [&](int64_t row) {
     if (row < 0 || !inside) return;
+    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
-      store_vector<State, Use::kStreams>(p.destination.data, offset_in(p.destination, row, a), pack<State>(state[a]));
+      store_vector<State, Use::kStreams>(to + static_cast<int64_t>(a) * p.V, pack<State>(state[a]));
     }
   };
   for (int t = 0; t < tokens; ++t) {
@@ -639,58 +689,64 @@ std::string reject(const Arguments& args, const Problem& p) {
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
 // How a state is spread over threads; each as measured (docs/design/cuda_generic.md).
-template <int kOfThreads, int kOfBlocks, int kOfAccesses, int kOfStreams>
+template <int kOfThreads, int kOfBlocks, int kOfAccesses, bool kOfStreams>
 struct ColumnsUse {
   static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kAccesses = kOfAccesses;
-  static constexpr int kStreams = kOfStreams;
+  static constexpr bool kStreams = kOfStreams;
 };
-template <int kOfThreads, int kOfBlocks, int kOfColumns, int kOfStreams>
+template <int kOfThreads, int kOfBlocks, int kOfColumns, bool kOfStreams>
 struct RowsUse {
   static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kColumns = kOfColumns;
-  static constexpr int kStreams = kOfStreams;
+  static constexpr bool kStreams = kOfStreams;
+};
+
+// Where a kernel goes, and whether it may start beside the end of the one before it there.
+struct Queue {
+  cudaStream_t stream;
+  bool overlaps;
 };
 
 template <class Block, class Kernel>
-Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, cudaStream_t stream) {
+Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, const Queue& queue) {
   const int64_t slices = ceil_div(p.V, Block::kColumns);
   params.slices = Divisor::by(slices);
-  return launch_kernel("decode", kernel, p.N * p.Hv * slices, threads, Block::shared_bytes(params.T), stream,
-                       params.overlaps != 0, params);
+  return launch_kernel("decode", kernel, p.N * p.Hv * slices, threads, Block::shared_bytes(params.T), queue.stream,
+                       queue.overlaps, params);
 }
 
 template <class State, int kKeys, class Use>
-Status launch_columns(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+Status launch_columns(const Problem& p, const DecodeParams& params, const Queue& queue) {
   return launch_slices<Columns<State, kKeys, Use>>(
       p, p.T == 1 ? decode_columns_kernel<State, kKeys, true, Use> : decode_columns_kernel<State, kKeys, false, Use>,
-      Use::kThreads, params, stream);
+      Use::kThreads, params, queue);
 }
 
 template <class State, int kKeys, class Use>
-Status launch_rows(const Problem& p, const DecodeParams& params, cudaStream_t stream) {
+Status launch_rows(const Problem& p, const DecodeParams& params, const Queue& queue) {
   return launch_slices<Rows<State, kKeys, Use>>(
       p, p.T == 1 ? decode_rows_kernel<State, kKeys, true, Use> : decode_rows_kernel<State, kKeys, false, Use>,
-      Use::kThreads, params, stream);
+      Use::kThreads, params, queue);
 }
 
 template <class State, int kKeys>
-Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, cudaStream_t stream) {
+Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, const Queue& queue) {
   constexpr bool kHalf = sizeof(State) == 2;
-  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 5, kKeys / 16, 11>, ColumnsUse<64, 8, 8, 0>>;
-  using OfRows = std::conditional_t<kHalf, RowsUse<128, 5, 64, 11>, RowsUse<128, 4, 64, 0>>;
-  return v_first ? launch_columns<State, kKeys, OfColumns>(p, params, stream)
-                 : launch_rows<State, kKeys, OfRows>(p, params, stream);
+  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 7, 4, true>, ColumnsUse<128, 7, 4, false>>;
+  using OfRows = std::conditional_t<kHalf, RowsUse<128, 4, 64, true>, RowsUse<256, 3, 64, false>>;
+  return v_first ? launch_columns<State, kKeys, OfColumns>(p, params, queue)
+                 : launch_rows<State, kKeys, OfRows>(p, params, queue);
 }
 
 template <class State>
-Status launch_with(const Problem& p, bool v_first, const DecodeParams& params, cudaStream_t stream) {
-  return p.K == 64 ? launch_for<State, 64>(p, v_first, params, stream)
-                   : launch_for<State, 128>(p, v_first, params, stream);
+Status launch_with(const Problem& p, bool v_first, const DecodeParams& params, const Queue& queue) {
+  return p.K == 64 ? launch_for<State, 64>(p, v_first, params, queue)
+                   : launch_for<State, 128>(p, v_first, params, queue);
 }
 
 Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  const cudaStream_t stream = static_cast<cudaStream_t>(cuda_stream);
+  const Queue queue = {static_cast<cudaStream_t>(cuda_stream), allows_overlap(args.options.device_index)};
   const bool v_first = args.options.state_v_first != 0, pooled = present(args.state_pool);
   DecodeParams params{};
   params.q = device_tensor(args.q);
@@ -705,7 +761,6 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   params.V = static_cast<int32_t>(p.V);
   params.heads = Divisor::by(p.Hv);
   params.group = Divisor::by(p.group);
-  params.overlaps = allows_overlap(args.options.device_index);
   params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
   params.scale = static_cast<float>(p.scale);
 
@@ -713,11 +768,11 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
       pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
   switch (present(states) ? dtype(states) : DType::kFloat32) {
     case DType::kBFloat16:
-      return launch_with<__nv_bfloat16>(p, v_first, params, stream);
+      return launch_with<__nv_bfloat16>(p, v_first, params, queue);
     case DType::kFloat16:
-      return launch_with<__half>(p, v_first, params, stream);
+      return launch_with<__half>(p, v_first, params, queue);
     default:
-      return launch_with<float>(p, v_first, params, stream);
+      return launch_with<float>(p, v_first, params, queue);
   }
 }
 

@@ -47,13 +47,18 @@ struct RawIndex {
   uint32_t low = 0, high = 0;
 };
 
-__device__ inline RawIndex load_raw_index(const DeviceTensor& t, int64_t i, int64_t j = 0) {
+__device__ inline uint64_t index_address(const DeviceTensor& t, int64_t i, int64_t j = 0) {
   const int64_t offset = i * t.stride[0] + j * t.stride[1];
+  return reinterpret_cast<uint64_t>(t.data) +
+         static_cast<uint64_t>(offset) * (t.dtype == static_cast<int32_t>(DType::kInt32) ? 4 : 8);
+}
+
+__device__ inline RawIndex load_raw_index(const DeviceTensor& t, uint64_t address) {
   RawIndex raw;
   if (t.dtype == static_cast<int32_t>(DType::kInt32)) {
-    raw.low = static_cast<const uint32_t*>(t.data)[offset];
+    raw.low = *reinterpret_cast<const uint32_t*>(address);
   } else {
-    const uint2 words = static_cast<const uint2*>(t.data)[offset];
+    const uint2 words = *reinterpret_cast<const uint2*>(address);
     raw = {words.x, words.y};
   }
   return raw;
@@ -71,15 +76,15 @@ struct RawSlot {
   uint32_t has_initial = 1;
 };
 
-__device__ inline RawSlot load_raw_slot(const PoolIndices& pool, int64_t n) {
+// `first`: address of the row's first index.
+__device__ inline RawSlot load_raw_slot(const PoolIndices& pool, int64_t n, uint64_t first) {
   RawSlot raw;
   if (!pool.used) return raw;
-  int64_t column = 0;
   if (pool.accepted.data != nullptr) {
-    column = load_index(pool.accepted, n) - 1;
-    column = column < 0 ? 0 : (column >= pool.columns ? pool.columns - 1 : column);
+    const int64_t column = load_index(pool.accepted, n) - 1, most = pool.columns - 1;
+    first = index_address(pool.initial, n, column < 0 ? 0 : (column > most ? most : column));
   }
-  raw.index = load_raw_index(pool.initial, n, column);
+  raw.index = load_raw_index(pool.initial, first);
   if (pool.has_initial.data != nullptr) {
     raw.has_initial = static_cast<const uint8_t*>(pool.has_initial.data)[n * pool.has_initial.stride[0]];
   }
@@ -93,7 +98,7 @@ __device__ inline int64_t read_slot(const PoolIndices& pool, const RawSlot& raw)
   return slot == kNoSlot ? kSkipRow : slot;
 }
 __device__ inline int64_t read_slot(const PoolIndices& pool, int64_t n) {
-  return read_slot(pool, load_raw_slot(pool, n));
+  return read_slot(pool, load_raw_slot(pool, n, index_address(pool.initial, n)));
 }
 
 // The slot that row n's state goes to after token t (with per_token), or at the end (t = 0).
