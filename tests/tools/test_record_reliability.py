@@ -38,3 +38,8 @@ def test_a_sanitizer_that_did_not_end_is_not_clean(tmp_path):
     assert report["sanitizers"][0]["reports"] == 0 and report["sanitizers"][0]["cases"] == 8 and code == 0
     report, code = record(tmp_path, CLEAN, ENDED)
     assert report["sanitizers"][1]["reports"] is None and report["summary"]["sanitizer_runs_with_reports"] == 1 and code == 1
+
+
+def test_a_sanitizer_whose_program_ran_nothing_is_not_clean(tmp_path):
+    report, code = record(tmp_path, CLEAN.replace("a: 8 cases, 0 failed, 1.0 s\n", "cudaMalloc: out of memory\n"))
+    assert report["sanitizers"][0]["reports"] is None and code == 1
