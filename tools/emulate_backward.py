@@ -25,7 +25,7 @@ from helpers import Inputs, make_inputs  # noqa: E402
 
 CHUNK, MIN_LOG_DECAY = 64, -80.0
 # Below it the kernels take dbeta from Z and the error in place of a division by beta.
-SMALL_BETA = 2.0**-6
+SMALL_BETA = {torch.float16: 2.0**-6, torch.bfloat16: 2.0**-30}
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def emulate(x: Inputs, dtype: torch.dtype) -> Dict[str, torch.Tensor]:
         dS1 = rounded(dS)
         Z = GA.mT @ rounded(ratio * (K @ dS1) + P.mT @ d_o)
         dS = end * dS + Q.mT @ rounded(scale * gamma * d_o) - K.mT @ rounded(gamma * b * Z)
-        small = b.abs() < SMALL_BETA
+        small = b.abs() < SMALL_BETA[dtype]
         dv, rho = rounded(torch.where(small, Z, b * Z)), torch.where(small, b, torch.ones_like(b))
         dP, D = rounded(scale * G * (d_o @ values.mT)), rounded(-(rho * G * (dv @ values.mT)).tril(-1))
         dq = rounded(scale * gamma * d_o) @ S0.mT + dP @ K
