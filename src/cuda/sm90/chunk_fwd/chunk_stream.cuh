@@ -94,12 +94,12 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
 }
 
-// Sequences of fewer tokens than this are never cut.
+// Sequences of fewer tokens than this are never cut: two pieces take twice the spacing in chunks, the last one begun.
 __host__ __device__ inline int32_t least_cut_tokens(const ChunkForwardArgs& args) {
   const int32_t spacing = args.force_split != 0                 ? kForcedSpacing
                           : args.split == SplitMode::kInvariant ? kInvariantSpacing
                                                                 : kMinSpacing;
-  return 2 * spacing * kSplitChunk;
+  return (2 * spacing - 1) * kSplitChunk + 1;
 }
 
 // Of a boundary state or transition of one head, where the float4 j of 16 of a state group's thread lies: the four
