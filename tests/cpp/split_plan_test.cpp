@@ -24,6 +24,7 @@ struct Map {
 struct Batch {
   SplitMode mode = SplitMode::kAuto;
   bool forced = false;
+  SplitVariant variant;
   int32_t sms = 132, heads = 1;
   int64_t tokens = 0;  // rows of the tensors, padding included
   std::vector<PlannedSequence> sequences;
@@ -47,6 +48,8 @@ Batch draw(std::mt19937& random) {
   Batch batch;
   batch.mode = below(4) == 0 ? SplitMode::kInvariant : SplitMode::kAuto;
   batch.forced = below(3) == 0;
+  batch.variant.uncut_in_halves = below(2);
+  batch.variant.cut_in_halves = batch.variant.uncut_in_halves != 0 && below(2) == 0;
   batch.sms = 1 + below(16) * (1 + below(9));
   batch.heads = 1 + below(5);
   const int32_t n = below(6);
@@ -83,13 +86,12 @@ struct Plan {
   SplitMerge merge;
   std::vector<Tile> state_tiles, output_tiles;  // in the order of their tickets
   std::vector<TransitionChain> chains;
-  int64_t slots = 0;
   std::vector<uint8_t> warmups;  // [boundary][head]
 };
 
-// Emits the segments of one sequence and head in rounds, as a warp does; how many slots they take.
+// Emits the segments of one sequence and head in rounds, as a warp does.
 template <typename Warmups, typename Sink>
-int32_t emit_head(const HeadPlan<Warmups>& plan, int32_t first_slot, Sink& sink) {
+void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
   SegmentCarry carry;
   for (int32_t base = 1; base <= plan.pieces; base += 32) {
     SegmentRound round;
@@ -101,11 +103,10 @@ int32_t emit_head(const HeadPlan<Warmups>& plan, int32_t first_slot, Sink& sink)
       round.heavy |= static_cast<uint32_t>(heavy) << lane;
     }
     for (int32_t lane = 0; lane < 32; ++lane) {
-      if (round.ends >> lane & 1) plan.emit(round, carry, lane, first_slot, sink);
+      if (round.ends >> lane & 1) plan.emit(round, carry, lane, sink);
     }
     plan.advance(round, &carry);
   }
-  return carry.slots;
 }
 
 Plan make_plan(const Batch& batch) {
@@ -140,24 +141,26 @@ Plan make_plan(const Batch& batch) {
     };
   };
   if (batch.mode == SplitMode::kAuto && !batch.forced) {
+    SplitEstimate estimates[2][kMerges];  // of heads without a heavy boundary, of those with one
+    for (const PlannedSequence& s : batch.sequences) {
+      for (int32_t head = 0; head < batch.heads; ++head) {
+        HeadSummary summary;
+        summary.chunks = chunks_in(s.length);
+        summary.pieces = pieces_of(summary.chunks, plan.grid);
+        for (int32_t i = 1; i < summary.pieces; ++i) {
+          const int32_t number =
+              boundary_number(s.start, boundary_chunk(summary.chunks, summary.pieces, i), plan.grid);
+          const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
+          summary.heavy += warmup == 0;
+          summary.warmups += warmup;
+        }
+        for (int32_t i = 0; i < kMerges; ++i) estimates[summary.heavy > 0][i].add(summary, merge_step(i));
+      }
+    }
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
-      SplitEstimate estimate;
-      for (const PlannedSequence& s : batch.sequences) {
-        for (int32_t head = 0; head < batch.heads; ++head) {
-          HeadSummary summary;
-          summary.chunks = chunks_in(s.length);
-          summary.pieces = pieces_of(summary.chunks, plan.grid);
-          for (int32_t i = 1; i < summary.pieces; ++i) {
-            const int32_t number =
-                boundary_number(s.start, boundary_chunk(summary.chunks, summary.pieces, i), plan.grid);
-            const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
-            summary.heavy += warmup == 0;
-            summary.warmups += warmup;
-          }
-          estimate.add(summary, merge_choice(choice));
-        }
-      }
+      const SplitEstimate estimate =
+          estimate_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, batch.variant);
       EXPECT_TRUE(estimate.early_tiles(batch.sms) >= 0 && estimate.early_tiles(batch.sms) <= estimate.free_tiles);
       if (estimate.steps(batch.sms) < best) {
         best = estimate.steps(batch.sms);
@@ -175,8 +178,7 @@ Plan make_plan(const Batch& batch) {
   Sink sink{&tiles, &plan.chains};
   for (const PlannedSequence& s : batch.sequences) {
     for (int32_t head = 0; head < batch.heads; ++head) {
-      plan.slots += emit_head(HeadPlan(s, head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)),
-                              static_cast<int32_t>(plan.slots), sink);
+      emit_head(HeadPlan(s, head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)), sink);
     }
   }
   std::stable_sort(tiles.begin(), tiles.end(),
@@ -201,14 +203,13 @@ Map run(const Batch& batch, const Tile& t, uint64_t x) {
 
 // Runs the plan as the kernels do, and compares every state that a chunk's outputs start from with the true one.
 void check(const Batch& batch, const Plan& plan) {
-  ASSERT_LE(plan.slots, plan.capacity.slots);
   ASSERT_LE(static_cast<int64_t>(plan.state_tiles.size()), plan.capacity.state_tiles);
   ASSERT_LE(static_cast<int64_t>(plan.output_tiles.size()), plan.capacity.output_tiles);
   ASSERT_LE(static_cast<int64_t>(plan.chains.size()), plan.capacity.chains);
   constexpr uint64_t kUnwritten = ~uint64_t{0};
-  std::vector<uint64_t> state(static_cast<size_t>(plan.slots), kUnwritten), transition(state);
+  std::vector<uint64_t> state(static_cast<size_t>(plan.capacity.slots), kUnwritten), transition(state);
   for (const Tile& t : plan.state_tiles) {
-    ASSERT_TRUE(t.slot >= 0 && t.slot < plan.slots);
+    ASSERT_TRUE(t.slot >= 0 && t.slot < plan.capacity.slots);
     ASSERT_EQ(t.tokens % kSplitChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
     ASSERT_FALSE(t.flags & (kTileFromSlot | kTileToEnd));
     std::vector<uint64_t>& target = t.flags & kTileTransition ? transition : state;
@@ -330,7 +331,7 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   const SplitCosts costs;
   auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
-    return plan_pays(equal_lengths(sequences, chunks_in(tokens)), heads, 132, costs);
+    return promise_of_plan(equal_lengths(sequences, chunks_in(tokens)), heads, 132, costs).pays;
   };
   for (int32_t heads : {8, 16, 24, 32, 48}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
   for (int32_t heads : {8, 16, 32}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;

@@ -1,6 +1,8 @@
 // The numbered stream of chunks a block works through: records in shared memory, filled tile by tile by one thread.
 #pragma once
 
+#include <cstdint>
+
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
 #include "kernel_params.h"
@@ -108,7 +110,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   walker.opened = 0;
   if (p.list != nullptr) {
     walker.tile = 0;
-    walker.tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
+    walker.tiles = INT32_MAX;  // until the list is found to be empty
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x);
     walker.tiles = p.tiles;
@@ -121,8 +123,13 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
     // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
+    // The size is read beside the ticket: one latency, not two.
+    const int32_t tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
     walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
-    if (walker.tile >= walker.tiles) break;
+    if (walker.tile >= tiles) {
+      walker.tiles = 0;
+      return;
+    }
     int32_t tile = walker.tile, half = 0;
     if constexpr (Traits::kStateGroups == 1) {
       half = tile & 1;
@@ -157,8 +164,6 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
       if (t.flags & kTileToEnd) r.slot_out = resolve_slot(args.final_state, r.sequence);
       if (t.tokens <= 0 && r.slot_out < 0) continue;
       if (t.flags & kTileFromSlot) {
-        // The boundary states are there once the kernel before this one is through.
-        asm volatile("griddepcontrol.wait;" ::: "memory");
         r.slot_in = t.slot;
         r.flags |= kFromBoundary;
       }
@@ -169,8 +174,6 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     ++walker.opened;
     return;
   }
-  // Without a tile from a boundary state as well: a kernel must not end before those it depends on.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Opens the next tile that has anything to do.

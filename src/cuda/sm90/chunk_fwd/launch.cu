@@ -150,44 +150,61 @@ bool split_pays(int64_t tiles, int sms) {
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
 }
 
+// The tiles' kernel with V in boxes of its own height.
+cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
+                          cudaStream_t stream) {
+  const ChunkForwardArgs& args = params.args;
+  ChunkForwardKernelParams tiles = params;
+  if (!encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
+                  args.v_head_stride, kernel.state_groups) ||
+      !encode_map(&tiles.o, args.type, args.o, args.num_tokens, args.num_value_heads, args.o_token_stride,
+                  args.o_head_stride, kernel.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_tiles(kernel, tiles, sms, true, stream);
+}
+
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free.
-cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free. A fifth takes its place
+// where the plan may turn out to be halves of V without a cut, which those before it do not know.
+cudaError_t launch_split(const ChunkForwardKernelParams& params, const SplitVariant& variant, bool save, int sms,
                          cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
   SplitKernelParams split{};
   split.args = args;
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  split.variant = variant;
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
   cudaError_t error = launch_split_plan(split, stream);
   if (error != cudaSuccess) return error;
 
+  SplitCounters* counters = split.workspace.counters;
   ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
   tiles.chains = split.workspace.chains;
-  tiles.counters = split.workspace.counters;
+  tiles.counters = counters;
   tiles.list = split.workspace.state_tiles;
-  tiles.list_size = &split.workspace.counters->state_tiles;
-  tiles.ticket = &split.workspace.counters->state_ticket;
-  const ChunkForwardKernel states =
-      args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states();
-  if (states.state_groups != kernel.state_groups &&
-      !encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
-                  args.v_head_stride, states.state_groups)) {
-    return cudaErrorInvalidValue;
-  }
-  error = launch_tiles(states, tiles, sms, true, stream);
-  if (error != cudaSuccess) return error;
+  tiles.list_size = &counters->state_tiles;
+  tiles.ticket = &counters->state_ticket;
+  error = launch_listed(
+      tiles, args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(), sms, stream);
 
-  tiles.v = params.v;
   tiles.list = split.workspace.output_tiles;
-  tiles.list_size = &split.workspace.counters->output_tiles;
-  tiles.ticket = &split.workspace.counters->output_ticket;
-  return launch_tiles(kernel, tiles, sms, true, stream);
+  if (error == cudaSuccess && variant.cut_in_halves == 0) {
+    tiles.list_size = &counters->output_tiles;
+    tiles.ticket = &counters->output_ticket;
+    error = launch_listed(tiles, choose_kernel(args.type, false, save), sms, stream);
+  }
+  if (error == cudaSuccess && variant.uncut_in_halves != 0) {
+    tiles.list_size = &counters->half_tiles;
+    tiles.ticket = &counters->half_ticket;
+    error = launch_listed(tiles, choose_kernel(args.type, true, save), sms, stream);
+  }
+  return error;
 }
 
 }  // namespace
@@ -205,37 +222,80 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
   return std::max(unsplit, lay_out_split(args, capacity, nullptr, nullptr));
 }
 
-SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
+namespace {
+
+// What decide_split() answers, and for whom.
+struct DecidedSplit {
+  SplitDecision decision{false, ""};
+  SplitVariant variant;
+};
+
+DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const bool forced = args.force_split != 0;
-  if (args.split == SplitMode::kOff || sms == 0) return {false, "auto_cp is off"};
+  if (args.split == SplitMode::kOff || sms == 0) return {{false, "auto_cp is off"}, {}};
   if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
-    return {false, "there are no tokens"};
+    return {{false, "there are no tokens"}, {}};
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
   const int64_t spacing = forced                                ? kForcedSpacing
                           : args.split == SplitMode::kInvariant ? kInvariantSpacing
                                                                 : kMinSpacing;
-  if (longest < 2 * spacing * kSplitChunk) return {false, "no sequence can be long enough to cut"};
-  if (forced) return {true, "cut wherever it is possible, as forced"};
+  if (longest < 2 * spacing * kSplitChunk) return {{false, "no sequence can be long enough to cut"}, {}};
+  if (forced) return {{true, "cut wherever it is possible, as forced"}, {}};
   if (args.split == SplitMode::kInvariant)
-    return {true, "each sequence cut by its own length; its gates decide on the device"};
-  if (tiles >= kTilesPerSmUnsplit * sms) return {false, "sequences times value heads fill the card many times over"};
+    return {{true, "each sequence cut by its own length; its gates decide on the device"}, {}};
+  if (tiles >= kTilesPerSmUnsplit * sms)
+    return {{false, "sequences times value heads fill the card many times over"}, {}};
   const bool dense = args.cu_seqlens == nullptr;
   const SplitCosts costs;
-  // Lengths on the device are not known here: what can be had where they are equal, or where there is so much to do
-  // that asking for a plan in vain costs at most two parts in a hundred.
-  const int32_t chunks = dense ? chunks_in(static_cast<int32_t>(longest))
-                               : static_cast<int32_t>(divide_up(divide_up(longest, args.num_sequences), kSplitChunk));
-  const LengthSummary lengths{static_cast<int64_t>(args.num_sequences) * chunks, args.num_sequences, chunks};
-  if (plan_pays(lengths, args.num_value_heads, sms, costs)) {
-    return {true, dense ? "the tiles leave SMs idle; the gates decide on the device"
-                        : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"};
+  const int32_t heads = args.num_value_heads;
+  // Lengths on the device are not known here. Equal ones are the least work that a call without a cut can have, and
+  // one long sequence beside empty ones the most that a cut can gain.
+  const int32_t all = static_cast<int32_t>(divide_up(longest, kSplitChunk));
+  const int32_t each = dense ? all : static_cast<int32_t>(divide_up(all, args.num_sequences));
+  const LengthSummary equal{static_cast<int64_t>(args.num_sequences) * each, args.num_sequences, each};
+  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  if (promise.pays) {
+    return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
+                         : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
+            promise.variant};
   }
-  const float least =
-      static_cast<float>(lengths.chunks) * static_cast<float>(args.num_value_heads) / static_cast<float>(sms);
-  if (!dense && costs.plan_uncut <= 0.02f * least) return {true, "lengths and gates decide on the device"};
-  return {false, "the tiles fill the card's waves, or a split would gain too little"};
+  if (!dense && args.num_sequences > 1 && costs.plan_uncut <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
+    const SplitPromise most = promise_of_plan({all, 1, all}, heads, sms, costs);
+    if (most.pays) {
+      const int32_t uncut_in_halves = halves_pay(tiles, sms);
+      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
+              {most.variant.cut_in_halves & uncut_in_halves, uncut_in_halves}};
+    }
+  }
+  return {{false, "the tiles fill the card's waves, or a split would gain too little"}, {}};
 }
+
+// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the estimates
+// take some microseconds.
+const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
+  struct Key {
+    int64_t tokens, dense_length;
+    int32_t sequences, heads, sms, force;
+    SplitMode mode;
+    bool dense;
+    bool operator==(const Key&) const = default;
+  };
+  thread_local Key last_key{-1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
+  thread_local DecidedSplit last;
+  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,
+                args.num_value_heads, sms,           args.force_split,
+                args.split,       args.cu_seqlens == nullptr};
+  if (!(key == last_key)) {
+    last = work_out_split(args, sms);
+    last_key = key;
+  }
+  return last;
+}
+
+}  // namespace
+
+SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
   const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
@@ -253,7 +313,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  const bool cut = decide_split(args, sms).planned;
+  const DecidedSplit& decided = decided_split(args, sms);
+  const bool cut = decided.decision.planned;
   const bool split = variant == ChunkForwardVariant::kSplitV ||
                      (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
@@ -272,7 +333,11 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                   kernel.state_groups)) {
     return cudaErrorInvalidValue;
   }
-  if (cut) return launch_split(params, kernel, sms, stream);
+  if (cut) {
+    // A variant that was asked for is used for every tile.
+    const SplitVariant tiles = variant == ChunkForwardVariant::kAuto ? decided.variant : SplitVariant{split, split};
+    return launch_split(params, tiles, save, sms, stream);
+  }
   if (args.cu_seqlens != nullptr) {
     plan_chunk_forward_kernel<<<1 + kClearBlocks, kPlanThreads, 0, stream>>>(args);
     error = cudaGetLastError();

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "split_plan.h"
+#include "split_types.h"
 
 namespace flash_qla::cuda::sm90 {
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_params.h"
+#include "split_plan.h"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -20,6 +21,7 @@ struct SplitKernelParams {
   SplitWorkspace workspace;
   SplitCapacity capacity;
   SplitCosts costs;
+  SplitVariant variant;
   int32_t sms;
 };
 

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "split_types.h"
+
 #ifdef __CUDACC__
 #define FLASH_QLA_HOST_DEVICE __host__ __device__
 #else
@@ -12,18 +14,6 @@
 #endif
 
 namespace flash_qla::cuda::sm90 {
-
-enum class SplitMode : int32_t {
-  kOff = 0,        // no sequence is cut
-  kAuto = 1,       // cut as the whole batch, the heads and the card ask for
-  kInvariant = 2,  // cut by each sequence's own length alone
-};
-
-inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
-
-// A start state may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up is at most this:
-// e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
-inline constexpr float kDecayThreshold = -16.0f;
 
 // Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.7 us on an H200 (measured
 // points: docs/design/sequence_split.md).
@@ -33,8 +23,8 @@ struct SplitCosts {
   float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
   float combine_step = 0.45f;  // one transition applied to a boundary state
   float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 10.0f;          // the planning kernels, and the launches that an unsplit call does without
-  float plan_uncut = 5.0f;     // ... where the lengths turn out to ask for no cut
+  float plan = 5.0f;          // the planning kernels, and the launches that an unsplit call does without
+  float plan_uncut = 3.0f;     // ... where the lengths turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -60,14 +50,6 @@ inline constexpr int64_t kTilesPerSmUnsplit = 16;
 
 // --- where sequences may be cut ---
 
-// One sequence.
-struct PlannedSequence {
-  int32_t start;        // first token
-  int32_t length;       // tokens
-  int32_t index;        // position in cu_seqlens
-  int32_t first_chunk;  // chunks of all sequences before it
-};
-
 struct SplitGrid {
   int32_t spacing = 0;    // chunks between boundaries of a sequence, at least; 0: no sequence may be cut
   int32_t by_length = 0;  // pieces by SplitMode::kInvariant's rule
@@ -83,6 +65,9 @@ struct LengthSummary {
 FLASH_QLA_HOST_DEVICE constexpr int32_t chunks_in(int32_t tokens) { return (tokens + kSplitChunk - 1) / kSplitChunk; }
 FLASH_QLA_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Whether tiles of half of V each pay where nothing is cut: while they are one wave.
+FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
+
 // Steps that the card needs without a cut, an estimate: exact for equal lengths.
 FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                  const SplitCosts& costs) {
@@ -90,7 +75,7 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
   const int64_t tiles = static_cast<int64_t>(lengths.sequences) * heads;
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
   const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
-  if (2 * tiles <= sms) return edged * costs.half_step;
+  if (halves_pay(tiles, sms)) return edged * costs.half_step;
   if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>(divide_up(tiles, sms)) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
   const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
@@ -185,32 +170,6 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t warmup_limit(const SplitGrid& grid) {
 
 // --- tiles ---
 
-inline constexpr int32_t kTileFromStart = 1;    // starts from the sequence's initial state
-inline constexpr int32_t kTileToEnd = 2;        // ends with the sequence: its state is the final one
-inline constexpr int32_t kTileFromSlot = 4;     // starts from boundary state `slot`
-inline constexpr int32_t kTileToSlot = 8;       // a state tile: its last state is boundary state `slot`, no outputs
-inline constexpr int32_t kTileTransition = 16;  // with kTileToSlot: starts from the identity with V = 0, so that its
-                                                // last state is the transition that leads to boundary `slot`
-
-struct Tile {
-  int32_t row;       // first token, warm-up included
-  int32_t tokens;    // warm-up included
-  int32_t sequence;  // position in cu_seqlens
-  int32_t chunk;     // its first chunk, counted over all sequences
-  int32_t position;  // ... and in its sequence
-  int32_t slot;      // boundary state read or written, -1: none
-  int16_t head;      // value head
-  int16_t warmup;    // chunks at its start that leave nothing behind
-  int32_t flags;
-};
-static_assert(sizeof(Tile) == 32);
-
-// Boundary states first_slot + 1 .. first_slot + transitions follow from first_slot, one transition each.
-struct TransitionChain {
-  int32_t first_slot;
-  int32_t transitions;
-};
-
 // How many neighbouring pieces make one tile, roughly, where the boundaries between them are light or heavy.
 struct SplitMerge {
   int32_t light = 1;
@@ -218,10 +177,13 @@ struct SplitMerge {
 };
 inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 
+// How many tiles come of `pieces` of which about `merge` are joined.
+FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t merge) {
+  return merge >= pieces ? 1 : (pieces + merge - 1) / merge;
+}
 // Whether boundary i of `pieces` stays when about `merge` pieces are joined, as evenly as may be.
 FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, int32_t merge) {
-  const uint32_t n = static_cast<uint32_t>(pieces);
-  const uint32_t joined = merge >= pieces ? 1u : (n + static_cast<uint32_t>(merge) - 1) / static_cast<uint32_t>(merge);
+  const uint32_t n = static_cast<uint32_t>(pieces), joined = static_cast<uint32_t>(joined_pieces(pieces, merge));
   return joined * static_cast<uint32_t>(i) / n != joined * static_cast<uint32_t>(i - 1) / n;
 }
 
@@ -239,7 +201,7 @@ struct SegmentCarry {
   int32_t from = 0;        // boundary that the open segment starts at; 0: the sequence's start
   int32_t from_heavy = 0;  // whether it is heavy
   int32_t heavy_run = 0;   // heavy boundaries in a row up to it
-  int32_t slots = 0;       // heavy boundaries so far
+  int32_t slots = 0;       // heavy boundaries so far, of those that stay
 };
 
 FLASH_QLA_HOST_DEVICE inline int32_t bits_set(uint32_t x) {
@@ -300,11 +262,17 @@ struct HeadPlan {
     *heavy = *ends && !light;
   }
 
+  // The slot of the first heavy boundary; the others' follow it. A head has a slot for each boundary number, and a
+  // sequence's boundaries have numbers from its first one's on: its slots are its own, whatever is heavy.
+  FLASH_QLA_HOST_DEVICE int32_t first_slot() const {
+    return pieces > 1 ? head * capacity + boundary_number(sequence.start, chunk_at(1), grid) : 0;
+  }
+
   // The tiles of the segment that ends at bit `lane` of the round, which must be set in `ends`: sink.tile(Tile) for
-  // each, and sink.chain(TransitionChain) where a run of transitions ends. Slots are first_slot and those after it.
+  // each, and sink.chain(TransitionChain) where a run of transitions ends.
   template <typename Sink>
   FLASH_QLA_HOST_DEVICE void emit(const SegmentRound& round, const SegmentCarry& carry, int32_t lane,
-                                  int32_t first_slot, Sink& sink) const {
+                                  Sink& sink) const {
     const uint32_t bit = 1u << lane, below = bit - 1;
     const int32_t i = round.base + lane, end = chunk_at(i);
     const bool last = i == pieces, heavy = (round.heavy & bit) != 0;
@@ -312,10 +280,11 @@ struct HeadPlan {
     const int32_t from = earlier != 0 ? round.base + highest_bit(earlier) : carry.from;
     const bool from_heavy = earlier != 0 ? (round.heavy >> highest_bit(earlier) & 1) != 0 : carry.from_heavy != 0;
     // Slot of this segment's last state; the one that it starts from is the slot before.
-    const int32_t slot = first_slot + carry.slots + bits_set(round.heavy & below);
+    const int32_t slot = heavy || from_heavy ? first_slot() + carry.slots + bits_set(round.heavy & below) : -1;
     const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
     if (!from_heavy) {
-      const int32_t warmup = from > 0 ? warmup_at(from) : 0;
+      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
+      const int32_t found = from > 0 ? warmup_at(from) : 0, warmup = found < first ? found : first;
       const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
       sink.tile(tile(start, end, warmup, -1, from_start | to_end));
       if (heavy) sink.tile(tile(start, end, 0, slot, from_start | kTileToSlot));
@@ -378,11 +347,10 @@ struct SplitEstimate {
   float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
   int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
 
-  // A head with a heavy boundary is taken for one that has no other: where both kinds alternate that is a cautious
-  // guess.
-  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, const SplitMerge& merge) {
-    const int32_t step = head.heavy > 0 ? merge.heavy : merge.light;
-    const int32_t tiles = step >= head.pieces ? 1 : (head.pieces + step - 1) / step;
+  // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
+  // that has no other: where both kinds alternate that is a cautious guess.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step) {
+    const int32_t tiles = joined_pieces(head.pieces, step);
     const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
     const int32_t light = head.pieces - 1 - head.heavy;
     const bool warms_up = head.heavy == 0 && tiles > 1;
@@ -426,6 +394,16 @@ struct SplitEstimate {
     state_tiles *= heads;
     free_tiles *= heads;
     dependent_tiles *= heads;
+  }
+
+  // The same with tiles that write O for half of V each.
+  FLASH_QLA_HOST_DEVICE void halve() {
+    free_tiles *= 2;
+    dependent_tiles *= 2;
+    free_work *= 2.0f * costs.half_step;
+    dependent_work *= 2.0f * costs.half_step;
+    longest_free *= costs.half_step;
+    longest_dependent *= costs.half_step;
   }
 
   // When the boundary states are there.
@@ -473,7 +451,7 @@ struct SplitEstimate {
   }
 };
 
-// The merges that are tried: every pair of a light and a heavy one.
+// The merges that are tried: every pair of a light and a heavy one. The last pair is no cut at all.
 inline constexpr int32_t kMerges = 8;
 inline constexpr int32_t kMergeChoices = kMerges * kMerges;
 FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
@@ -483,10 +461,25 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
   return {merge_step(i % kMerges), merge_step(i / kMerges)};
 }
 
+// Which kernels write O: with tiles of whole heads, or of half of V each, where there are few tiles.
+struct SplitVariant {
+  int32_t cut_in_halves = 0, uncut_in_halves = 0;
+};
+
+// A choice from its two parts: the heads without and those with a heavy boundary, joined by merge_step() of their own.
+FLASH_QLA_HOST_DEVICE inline SplitEstimate estimate_choice(const SplitEstimate& light, const SplitEstimate& heavy,
+                                                           int32_t choice, const SplitVariant& variant) {
+  SplitEstimate estimate = light;
+  estimate.add(heavy);
+  if (choice == kMergeChoices - 1 ? variant.uncut_in_halves : variant.cut_in_halves) estimate.halve();
+  return estimate;
+}
+
 // Steps of the best choice for equal sequences, with `heavy` heads that do not decay and the others that do
 // (kUsualWarmup).
 FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
-                                              int32_t heavy, int32_t sms, const SplitCosts& costs) {
+                                              int32_t heavy, const SplitVariant& variant, int32_t sms,
+                                              const SplitCosts& costs) {
   HeadSummary head;
   head.chunks = lengths.longest;
   head.pieces = pieces_of(head.chunks, grid);
@@ -494,31 +487,46 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
   SplitEstimate light[kMerges], without_decay[kMerges];
   for (int32_t i = 0; i < kMerges; ++i) {
     light[i].costs = without_decay[i].costs = costs;
-    head.heavy = 0;
-    light[i].add(head, {merge_step(i), merge_step(i)});
-    light[i].repeat(lengths.sequences * (heads - heavy));
-    head.heavy = head.pieces - 1;
-    without_decay[i].add(head, {merge_step(i), merge_step(i)});
-    without_decay[i].repeat(lengths.sequences * heavy);
+    if (heavy < heads) {
+      head.heavy = 0;
+      light[i].add(head, merge_step(i));
+      light[i].repeat(lengths.sequences * (heads - heavy));
+    }
+    if (heavy > 0) {
+      head.heavy = head.pieces - 1;
+      without_decay[i].add(head, merge_step(i));
+      without_decay[i].repeat(lengths.sequences * heavy);
+    }
   }
   float best = 0.0f;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    SplitEstimate estimate = light[i % kMerges];
-    if (heavy > 0) estimate.add(without_decay[i / kMerges]);
-    const float steps = estimate.steps(sms);
+    const float steps = estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, variant).steps(sms);
     best = i == 0 || steps < best ? steps : best;
   }
   return best;
 }
 
-// Whether a plan promises to pay for equal sequences of these lengths.
-FLASH_QLA_HOST_DEVICE inline bool plan_pays(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                            const SplitCosts& costs) {
+// What a plan promises for equal sequences of these lengths.
+struct SplitPromise {
+  bool pays = false;
+  SplitVariant variant;
+};
+FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                          const SplitCosts& costs) {
+  SplitPromise promise;
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
-  if (grid.spacing == 0) return false;
+  if (grid.spacing == 0) return promise;
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
-  return costs.plan + best_steps(lengths, grid, heads, heads / 4, sms, costs) <= (1.0f - kLeastGain) * unsplit &&
-         costs.plan + best_steps(lengths, grid, heads, heads / 2, sms, costs) <= (1.0f + kMostLoss) * unsplit;
+  const int32_t uncut_in_halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
+  const SplitVariant variants[2] = {{0, uncut_in_halves}, {1, 1}};
+  float quarter[2];
+  for (int32_t i = 0; i < 2; ++i) quarter[i] = best_steps(lengths, grid, heads, heads / 4, variants[i], sms, costs);
+  const int32_t best = quarter[1] < quarter[0];
+  promise.variant = variants[best];
+  promise.pays =
+      costs.plan + quarter[best] <= (1.0f - kLeastGain) * unsplit &&
+      costs.plan + best_steps(lengths, grid, heads, heads / 2, variants[best], sms, costs) <= (1.0f + kMostLoss) * unsplit;
+  return promise;
 }
 
 // --- order ---
@@ -529,8 +537,7 @@ inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 
 FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
   int32_t bucket = chunks;
   if (chunks >= 8) {
-    int32_t magnitude = 3;
-    while (chunks >> (magnitude + 1) != 0) ++magnitude;
+    const int32_t magnitude = highest_bit(static_cast<uint32_t>(chunks));
     bucket = 8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7);
   }
   return bucket < kLengthBuckets ? kLengthBuckets - 1 - bucket : 0;

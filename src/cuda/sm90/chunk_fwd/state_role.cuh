@@ -66,6 +66,9 @@ struct StateRole {
         return;
       }
     } else if (c.flags & kFromBoundary) {
+      // The boundary states are there once the kernel before this one is through. Only here are they waited for: the
+      // tile's first chunks are prepared meanwhile.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
       const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
