@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -25,6 +26,8 @@ struct Batch {
   SplitMode mode = SplitMode::kAuto;
   bool forced = false;
   SplitVariant variant;
+  bool in_place = false;  // final states overwrite initial ones
+  int32_t early = 0;      // free tiles before the dependent ones
   int32_t sms = 132, heads = 1;
   int64_t tokens = 0;  // rows of the tensors, padding included
   std::vector<PlannedSequence> sequences;
@@ -48,6 +51,8 @@ Batch draw(std::mt19937& random) {
   Batch batch;
   batch.mode = below(4) == 0 ? SplitMode::kInvariant : SplitMode::kAuto;
   batch.forced = below(3) == 0;
+  batch.in_place = below(2) == 0;
+  batch.early = below(50);
   batch.variant.uncut_in_halves = below(2);
   batch.variant.cut_in_halves = batch.variant.uncut_in_halves != 0 && below(2) == 0;
   batch.sms = 1 + below(16) * (1 + below(9));
@@ -182,8 +187,19 @@ Plan make_plan(const Batch& batch) {
     }
   }
   std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return tile_bucket(a) < tile_bucket(b); });
-  for (const Tile& t : tiles) (t.flags & kTileToSlot ? plan.state_tiles : plan.output_tiles).push_back(t);
+                   [&](const Tile& a, const Tile& b) {
+    return tile_bucket(a, batch.in_place) < tile_bucket(b, batch.in_place);
+  });
+  std::array<int32_t, kTileLists> lists{};
+  for (const Tile& t : tiles) ++lists[static_cast<size_t>(tile_bucket(t, batch.in_place) / kLengthBuckets)];
+  const int32_t free = lists[1] + lists[2], dependent = lists[3];
+  const int32_t early = std::max(lists[1], std::min(batch.early, free));
+  plan.state_tiles.assign(tiles.begin(), tiles.begin() + lists[0]);
+  plan.output_tiles.resize(static_cast<size_t>(free + dependent));
+  for (int32_t n = 0; n < free + dependent; ++n) {
+    plan.output_tiles[static_cast<size_t>(output_place(n, early, free, dependent))] =
+        tiles[static_cast<size_t>(lists[0] + n)];
+  }
   return plan;
 }
 
@@ -233,6 +249,7 @@ void check(const Batch& batch, const Plan& plan) {
   std::vector<std::vector<int>> written(batch.maps.size());
   for (size_t i = 0; i < written.size(); ++i) written[i].assign(batch.maps[i].size(), 0);
   std::vector<int> ends(batch.maps.size(), 0);
+  std::vector<bool> overwritten(batch.maps.size(), false);
   for (const Tile& t : plan.output_tiles) {
     const PlannedSequence& s = batch.sequences[static_cast<size_t>(t.sequence)];
     const size_t index = static_cast<size_t>(t.sequence * batch.heads + t.head);
@@ -242,6 +259,9 @@ void check(const Batch& batch, const Plan& plan) {
     ASSERT_EQ((t.flags & kTileFromStart) != 0, t.position == 0);
     ASSERT_EQ((t.flags & kTileToEnd) != 0, t.row + t.tokens == s.start + s.length);
     ends[index] += (t.flags & kTileToEnd) != 0;
+    // The tile that overwrites an initial state waits for those that read it: their tickets must be earlier.
+    if (batch.in_place && (t.flags & kTileFromStart)) ASSERT_FALSE(overwritten[index]);
+    overwritten[index] = overwritten[index] || (t.flags & kTileToEnd) != 0;
     uint64_t x = 0, truth = initial_state(t);
     if (t.flags & kTileFromStart) x = truth;
     if (t.flags & kTileFromSlot) x = state[static_cast<size_t>(t.slot)];

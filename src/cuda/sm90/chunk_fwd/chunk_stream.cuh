@@ -18,6 +18,7 @@ inline constexpr int kNoValues = 8;       // V counts as zero
 inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;  // slot_out is a transition's, else (kStateOnly) a boundary state's
+inline constexpr int kCountedReader = 128;  // its first state is counted in `readers`
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {
@@ -151,6 +152,7 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     const int64_t initial = initial_slot(args, r.sequence);
     if (initial == kSkipSequence) continue;
     if (t.flags & kTileFromStart) {
+      if (p.readers != nullptr) r.flags |= kCountedReader;
       r.slot_in = initial;
       if (r.slot_in >= 0) {
         l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),

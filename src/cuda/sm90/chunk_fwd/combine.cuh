@@ -12,6 +12,7 @@ namespace flash_qla::cuda::sm90 {
 // auxiliary groups brings the transitions, 16 KB at a time.
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
+inline constexpr int kCombineBarrier = 2;  // of the whole block; 1 is that of the warps that multiply
 inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
 inline constexpr int kCombineStages = 8;  // two transitions: one is on its way while the other is used
 inline constexpr int kStageRows = 32;     // of M^T: two of its eight groups of 16
@@ -35,7 +36,9 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   // A block that had no tile leaves its SM to the next kernel.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
   if (units == 0 || !had_tiles) return;
-  __syncthreads();  // the tiles' shared memory is free, and the flag above has been read
+  // The roles come here by different ways, so that this is not __syncthreads(), which all threads must reach at one.
+  const auto block_sync = [] { named_barrier_sync(kCombineBarrier, Traits::kThreads); };
+  block_sync();  // the tiles' shared memory is free, and the flag above has been read
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -52,19 +55,19 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
     }
   }
-  __syncthreads();
+  block_sync();
   if (memory.unit < 0) return;
-  __syncthreads();
+  block_sync();
   uint32_t stages = 0;
   for (;;) {
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    __syncthreads();
+    block_sync();
     const int unit = memory.unit;
     if (unit >= units) return;
     const TransitionChain chain = p.chains[unit / kCombineSlices];
     work(memory, chain, unit % kCombineSlices, stages);
     stages += static_cast<uint32_t>(chain.transitions * kStagesPerTransition);
-    __syncthreads();
+    block_sync();
   }
 }
 

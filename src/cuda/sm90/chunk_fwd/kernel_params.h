@@ -30,6 +30,9 @@ struct ChunkForwardKernelParams {
   float4* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
+  // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
+  // initial state; null elsewhere.
+  uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split

@@ -150,6 +150,17 @@ bool split_pays(int64_t tiles, int sms) {
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
 }
 
+// Whether two sets of states share memory.
+bool overlap(const StateSet& a, const StateSet& b, int32_t sequences, int32_t heads) {
+  const auto begin = [](const StateSet& set) { return reinterpret_cast<uintptr_t>(set.data); };
+  const auto end = [&](const StateSet& set) {
+    const int64_t slots = set.indices != nullptr ? set.slots : sequences;
+    const int64_t elements = (slots - 1) * set.slot_stride + (heads - 1) * set.head_stride + kHeadDim * kHeadDim;
+    return begin(set) + static_cast<uintptr_t>(elements) * (set.type == ElementType::kFloat32 ? 4 : 2);
+  };
+  return a.data != nullptr && b.data != nullptr && begin(a) < end(b) && begin(b) < end(a);
+}
+
 // The tiles' kernel with V in boxes of its own height.
 cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
                           cudaStream_t stream) {
@@ -176,6 +187,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const SplitVari
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   split.variant = variant;
+  split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
   cudaError_t error = launch_split_plan(split, stream);
@@ -187,6 +199,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const SplitVari
   tiles.transitions = split.workspace.transitions;
   tiles.chains = split.workspace.chains;
   tiles.counters = counters;
+  tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
   tiles.list = split.workspace.state_tiles;
   tiles.list_size = &counters->state_tiles;
   tiles.ticket = &counters->state_ticket;

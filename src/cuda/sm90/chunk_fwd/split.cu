@@ -130,6 +130,13 @@ __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
   const ChunkForwardArgs& args = p.args;
+  if (p.in_place != 0) {
+    const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x; i < counts;
+         i += static_cast<int64_t>(gridDim.x) * kPlanThreads) {
+      p.workspace.readers[i] = 0;
+    }
+  }
   const int units_blocks = static_cast<int>(gridDim.x) - (args.cu_seqlens != nullptr ? kClearBlocks : 0);
   if (static_cast<int>(blockIdx.x) >= units_blocks) {
     clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
@@ -272,16 +279,24 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
   }
 }
 
+// Warps that hold the state's rows of half of V.
+constexpr uint32_t kWarpsOfHalf = 4;
+
 // Counts the tiles of each bucket, then places them.
 struct TileSink {
-  bool place;
+  bool place, in_place;
+  int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
   int32_t* chains_used;
   SplitWorkspace workspace;
   int32_t early, free, dependent;  // of the tiles that write O
   __device__ void tile(const Tile& t) const {
-    const int32_t n = atomicAdd(&next[tile_bucket(t)], 1);
+    const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
     if (!place) return;
+    if (in_place && (t.flags & kTileFromStart)) {
+      uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
+      for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
+    }
     Tile* to = t.flags & kTileToSlot ? workspace.state_tiles + n
                                      : workspace.output_tiles + output_place(n, early, free, dependent);
     *to = t;
@@ -332,7 +347,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], free_tiles, chains_used, chunks_before;
+  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, chunks_before;
   __shared__ int32_t warp_chunks[kPlanWarps];
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
@@ -457,7 +472,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     cut = best != kMergeChoices - 1;
   }
 
-  TileSink sink{false, buckets, &chains_used, ws, 0, 0, 0};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws, 0, 0, 0};
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
@@ -468,7 +483,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     if (pass == 1) break;
     // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
     if (warp < 2) {
-      const int first = warp == 0 ? 0 : kLengthBuckets, per_lane = (warp == 0 ? 1 : 2) * kLengthBuckets / 32;
+      const int first = warp == 0 ? 0 : kLengthBuckets, per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
       int32_t sum = 0;
       for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
       int32_t inclusive = sum;
@@ -477,17 +492,19 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
         if (lane >= step) inclusive += below;
       }
       if (lane == 31) list_sizes[warp] = inclusive;
-      if (warp == 1 && lane == 15) free_tiles = inclusive;
       int32_t before = inclusive - sum;
       for (int i = 0; i < per_lane; ++i) {
-        const int32_t count = buckets[first + lane * per_lane + i];
-        buckets[first + lane * per_lane + i] = before;
+        const int bucket = first + lane * per_lane + i;
+        const int32_t count = buckets[bucket];
+        buckets[bucket] = before;
+        if (bucket == 2 * kLengthBuckets) first_tiles = before;
+        if (bucket == 3 * kLengthBuckets) free_tiles = before;
         before += count;
       }
     }
     __syncthreads();
     sink.place = true;
-    sink.early = min(early, free_tiles);
+    sink.early = max(first_tiles, min(early, free_tiles));
     sink.free = free_tiles;
     sink.dependent = list_sizes[1] - free_tiles;
   }
@@ -522,6 +539,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.first_chunks = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n));
+  w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
   w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));

@@ -11,6 +11,7 @@ struct SplitWorkspace {
   SplitCounters* counters;
   uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
   int32_t* first_chunks;  // [N]; where h is wanted and lengths vary
+  uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4 *boundary_states, *transitions;  // [slots, 128 * 128 / 4], boundary_place() order
@@ -22,6 +23,7 @@ struct SplitKernelParams {
   SplitCapacity capacity;
   SplitCosts costs;
   SplitVariant variant;
+  int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
 };
 

@@ -531,8 +531,9 @@ FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& l
 
 // --- order ---
 
-// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O, free and
-// dependent ones; within each the longest first.
+// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O, those that
+// go first because a final state will overwrite the initial one that they read (`in_place`), free and dependent ones;
+// within each the longest first.
 inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 8, then eight to each doubling
 FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
   int32_t bucket = chunks;
@@ -542,9 +543,11 @@ FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
   }
   return bucket < kLengthBuckets ? kLengthBuckets - 1 - bucket : 0;
 }
-inline constexpr int32_t kTileBuckets = 3 * kLengthBuckets;
-FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t) {
-  const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 2 : 1;
+inline constexpr int32_t kTileLists = 4;
+inline constexpr int32_t kTileBuckets = kTileLists * kLengthBuckets;
+FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t, bool in_place) {
+  const bool first = in_place && (t.flags & (kTileFromStart | kTileToEnd)) == kTileFromStart;
+  const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 3 : first ? 1 : 2;
   return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
 }
 

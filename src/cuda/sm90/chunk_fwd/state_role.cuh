@@ -1,6 +1,7 @@
 // The state warpgroups: S^T in registers, the recurrent products, O.
 #pragma once
 
+#include "../../common/bulk.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/wgmma.cuh"
@@ -84,6 +85,23 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
     }
+  }
+
+  __device__ uint32_t* readers(const ChunkRecord& c) const {
+    return p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+  }
+  // This warp has its part of an initial state that a final one will overwrite.
+  __device__ void count_reader(const ChunkRecord& c) const {
+    __syncwarp();
+    if (at.lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers(c)) : "memory");
+  }
+  // Before a split's final state goes where an initial one may still be read. Whoever reads it has an earlier ticket or
+  // runs in the kernel before this one, so that it needs nothing of this block.
+  __device__ void wait_for_readers(const ChunkRecord& c) const {
+    if (at.lane == 0) {
+      while (load_acquire(readers(c)) != 0) __nanosleep(100);
+    }
+    __syncwarp();
   }
 
   // The last state of a split's piece, or its transition.
@@ -178,7 +196,10 @@ struct StateRole {
     for (;; ++m) {
       const ChunkRecord& chunk = record(m);
       if (chunk.valid < 0) break;
-      if (chunk.flags & kFirstChunk) load_initial(s, chunk);
+      if (chunk.flags & kFirstChunk) {
+        load_initial(s, chunk);
+        if (chunk.flags & kCountedReader) count_reader(chunk);
+      }
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
@@ -322,6 +343,7 @@ struct StateRole {
           ++tiles;
         } else {
           const StateSet& set = p.args.final_state;
+          if (p.readers != nullptr) wait_for_readers(chunk);
           move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
                            first_row(chunk), at.q);
         }
