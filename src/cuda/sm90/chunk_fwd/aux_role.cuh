@@ -12,60 +12,51 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// All gate vectors of one chunk by one warp, from g and beta in the stage itself; lane l holds tokens 2l and 2l + 1.
-// Every exponent is a difference, at most 0 for g <= 0. A lane sums its block of 16 tokens by itself: with the copy
-// engine and wgmma on the same memory a shuffle takes about 100 clocks, and a scan by shuffles six of them in a row.
+// The gate vectors of one chunk from g and beta in the stage itself, by two warps, a half (0 or 1) of the vectors each;
+// lane l holds tokens 2l and 2l + 1. Every exponent is a difference, at most 0 for g <= 0.
 template <typename Traits>
 __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           int lane) {
+                                           int half, int lane) {
   const int block = lane >> 3;
-  float4 g[4];
+  const float2 g = load_shared_f2(gate + Traits::kGateRaw + 8 * lane);
+  // Sums within the lane's block of 16 tokens.
+  float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
+  float cy = cx + (g.y < kGateFloor ? kGateFloor : g.y);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) g[i] = load_shared_f4(gate + Traits::kGateSum + 64 * block + 16 * i);
-  float2 beta = load_shared_f2(gate + Traits::kGateBeta + 8 * lane);
-  if (args.beta == nullptr) {
-    beta = make_float2(2 * lane < chunk.valid ? 1.0f : 0.0f, 2 * lane + 1 < chunk.valid ? 1.0f : 0.0f);
-    store_shared_f2(gate + Traits::kGateBeta + 8 * lane, beta.x, beta.y);
-  }
-  float run = 0.0f, cx = 0.0f, cy = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float values[4] = {g[i].x, g[i].y, g[i].z, g[i].w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      run += values[e] < kGateFloor ? kGateFloor : values[e];  // keeps NaN
-      const bool mine = (lane & 7) == 2 * i + e / 2;
-      if (e & 1) {
-        cy = mine ? run : cy;
-      } else {
-        cx = mine ? run : cx;
-      }
+  for (int step = 1; step < 8; step *= 2) {
+    const float below = __shfl_up_sync(0xffffffffu, cy, step, 8);
+    if ((lane & 7) >= step) {
+      cx += below;
+      cy += below;
     }
   }
   // Sums up to the end of each block.
-  const float end0 = __shfl_sync(0xffffffffu, run, 0);
-  const float end1 = end0 + __shfl_sync(0xffffffffu, run, 8);
-  const float end2 = end1 + __shfl_sync(0xffffffffu, run, 16);
-  const float end3 = end2 + __shfl_sync(0xffffffffu, run, 24);
+  const float end0 = __shfl_sync(0xffffffffu, cy, 7);
+  const float end1 = end0 + __shfl_sync(0xffffffffu, cy, 15);
+  const float end2 = end1 + __shfl_sync(0xffffffffu, cy, 23);
+  const float end3 = end2 + __shfl_sync(0xffffffffu, cy, 31);
   const float before = block == 0 ? 0.0f : block == 1 ? end0 : block == 2 ? end1 : end2;
-  const float end = before + run;
+  const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
-  if constexpr (Traits::kSave) {
-    if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
-      float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
-      if (2 * lane < chunk.valid) out[0] = cx;
-      if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
-    }
-  }
   const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t natural = gate + 8 * lane;
-  const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
-  store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
-  store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
-  store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
-  __syncwarp();  // every lane has its g: the sums take their place
-  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
+  if (half == 0) {
+    if constexpr (Traits::kSave) {
+      if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
+        float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
+        if (2 * lane < chunk.valid) out[0] = cx;
+        if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
+      }
+    }
+    const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
+    store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
+    store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
+    store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
+    store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
+    return;
+  }
+  const float2 beta = load_shared_f2(natural + Traits::kGateBeta);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
   store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
@@ -77,23 +68,42 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
     store_shared_f1(gate + Traits::kGatePair + 4 * lane, i > j ? exp2_approx((row_end - column_end) * kLog2e) : 0.0f);
 }
 
+// base + count * bytes, in one instruction.
+__device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {
+  uint64_t sum;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(sum) : "r"(count), "r"(bytes), "l"(reinterpret_cast<uint64_t>(base)));
+  return reinterpret_cast<const void*>(sum);
+}
+
+// Every beta of a call without any.
+static __device__ const float kOne = 1.0f;
+
 // g and beta of a chunk into its gate stage, zeros past the end, by one warp; `barrier` counts its 32 lanes.
 template <typename Traits>
 __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
                                            uint32_t barrier, int lane) {
-  // A loop, not twice the code: the kernel's hot instructions must fit the instruction cache.
-#pragma unroll 1
+  const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float* data = i == 0 ? args.g : args.beta;
-    const int64_t token_stride = i == 0 ? args.g_token_stride : args.beta_token_stride;
-    const int64_t head_stride = i == 0 ? args.g_head_stride : args.beta_head_stride;
-    const uint32_t to = gate + (i == 0 ? Traits::kGateSum : Traits::kGateBeta) + 4 * lane;
-    const int valid = data == nullptr ? 0 : chunk.valid;
+    const bool given = data != nullptr;
+    // Strides below 2^29 elements: the launcher has looked.
+    int token_bytes = 4 * static_cast<int>(i == 0 ? args.g_token_stride : args.beta_token_stride);
+    int head_bytes = 4 * static_cast<int>(i == 0 ? args.g_head_stride : args.beta_head_stride);
+    if (i == 1) {
+      data = given ? data : &kOne;
+      token_bytes = given ? token_bytes : 0;
+      head_bytes = given ? head_bytes : 0;
+    }
+    const uint32_t to = gate + (i == 0 ? Traits::kGateRaw : Traits::kGateBeta) + 4 * lane;
     // With nothing to read, any mapped address does: zero bytes are taken from it.
-    const float* first = data == nullptr ? static_cast<const float*>(args.q)
-                                         : data + chunk.row * token_stride + chunk.head * head_stride;
-    copy_async_4(to, first + (lane < valid ? lane * token_stride : 0), lane < valid);
-    copy_async_4(to + 128, first + (lane + 32 < valid ? (lane + 32) * token_stride : 0), lane + 32 < valid);
+    const int valid = i == 0 && !given ? 0 : place.y;
+    const void* head = advance(i == 0 && !given ? args.q : data, valid == 0 ? 0 : place.w, head_bytes);
+#pragma unroll
+    for (int t = 0; t < kChunk; t += 32) {
+      const bool have = lane + t < valid;
+      copy_async_4(to + 4 * t, advance(head, have ? place.x + lane + t : 0, token_bytes), have);
+    }
   }
   copy_async_arrive(barrier);
 }
@@ -109,64 +119,75 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int v
   fence_proxy_async();
 }
 
-// A thread's gate factors for its block on the diagonal, and of its two rows. Loaded while the product they belong to
-// still runs.
+// What a thread's entries of A_g or P are multiplied by: prepared while the product they belong to still runs.
+// G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the difference itself.
 template <typename Traits, bool kIsA>
 struct GateFactors {
-  float sum0, sum1, row0, row1;
-  float2 sum[2], beta[2];
+  float row0, row1;    // of its two rows
+  float4 column[3];    // of its columns left of the diagonal block
+  float2 diagonal[3];  // of the diagonal block: rows 0..7 and 8..15 in columns 0..7, rows 8..15 in columns 8..15
 
-  __device__ __forceinline__ GateFactors(uint32_t gate, const LanePlace& at) {
-    sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
-    sum1 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + 32);
+  __device__ __forceinline__ void load(uint32_t gate, float scale, const LanePlace& at) {
     row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
     row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const uint32_t columns = gate + (16 * at.warp + 8 * b + 2 * at.q) * 4;
-      sum[b] = load_shared_f2(columns + Traits::kGateSum);
-      if constexpr (kIsA) beta[b] = load_shared_f2(columns + Traits::kGateBeta);
+    const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
+    const float sum1 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + 32);
+    const uint32_t columns = gate + 64 * at.warp + 8 * at.q;
+    const float2 left = load_shared_f2(columns + Traits::kGateSum);
+    const float2 right = load_shared_f2(columns + Traits::kGateSum + 32);
+    float2 beta0 = make_float2(scale, scale), beta1 = beta0;
+    if constexpr (kIsA) {
+      beta0 = load_shared_f2(columns + Traits::kGateBeta);
+      beta1 = load_shared_f2(columns + Traits::kGateBeta + 32);
     }
+    diagonal[0] = make_float2(exp2_approx(sum0 - left.x) * beta0.x, exp2_approx(sum0 - left.y) * beta0.y);
+    diagonal[1] = make_float2(exp2_approx(sum1 - left.x) * beta0.x, exp2_approx(sum1 - left.y) * beta0.y);
+    diagonal[2] = make_float2(exp2_approx(sum1 - right.x) * beta1.x, exp2_approx(sum1 - right.y) * beta1.y);
+  }
+  // With the others for P; for A_g, where registers do not suffice for all, after the diagonal block.
+  __device__ __forceinline__ void load_columns(uint32_t gate, const LanePlace& at) {
+    constexpr uint32_t kColumn = kIsA ? Traits::kGateColumnA : Traits::kGateColumnP;
+#pragma unroll
+    for (int b = 0; b < 3; ++b) column[b] = load_shared_f4(gate + kColumn + 80 * at.q + 16 * b);
   }
 };
 
 // Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma
-// operand. Blocks below the diagonal: G_ij = row_i * pair_IJ * column_j; diagonal blocks: the exponential of the
-// difference itself. x: the three left column blocks; y: the warp's block on the diagonal.
+// operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in
+// columns 8..15.
 template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_gated(const float* x, float (&y)[8], const GateFactors<Traits, kIsA>& factors,
-                                            uint32_t tile, uint32_t gate, float scale, const LanePlace& at) {
+__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], GateFactors<Traits, kIsA>& factors,
+                                            uint32_t tile, uint32_t gate, const LanePlace& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
+  uint32_t diagonal[3];
 #pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    float2 factor = make_float2(scale, scale);
-    if constexpr (kIsA) factor = factors.beta[b];
-    const int i = at.lane >> 2, j = 8 * b + 2 * at.q;
-    y[4 * b + 0] = j <= i ? y[4 * b + 0] * exp2_approx(factors.sum0 - factors.sum[b].x) * factor.x : 0.0f;
-    y[4 * b + 1] = j + 1 <= i ? y[4 * b + 1] * exp2_approx(factors.sum0 - factors.sum[b].y) * factor.y : 0.0f;
-    y[4 * b + 2] = j <= i + 8 ? y[4 * b + 2] * exp2_approx(factors.sum1 - factors.sum[b].x) * factor.x : 0.0f;
-    y[4 * b + 3] = j + 1 <= i + 8 ? y[4 * b + 3] * exp2_approx(factors.sum1 - factors.sum[b].y) * factor.y : 0.0f;
+  for (int i = 0; i < 3; ++i) {
+    diagonal[i] = pack2<Element>(y[i].x * factors.diagonal[i].x, y[i].y * factors.diagonal[i].y);
   }
-  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), pack2<Element>(y[0], y[1]),
-                  pack2<Element>(y[2], y[3]), pack2<Element>(y[4], y[5]), pack2<Element>(y[6], y[7]));
+  pin(diagonal);  // its factors end here, the next ones begin
+  const float4 pair = load_shared_f4(gate + Traits::kGatePair + 16 * at.warp);
+  if constexpr (kIsA) factors.load_columns(gate, at);
+  // By a mask, not by a factor: above the diagonal the exponentials may have overflowed.
+  const int place = (at.lane >> 2) - 2 * at.q;
+  const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
+  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
+                  0u, diagonal[2] & mask);
   // Of the blocks right of the diagonal the state groups read these two; the inverse's transposed operands were there.
   if (kIsA && !(at.warp & 1)) {
     store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
   }
-  constexpr uint32_t kColumn = kIsA ? Traits::kGateColumnA : Traits::kGateColumnP;
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     if (b < at.warp) {
-      const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
-      const float4 column = load_shared_f4(gate + kColumn + 80 * at.q + 16 * b);
-      const float f0 = factors.row0 * pair, f1 = factors.row1 * pair;
+      const float block = b == 0 ? pair.x : b == 1 ? pair.y : pair.z;
+      const float f0 = factors.row0 * block, f1 = factors.row1 * block;
       const float* z = x + 8 * b;
       store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
-                      pack2<Element>(z[0] * (f0 * column.x), z[1] * (f0 * column.y)),
-                      pack2<Element>(z[2] * (f1 * column.x), z[3] * (f1 * column.y)),
-                      pack2<Element>(z[4] * (f0 * column.z), z[5] * (f0 * column.w)),
-                      pack2<Element>(z[6] * (f1 * column.z), z[7] * (f1 * column.w)));
+                      pack2<Element>(z[0] * (f0 * factors.column[b].x), z[1] * (f0 * factors.column[b].y)),
+                      pack2<Element>(z[2] * (f1 * factors.column[b].x), z[3] * (f1 * factors.column[b].y)),
+                      pack2<Element>(z[4] * (f0 * factors.column[b].z), z[5] * (f0 * factors.column[b].w)),
+                      pack2<Element>(z[6] * (f1 * factors.column[b].z), z[7] * (f1 * factors.column[b].w)));
     }
   }
 }
@@ -176,62 +197,87 @@ __device__ __forceinline__ float diagonal_block(const float (&x)[32], int i, int
   return warp == 0 ? x[i] : warp == 1 ? x[8 + i] : warp == 2 ? x[16 + i] : x[24 + i];
 }
 
-// M = strict_lower(diag(beta) K K^T) from the accumulator of K K^T into the inverse's workspace: diagonal 16x16 blocks
-// in fp32, column-major; the blocks below as fp16, transposed: tile[column][row]. The diagonal blocks are rounded to
-// fp16 as well: the inverse is then that of one matrix close to M. Where keys lie along each other and beta is near 2
-// two differently rounded parts of one triple the error.
+// -M, M = lower(diag(beta) K K^T), from the accumulator of K K^T into the inverse's tile: 16x16 blocks of fp16,
+// transposed, tile[column][row]; rounded all alike, so that the inverse is that of one matrix close to M. What lies
+// above the diagonal of a diagonal block is not for use. First what warps 0 and 1 have, and all diagonal blocks, which
+// are solved next; the rest of warps 2 and 3, which solve none, meanwhile.
+template <bool kFirst>
 __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
-                                          uint32_t diagonal, const LanePlace& at) {
+                                          const LanePlace& at) {
 #pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    const float beta = (i >> 1) & 1 ? beta1 : beta0;
-    const float2 x = unpack2<__half>(
-        pack2<__half>(beta * diagonal_block(kkt, i, at.warp), beta * diagonal_block(kkt, i + 1, at.warp)));
-    // Element (r, c) of the block is float c * 16 + ((r / 4) ^ (c / 2 % 4)) * 4 + r % 4: no worse than two-way bank
-    // conflicts.
-    const int r = (at.lane >> 2) + 8 * ((i >> 1) & 1);
-    const int c = 2 * at.q + 8 * (i >> 2);
-    const uint32_t address = diagonal + (c * 16 + (((r >> 2) ^ at.q) << 2) + (r & 3)) * 4;
-    store_shared_f1(address, x.x);
-    store_shared_f1(address + 16 * 4, x.y);
-  }
-#pragma unroll
-  for (int b = 0; b < 3; ++b) {
-    if (b < at.warp) {
+  for (int b = 0; b < (kFirst ? 4 : 3); ++b) {
+    if (kFirst ? b == at.warp || (b == 0 && at.warp == 1) : b < at.warp && at.warp > 1) {
       const float* x = kkt + 8 * b;
-      store_matrix_x4_trans(tile + b * 2048 + at.trans_row + at.trans_chunk, pack2<__half>(beta0 * x[0], beta0 * x[1]),
-                            pack2<__half>(beta1 * x[2], beta1 * x[3]), pack2<__half>(beta0 * x[4], beta0 * x[5]),
-                            pack2<__half>(beta1 * x[6], beta1 * x[7]));
+      store_matrix_x4_trans(tile + b * 2048 + at.trans_row + at.trans_chunk,
+                            pack2<__half>(-beta0 * x[0], -beta0 * x[1]), pack2<__half>(-beta1 * x[2], -beta1 * x[3]),
+                            pack2<__half>(-beta0 * x[4], -beta0 * x[5]), pack2<__half>(-beta1 * x[6], -beta1 * x[7]));
     }
   }
 }
 
-// D = (I + M)^-1 of two diagonal 16x16 blocks by substitution in fp32, into the tile's diagonal blocks: by one warp, a
-// lane owns one column. first: the first of the two blocks.
-__device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, uint32_t diagonal, int first, int lane) {
+// a + b and a * b + c of packed fp16 pairs, each rounded once.
+__device__ __forceinline__ uint32_t add2(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
+// D = (I + M)^-1 of two diagonal 16x16 blocks by substitution, in the place of -M in the tile: by one warp, a lane owns
+// one column. first: the first of the two blocks. In fp32, rounded once at the end, or in pairs of fp16, two rows to an
+// instruction: less than half of the instructions, and an error that shows only beside fp16's own roundings.
+template <bool kInPairs>
+__device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, int lane) {
   const int column = lane & 15, block = first + (lane >> 4);
-  diagonal += block * 1024;
-  float x[16];
+  // Row k of the tile is column k of -M: 16-byte pieces 2 block and the next, swizzled by k % 8. The swizzle of all but
+  // the lowest bit of that goes into four addresses, the rest into the offsets.
+  const uint32_t rows = tile + 16 * block * 128;
+  uint32_t pairs[4];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.0f : 0.0f;
+  for (int i = 0; i < 4; ++i) pairs[i] = rows + ((block ^ i) << 5);
+  uint32_t x[8];
+  float y[16];
+  if constexpr (kInPairs) {
+    const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = i == column >> 1 ? one : 0u;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) y[i] = i == column ? 1.0f : 0.0f;
+  }
 #pragma unroll
   for (int k = 0; k < 15; ++k) {
+    const uint32_t row = pairs[(k & 7) >> 1] + k * 128;
+    uint4 m[2];
+    if (k < 7) m[0] = load_shared_u4(row + 16 * (k & 1));
+    m[1] = load_shared_u4(row + 16 * (~k & 1));
+    const uint32_t values[8] = {m[0].x, m[0].y, m[0].z, m[0].w, m[1].x, m[1].y, m[1].z, m[1].w};
+    if constexpr (kInPairs) {
+      const uint32_t known = __byte_perm(x[k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
 #pragma unroll
-    for (int c = (k + 1) / 4; c < 4; ++c) {
-      const float4 m = load_shared_f4(diagonal + k * 64 + ((c ^ ((k >> 1) & 3)) << 4));
-      const float below[4] = {m.x, m.y, m.z, m.w};
+      for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
+        x[i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[i]);
+      }
+    } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (4 * c + i > k) x[4 * c + i] = fmaf(-below[i], x[k], x[4 * c + i]);
+      for (int i = k + 1; i < 16; ++i) {
+        const float2 pair = unpack2<__half>(values[i >> 1]);
+        y[i] = fmaf(i & 1 ? pair.y : pair.x, y[k], y[i]);
       }
     }
   }
-  uint32_t packed[8];
+  if constexpr (!kInPairs) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) packed[i] = pack2<__half>(x[2 * i], x[2 * i + 1]);
-  const uint32_t address = tile + (16 * block + column) * 128 + (((2 * block) ^ (lane & 7)) << 4);
-  store_shared_u4(address, make_uint4(packed[0], packed[1], packed[2], packed[3]));
-  store_shared_u4(address ^ 16, make_uint4(packed[4], packed[5], packed[6], packed[7]));
+    for (int i = 0; i < 8; ++i) x[i] = pack2<__half>(y[2 * i], y[2 * i + 1]);
+  }
+  __syncwarp();  // D takes the place of what the other lanes have been reading
+  const uint32_t address = rows + column * 128 + (((2 * block) ^ (lane & 7)) << 4);
+  store_shared_u4(address, make_uint4(x[0], x[1], x[2], x[3]));
+  store_shared_u4(address ^ 16, make_uint4(x[4], x[5], x[6], x[7]));
 }
 
 // The descriptor of a tile whose address all lanes of the warp have, in a form that the compiler knows to be uniform:
@@ -242,17 +288,18 @@ __device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile) {
   return (descriptor & 0xffffffff00000000u) | low;
 }
 
-// A = (I + X)^-1 D = (I - X + X^2 - X^3) D with X = D M, M being what the tile holds below its diagonal blocks, which
+// A = (I - X)^-1 D = (I + X + X^2 + X^3) D with X = -D M, -M being what the tile holds below its diagonal blocks, which
 // hold D. X^4 = 0, and of X^3 only block (3, 0) is not zero. fp16 operands, fp32 accumulators; the left operands stay
 // in registers, X goes back to the tile as a right operand. a: the blocks of columns 0..47 left of the diagonal
-// (elsewhere zero); diagonal: the warp's block of D, which is A's. `sync`: a barrier of the warpgroup.
-template <typename Sync>
-__device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], uint32_t tile, const LanePlace& at,
-                                       Sync sync) {
+// (elsewhere zero); d: the warp's block of D, which is A's, packed. `sync`: a barrier of the warpgroup; `meanwhile` is
+// done under the last product.
+template <typename Sync, typename Meanwhile>
+__device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint32_t tile, const LanePlace& at,
+                                       Sync sync, Meanwhile meanwhile) {
   const uint64_t base = uniform_descriptor(tile);
   auto block = [&](int k, int n) { return wgmma_advance(base, n * 2048 + k * 32); };
   const uint32_t fragment = tile + at.trans_row + at.trans_chunk;
-  uint32_t d[4], x[3][4];
+  uint32_t x[3][4];
   load_matrix_x4_trans(fragment + at.warp * 2048, d[0], d[1], d[2], d[3]);
   {
     // X: of the left operand diag(D) a warp holds one block, so the other K steps are zeros to it.
@@ -287,10 +334,7 @@ __device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], u
   // Other warps may still be reading M here, times zero: of the rows this warp overwrites none but itself has a use.
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
-    // Without a branch, which would serialise the wgmma around it: D again in the diagonal block, zeros to its right.
-    const bool own = b == at.warp;
-    store_matrix_x4_trans(fragment + b * 2048, own ? d[0] : x[b][0], own ? d[1] : x[b][1], own ? d[2] : x[b][2],
-                          own ? d[3] : x[b][3]);
+    if (b < at.warp) store_matrix_x4_trans(fragment + b * 2048, x[b][0], x[b][1], x[b][2], x[b][3]);
   }
   fence_proxy_async();
   sync();
@@ -313,37 +357,31 @@ __device__ __forceinline__ void invert(float (&a)[3][8], float (&diagonal)[8], u
   wgmma_wait<0>();
   pin(cube);
   pin(y[1]);
-  // The identity of I - X + .. meets D_w only, in the diagonal block: left out here.
+  // The identity of I + X + .. meets D_w only, in the diagonal block: left out here.
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 x0 = unpack2<__half>(x[0][i]);
-    y[0][i] = pack2<__half>(square0[2 * i] - cube[2 * i] - x0.x, square0[2 * i + 1] - cube[2 * i + 1] - x0.y);
-    const float2 x1 = unpack2<__half>(x[1][i]);
-    y[1][i] = pack2<__half>(square1[2 * i] - x1.x, square1[2 * i + 1] - x1.y);
-    y[2][i] = x[2][i] ^ 0x80008000u;
+    y[0][i] = add2(pack2<__half>(square0[2 * i] + cube[2 * i], square0[2 * i + 1] + cube[2 * i + 1]), x[0][i]);
+    y[1][i] = add2(y[1][i], x[1][i]);
+    y[2][i] = x[2][i];
   }
+#pragma unroll
+  for (int b = 0; b < 3; ++b) pin(y[b]);
   wgmma_fence();
 #pragma unroll
   for (int b = 0; b < 3; ++b) mma_rs_n16_init<__half>(a[b], y[b], block(b, b));
   wgmma_commit();
+  meanwhile();
   wgmma_wait<0>();
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     pin(a[b]);
     pin(y[b]);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack2<__half>(d[i]);
-    diagonal[2 * i] = pair.x;
-    diagonal[2 * i + 1] = pair.y;
-  }
 }
 
 // Starts D = A B^T of two [64][128] tiles.
 template <typename T>
-__device__ __forceinline__ void start_product(float (&d)[32], uint32_t a_tile, uint32_t b_tile) {
-  const uint64_t a = uniform_descriptor(a_tile), b = uniform_descriptor(b_tile);
+__device__ __forceinline__ void start_product(float (&d)[32], uint64_t a, uint64_t b) {
   wgmma_fence();
   mma_ss_n64_init<T>(d, a, b);
 #pragma unroll
@@ -358,7 +396,7 @@ template <typename Traits>
 struct AuxRole {
   using Element = typename Traits::Element;
   const ChunkForwardKernelParams& p;
-  int group;   // 0 or 1
+  int group;   // 0 or 1: the parity of its chunks
   int thread;  // 0..127
 
   // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
@@ -368,7 +406,14 @@ struct AuxRole {
     asm volatile("" : "+r"(value));
     return value;
   }
-  __device__ int opaque_thread() const { return opaque(thread); }
+  __device__ int opaque_thread() const {
+    if constexpr (Traits::kSave) {
+      int number;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+      return number & 127;
+    }
+    return opaque(thread);
+  }
 
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
@@ -383,85 +428,111 @@ struct AuxRole {
     return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
   }
   __device__ uint32_t stage_gate(uint32_t m) const {
-    return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+    return smem() + Traits::kSmemGate + opaque(m) % Traits::kStagesGate * Traits::kBytesGate;
   }
   __device__ uint32_t tile_a(uint32_t m) const {
-    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
+    return smem() + Traits::kSmemA + opaque(m) % Traits::kStagesA * Traits::kBytesMatrix;
   }
-  __device__ uint32_t diagonal_blocks() const {
-    return smem() + Traits::kSmemDiagonal + opaque(group) * Traits::kBytesDiagonal;
-  }
-  __device__ void sync() const { named_barrier_sync(1 + opaque(group), 128); }
+  __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (opaque(m) & 1); }
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + (opaque(m) & 1), 128); }
 
-  // By one thread each.
-  __device__ void load_k(uint32_t m) const {
+  // The tensor map of Q, K, V or O. Where the parameters lie is asked of shared memory: the compiler would keep, and
+  // spill, the address.
+  __device__ const CUtensorMap* map(int i) const {
+    uint64_t maps;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(maps) : "r"(smem() + Traits::kMaps));
+    return reinterpret_cast<const CUtensorMap*>(maps) + i;
+  }
+
+  // K, or Q, of a chunk; by one thread each. V comes with K where nothing else is kept of a chunk.
+  __device__ void load_key_or_query(uint32_t m, bool query) const {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
-    const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
+    const uint32_t barrier =
+        smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kStagesQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
     const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
     mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
-    tma_load_4d(stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
-    if (with_v) tma_load_4d(stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
-  }
-  __device__ void load_q(uint32_t m) const {
-    const ChunkRecord& c = record(m);
-    if (c.valid < 0) return;
-    const uint32_t barrier = smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ);
-    mbarrier_arrive_expect(barrier, Traits::kBytesK);
-    tma_load_4d(stage_q(m), &p.q, barrier, 0, c.row, 0, c.key_head);
+    tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
+    if (with_v) tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_v(uint32_t m, uint32_t barrier) const {
     const ChunkRecord& c = record(m);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
-    tma_load_4d(stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+    tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
 
-  // O of chunk m from its V stage to global memory, at a sequence's end: rows by hand.
+  // O of chunk m from its V stage to global memory, by the group of chunk m + 3; at a sequence's end: rows by hand.
   __device__ void store_o_rows(uint32_t m) const {
     const ChunkRecord& c = record(m);
     constexpr int kPieces = Traits::kDv / 8;
     Element* out =
         static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
-    for (int i = thread; i < c.valid * kPieces; i += 128) {
+    for (int i = opaque_thread(); i < c.valid * kPieces; i += 128) {
       const int row = i / kPieces, piece = i % kPieces;
       const uint4 value =
           load_shared_u4(stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
       *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) = value;
     }
-    sync();
+    sync(m + 3);
   }
   // ... and of a full chunk, by one thread.
   __device__ void store_o(uint32_t m) const {
     const ChunkRecord& c = record(m);
     if (c.valid != kChunk || (c.flags & kSilentChunk)) return;
     fence_proxy_async();
-    tma_store_4d(&p.o, stage_v(m), 0, c.row, c.half, c.head);
+    tma_store_4d(map(3), stage_v(m), 0, c.row, c.half, c.head);
     tma_store_commit();
   }
 
-  __device__ void pass_stages_on(uint32_t m, uint32_t full_p) const {
-    const int warp = opaque_thread() >> 5;
-    if (warp == 1) fetch_gates(m + 2);
-    if (opaque_thread() % 32 != 0) return;
-    if (warp == 0 && !Traits::kStateOnly) {
-      tma_store_wait_read();  // O of chunk m - 3 has left the stage that V goes to
-      load_v(m, record(m).valid == kChunk ? full_p : smem() + Traits::kTailV + 8 * opaque(group));
+  // Until O of chunk m - 3 is in its stage.
+  __device__ void wait_o(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullO + 8 * (opaque(m) & 1), (opaque(m) - 2) >> 1 & 1);
+  }
+  // The thread that sends O and then fetches V into the same stage.
+  static constexpr int kCopyThread = 64;
+
+  // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
+  __device__ void send_o(uint32_t m, int valid) const {
+    if (m < 3) return;
+    if (valid < kChunk) {
+      wait_o(m);
+      store_o_rows(m - 3);
+    } else if (opaque_thread() == kCopyThread) {
+      wait_o(m);
+      store_o(m - 3);
+    }
+  }
+
+  __device__ void pass_stages_on(uint32_t m) const {
+    const int warp = opaque_thread() >> 5, lane = opaque_thread() & 31;
+    if (warp == 1) {
+      fetch_gates(m + 2);
     } else if (warp == 2) {
-      load_k(m + 2);
-      if (!Traits::kStateOnly && record(m + 1).valid >= 0) load_q(m + 1);
+      // Two lanes, one each: half the instructions that one after the other would take.
+      if (lane < (Traits::kStateOnly ? 1 : 2)) load_key_or_query(m + 2 - lane, lane != 0);
+    } else if (warp == 0 && lane == 0 && opaque(m) % 2 == 0) {
+#pragma unroll 1
+      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
     }
   }
 
   // By one warp: g and beta on their way into a chunk's gate stage.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
-      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (m & 1),
+      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (opaque(m) & 1),
                          opaque_thread() & 31);
   }
 
-  __device__ void save_a(const float (&a)[3][8], const float (&diagonal)[8], const ChunkRecord& c,
+  __device__ void save_a(const float (&a)[3][8], const uint32_t (&d)[4], const ChunkRecord& c,
                          const LanePlace& at) const {
     if (p.args.a == nullptr || c.half != 0 || (c.flags & kSilentChunk)) return;
+    float diagonal[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack2<__half>(d[i]);
+      diagonal[2 * i] = pair.x;
+      diagonal[2 * i + 1] = pair.y;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = at.row + 8 * h;
@@ -481,121 +552,136 @@ struct AuxRole {
     }
   }
 
+  static constexpr bool kPairs = std::is_same_v<Element, __nv_bfloat16>;
+
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
   // memory of its own.
   __device__ void prepare(uint32_t m) {
     // K K^T, and the gates while it runs; its blocks into the inverse's workspace; the inverse.
     mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
     if (record(m).valid < kChunk) {
-      clear_tail_rows(stage_k(m), 2, record(m).valid, thread);
-      sync();
+      clear_tail_rows(stage_k(m), 2, record(m).valid, opaque_thread());
+      sync(m);
     }
     {
       float kkt[32];
-      start_product<Element>(kkt, stage_k(m), stage_k(m));
-      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m & 1), m / 2 & 1);
-      float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
-      float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
-      if (p.args.beta == nullptr) beta0 = beta1 = 1.0f;
+      const uint64_t k_rows = uniform_descriptor(stage_k(m));
+      start_product<Element>(kkt, k_rows, k_rows);
+      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) & 1), m / 2 & 1);
+      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
+      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
+      const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
       wgmma_wait<0>();
       pin(kkt);
-      store_kkt(kkt, beta0, beta1, tile_a(m), diagonal_blocks() + (opaque_thread() >> 5) * 1024,
-                lane_place(opaque_thread()));
-    }
-    fence_proxy_async();
-    sync();  // M is there
-    // Two warps solve the diagonal blocks; the others meanwhile make the gates and go on in the list of chunks.
-    const int warp = opaque_thread() >> 5;
-    if (warp < 2) {
-      solve_diagonal_blocks(tile_a(m), diagonal_blocks(), 2 * warp, opaque_thread() & 31);
-    } else if (warp == 3) {
-      make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
-    } else if (group == 0 && opaque_thread() == 64) {
-#pragma unroll 1
-      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+      sync(m);  // the diagonal blocks of M are there
+      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
+      // Two warps solve them; the others meanwhile store the rest of M and make the gates.
+      if (opaque_thread() < 64) {
+        solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
+      } else {
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+        make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() >> 5 & 1, opaque_thread() & 31);
+      }
     }
     __syncwarp();
-    sync();  // D is there, and the gates
+    fence_proxy_async();
+    sync(m);  // D is there, and the gates
     {
-      float a[3][8], diagonal[8];
-      invert(a, diagonal, tile_a(m), lane_place(opaque_thread()), [this] { sync(); });
+      float a[3][8];
+      uint32_t d[4];
+      GateFactors<Traits, true> factors;
+      invert(
+          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
+          [&] {
+            if constexpr (!Traits::kSave) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
+          });
       m = opaque(m);
-      if constexpr (Traits::kSave) save_a(a, diagonal, record(m), lane_place(opaque_thread()));
-      const GateFactors<Traits, true> factors(stage_gate(m), lane_place(opaque_thread()));
-      sync();  // the inverse has been read: A_g takes its tile
-      store_gated<Traits, true>(a[0], diagonal, factors, tile_a(m), stage_gate(m), 1.0f, lane_place(opaque_thread()));
+      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
+        save_a(a, d, record(m), lane_place(opaque_thread()));
+        factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
+      }
+      sync(m);  // the inverse has been read: A_g takes its tile
+      const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+      store_gated<Traits, true>(a[0], diagonal, factors, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
     }
     fence_proxy_async();
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), thread & 31);
-
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
     m = opaque(m);
     if constexpr (Traits::kStateOnly) {
       // No P: its barrier says that K, V and the gates are there.
-      if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
-      const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
-      pass_stages_on(m, full_p);
+      if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+      pass_stages_on(m);
       __syncwarp();
-      mbarrier_arrive_warp(full_p, thread & 31);
+      mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
       return;
     }
+    if (opaque_thread() == kCopyThread) {
+      if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
+      tma_store_wait_read();  // O of chunk m - 3 has left it
+      load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
+    }
+
+    // Q K^T and P. While that runs, a warp each passes on the stages of chunk m - 2.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     float qkt[32];
-    start_product<Element>(qkt, stage_q(m), stage_k(m));
+    start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
     m = opaque(m);
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
-    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (m & 1), (m - 2) >> 1 & 1);
-    const uint32_t full_p = smem() + Traits::kFullP + 8 * (m & 1);
-    if (m >= 3) {
-      if (record(m - 3).valid < kChunk) store_o_rows(m - 3);
-      if (thread == 0) store_o(m - 3);
-    }
-    pass_stages_on(m, full_p);
-    const GateFactors<Traits, false> factors(stage_gate(m), lane_place(opaque_thread()));
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+    pass_stages_on(m);
+    GateFactors<Traits, false> factors;
+    factors.load(stage_gate(m), p.args.scale, lane_place(opaque_thread()));
+    factors.load_columns(stage_gate(m), lane_place(opaque_thread()));
     wgmma_wait<0>();
     pin(qkt);
-    const LanePlace at = lane_place(opaque_thread());
-    float diagonal[8];
+    {
+      const LanePlace at = lane_place(opaque_thread());
+      float2 diagonal[3];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) diagonal[i] = diagonal_block(qkt, i, at.warp);
-    store_gated<Traits, false>(qkt, diagonal, factors, smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix,
-                               stage_gate(m), p.args.scale, at);
+      for (int i = 0; i < 3; ++i) {
+        const int first = i == 2 ? 6 : 2 * i;
+        diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
+      }
+      store_gated<Traits, false>(qkt, diagonal, factors,
+                                 smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix, stage_gate(m), at);
+    }
     fence_proxy_async();
-    if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid, full_p);
+    if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid);
     __syncwarp();
-    mbarrier_arrive_warp(full_p, thread & 31);
+    mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
   }
 
   // At a sequence's end V comes through a barrier of this group's own, and is passed on once its tail is cleared.
-  __device__ void clear_tail_v(uint32_t m, int valid, uint32_t full_p) {
-    uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[opaque(group)];
-    mbarrier_wait(smem() + Traits::kTailV + 8 * opaque(group), tails & 1);
-    clear_tail_rows(stage_v(m), Traits::kStateGroups, valid, thread);
-    sync();
-    if (thread == 0) {
+  __device__ void clear_tail_v(uint32_t m, int valid) {
+    uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[opaque(m) & 1];
+    mbarrier_wait(smem() + Traits::kTailV + 8 * (opaque(m) & 1), tails & 1);
+    clear_tail_rows(stage_v(m), Traits::kStateGroups, valid, opaque_thread());
+    sync(m);
+    if (opaque_thread() == 0) {
       ++tails;
-      mbarrier_arrive(full_p);
+      mbarrier_arrive(full_p(m));
     }
   }
 
   __device__ void run() {
-    if (thread == 0) {
-      load_k(group);
-      if (!Traits::kStateOnly && group == 0) load_q(0);
+    if (opaque_thread() == 0) {
+      load_key_or_query(group, false);
+      if (!Traits::kStateOnly && group == 0) load_key_or_query(0, true);
     }
-    if (thread < 32) fetch_gates(group);
+    if (opaque_thread() < 32) fetch_gates(group);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
     if constexpr (Traits::kStateOnly) return;
-    // The last chunks' O: the chunk after the last counts as done once the state groups have written the last O.
+    // The last chunks' O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {
-      if (i >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (i & 1), (i - 2) >> 1 & 1);
-      if (i >= 3 && record(i - 3).valid < kChunk) store_o_rows(i - 3);
-      if (i >= 3 && thread == 0) store_o(i - 3);
+      if (i >= 2) wait_o(i);  // all threads: a wait left out would make the next one's parity ambiguous
+      send_o(i, record(i - 3).valid);
     }
-    if (thread == 0) tma_store_wait_all();
+    if (opaque_thread() == kCopyThread) tma_store_wait_all();
   }
 };
 

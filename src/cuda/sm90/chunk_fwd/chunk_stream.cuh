@@ -18,7 +18,7 @@ inline constexpr int kNoValues = 8;       // V counts as zero
 inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;  // slot_out is a transition's, else (kStateOnly) a boundary state's
-inline constexpr int kCountedReader = 128;  // its first state is counted in `readers`
+inline constexpr int kCountedReader = 128;  // its tile starts from an initial state that is counted in `readers`
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {
@@ -245,7 +245,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   }
   record = r;
   walker.next.row = r.row + kChunk;
-  walker.next.flags = r.flags & (kNoValues | kToTransition);
+  walker.next.flags = r.flags & (kNoValues | kToTransition | kCountedReader);
   walker.next.chunk = r.chunk + 1;
   walker.next.position = r.position + 1;
 }

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // registers.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+  // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
       mbarrier_init(smem() + Traits::kDone + 8 * i,
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
+      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
@@ -47,6 +49,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
+    *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
     // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
     // lets them start after it has waited for the plan.
     if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-    AuxRole<Traits> role{p, group, thread};
+    AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
     role.run();
     if constexpr (Traits::kStateOnly) {
       combine_boundaries<Traits>(p, threadIdx.x == 0,
@@ -77,7 +80,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
     role.run();
     if constexpr (Traits::kStateOnly) {
       const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;

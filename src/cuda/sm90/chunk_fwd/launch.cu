@@ -320,6 +320,10 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   }
   if (idle) return cudaSuccess;
   if (whole_tiles > (int64_t{1} << 29) || args.num_tokens > INT32_MAX) return cudaErrorInvalidValue;
+  for (const int64_t stride :
+       {args.g_token_stride, args.g_head_stride, args.beta_token_stride, args.beta_head_stride}) {
+    if (stride < -kLargestGateStride || stride > kLargestGateStride) return cudaErrorInvalidValue;
+  }
 
   int device = 0, sms = 0;
   cudaError_t error = cudaGetDevice(&device);

@@ -27,6 +27,8 @@ struct StateSet {
   int32_t indices_are_64_bit = 0;
 };
 
+inline constexpr int64_t kLargestGateStride = (int64_t{1} << 29) - 1;  // the kernel counts a stride's bytes in 32 bits
+
 struct ChunkForwardArgs {
   // Token-major tensors. The last dimension is contiguous, every other stride a multiple of 8 elements, every base
   // 16-byte aligned.
@@ -39,9 +41,9 @@ struct ChunkForwardArgs {
   int64_t v_token_stride = 0, v_head_stride = 0;
   int64_t o_token_stride = 0, o_head_stride = 0;
 
-  const float* g = nullptr;     // [T, Hv] log decay, natural logarithm; null: no decay
-  const float* beta = nullptr;  // [T, Hv]; null: ones
-  int64_t g_token_stride = 0, g_head_stride = 0;
+  const float* g = nullptr;                       // [T, Hv] log decay, natural logarithm; null: no decay
+  const float* beta = nullptr;                    // [T, Hv]; null: ones
+  int64_t g_token_stride = 0, g_head_stride = 0;  // within kLargestGateStride, like those of beta
   int64_t beta_token_stride = 0, beta_head_stride = 0;
 
   // Null data: every sequence starts from zero. With indices, a sequence whose slot is skipped is skipped whole: its

@@ -1,6 +1,7 @@
 // Path "sm90", chunked forward: K = V = 128 in bf16 and fp16 on Hopper.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "cuda/generic/launch.h"
 #include "cuda/paths.h"
@@ -49,9 +50,10 @@ bool copy_engine_takes(const Tensor& t, TokenRows* rows) {
   return t.stride[3] == 1 && on_16_bytes(t);
 }
 
-// g or beta as the kernel reads it: float32, tokens at one distance.
+// g or beta as the kernel reads it: float32, tokens at one distance, no stride beyond its limit.
 bool reads_gates(const Tensor& t, int64_t* token_stride) {
-  return dtype(t) == DType::kFloat32 && one_token_stride(t, token_stride);
+  return dtype(t) == DType::kFloat32 && one_token_stride(t, token_stride) &&
+         std::max(std::abs(*token_stride), std::abs(t.stride[2])) <= kLargestGateStride;
 }
 
 // [.., 128, 128] matrices, each contiguous and on a 16-byte boundary.

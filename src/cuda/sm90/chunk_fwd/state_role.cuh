@@ -55,6 +55,16 @@ struct StateRole {
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
   }
+  // valid and flags of a chunk.
+  __device__ int2 load_chunk(uint32_t m) const {
+    int row, head;
+    int2 chunk;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(row), "=r"(chunk.x), "=r"(chunk.y), "=r"(head)
+                 : "r"(smem() + Traits::kSmemChunks + m % Traits::kChunkRing * Traits::kBytesRecord)
+                 : "memory");
+    return chunk;
+  }
   __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
 
   __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
@@ -87,19 +97,16 @@ struct StateRole {
     }
   }
 
-  __device__ uint32_t* readers(const ChunkRecord& c) const {
-    return p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
-  }
-  // This warp has its part of an initial state that a final one will overwrite.
-  __device__ void count_reader(const ChunkRecord& c) const {
+  // At the end of a tile of a split whose final states overwrite initial ones. A tile that has read one says so; the
+  // one that is about to overwrite it waits for them all. They have earlier tickets or run in the kernel before this
+  // one, so that they need nothing of this block.
+  __device__ void settle_readers(const ChunkRecord& c) const {
     __syncwarp();
-    if (at.lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers(c)) : "memory");
-  }
-  // Before a split's final state goes where an initial one may still be read. Whoever reads it has an earlier ticket or
-  // runs in the kernel before this one, so that it needs nothing of this block.
-  __device__ void wait_for_readers(const ChunkRecord& c) const {
     if (at.lane == 0) {
-      while (load_acquire(readers(c)) != 0) __nanosleep(100);
+      const uint32_t* readers =
+          p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+      if (c.flags & kCountedReader) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers) : "memory");
+      while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
     }
     __syncwarp();
   }
@@ -171,8 +178,8 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], uint32_t stage) const {
+  // O^T of chunk m - 1 into the V stage it no longer needs, for the auxiliary group to send.
+  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t m) const {
     const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -180,6 +187,8 @@ struct StateRole {
       store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
                             pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
     }
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
   }
 
   __device__ void run() const {
@@ -192,14 +201,11 @@ struct StateRole {
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
+    int2 chunk_now = load_chunk(0);
 #pragma unroll 1
-    for (;; ++m) {
+    for (; chunk_now.x >= 0; ++m) {
       const ChunkRecord& chunk = record(m);
-      if (chunk.valid < 0) break;
-      if (chunk.flags & kFirstChunk) {
-        load_initial(s, chunk);
-        if (chunk.flags & kCountedReader) count_reader(chunk);
-      }
+      if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
@@ -228,9 +234,8 @@ struct StateRole {
       }
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that nothing reads before
-        // its load.)
-        put_o(o, v_base + previous_v * Traits::kBytesV);
+        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after this.)
+        put_o(o, v_base + previous_v * Traits::kBytesV, m);
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -273,6 +278,11 @@ struct StateRole {
         y = unpack2<Element>(v[4 * b + 3]);
         v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
       }
+      float4 factor[4];
+      if constexpr (!Traits::kStateOnly) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+      }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
       mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
@@ -288,12 +298,15 @@ struct StateRole {
       if constexpr (!Traits::kStateOnly) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
-          const float4 gamma = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
           float* x = o + 8 * b;
-          x[0] *= gamma.x, x[1] *= gamma.y, x[2] *= gamma.x, x[3] *= gamma.y;
-          x[4] *= gamma.z, x[5] *= gamma.w, x[6] *= gamma.z, x[7] *= gamma.w;
+          x[0] *= factor[b].x, x[1] *= factor[b].y, x[2] *= factor[b].x, x[3] *= factor[b].y;
+          x[4] *= factor[b].z, x[5] *= factor[b].w, x[6] *= factor[b].z, x[7] *= factor[b].w;
         }
       }
+      // What comes next, ahead of its use.
+#pragma unroll
+      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+      const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
       pin(high);
@@ -316,7 +329,7 @@ struct StateRole {
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
-        const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+        const float4 rest = factor[b];
         const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
         v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
         v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
@@ -337,13 +350,15 @@ struct StateRole {
       mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
-      if ((chunk.flags & kLastChunk) && chunk.slot_out >= 0) {
+      const bool last_of_tile = chunk_now.y & kLastChunk;
+      chunk_now = chunk_next;
+      if (last_of_tile && p.readers != nullptr) settle_readers(chunk);
+      if (last_of_tile && chunk.slot_out >= 0) {
         if constexpr (Traits::kStateOnly) {
           save_boundary(s, chunk);
           ++tiles;
         } else {
           const StateSet& set = p.args.final_state;
-          if (p.readers != nullptr) wait_for_readers(chunk);
           move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
                            first_row(chunk), at.q);
         }
@@ -360,9 +375,7 @@ struct StateRole {
       }
       return;
     }
-    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV);
-    __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m & 1), at.lane);
+    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
   }
 };
 

@@ -24,9 +24,10 @@ struct ChunkForwardTraits {
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
-  // accumulators (64) and packed operands (32). With one state group the launch leaves 168 a thread to share out.
-  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
-  static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
+  // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
+  // share out.
+  static constexpr int kAuxRegisters = kStateOnly ? 96 : kStateGroups == 2 ? 64 : 128;
+  static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
@@ -42,15 +43,13 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kHalf = kChunk * 128;
   static constexpr uint32_t kBytesV = kChunk * kDv * 2;
   static constexpr uint32_t kBytesMatrix = kChunk * kChunk * 2;  // [row][column], 128 B rows, swizzled
-  static constexpr uint32_t kBytesDiagonal = 4 * 16 * 16 * 4;    // four fp32 16x16 blocks, one for each warp
 
   static constexpr uint32_t kSmemK = 0;
   static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
   static constexpr uint32_t kSmemV = kSmemQ + kStagesQ * kBytesK;
   static constexpr uint32_t kSmemA = kSmemV + kStagesV * kBytesV;
   static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
-  static constexpr uint32_t kSmemDiagonal = kSmemP + kStagesP * kBytesMatrix;
-  static constexpr uint32_t kSmemGate = kSmemDiagonal + kAuxGroups * kBytesDiagonal;
+  static constexpr uint32_t kSmemGate = kSmemP + kStagesP * kBytesMatrix;
 
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
@@ -62,8 +61,9 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kGateColumnP = 4 * kVector;         // 2^(end of t's block - c_t) * scale
   static constexpr uint32_t kGateRow = 5 * kVector;             // 2^(c_t - end of the block before t's), natural order
   static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;  // beta_t, natural order
-  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // first g_t, then c_t in log2 units, natural order
-  static constexpr uint32_t kGatePair = kGateSum + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
+  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // c_t in log2 units, natural order
+  static constexpr uint32_t kGateRaw = kGateSum + kChunk * 4;   // g_t as it comes
+  static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
   static constexpr uint32_t kBytesGate = kGatePair + 16 * 4;
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
@@ -80,10 +80,12 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
-  static constexpr uint32_t kTailV = kDone + 8 * kStagesP;
+  static constexpr uint32_t kFullO = kDone + 8 * kStagesP;
+  static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kSmemBytes = kTailCount + 4 * kAuxGroups;
+  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;     // address of the tensor maps
+  static constexpr uint32_t kSmemBytes = kMaps + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
