@@ -177,16 +177,17 @@ cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkFor
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free. A fifth takes its place
-// where the plan may turn out to be halves of V without a cut, which those before it do not know.
-cudaError_t launch_split(const ChunkForwardKernelParams& params, const SplitVariant& variant, bool save, int sms,
-                         cudaStream_t stream) {
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or that
+// of half heads, a fifth that does its work where nothing is to be gained by a cut.
+cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel,
+                         const ChunkForwardKernel* uncut_kernel, int sms, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
   SplitKernelParams split{};
   split.args = args;
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  split.variant = variant;
+  split.uncut_in_halves = uncut_kernel != nullptr;
+  split.by_heads = Divisor(args.num_value_heads);
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
@@ -207,17 +208,13 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const SplitVari
       tiles, args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(), sms, stream);
 
   tiles.list = split.workspace.output_tiles;
-  if (error == cudaSuccess && variant.cut_in_halves == 0) {
-    tiles.list_size = &counters->output_tiles;
-    tiles.ticket = &counters->output_ticket;
-    error = launch_listed(tiles, choose_kernel(args.type, false, save), sms, stream);
-  }
-  if (error == cudaSuccess && variant.uncut_in_halves != 0) {
-    tiles.list_size = &counters->half_tiles;
-    tiles.ticket = &counters->half_ticket;
-    error = launch_listed(tiles, choose_kernel(args.type, true, save), sms, stream);
-  }
-  return error;
+  tiles.list_size = &counters->output_tiles;
+  tiles.ticket = &counters->output_ticket;
+  if (error == cudaSuccess) error = launch_listed(tiles, kernel, sms, stream);
+  if (error != cudaSuccess || uncut_kernel == nullptr) return error;
+  tiles.list_size = &counters->half_tiles;
+  tiles.ticket = &counters->half_ticket;
+  return launch_listed(tiles, *uncut_kernel, sms, stream);
 }
 
 }  // namespace
@@ -240,25 +237,25 @@ namespace {
 // What decide_split() answers, and for whom.
 struct DecidedSplit {
   SplitDecision decision{false, ""};
-  SplitVariant variant;
+  bool uncut_in_halves = false;  // the plan may be not to cut, in tiles of half heads
 };
 
 DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const bool forced = args.force_split != 0;
-  if (args.split == SplitMode::kOff || sms == 0) return {{false, "auto_cp is off"}, {}};
+  if (args.split == SplitMode::kOff || sms == 0) return {{false, "auto_cp is off"}};
   if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
-    return {{false, "there are no tokens"}, {}};
+    return {{false, "there are no tokens"}};
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
   const int64_t spacing = forced                                ? kForcedSpacing
                           : args.split == SplitMode::kInvariant ? kInvariantSpacing
                                                                 : kMinSpacing;
-  if (longest < 2 * spacing * kSplitChunk) return {{false, "no sequence can be long enough to cut"}, {}};
-  if (forced) return {{true, "cut wherever it is possible, as forced"}, {}};
+  if (longest < 2 * spacing * kSplitChunk) return {{false, "no sequence can be long enough to cut"}};
+  if (forced) return {{true, "cut wherever it is possible, as forced"}};
   if (args.split == SplitMode::kInvariant)
-    return {{true, "each sequence cut by its own length; its gates decide on the device"}, {}};
+    return {{true, "each sequence cut by its own length; its gates decide on the device"}};
   if (tiles >= kTilesPerSmUnsplit * sms)
-    return {{false, "sequences times value heads fill the card many times over"}, {}};
+    return {{false, "sequences times value heads fill the card many times over"}};
   const bool dense = args.cu_seqlens == nullptr;
   const SplitCosts costs;
   const int32_t heads = args.num_value_heads;
@@ -271,17 +268,15 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   if (promise.pays) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
-            promise.variant};
+            halves_pay(tiles, sms) && !promise.surely};
   }
   if (!dense && args.num_sequences > 1 && costs.plan_uncut <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
-    const SplitPromise most = promise_of_plan({all, 1, all}, heads, sms, costs);
-    if (most.pays) {
-      const int32_t uncut_in_halves = halves_pay(tiles, sms);
+    if (promise_of_plan({all, 1, all}, heads, sms, costs).pays) {
       return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
-              {most.variant.cut_in_halves & uncut_in_halves, uncut_in_halves}};
+              halves_pay(tiles, sms)};
     }
   }
-  return {{false, "the tiles fill the card's waves, or a split would gain too little"}, {}};
+  return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
 
 // The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the estimates
@@ -351,9 +346,9 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return cudaErrorInvalidValue;
   }
   if (cut) {
-    // A variant that was asked for is used for every tile.
-    const SplitVariant tiles = variant == ChunkForwardVariant::kAuto ? decided.variant : SplitVariant{split, split};
-    return launch_split(params, tiles, save, sms, stream);
+    const ChunkForwardKernel halves = choose_kernel(args.type, true, save);
+    const bool may_halve = variant == ChunkForwardVariant::kAuto && decided.uncut_in_halves;
+    return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {
     plan_chunk_forward_kernel<<<1 + kClearBlocks, kPlanThreads, 0, stream>>>(args);

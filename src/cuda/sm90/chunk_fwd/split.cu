@@ -16,6 +16,7 @@ constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
 // Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier.
+template <int kThreads>
 __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
   if (args.cu_seqlens == nullptr) {
     const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
@@ -24,7 +25,7 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
   const bool one_warp = args.num_sequences <= 32;
   int32_t chunks = 0, sequences = 0, longest = 0;
   for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
-       i += kPlanThreads) {
+       i += kThreads) {
     const int32_t count = chunks_in(sequence_at(args, i).length);
     chunks += count;
     sequences += count > 0;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
     return;
   }
-  const SplitGrid grid = choose_grid(p, summarise_lengths(args));
+  const SplitGrid grid = choose_grid(p, summarise_lengths<kPlanThreads>(args));
   if (grid.spacing == 0) return;
 
   __shared__ float key_squares[kRoundChunks * kChunk];
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int units_per_boundary = args.num_key_heads * parts;
   const int32_t units = p.capacity.boundaries * units_per_boundary;
   const int32_t limit = warmup_limit(grid);
-  const float rate = args.decay_threshold / static_cast<float>(limit);
+#pragma unroll 1
   for (int32_t unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += units_blocks) {
     const int32_t number = unit / units_per_boundary, part = unit % units_per_boundary;
     const int32_t key_head = part / parts, first_head = key_head * group + part % parts * kRoundHeads;
@@ -162,14 +163,15 @@ __global__ void __launch_bounds__(kPlanThreads)
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
     const PlannedSequence s =
         find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
-    const int32_t boundary = find_boundary(s, grid, number);
+    const CutSequence cuts(s, grid);
+    const int32_t boundary = cuts.find(number, grid);
     if (boundary == 0) continue;
-    const int32_t chunks = chunks_in(s.length), at = boundary_chunk(chunks, pieces_of(chunks, grid), boundary);
-    const int32_t limit_here = min(limit, at);
+    const int32_t at = cuts.at(boundary);
 
     // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
     float sum = 0.0f;
     int32_t warmup = lane % kRoundHeads < heads ? -1 : 0;
+#pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
       // Gates first: keys are read only where the gates alone would do. A warp adds up a chunk of a head.
       const int j = warp / kRoundHeads, h = warp % kRoundHeads;
@@ -199,7 +201,8 @@ __global__ void __launch_bounds__(kPlanThreads)
       const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
       const int reached = first_chunk_where(gates <= args.decay_threshold, lane);
       const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
-      const bool open = warmup < 0 && gates_of_round <= rate * static_cast<float>((round + 1) * kRoundChunks);
+      const bool open = warmup < 0 && static_cast<float>(limit) * gates_of_round <=
+                                          static_cast<float>((round + 1) * kRoundChunks) * args.decay_threshold;
       if (!open && warmup < 0) warmup = 0;
       const int needed = static_cast<int>(
           __reduce_max_sync(0xffffffffu, open ? static_cast<uint32_t>(min(reached + 2, kRoundChunks)) : 0u));
@@ -235,12 +238,12 @@ __global__ void __launch_bounds__(kPlanThreads)
       __syncthreads();
       const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
       const int32_t w = round * kRoundChunks + c + 1;
-      const int found = first_chunk_where(c < needed && w <= limit_here && sums <= args.decay_threshold, lane);
+      const int found = first_chunk_where(c < needed && w <= min(limit, at) && sums <= args.decay_threshold, lane);
       sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
       if (warmup < 0) {
         if (found < kRoundChunks) {
           warmup = round * kRoundChunks + found + 1;
-        } else if (needed < kRoundChunks || (round + 1) * kRoundChunks >= limit_here) {
+        } else if (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at)) {
           // Keys that grow made the gates fall short within the chunks that were read.
           warmup = 0;
         }
@@ -256,6 +259,10 @@ __global__ void __launch_bounds__(kPlanThreads)
 
 // --- the lists ---
 
+// A warp for each part of a choice; more threads would have too few registers.
+constexpr int kListThreads = 64 * kMerges;
+constexpr int kListWarps = kListThreads / 32;
+
 // Visits the segments of one sequence and head by `width` neighbouring lanes of a warp, 1 .. 32 and a power of two. All
 // of the warp's groups of lanes go through `most_pieces` boundaries together; those whose plan is not `wanted` come
 // along.
@@ -269,7 +276,7 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
   for (int32_t base = 1; base <= most_pieces; base += width) {
     const int32_t i = base + lane - first_lane;
     bool ends = false, heavy = false;
-    if (wanted && i <= plan.pieces) plan.classify(i, &ends, &heavy);
+    if (wanted && i <= plan.cuts.pieces) plan.classify(i, &ends, &heavy);
     SegmentRound round;
     round.base = base;
     round.ends = __ballot_sync(0xffffffffu, ends) >> first_lane & mask;
@@ -329,17 +336,17 @@ __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
 constexpr int32_t kMostSummaries = 2304;
 // What is kept in shared memory; a larger batch's is read again where it is needed. Of a call that is not forced there
 // are at most kItemsPerSm boundaries to an SM and one more for each head.
-constexpr int32_t kKeptSequences = 256;
-constexpr int32_t kKeptWarmups = 4096;
+constexpr int32_t kKeptSequences = 128;
+constexpr int32_t kKeptWarmups = 2048;
 
 // One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
-__global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
+__global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
   const ChunkForwardArgs& args = p.args;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  const LengthSummary lengths = summarise_lengths(args);
+  const LengthSummary lengths = summarise_lengths<kListThreads>(args);
   const SplitGrid grid = choose_grid(p, lengths);
   const int32_t most_pieces = pieces_of(lengths.longest, grid);
   // Lanes that a sequence and head get.
@@ -348,20 +355,20 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
 
   __shared__ int32_t buckets[kTileBuckets];
   __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, chunks_before;
-  __shared__ int32_t warp_chunks[kPlanWarps];
+  __shared__ int32_t warp_chunks[kListWarps];
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
   __shared__ int32_t choice_early[kMergeChoices];
-  __shared__ PlannedSequence kept_sequences[kKeptSequences];
+  __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
   __shared__ HeadSummary summaries[kMostSummaries];
-  for (int i = thread; i < kTileBuckets; i += kPlanThreads) buckets[i] = 0;
+  for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
   if (thread == 0) chains_used = chunks_before = 0;
   __syncthreads();
 
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
   if (number_chunks) {
-    for (int32_t first = 0; first < n; first += kPlanThreads) {
+    for (int32_t first = 0; first < n; first += kListThreads) {
       const int32_t i = first + thread;
       const int32_t chunks = i < n ? chunks_in(sequence_at(args, i).length) : 0;
       int32_t inclusive = chunks;
@@ -375,7 +382,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       for (int w = 0; w < warp; ++w) before += warp_chunks[w];
       if (i < n) ws.first_chunks[i] = before + inclusive - chunks;
       __syncthreads();
-      if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
+      if (thread == kListThreads - 1) chunks_before = before + inclusive;
       __syncthreads();
     }
   }
@@ -384,7 +391,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     if (number_chunks) s.first_chunk = ws.first_chunks[i];
     // A skipped sequence has no state tiles: the chains wait for all that are listed.
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
-    return s;
+    return CutSequence(s, grid);
   };
   const bool keep_sequences = n <= kKeptSequences;
   if (keep_sequences && thread < n) kept_sequences[thread] = read_sequence(thread);
@@ -404,7 +411,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   };
   const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
-    const int32_t i = min(pair / heads, n - 1), head = pair % heads;
+    const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
     return HeadPlan(keep_sequences ? kept_sequences[i] : read_sequence(i), head, grid, merge, p.capacity.boundaries,
                     warmups_of(head));
   };
@@ -412,7 +419,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   SplitMerge merge;
   bool cut = grid.spacing > 0;
   int32_t early = INT32_MAX;  // free tiles that go before the dependent ones
-  const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
+  const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
   if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
     // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
     // call may have that is planned without being forced to.
@@ -423,18 +430,18 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       const int first_lane = lane / width * width;
       const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
       int32_t heavy = 0, total = 0;
-      for (int32_t i = 1 + lane - first_lane; i < plan.pieces; i += width) {
+      for (int32_t i = 1 + lane - first_lane; i < plan.cuts.pieces; i += width) {
         const int32_t warmup = plan.warmup_at(i);
         heavy += warmup == 0;
         total += warmup;
       }
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
-      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.chunks, plan.pieces, heavy, total};
+      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
     }
     __syncthreads();
     // A warp for each part of a choice, then a thread for each choice.
-    if (warp < 2 * kMerges) {
+    {
       const bool with_heavy = warp >= kMerges;
       SplitEstimate estimate;
       estimate.costs = p.costs;
@@ -448,7 +455,8 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     __syncthreads();
     if (thread < kMergeChoices) {
       const SplitEstimate estimate =
-          estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread, p.variant);
+          estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                          p.uncut_in_halves != 0);
       choice_steps[thread] = estimate.steps(p.sms);
       choice_early[thread] = estimate.early_tiles(p.sms);
     }
@@ -509,7 +517,7 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
     sink.dependent = list_sizes[1] - free_tiles;
   }
   if (thread == 0) {
-    const bool halves = cut ? p.variant.cut_in_halves != 0 : p.variant.uncut_in_halves != 0;
+    const bool halves = !cut && p.uncut_in_halves != 0;
     SplitCounters counters{};
     counters.state_tiles = list_sizes[0];
     counters.output_tiles = halves ? 0 : list_sizes[1];
@@ -563,7 +571,7 @@ cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stre
   }
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kPlanThreads, 0, params, true, stream);
+  return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kListThreads, 0, params, true, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

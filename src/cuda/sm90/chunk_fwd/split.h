@@ -22,7 +22,8 @@ struct SplitKernelParams {
   SplitWorkspace workspace;
   SplitCapacity capacity;
   SplitCosts costs;
-  SplitVariant variant;
+  int32_t uncut_in_halves;  // tiles without a cut are of half of V each, and another kernel's
+  Divisor by_heads;  // value heads
   int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
 };
