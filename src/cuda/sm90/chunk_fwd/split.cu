@@ -168,6 +168,15 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (boundary == 0) continue;
     const int32_t at = cuts.at(boundary);
 
+    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read soon
+    // by the tiles.
+    const int32_t row = (at - kRoundChunks) * kChunk + thread;
+    if (thread < kRoundChunks * kChunk && row >= 0) {
+      l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
+                      key_head * args.k_head_stride,
+                  kHeadDim * sizeof(Element));
+    }
+
     // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
     float sum = 0.0f;
     int32_t warmup = lane % kRoundHeads < heads ? -1 : 0;

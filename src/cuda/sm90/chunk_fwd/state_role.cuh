@@ -113,11 +113,13 @@ struct StateRole {
 
   // The last state of a split's piece, or its transition.
   __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
-    float4* to = (c.flags & kToTransition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
+    const bool transition = (c.flags & kToTransition) != 0;
+    float4* to = (transition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      to[boundary_place(group + c.half, at.warp, j, at.lane)] =
-          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+      const int place = transition ? transition_place(group + c.half, at.warp, j, at.lane)
+                                   : boundary_place(group + c.half, at.warp, j, at.lane);
+      to[place] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
     }
   }
 
