@@ -248,6 +248,23 @@ inline std::string describe(const Shape& s, const Features& f) {
   return text;
 }
 
+// What else a call has.
+inline std::string describe(const ForwardCall& call) {
+  std::string text;
+  for (const auto& [on, name] : {std::pair<bool, const char*>{call.in.features.force_intra_cp, "forced"},
+                                 {call.in.features.cp_mode == FLASH_QLA_CP_INVARIANT, "by length"},
+                                 {call.pool.present(), "pool"},
+                                 {call.pool.present() && !call.final_indices.present(), "in place"},
+                                 {call.checkpoints.present(), "checkpoints"},
+                                 {call.checkpoint_offsets.present(), "listed"},
+                                 {call.h.present(), "h"},
+                                 {call.A.present(), "A"}}) {
+    if (on) text += std::string(" ") + name;
+  }
+  return text;
+}
+inline std::string describe(const BackwardCall& call) { return call.in.features.force_intra_cp ? " forced" : ""; }
+
 template <class Draw, class Check>
 void for_each_case(const Settings& settings, int64_t cases, Draw draw, Check check) {
   for (int64_t i = 0; i < cases; ++i) {
@@ -255,11 +272,12 @@ void for_each_case(const Settings& settings, int64_t cases, Draw draw, Check che
     Random random(settings.seed * 1000003 + static_cast<uint64_t>(i));
     auto call = draw(random);
     const Shape& s = call.in.shape;
-    char what[320];
+    char what[400];
     std::snprintf(what, sizeof(what), "case %lld (B %lld T %lld N %lld Hq %lld Hv %lld K %lld V %lld,%s)",
                   static_cast<long long>(i), static_cast<long long>(s.B), static_cast<long long>(s.T),
                   static_cast<long long>(s.N()), static_cast<long long>(s.Hq), static_cast<long long>(s.Hv),
-                  static_cast<long long>(s.K), static_cast<long long>(s.V), describe(s, call.in.features).c_str());
+                  static_cast<long long>(s.K), static_cast<long long>(s.V),
+                  (describe(s, call.in.features) + describe(call)).c_str());
     check(std::string(what), call);
   }
 }
