@@ -12,7 +12,7 @@ namespace flash_qla::cuda::sm90 {
 // auxiliary groups brings the transitions, 16 KB at a time.
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
-inline constexpr int kCombineBarrier = 2;  // of the whole block; 1 is that of the warps that multiply
+inline constexpr int kCombineBarrier = 3;  // of the whole block; a role may still be using 1 and 2
 inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
 inline constexpr int kCombineStages = 8;  // two transitions: one is on its way while the other is used
 inline constexpr int kStageRows = 32;     // of M^T: two of its eight groups of 16
@@ -38,9 +38,10 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
   if (units == 0 || !had_tiles) return;
   // The roles come here by different ways, so that this is not __syncthreads(), which all threads must reach at one
-  // place; nor do all lanes of the first thread's warp come at once, so that it is the barrier that allows for that.
+  // place. A warp whose lanes come one after the other would be counted twice: they meet first.
   const auto block_sync = [] {
-    asm volatile("barrier.sync %0, %1;" ::"n"(kCombineBarrier), "n"(Traits::kThreads) : "memory");
+    __syncwarp();
+    named_barrier_sync(kCombineBarrier, Traits::kThreads);
   };
   block_sync();  // the tiles' shared memory is free, and the flag above has been read
   if (first) {
