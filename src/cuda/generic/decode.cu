@@ -731,8 +731,8 @@ Status launch_rows(const Problem& p, const DecodeParams& params, const Queue& qu
 template <class State, int kKeys>
 Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, const Queue& queue) {
   constexpr bool kHalf = sizeof(State) == 2;
-  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 7, 4, true>, ColumnsUse<128, 7, 4, false>>;
-  using OfRows = std::conditional_t<kHalf, RowsUse<128, 4, 64, true>, RowsUse<256, 3, 64, false>>;
+  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 7, 4, true>, ColumnsUse<128, 5, 8, false>>;
+  using OfRows = RowsUse<128, 4, 64, kHalf>;
   return v_first ? launch_columns<State, kKeys, OfColumns>(p, params, queue)
                  : launch_rows<State, kKeys, OfRows>(p, params, queue);
 }
