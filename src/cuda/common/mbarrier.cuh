@@ -21,8 +21,8 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// In a build to look for races (FLASH_QLA_JITTER) a warp sleeps now and then, for longer than any step of a kernel takes,
-// before it arrives and before and after it waits: what is only usually in order then is not.
+// In a build to look for races (FLASH_QLA_JITTER) a warp sleeps now and then, for longer than any step of a kernel
+// takes, before it arrives and before and after it waits: what is only usually in order then is not.
 __device__ __forceinline__ void jitter() {
 #ifdef FLASH_QLA_JITTER
   uint32_t now;
