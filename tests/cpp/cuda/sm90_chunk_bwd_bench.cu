@@ -449,6 +449,16 @@ class Runner {
     }
     good &= repeats;
     std::printf(" repeat %s", repeats ? "same" : "DIFFERS(!)");
+    if (N_ == 1) {
+      ChunkBackwardParams whole = p_;
+      p_.two_phases = true;
+      bind_chunk_backward_workspace(&p_, workspace_);  // needs less
+      run();
+      const bool equal = outputs() == first;
+      good &= equal;
+      std::printf(" two phases %s", equal ? "same" : "DIFFER(!)");
+      p_ = whole;
+    }
     if (c_.varlen && N_ > 2) {
       const bool kept = neighbours_unharmed(first);
       good &= kept;
@@ -808,6 +818,13 @@ std::vector<Case> check_cases() {
   };
   add("1x64", 1, 1, {64}).varlen = false;
   add("1x256 A solved", 1, 1, {256}).A = false;
+  add("1x1000, small beta", 1, 2, {1000}).small_beta = true;
+  {
+    Case& c = add("1x600 fp16, padding", 2, 4, {600});
+    c.fp16 = true;
+    c.small_beta = true;
+    c.padding = 70;
+  }
   add("varlen GVA", 2, 4, {37, 300, 0, 64, 129, 1}).padding = 20;
   {
     Case& c = add("dense 2x200 GVA cumsum", 2, 6, {200, 200});
