@@ -449,8 +449,8 @@ class Runner {
     }
     good &= repeats;
     std::printf(" repeat %s", repeats ? "same" : "DIFFERS(!)");
-    if (N_ == 1) {
-      ChunkBackwardParams whole = p_;
+    if (N_ == 1 && c_.A) {  // an A of the workspace would have another place, and its map with it
+      const ChunkBackwardParams whole = p_;
       p_.two_phases = true;
       bind_chunk_backward_workspace(&p_, workspace_);  // needs less
       run();
