@@ -180,8 +180,8 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of chunk m - 1 into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t m) const {
+  // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
+  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t barrier) const {
     const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -190,7 +190,7 @@ struct StateRole {
                             pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
     }
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
+    mbarrier_arrive_warp(barrier, at.lane);
   }
 
   __device__ void run() const {
@@ -236,8 +236,9 @@ struct StateRole {
       }
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after this.)
-        put_o(o, v_base + previous_v * Traits::kBytesV, m);
+        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
+        // this.)
+        put_o(o, v_base + previous_v * Traits::kBytesV, smem() + Traits::kFullO + 8 * (m & 1));
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -377,7 +378,8 @@ struct StateRole {
       }
       return;
     }
-    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
+    // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
+    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, smem() + Traits::kFullLast);
   }
 };
 
