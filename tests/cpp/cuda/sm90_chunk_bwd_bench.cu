@@ -449,16 +449,6 @@ class Runner {
     }
     good &= repeats;
     std::printf(" repeat %s", repeats ? "same" : "DIFFERS(!)");
-    if (N_ == 1 && c_.A) {  // an A of the workspace would have another place, and its map with it
-      const ChunkBackwardParams whole = p_;
-      p_.two_phases = true;
-      bind_chunk_backward_workspace(&p_, workspace_);  // needs less
-      run();
-      const bool equal = outputs() == first;
-      good &= equal;
-      std::printf(" two phases %s", equal ? "same" : "DIFFER(!)");
-      p_ = whole;
-    }
     if (c_.varlen && N_ > 2) {
       const bool kept = neighbours_unharmed(first);
       good &= kept;

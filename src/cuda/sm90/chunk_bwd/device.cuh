@@ -87,33 +87,6 @@ __device__ __forceinline__ int total_chunks(const ChunkBackwardParams& p) {
   return p.cu_seqlens == nullptr ? p.chunk_bound : *p.total_chunks;
 }
 
-// Where S and V' of a chunk slot are kept, and dS. The second phase's take the places of the middle third, which is
-// done: the forward pass those of its S, the reverse pass those of its dS.
-__device__ __forceinline__ int state_place(const ChunkBackwardParams& p, int slot, int chunks) {
-  const int first = first_phase_chunks(chunks);
-  return p.two_phases && slot >= first ? slot - (2 * first - chunks) : slot;
-}
-__device__ __forceinline__ int state_grad_place(const ChunkBackwardParams& p, int slot, int chunks) {
-  const int later = chunks - first_phase_chunks(chunks);
-  return p.two_phases && slot >= later ? slot - later : slot;
-}
-
-// The chunk slots whose gradients are made now: how many, the index-th of them, whether a slot is one.
-__device__ __forceinline__ int slots_in_phase(const ChunkBackwardParams& p) {
-  const int chunks = total_chunks(p), first = first_phase_chunks(chunks);
-  return !p.two_phases ? chunks : p.phase == 0 ? 2 * first - chunks : 2 * (chunks - first);
-}
-__device__ __forceinline__ int slot_in_phase(const ChunkBackwardParams& p, int index) {
-  if (!p.two_phases) return index;
-  const int chunks = total_chunks(p), first = first_phase_chunks(chunks), later = chunks - first;
-  return p.phase == 0 ? index + later : index < later ? index : index + 2 * first - chunks;
-}
-__device__ __forceinline__ bool is_in_phase(const ChunkBackwardParams& p, int slot) {
-  if (!p.two_phases) return true;
-  const int chunks = total_chunks(p), first = first_phase_chunks(chunks);
-  return (slot >= chunks - first && slot < first) == (p.phase == 0);
-}
-
 __device__ __forceinline__ ChunkInfo chunk_info(const ChunkBackwardParams& p, int slot) {
   if (p.cu_seqlens != nullptr) return p.chunk_map[slot];
   const int n = slot / p.per_sequence;

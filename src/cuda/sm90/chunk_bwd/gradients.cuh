@@ -230,8 +230,8 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
-// The items of a block: chunk slots of the phase from both ends in turns (the serial passes end there, and the L2 cache
-// still has some of what they wrote last), the key heads of a slot side by side.
+// The items of a block: chunk slots from both ends in turns (the serial passes end there, and the L2 cache still has
+// some of what they wrote last), the key heads of a slot side by side.
 struct ItemCursor {
   int turn, key_head, slots;
   __device__ ItemCursor(int Hq, int all_slots) {
@@ -240,9 +240,7 @@ struct ItemCursor {
     slots = all_slots;
   }
   __device__ bool valid() const { return turn < slots; }
-  __device__ int slot(const ChunkBackwardParams& p) const {
-    return slot_in_phase(p, turn % 2 == 0 ? slots - 1 - turn / 2 : turn / 2);
-  }
+  __device__ int slot() const { return turn % 2 == 0 ? slots - 1 - turn / 2 : turn / 2; }
   // turns, heads: gridDim.x / Hq and what is left of it.
   __device__ void advance(int Hq, int turns, int heads) {
     turn += turns;
@@ -262,11 +260,8 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
   uint32_t keys_phase = 1;  // the first round finds everything empty
   const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
   for (ItemCursor item(p.Hq, slots); item.valid(); item.advance(p.Hq, turns, heads), keys_phase ^= 1) {
-    const int slot = item.slot(p), key_head = item.key_head;
+    const int slot = item.slot(), key_head = item.key_head;
     const ChunkInfo chunk = chunk_info(p, slot);
-    const int chunks = total_chunks(p);
-    const int64_t state_row = static_cast<int64_t>(state_place(p, slot, chunks)) * p.Hv;
-    const int64_t grad_row = static_cast<int64_t>(state_grad_place(p, slot, chunks)) * p.Hv;
     for (int member = 0; member < p.group; ++member) {
       const int head = key_head * p.group + member;
       const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
@@ -276,15 +271,13 @@ __device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, cons
         mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
         mbarrier_arrive_expect(bar, Traits::kStage);
         tma_load_5d(to + Traits::kDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, half, head, chunk.batch);
-        bulk_load(to + Traits::kVNew, p.v_new + (state_row + head) * kTokensBytes + half * kTileBytes, kTileBytes, bar);
+        bulk_load(to + Traits::kVNew, p.v_new + tile * kTokensBytes + half * kTileBytes, kTileBytes, bar);
         tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
 #pragma unroll 1
         for (int k_half = 0; k_half < 2; ++k_half) {
-          const int64_t within = k_half * kStateHalfBytes + half * kTileBytes;
-          bulk_load(to + Traits::kState + k_half * kTileBytes, p.states + (state_row + head) * kStateBytes + within,
-                    kTileBytes, bar);
-          bulk_load(to + Traits::kGrad + k_half * kTileBytes, p.state_grads + (grad_row + head) * kStateBytes + within,
-                    kTileBytes, bar);
+          const int64_t from = tile * kStateBytes + k_half * kStateHalfBytes + half * kTileBytes;
+          bulk_load(to + Traits::kState + k_half * kTileBytes, p.states + from, kTileBytes, bar);
+          bulk_load(to + Traits::kGrad + k_half * kTileBytes, p.state_grads + from, kTileBytes, bar);
         }
         bulk_load(to + Traits::kGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
       }
@@ -520,12 +513,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
   uint32_t keys_phase = 0, parity = 0, tail_phase = 0;
   const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
   ItemCursor item(p.Hq, slots);
-  ChunkInfo next_chunk = item.valid() ? chunk_info(p, item.slot(p)) : ChunkInfo{};
+  ChunkInfo next_chunk = item.valid() ? chunk_info(p, item.slot()) : ChunkInfo{};
   for (; item.valid(); keys_phase ^= 1) {
     const int key_head = item.key_head;
     ChunkInfo chunk = next_chunk;
     item.advance(p.Hq, turns, heads);
-    if (item.valid()) next_chunk = chunk_info(p, item.slot(p));  // comes while this item is worked on
+    if (item.valid()) next_chunk = chunk_info(p, item.slot());  // comes while this item is worked on
     if (chunk.valid < kChunk) {
       const int thread = group * 128 + 32 * warp + lane;
       mbarrier_wait(bars.keys_full(), keys_phase);
@@ -634,7 +627,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
   const GradientsBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int slots = slots_in_phase(p);
+  const int slots = total_chunks(p);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages + 1; ++i) {

@@ -36,11 +36,9 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   }
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
-  const int64_t kept = p->two_phases ? static_cast<int64_t>(first_phase_chunks(p->chunk_bound)) * p->Hv : tiles;
-  p->states = workspace.take<uint8_t>(kept * kStateBytes);
-  p->state_grads = workspace.take<uint8_t>(kept * kStateBytes);
-  p->v_new = workspace.take<uint8_t>(kept * kTokensBytes);
-  if (p->two_phases) p->edges = workspace.take<float>(2 * static_cast<int64_t>(p->Hv) * kDim * kDim);
+  p->states = workspace.take<uint8_t>(tiles * kStateBytes);
+  p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
+  p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
   if (p->solves_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
     p->A = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kChunk, 1}, p->v.type};

@@ -73,14 +73,11 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
 
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, stream));
-  ChunkBackwardParams in_phase = p;
-  for (in_phase.phase = 0; in_phase.phase < (p.two_phases ? 2 : 1); ++in_phase.phase) {
-    if (stage.states) {
-      FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(in_phase, maps, multiprocessors, stream)
-                                             : launch_states<T, false>(in_phase, maps, multiprocessors, stream));
-    }
-    if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(in_phase, maps, multiprocessors, stream));
+  if (stage.states) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, multiprocessors, stream)
+                                           : launch_states<T, false>(p, maps, multiprocessors, stream));
   }
+  if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;
 }
 

@@ -42,10 +42,6 @@ struct ChunkBackwardParams {
   int32_t per_sequence;   // dense: chunks of one sequence; 0 with cu_seqlens
   // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
   int32_t segment_chunks, segment_bound;
-  // One whole sequence with room for the states of two thirds of its chunks: both passes go that far, the gradients of
-  // the middle third, which both have seen, are made, and the rest takes its places. phase: the one in hand, 0 or 1.
-  bool two_phases;
-  int32_t phase;
   float scale;
   float small_beta;  // traits.h; set when the workspace is bound
   bool g_is_cumsum;
@@ -83,15 +79,13 @@ struct ChunkBackwardParams {
   int32_t* first_segment;    // [N]; with segments alone
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
   int32_t* rounds;           // [segment_bound, Hv, 2]: which round a pass that warms up belongs to
-  float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh); two phases: [Hv, 2, 128, 128],
-                             // S and dS where the second one begins
+  float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;               // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
   uint8_t* P;                // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
   float* gates;              // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
-  // By place (device.cuh): that of a chunk slot, but with two phases.
-  uint8_t* states;       // [places, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
-  uint8_t* state_grads;  // the same of dS at the chunk's end
-  uint8_t* v_new;        // [places, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+  uint8_t* states;           // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
+  uint8_t* state_grads;      // the same of dS at the chunk's end
+  uint8_t* v_new;            // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
 

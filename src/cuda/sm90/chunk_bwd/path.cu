@@ -153,21 +153,6 @@ size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* para
   return std::min(most, bytes_with(*params, finest));
 }
 
-// Scratch up to which all of a call goes through together. Below it smaller parts save nothing that matters.
-constexpr size_t kWholeScratch = size_t{768} << 20;
-
-// plan_segments(), and beyond kWholeScratch one sequence in two phases (params.h): a third less for one more launch of
-// the passes and the gradients, 20 us where there are 1,600. Where its blocks fill an H200, that is: few heads may be
-// cut into segments, whose room must not depend on this.
-size_t plan_parts(const flash_qla_options& options, ChunkBackwardParams* params) {
-  constexpr int32_t kLeastBlocks = 100;
-  const size_t bytes = plan_segments(options, params);
-  params->two_phases =
-      bytes > kWholeScratch && params->N == 1 && params->segment_chunks == 0 && 4 * params->Hv >= kLeastBlocks;
-  // Not less than a shorter call that goes as a whole.
-  return params->two_phases ? std::max(kWholeScratch, chunk_backward_workspace_size(*params)) : bytes;
-}
-
 // What surrounds the kernels of a call. Decided from the whole call, so that both halves of its heads have the same
 // scratch.
 struct Wrapping {
@@ -231,7 +216,7 @@ class HeadsBackward {
     params_ = make_params(core_, p);
     params_.q_inverse_norms = q_inverse_norms_;
     params_.k_inverse_norms = k_inverse_norms_;
-    kernels_ = workspace->take<char>(static_cast<int64_t>(plan_parts(args.options, &params_)));
+    kernels_ = workspace->take<char>(static_cast<int64_t>(plan_segments(args.options, &params_)));
   }
 
   Status run(cudaStream_t stream) {
@@ -336,9 +321,11 @@ size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrappi
   return workspace.bytes();
 }
 
-// Beyond kWholeScratch heads go in two halves, one after the other in the same scratch, while a half has heads enough
-// to fill a GPU with one sequence: 32 value heads are 128 blocks of the serial passes. Halves of 16 cost 6 to 47 % of
-// the time on an H200 (docs/design/sm90_backward_call.md).
+// Scratch up to which all heads go through together. Beyond it they go in two halves, one after the other in the same
+// scratch, while a half has heads enough to fill a GPU with one sequence: 32 value heads are 128 blocks of the serial
+// passes. Halves of 16 cost 6 to 47 % of the time on an H200 (docs/design/sm90_backward.md). Halves save nothing that
+// matters below the bound.
+constexpr size_t kWholeScratch = size_t{768} << 20;
 constexpr int64_t kLeastValueHeads = 32;
 
 bool goes_in_halves(const Problem& p, size_t bytes_of_all) {

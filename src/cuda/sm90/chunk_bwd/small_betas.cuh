@@ -33,13 +33,11 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
   for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
     const int64_t tile = p.small_tiles[entry];
     const int slot = static_cast<int>(tile / p.Hv), head = static_cast<int>(tile % p.Hv);
-    if (!is_in_phase(p, slot)) continue;
     const ChunkInfo chunk = chunk_info(p, slot);
-    const int64_t place = static_cast<int64_t>(state_place(p, slot, total_chunks(p))) * p.Hv + head;
     const float* gates = p.gates + tile * kGateVectors * kChunk;
     const float* betas = gates + 3 * kChunk;
-    const uint8_t* state = p.states + place * kStateBytes;
-    const uint8_t* v_new = p.v_new + place * kTokensBytes;
+    const uint8_t* state = p.states + tile * kStateBytes;
+    const uint8_t* v_new = p.v_new + tile * kTokensBytes;
     auto key_row = [&](int row) {
       return static_cast<const uint16_t*>(p.k.data) + row_offset(p.k, chunk.batch, chunk.token + row, head / p.group);
     };

@@ -190,12 +190,6 @@ struct StatesWork {
   __device__ int64_t tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
   }
-  // Of what this pass keeps.
-  __device__ int64_t kept_tile(const ChunkBackwardParams& p, int c) const {
-    const int slot = sequence.first_slot + c, chunks = sequence.chunks();
-    return static_cast<int64_t>(reverse ? state_grad_place(p, slot, chunks) : state_place(p, slot, chunks)) * p.Hv +
-           head;
-  }
 };
 
 // The edges as a tensor [index, 1, 128 of V, 128 of K].
@@ -510,7 +504,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
     const int c = work.chunk(step), phase = step & 1;
     const ChunkInfo chunk = work.info(c);
-    const int64_t tile = work.kept_tile(p, c);
+    const int64_t tile = work.tile(p, c);
     const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
     const bool wanted = step >= work.warmup;
@@ -797,8 +791,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
   }
 }
 
-// Whole sequences, or the part of one that is seen in a phase. Blocks: (reverse pass first: its steps are longer) x
-// sequence x value head x half of V.
+// Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V.
 __device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p, StatesWork* work) {
   int index = blockIdx.x;
   const int one_pass = gridDim.x / 2;
@@ -809,14 +802,11 @@ __device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p,
   work->head = index % p.Hv;
   work->n = index / p.Hv;
   work->sequence = sequence_info(p, work->n);
-  const int chunks = work->sequence.chunks(), first = p.two_phases ? first_phase_chunks(chunks) : chunks;
-  const int done = p.phase == 0 ? 0 : first;
-  work->steps = p.phase == 0 ? first : chunks - first;
-  work->first = work->reverse ? chunks - 1 - done : done;
+  work->steps = work->sequence.chunks();
+  work->first = work->reverse ? work->steps - 1 : 0;
   work->warmup = 0;
-  const int64_t between = 2 * work->head + (work->reverse ? 1 : 0);
-  work->start = p.phase == 0 ? kStateGiven : between;
-  work->finish = p.two_phases && p.phase == 0 ? between : kStateGiven;
+  work->start = kStateGiven;
+  work->finish = kStateGiven;
   return true;
 }
 

@@ -23,10 +23,6 @@ constexpr int kGateVectors = 4;
 constexpr uint32_t kGateBytes = kGateVectors * kChunk * sizeof(float);
 constexpr uint32_t kGammaOffset = kChunk * 4, kRatioOffset = 2 * kChunk * 4, kBetaOffset = 3 * kChunk * 4;
 
-// Of one sequence's chunks, those that a pass sees in the first of two phases: so many that what is left finds room in
-// the places of the middle ones, n - m <= 2 m - n.
-__host__ __device__ constexpr int32_t first_phase_chunks(int32_t chunks) { return (2 * chunks + 2) / 3; }
-
 // States that the first round over segments leaves of each (segments.cuh).
 constexpr int kEdgesOfSegment = 3;
 
