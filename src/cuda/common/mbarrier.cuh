@@ -83,6 +83,7 @@ static __device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t par
 #endif
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  jitter();
 #ifdef FLASH_QLA_WATCHDOG
   for (uint32_t polls = 0; !mbarrier_try_wait(barrier, parity); ++polls) {
     if (polls > (1u << 16)) {
@@ -91,11 +92,10 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     }
   }
 #else
-  jitter();
   while (!mbarrier_try_wait(barrier, parity)) {
   }
-  jitter();
 #endif
+  jitter();
 }
 
 // Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads).
