@@ -34,7 +34,6 @@ __device__ __forceinline__ void jitter() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  jitter();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -48,6 +47,7 @@ inline constexpr uint32_t kWarpArrivals = 1;
 #endif
 
 __device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  jitter();
   if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
