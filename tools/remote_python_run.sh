@@ -42,11 +42,12 @@ sanitize() {
   step 104 "sanitize_$1_${3// /_}.txt" compute-sanitizer --tool "$1" --error-exitcode 1 "$package/bin/cuda_generic_test" --cases "$2" --small --once --only "$3"
 }
 run_suite() {
-  sanitize racecheck 4 generic &
-  sanitize racecheck 6 decode &
+  sanitize racecheck 8 generic &
+  sanitize racecheck 40 decode &
   for tool in memcheck synccheck initcheck; do
-    { sanitize "$tool" 8 generic; sanitize "$tool" 8 decode; } &
-    sanitize "$tool" 4 sm90 &
+    sanitize "$tool" 24 generic &
+    sanitize "$tool" 80 decode &
+    for part in forward split backward; do sanitize "$tool" 4 "sm90 $part" & done
   done
   step 100 train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
   run_tests 112 "$((cores > 5 ? cores - 4 : 1))" --runslow -k 'not compute_sanitizer'
