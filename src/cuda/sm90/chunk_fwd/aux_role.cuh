@@ -14,6 +14,13 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kGateFloor =
     -80.0f;  // e^-80 is nothing in fp32; a larger step would ruin the differences of the sum
 
+// A chunk's decay is mild if no |c_C - c_t| exceeds this (c_t: the sum of g up to token t, C the last). Then A_g and P
+// need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
+//   A_g'' = A diag(beta gC / gamma), P'' = diag(scale gamma / gC) lower(Q K^T), S1 = gC S0 + K^T V''.
+// e^64 leaves bf16, which has fp32's exponents, 10^10 on either side; fp16 must stay clear of its subnormals.
+template <typename Element>
+inline constexpr float kMildDecay = std::is_same_v<Element, __half> ? 5.0f : 64.0f;
+
 // The gate vectors of one chunk from g and beta in the stage itself, by two warps, a half (0 or 1) of the vectors each;
 // lane l holds tokens 2l and 2l + 1. Every exponent is a difference, at most 0 for g <= 0.
 template <typename Traits>
@@ -41,6 +48,8 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
+  const bool mild = __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<typename Traits::Element> &&
+                                                fabsf(end3 - cy) <= kMildDecay<typename Traits::Element>);
   const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t natural = gate + 8 * lane;
   if (half == 0) {
@@ -54,7 +63,8 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
     const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
     store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
     store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
-    store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
+    store_shared_f2(permuted + Traits::kGateRest, mild ? 1.0f : exp2_approx((end3 - cx) * kLog2e),
+                    mild ? 1.0f : exp2_approx((end3 - cy) * kLog2e));
     store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
     return;
   }
@@ -62,6 +72,13 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   if (args.beta == nullptr) {
     beta = make_float2(2 * lane < chunk.valid ? 1.0f : 0.0f, 2 * lane + 1 < chunk.valid ? 1.0f : 0.0f);
     store_shared_f2(natural + Traits::kGateBeta, beta.x, beta.y);
+  }
+  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? 1.0f : 0.0f);
+  if (mild) {
+    const float rest_x = (end3 - cx) * kLog2e, rest_y = (end3 - cy) * kLog2e;
+    store_shared_f2(permuted + Traits::kGateColumnA, exp2_approx(rest_x) * beta.x, exp2_approx(rest_y) * beta.y);
+    store_shared_f2(natural + Traits::kGateRow, exp2_approx(-rest_x) * args.scale, exp2_approx(-rest_y) * args.scale);
+    return;
   }
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
@@ -116,75 +133,89 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int v
   fence_proxy_async();
 }
 
-// What a thread's entries of A_g or P are multiplied by: prepared while the product they belong to still runs.
-// G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the difference itself.
-template <typename Traits, bool kIsA>
-struct GateFactors {
-  float row0, row1;    // of its two rows
-  float4 column[3];    // of its columns left of the diagonal block
-  float2 diagonal[3];  // of the diagonal block: rows 0..7 and 8..15 in columns 0..7, rows 8..15 in columns 8..15
-
-  __device__ __forceinline__ void load(uint32_t gate, float scale, const LanePlace& at) {
-    row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
-    row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
-    const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
-    const float sum1 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + 32);
-    const uint32_t columns = gate + 64 * at.warp + 8 * at.q;
-    const float2 left = load_shared_f2(columns + Traits::kGateSum);
-    const float2 right = load_shared_f2(columns + Traits::kGateSum + 32);
-    float2 beta0 = make_float2(scale, scale), beta1 = beta0;
-    if constexpr (kIsA) {
-      beta0 = load_shared_f2(columns + Traits::kGateBeta);
-      beta1 = load_shared_f2(columns + Traits::kGateBeta + 32);
-    }
-    diagonal[0] = make_float2(exp2_approx(sum0 - left.x) * beta0.x, exp2_approx(sum0 - left.y) * beta0.y);
-    diagonal[1] = make_float2(exp2_approx(sum1 - left.x) * beta0.x, exp2_approx(sum1 - left.y) * beta0.y);
-    diagonal[2] = make_float2(exp2_approx(sum1 - right.x) * beta1.x, exp2_approx(sum1 - right.y) * beta1.y);
+// Of the blocks of A_g right of the diagonal the state groups read two; the inverse's transposed operands were there.
+__device__ __forceinline__ void clear_right_of_diagonal(uint32_t row_address, const LanePlace& at) {
+  if (!(at.warp & 1)) {
+    store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
   }
-  // With the others for P; for A_g, where registers do not suffice for all, after the diagonal block.
-  __device__ __forceinline__ void load_columns(uint32_t gate, const LanePlace& at) {
-    constexpr uint32_t kColumn = kIsA ? Traits::kGateColumnA : Traits::kGateColumnP;
-#pragma unroll
-    for (int b = 0; b < 3; ++b) column[b] = load_shared_f4(gate + kColumn + 80 * at.q + 16 * b);
-  }
-};
+}
 
 // Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma
 // operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in
-// columns 8..15.
+// columns 8..15. G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the
+// difference itself.
 template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], GateFactors<Traits, kIsA>& factors,
-                                            uint32_t tile, uint32_t gate, const LanePlace& at) {
+__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], float scale, uint32_t tile,
+                                            uint32_t gate, const LanePlace& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
   uint32_t diagonal[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
-    diagonal[i] = pack2<Element>(y[i].x * factors.diagonal[i].x, y[i].y * factors.diagonal[i].y);
+    const float sum = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + (i > 0 ? 32 : 0));
+    const uint32_t columns = gate + 64 * at.warp + 8 * at.q + (i > 1 ? 32 : 0);
+    const float2 column = load_shared_f2(columns + Traits::kGateSum);
+    const float2 beta = kIsA ? load_shared_f2(columns + Traits::kGateBeta) : make_float2(scale, scale);
+    diagonal[i] = pack2<Element>(y[i].x * (exp2_approx(sum - column.x) * beta.x),
+                                 y[i].y * (exp2_approx(sum - column.y) * beta.y));
   }
-  pin(diagonal);  // its factors end here, the next ones begin
-  const float4 pair = load_shared_f4(gate + Traits::kGatePair + 16 * at.warp);
-  if constexpr (kIsA) factors.load_columns(gate, at);
-  // By a mask, not by a factor: above the diagonal the exponentials may have overflowed.
+  // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
   const int place = (at.lane >> 2) - 2 * at.q;
   const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
   store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
                   0u, diagonal[2] & mask);
-  // Of the blocks right of the diagonal the state groups read these two; the inverse's transposed operands were there.
-  if (kIsA && !(at.warp & 1)) {
-    store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
-  }
+  if constexpr (kIsA) clear_right_of_diagonal(row_address, at);
+  const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
+  const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     if (b < at.warp) {
-      const float block = b == 0 ? pair.x : b == 1 ? pair.y : pair.z;
-      const float f0 = factors.row0 * block, f1 = factors.row1 * block;
+      const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
+      const float4 column =
+          load_shared_f4(gate + (kIsA ? Traits::kGateColumnA : Traits::kGateColumnP) + 80 * at.q + 16 * b);
+      const float f0 = row0 * pair, f1 = row1 * pair;
       const float* z = x + 8 * b;
       store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
-                      pack2<Element>(z[0] * (f0 * factors.column[b].x), z[1] * (f0 * factors.column[b].y)),
-                      pack2<Element>(z[2] * (f1 * factors.column[b].x), z[3] * (f1 * factors.column[b].y)),
-                      pack2<Element>(z[4] * (f0 * factors.column[b].z), z[5] * (f0 * factors.column[b].w)),
-                      pack2<Element>(z[6] * (f1 * factors.column[b].z), z[7] * (f1 * factors.column[b].w)));
+                      pack2<Element>(z[0] * (f0 * column.x), z[1] * (f0 * column.y)),
+                      pack2<Element>(z[2] * (f1 * column.x), z[3] * (f1 * column.y)),
+                      pack2<Element>(z[4] * (f0 * column.z), z[5] * (f0 * column.w)),
+                      pack2<Element>(z[6] * (f1 * column.z), z[7] * (f1 * column.w)));
+    }
+  }
+}
+
+// The same where the decay is mild. A_g'': columns times those of kGateColumnA, of which `own` has the diagonal
+// block's. P'': rows times own.x and own.y.
+template <typename Traits, bool kIsA>
+__device__ __forceinline__ void store_mild(const float* x, const float2 (&y)[3], float4 own, uint32_t tile,
+                                           uint32_t gate, const LanePlace& at) {
+  using Element = typename Traits::Element;
+  const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
+  const float2 f0 = kIsA ? make_float2(own.x, own.y) : make_float2(own.x, own.x);
+  const float2 f1 = kIsA ? f0 : make_float2(own.y, own.y);
+  const float2 f2 = kIsA ? make_float2(own.z, own.w) : f1;
+  uint32_t diagonal[3] = {pack2<Element>(y[0].x * f0.x, y[0].y * f0.y), pack2<Element>(y[1].x * f1.x, y[1].y * f1.y),
+                          pack2<Element>(y[2].x * f2.x, y[2].y * f2.y)};
+  if constexpr (kIsA) {
+    clear_right_of_diagonal(row_address, at);  // in the block itself D has zeros above its diagonal
+  } else {
+    const int place = (at.lane >> 2) - 2 * at.q;
+    const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
+    diagonal[0] &= mask;
+    diagonal[2] &= mask;
+  }
+  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0], diagonal[1], 0u,
+                  diagonal[2]);
+#pragma unroll
+  for (int b = 0; b < 3; ++b) {
+    if (b < at.warp) {
+      const float4 column = kIsA ? load_shared_f4(gate + Traits::kGateColumnA + 80 * at.q + 16 * b) : own;
+      const float2 g0 = kIsA ? make_float2(column.x, column.y) : f0, g1 = kIsA ? g0 : f1;
+      const float2 g2 = kIsA ? make_float2(column.z, column.w) : f0, g3 = kIsA ? g2 : f1;
+      const float* z = x + 8 * b;
+      store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
+                      pack2<Element>(z[0] * g0.x, z[1] * g0.y), pack2<Element>(z[2] * g1.x, z[3] * g1.y),
+                      pack2<Element>(z[4] * g2.x, z[5] * g2.y), pack2<Element>(z[6] * g3.x, z[7] * g3.y));
     }
   }
 }
@@ -564,20 +595,25 @@ struct AuxRole {
     {
       float a[3][8];
       uint32_t d[4];
-      GateFactors<Traits, true> factors;
+      float4 own;
+      float mild;
       invert(
           a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
           [&] {
-            if constexpr (!Traits::kSave) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
+            mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
+            const LanePlace at = lane_place(opaque_thread());
+            own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
           });
       m = opaque(m);
-      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
-        save_a(a, d, record(m), lane_place(opaque_thread()));
-        factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
-      }
+      if constexpr (Traits::kSave) save_a(a, d, record(m), lane_place(opaque_thread()));
       sync(m);  // the inverse has been read: A_g takes its tile
-      const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-      store_gated<Traits, true>(a[0], diagonal, factors, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+        const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+        store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+      } else {
+        const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+        store_gated<Traits, true>(a[0], diagonal, 1.0f, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+      }
     }
     fence_proxy_async();
     __syncwarp();
@@ -597,9 +633,9 @@ struct AuxRole {
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
     if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
     pass_stages_on(m);
-    GateFactors<Traits, false> factors;
-    factors.load(stage_gate(m), p.args.scale, lane_place(opaque_thread()));
-    factors.load_columns(stage_gate(m), lane_place(opaque_thread()));
+    const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
+    const uint32_t rows = stage_gate(m) + Traits::kGateRow + 4 * lane_place(opaque_thread()).row;
+    const float row0 = load_shared_f1(rows), row1 = load_shared_f1(rows + 32);
     wgmma_wait<0>();
     pin(qkt);
     {
@@ -610,8 +646,12 @@ struct AuxRole {
         const int first = i == 2 ? 6 : 2 * i;
         diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
       }
-      store_gated<Traits, false>(qkt, diagonal, factors,
-                                 smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix, stage_gate(m), at);
+      const uint32_t tile = smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix;
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+        store_mild<Traits, false>(qkt, diagonal, make_float4(row0, row1, row0, row1), tile, stage_gate(m), at);
+      } else {
+        store_gated<Traits, false>(qkt, diagonal, p.args.scale, tile, stage_gate(m), at);
+      }
     }
     fence_proxy_async();
     if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid);
