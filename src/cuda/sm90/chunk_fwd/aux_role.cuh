@@ -62,9 +62,10 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
     }
     const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
     store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
-    store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
-    store_shared_f2(permuted + Traits::kGateRest, mild ? 1.0f : exp2_approx((end3 - cx) * kLog2e),
-                    mild ? 1.0f : exp2_approx((end3 - cy) * kLog2e));
+    store_shared_f2(permuted + Traits::kGateScaled, mild ? gamma_x * args.scale : 1.0f,
+                    mild ? gamma_y * args.scale : 1.0f);
+    if (mild) return;
+    store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
     store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
     return;
   }
@@ -73,11 +74,10 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
     beta = make_float2(2 * lane < chunk.valid ? 1.0f : 0.0f, 2 * lane + 1 < chunk.valid ? 1.0f : 0.0f);
     store_shared_f2(natural + Traits::kGateBeta, beta.x, beta.y);
   }
-  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? 1.0f : 0.0f);
+  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? exp2_approx(-end3 * kLog2e) : 0.0f);
   if (mild) {
-    const float rest_x = (end3 - cx) * kLog2e, rest_y = (end3 - cy) * kLog2e;
-    store_shared_f2(permuted + Traits::kGateColumnA, exp2_approx(rest_x) * beta.x, exp2_approx(rest_y) * beta.y);
-    store_shared_f2(natural + Traits::kGateRow, exp2_approx(-rest_x) * args.scale, exp2_approx(-rest_y) * args.scale);
+    store_shared_f2(permuted + Traits::kGateColumnA, exp2_approx((end3 - cx) * kLog2e) * beta.x,
+                    exp2_approx((end3 - cy) * kLog2e) * beta.y);
     return;
   }
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
@@ -509,16 +509,22 @@ struct AuxRole {
     }
   }
 
+  // Until chunk m - 2 is done, if there is one.
+  __device__ void wait_done(uint32_t m) const {
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+  }
+  // The stages of chunk m - 2, by the warps that have the least to do with A_g.
   __device__ void pass_stages_on(uint32_t m) const {
     const int warp = opaque_thread() >> 5, lane = opaque_thread() & 31;
-    if (warp == 1) {
-      fetch_gates(m + 2);
-    } else if (warp == 2) {
+    if (warp == 0) {
       // Two lanes, one each: half the instructions that one after the other would take.
-      if (lane < 2) load_key_or_query(m + 2 - lane, lane != 0);
-    } else if (warp == 0 && lane == 0 && opaque(m) % 2 == 0) {
-#pragma unroll 1
-      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+      if (lane < 2) {
+        wait_done(m);
+        load_key_or_query(m + 2 - lane, lane != 0);
+      }
+    } else if (warp == 1) {
+      wait_done(m);
+      fetch_gates(m + 2);
     }
   }
 
@@ -576,17 +582,19 @@ struct AuxRole {
       float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
       if (p.args.beta == nullptr) beta0 = beta1 = 1.0f;
       const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
+      if (opaque_thread() >= 64) {
+        make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() >> 5 & 1, opaque_thread() & 31);
+      }
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
       sync(m);  // the diagonal blocks of M are there
       send_o(m, valid_o);
-      // Two warps solve them; the others meanwhile store the rest of M and make the gates.
+      // Two warps solve them; the others meanwhile store the rest of M.
       if (opaque_thread() < 64) {
         solve_diagonal_blocks(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() >> 5 & 1, opaque_thread() & 31);
       }
     }
     __syncwarp();
@@ -625,17 +633,20 @@ struct AuxRole {
       load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
     }
 
-    // Q K^T and P. While that runs, a warp each passes on the stages of chunk m - 2.
+    pass_stages_on(m);
+
+    // Q K^T and P.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     float qkt[32];
     start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
     m = opaque(m);
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
-    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
-    pass_stages_on(m);
+    wait_done(m);
+    if (opaque_thread() == 0 && opaque(m) % 2 == 0) {
+#pragma unroll 1
+      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+    }
     const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
-    const uint32_t rows = stage_gate(m) + Traits::kGateRow + 4 * lane_place(opaque_thread()).row;
-    const float row0 = load_shared_f1(rows), row1 = load_shared_f1(rows + 32);
     wgmma_wait<0>();
     pin(qkt);
     {
@@ -648,7 +659,7 @@ struct AuxRole {
       }
       const uint32_t tile = smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix;
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
-        store_mild<Traits, false>(qkt, diagonal, make_float4(row0, row1, row0, row1), tile, stage_gate(m), at);
+        store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
       } else {
         store_gated<Traits, false>(qkt, diagonal, p.args.scale, tile, stage_gate(m), at);
       }

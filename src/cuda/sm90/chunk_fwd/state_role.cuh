@@ -128,13 +128,15 @@ struct StateRole {
   }
 
   // O^T of chunk m - 1 into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t m) const {
+  __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m) const {
     const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const float* x = o + 8 * b;
-      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
-                            pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
+      const float4 f = factor[b];
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                            pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                            pack2<Element>(x[6] * f.z, x[7] * f.w));
     }
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
@@ -147,6 +149,9 @@ struct StateRole {
     for (int i = 0; i < 64; ++i) s[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
+    float4 factor[4];  // of O, by tokens
+#pragma unroll
+    for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     int2 chunk_now = load_chunk(0);
@@ -182,7 +187,7 @@ struct StateRole {
       }
       wgmma_commit();
       // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after this.)
-      put_o(o, v_base + previous_v * Traits::kBytesV, m);
+      put_o(o, factor, v_base + previous_v * Traits::kBytesV, m);
       wgmma_fence();
       mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -193,8 +198,10 @@ struct StateRole {
       if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
 #pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] *= last;
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
       uint32_t v[16];
       const uint32_t v_rows =
           v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
@@ -220,9 +227,6 @@ struct StateRole {
         y = unpack2<Element>(v[4 * b + 3]);
         v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
       }
-      float4 factor[4];
-#pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
       mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
@@ -235,15 +239,22 @@ struct StateRole {
       mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
       mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
       wgmma_commit();
+      // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
+      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
+      if (!mild) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        float* x = o + 8 * b;
-        x[0] *= factor[b].x, x[1] *= factor[b].y, x[2] *= factor[b].x, x[3] *= factor[b].y;
-        x[4] *= factor[b].z, x[5] *= factor[b].w, x[6] *= factor[b].z, x[7] *= factor[b].w;
+        for (int b = 0; b < 4; ++b) {
+          const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+          const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
+                                       gamma.w * p.args.scale);
+          float* x = o + 8 * b;
+          x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
+          x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
+        }
       }
       // What comes next, ahead of its use.
 #pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
@@ -264,13 +275,17 @@ struct StateRole {
       for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float4 rest = factor[b];
-        const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-        v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-        v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-        v[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-        v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+      for (int i = 0; i < 16; ++i) v[i] = corrected[i];
+      if (!mild) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+          v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+          v[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+          v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        }
       }
       const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
@@ -297,7 +312,7 @@ struct StateRole {
       stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
-    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
+    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
   }
 };
 
