@@ -496,6 +496,7 @@ struct AuxRole {
   }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
+  static constexpr int kListThread = 96;  // of group 0: writes the records
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
   __device__ void send_o(uint32_t m, int valid) const {
@@ -595,6 +596,10 @@ struct AuxRole {
         solve_diagonal_blocks(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+        if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
+#pragma unroll 1
+          for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+        }
       }
     }
     __syncwarp();
@@ -642,10 +647,6 @@ struct AuxRole {
     m = opaque(m);
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
     wait_done(m);
-    if (opaque_thread() == 0 && opaque(m) % 2 == 0) {
-#pragma unroll 1
-      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
-    }
     const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
     wgmma_wait<0>();
     pin(qkt);
