@@ -610,15 +610,21 @@ struct AuxRole {
       uint32_t d[4];
       float4 own;
       float mild;
+      auto load_factors = [&] {
+        mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
+        const LanePlace at = lane_place(opaque_thread());
+        own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
+      };
       invert(
           a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
           [&] {
-            mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
-            const LanePlace at = lane_place(opaque_thread());
-            own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
+            if constexpr (!Traits::kSave) load_factors();
           });
       m = opaque(m);
-      if constexpr (Traits::kSave) save_a(a, d, record(m), lane_place(opaque_thread()));
+      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
+        save_a(a, d, record(m), lane_place(opaque_thread()));
+        load_factors();
+      }
       sync(m);  // the inverse has been read: A_g takes its tile
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};

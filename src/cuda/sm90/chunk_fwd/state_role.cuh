@@ -129,14 +129,16 @@ struct StateRole {
 
   // O^T of chunk m - 1 into the V stage it no longer needs, for the auxiliary group to send.
   __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m) const {
-    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+    if (m > 0) {
+      const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float* x = o + 8 * b;
-      const float4 f = factor[b];
-      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
-                            pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
-                            pack2<Element>(x[6] * f.z, x[7] * f.w));
+      for (int b = 0; b < 4; ++b) {
+        const float* x = o + 8 * b;
+        const float4 f = factor[b];
+        store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                              pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                              pack2<Element>(x[6] * f.z, x[7] * f.w));
+      }
     }
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
