@@ -21,11 +21,11 @@ inline constexpr float kGateFloor =
 template <typename Element>
 inline constexpr float kMildDecay = std::is_same_v<Element, __half> ? 5.0f : 64.0f;
 
-// The gate vectors of one chunk from g and beta in the stage itself, by two warps, a half (0 or 1) of the vectors each;
-// lane l holds tokens 2l and 2l + 1. Every exponent is a difference, at most 0 for g <= 0.
+// The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
+// Every exponent is a difference, at most 0 for g <= 0.
 template <typename Traits>
 __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           int half, int lane) {
+                                           int lane) {
   const int block = lane >> 3;
   const float2 g = load_shared_f2(gate + Traits::kGateRaw + 8 * lane);
   // Sums within the lane's block of 16 tokens.
@@ -52,34 +52,30 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
                                                 fabsf(end3 - cy) <= kMildDecay<typename Traits::Element>);
   const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t natural = gate + 8 * lane;
-  if (half == 0) {
-    if constexpr (Traits::kSave) {
-      if (args.g_cumsum != nullptr && chunk.half == 0) {
-        float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
-        if (2 * lane < chunk.valid) out[0] = cx;
-        if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
-      }
+  if constexpr (Traits::kSave) {
+    if (args.g_cumsum != nullptr && chunk.half == 0) {
+      float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
+      if (2 * lane < chunk.valid) out[0] = cx;
+      if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
     }
-    const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
-    store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
-    store_shared_f2(permuted + Traits::kGateScaled, mild ? gamma_x * args.scale : 1.0f,
-                    mild ? gamma_y * args.scale : 1.0f);
-    if (mild) return;
-    store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
-    store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
-    return;
   }
   float2 beta = load_shared_f2(natural + Traits::kGateBeta);
   if (args.beta == nullptr) {
     beta = make_float2(2 * lane < chunk.valid ? 1.0f : 0.0f, 2 * lane + 1 < chunk.valid ? 1.0f : 0.0f);
     store_shared_f2(natural + Traits::kGateBeta, beta.x, beta.y);
   }
+  const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
+  const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
+  store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
   if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? exp2_approx(-end3 * kLog2e) : 0.0f);
   if (mild) {
-    store_shared_f2(permuted + Traits::kGateColumnA, exp2_approx((end3 - cx) * kLog2e) * beta.x,
-                    exp2_approx((end3 - cy) * kLog2e) * beta.y);
+    store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
+    store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
     return;
   }
+  store_shared_f2(permuted + Traits::kGateScaled, 1.0f, 1.0f);
+  store_shared_f2(permuted + Traits::kGateRest, rest_x, rest_y);
+  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
   store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
@@ -301,9 +297,9 @@ __device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile) {
 // in registers, X goes back to the tile as a right operand. a: the blocks of columns 0..47 left of the diagonal
 // (elsewhere zero); d: the warp's block of D, which is A's, packed. `sync`: a barrier of the warpgroup; `meanwhile` is
 // done under the last product.
-template <typename Sync, typename Meanwhile>
+template <typename Sync, typename Copy, typename Meanwhile>
 __device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint32_t tile, const LanePlace& at,
-                                       Sync sync, Meanwhile meanwhile) {
+                                       Sync sync, Copy copy, Meanwhile meanwhile) {
   const uint64_t base = uniform_descriptor(tile);
   auto block = [&](int k, int n) { return wgmma_advance(base, n * 2048 + k * 32); };
   const uint32_t fragment = tile + at.trans_row + at.trans_chunk;
@@ -339,6 +335,7 @@ __device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint3
     for (int i = 0; i < 4; ++i) x[b][i] = pack2<__half>(a[b][2 * i], a[b][2 * i + 1]);
     pin(x[b]);
   }
+  copy();
   // Other warps may still be reading M here, times zero: of the rows this warp overwrites none but itself has a use.
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
@@ -467,6 +464,16 @@ struct AuxRole {
     tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
 
+  // V into the stage that O of chunk m - 3 has left, by the thread that sent it: the warp that has no part of X to
+  // store.
+  __device__ void fetch_v(uint32_t m) const {
+    if (opaque_thread() != kCopyThread) return;
+    m = opaque(m);
+    if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
+    tma_store_wait_read();
+    load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
+  }
+
   // O of chunk m from its V stage to global memory, by the group of chunk m + 3; at a sequence's end: rows by hand.
   __device__ void store_o_rows(uint32_t m) const {
     const ChunkRecord& c = record(m);
@@ -495,7 +502,7 @@ struct AuxRole {
     mbarrier_wait(smem() + Traits::kFullO + 8 * (opaque(m) & 1), (opaque(m) - 2) >> 1 & 1);
   }
   // The thread that sends O and then fetches V into the same stage.
-  static constexpr int kCopyThread = 64;
+  static constexpr int kCopyThread = 0;
   static constexpr int kListThread = 96;  // of group 0: writes the records
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
@@ -583,20 +590,19 @@ struct AuxRole {
       float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
       if (p.args.beta == nullptr) beta0 = beta1 = 1.0f;
       const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
-      if (opaque_thread() >= 64) {
-        make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() >> 5 & 1, opaque_thread() & 31);
-      }
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-      sync(m);  // the diagonal blocks of M are there
       send_o(m, valid_o);
+      sync(m);  // the diagonal blocks of M are there
       // Two warps solve them; the others meanwhile store the rest of M.
       if (opaque_thread() < 64) {
         solve_diagonal_blocks(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
+        if (opaque_thread() < 96) {
+          make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
+        } else if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
 #pragma unroll 1
           for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
         }
@@ -616,7 +622,7 @@ struct AuxRole {
         own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
       };
       invert(
-          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
+          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); }, [&] { fetch_v(m); },
           [&] {
             if constexpr (!Traits::kSave) load_factors();
           });
@@ -638,11 +644,6 @@ struct AuxRole {
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
     m = opaque(m);
-    if (opaque_thread() == kCopyThread) {
-      if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
-      tma_store_wait_read();  // O of chunk m - 3 has left it
-      load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
-    }
 
     pass_stages_on(m);
 

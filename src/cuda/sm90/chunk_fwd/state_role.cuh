@@ -270,12 +270,7 @@ struct StateRole {
         corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
         corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
       }
-      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-      pin(o);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
-      // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+      // Before the next products start: they read their operands' registers as they go.
 #pragma unroll
       for (int i = 0; i < 16; ++i) v[i] = corrected[i];
       if (!mild) {
@@ -289,6 +284,12 @@ struct StateRole {
           v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
         }
       }
+      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+      pin(o);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
       const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
       wgmma_fence();
