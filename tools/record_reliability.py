@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Writes benchmarks/results/h200_reliability.json (what ran on a GPU, how often, how long, how it ended) from logs alone.
 
-    record_reliability.py OUT.json COMMIT LOG...
+    record_reliability.py OUT.json @COMMIT LOG... [@OTHER_COMMIT LOG...]
 
-Logs, told apart by their content; their order does not matter and any number may be given:
-    pytest's --junitxml of tests/python
+Logs, told apart by their content; any number may be given, each after the commit that was run:
+    pytest's --junitxml of tests/python (with the text log of the same name beside it, which says whether the run was cut short),
+    or the text log alone, of which the last line counts
     what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s")
     what `python -m flash_qla check` prints
     what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."
@@ -24,6 +25,7 @@ SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-e
 # racecheck sums up in a form of its own.
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
 SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)
+PYTEST = re.compile(r"^=* ?\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
 GPU = re.compile(r"^gpu_0: ([^,\n]+)", re.MULTILINE)
 
 
@@ -37,6 +39,8 @@ def read_pytest(text: str) -> list:
     """One record for each rung or file."""
     found = defaultdict(lambda: {"cases": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
     for case in ElementTree.fromstring(text).iter("testcase"):
+        if not case.get("classname"):  # the interrupt itself, where a run was cut short
+            continue
         record = found[rung_of(case.get("classname", "").rpartition(".")[2], case.get("name", ""))]
         if case.find("skipped") is not None:
             record["skipped"] += 1
@@ -46,6 +50,14 @@ def read_pytest(text: str) -> list:
         record["seconds"] += float(case.get("time", 0))
     order = sorted(found, key=lambda name: (not name.startswith("rung"), int(name[5:]) if name.startswith("rung") else 0, name))
     return [{"what": name, **found[name], "seconds": round(found[name]["seconds"], 1)} for name in order if found[name]["cases"]]
+
+
+def read_pytest_text(text: str) -> list:
+    """One record: what the last line of pytest says."""
+    numbers = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped)", PYTEST.findall(text)[-1])}
+    failed = numbers.get("failed", 0)
+    return [{"what": "whole run", "cases": numbers.get("passed", 0) + failed, "failed": failed, "skipped": numbers.get("skipped", 0),
+             "seconds": float(re.search(r"in ([\d.]+)s", PYTEST.findall(text)[-1]).group(1))}]
 
 
 def read_sanitizer(text: str) -> list:
@@ -64,31 +76,40 @@ def read_sanitizer(text: str) -> list:
 
 
 def main() -> int:
-    out, commit, logs = Path(sys.argv[1]), sys.argv[2], [Path(name) for name in sys.argv[3:]]
-    report = {"machine": None, "commit": commit, "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
+    out, commit = Path(sys.argv[1]), ""
+    report = {"machine": None, "commits": [], "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
     newest = 0.0
-    for log in logs:
+    for argument in sys.argv[2:]:
+        if argument.startswith("@"):
+            commit = argument[1:]
+            report["commits"].append(commit)
+            continue
+        log = Path(argument)
         text = log.read_text(errors="replace")
         newest = max(newest, log.stat().st_mtime)
-        if log.suffix == ".xml":
-            report["pytest"] += read_pytest(text)
+        if log.suffix == ".xml" or (PYTEST.search(text) and not CASES.search(text)):
+            beside = log.with_suffix(".txt")
+            cut = "KeyboardInterrupt" in (beside.read_text(errors="replace") if beside.exists() else text)
+            records = read_pytest(text) if log.suffix == ".xml" else read_pytest_text(text)
+            report["pytest"].append({"commit": commit, "cut_short": cut, "parts": records})
             continue
         gpu = GPU.search(text)
         report["machine"] = report["machine"] or (gpu and gpu.group(1))
         if SANITIZER.search(text):
-            report["sanitizers"] += read_sanitizer(text)
+            report["sanitizers"] += [{"commit": commit, **record} for record in read_sanitizer(text)]
             continue
         for m in CHECK.finditer(text):
             cases = int(m["cases"])
-            report["check"].append({"set": m["set"], "heads": int(m["heads"]), "cases": cases, "failed": cases - int(m["passed"]),
+            report["check"].append({"commit": commit, "set": m["set"], "heads": int(m["heads"]), "cases": cases, "failed": cases - int(m["passed"]),
                                     "seconds": int(m["seconds"])})
         for m in CASES.finditer(text):
-            report["programs"].append({"program": log.stem, "what": m["group"], "cases": int(m["cases"]), "failed": int(m["failed"]),
+            report["programs"].append({"commit": commit, "what": m["group"], "cases": int(m["cases"]), "failed": int(m["failed"]),
                                        "seconds": float(m["seconds"])})
     report["date"] = datetime.datetime.fromtimestamp(newest, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    failed = sum(record["failed"] for kind in ("pytest", "programs", "check") for record in report[kind])
+    counted = [*(part for run in report["pytest"] for part in run["parts"]), *report["programs"], *report["check"]]
+    failed = sum(record["failed"] for record in counted)
     reports = sum(record["reports"] is None or record["reports"] > 0 for record in report["sanitizers"])
-    cases = sum(record["cases"] for kind in ("pytest", "programs", "check") for record in report[kind])
+    cases = sum(record["cases"] for record in counted)
     report["summary"] = {"cases": cases, "failed": failed, "sanitizer_runs": len(report["sanitizers"]), "sanitizer_runs_with_reports": reports}
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{out}: {cases} cases, {failed} failed; {len(report['sanitizers'])} sanitizer runs, {reports} not clean")

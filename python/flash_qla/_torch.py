@@ -211,8 +211,8 @@ _ops = torch.ops.flash_qla
 
 
 def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
-    """True for an ordinary eager call: no compiler, dispatch mode (FakeTensorMode), function transform, tensor subclass or
-    meta tensor wants to see the operator."""
+    """True for an ordinary eager call: no compiler, dispatch mode (FakeTensorMode), function transform, tensor subclass
+    or meta tensor wants to see the operator."""
     return (
         not torch.compiler.is_compiling()
         and PLAIN_TYPES.issuperset(map(type, tensors))
@@ -223,8 +223,8 @@ def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
 
 
 def _compute(name: str, tensors: Sequence[Optional[Tensor]], *arguments: Any) -> Any:
-    """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of a
-    call. `tensors` begins with q. No gradient is recorded."""
+    """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of
+    a call. `tensors` begins with q. No gradient is recorded."""
     if _nobody_watches(tensors):
         return _implementations[name](*arguments)
     with torch.no_grad():

@@ -218,7 +218,8 @@ flash_qla_status explain(const typename Op::Arguments* args, char* text, size_t 
     FLASH_QLA_RETURN_IF_ERROR(choose<Op>(*args, name, problem, &path, &report));
     const std::string head = std::string("path: ") + path->name +
                              "\nworkspace: " + std::to_string(workspace_bytes(*path, *args, problem)) + " bytes\n";
-    return copy_text(head + report, text, size, name);
+    const std::string notes = path->notes != nullptr ? path->notes(*args, problem) : std::string();
+    return copy_text(head + notes + report, text, size, name);
   });
 }
 

@@ -30,6 +30,9 @@ struct Path {
   size_t (*workspace_size)(const Arguments& args, const Problem& problem);
   // Computes the call; writes every element of every present output. No synchronisation, no allocation on the device.
   Status (*run)(const Arguments& args, const Problem& problem, void* workspace, void* stream);
+  // Lines, each with its end, that explain() adds: how this path would compute the call, as far as shapes tell. Null:
+  // none.
+  std::string (*notes)(const Arguments& args, const Problem& problem) = nullptr;
 };
 
 using ForwardPath = Path<flash_qla_forward_arguments>;

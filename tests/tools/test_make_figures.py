@@ -17,9 +17,10 @@ REPORT = {
     "date": "today",
     "protocol": "medians",
     "rows": [
-        {"mode": "fwd", "hq": 2, "hv": 8, "seqlens": [64, 64], "options": {}, "ms": 2.0, "peers": {"slow": 8.0}},
+        {"mode": "fwd", "hq": 2, "hv": 8, "seqlens": [64, 64], "options": {}, "ms": 2.0, "err": {"o": 1e-3, "dq": 2e-3},
+         "err_worst_head": {"o": 3e-3}, "peers": {"slow": 8.0}},
         {"mode": "fwd", "hq": 2, "hv": 8, "seqlens": [64, 32], "options": {"dtype": "fp16"}, "ms": 2.0,
-         "peers": {"slow": 2.0, "other": 3.0}},
+         "err": {"o": 4e-4}, "peers": {"slow": 2.0, "other": 3.0}},
     ],
 }  # fmt: skip
 
@@ -31,8 +32,8 @@ def test_readme_and_docs_are_up_to_date():
 
 def test_every_row_stands_in_the_full_table():
     text = make_figures.full({"card": REPORT})
-    assert "| forward | 2/8 | 2 x 64 |  | 2 |  | 8 (4.00x) |" in text
-    assert "| forward | 2/8 | 64 + 32 | dtype fp16 | 2 | 3 (1.50x) | 2 (1.00x) |" in text
+    assert "| forward | 2/8 | 2 x 64 |  | 2 |  | 3.0e-03 |  | 8 (4.00x) |" in text
+    assert "| forward | 2/8 | 64 + 32 | dtype fp16 | 2 |  | 4.0e-04 | 3 (1.50x) | 2 (1.00x) |" in text
 
 
 def test_summary_is_the_geometric_mean():

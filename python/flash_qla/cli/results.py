@@ -16,8 +16,8 @@ Row = Dict[str, Any]
 
 
 def _commit() -> str:
-    """The source tree's commit, with "+changes" if files differ from it. A copy of the tree without its history may have
-    a file COMMIT at its root that says so; "unknown" without either."""
+    """The source tree's commit, with "+changes" if files differ from it. A copy of the tree without its history may
+    have a file COMMIT at its root that says so; "unknown" without either."""
     here = Path(__file__).resolve().parent
     note = here.parents[2] / "COMMIT"
     if note.exists():

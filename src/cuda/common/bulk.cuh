@@ -15,6 +15,16 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* global, uin
                : "memory");
 }
 
+// Orders ordinary accesses of global memory that this thread has observed before later ones of the copy engine.
+__device__ __forceinline__ void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// A counter of another block, and with it what that block wrote before it counted.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // The other way; joins the issuing thread's current bulk group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(global)),

@@ -344,12 +344,10 @@ struct BackwardCall {
   NamedBuffers in_place() { return {}; }
 
   // dA_log and ddt_bias are sums over all tokens that may cancel, which no arithmetic can help: they are held to the
-  // norm of their terms, which is this, from the reference's dg; with 16-bit inputs to the sum of their magnitudes, for
-  // there the errors of a chunk's terms go the same way (docs/numerics.md). 0 for other tensors, and without a dg.
+  // norm of their terms, which is this, from the reference's dg. 0 for other tensors, and without a dg.
   double least_norm(const std::string& name) {
     if ((name != "dA_log" && name != "ddt_bias") || !dg.present()) return 0.0;
     const Tensor d = dg.host(), raw = in.g.host(), bias = in.dt_bias.present() ? in.dt_bias.host() : Tensor{};
-    const bool exact = in.shape.dtype == DType::kFloat32 || in.shape.dtype == DType::kFloat64;
     double sum = 0.0;
     for (int64_t b = 0; b < d.shape[0]; ++b) {
       for (int64_t t = 0; t < d.shape[1]; ++t) {
@@ -360,11 +358,11 @@ struct BackwardCall {
                 load(raw, offset_of(raw, b, t, h)) + (bias.ndim > 0 ? load(bias, offset_of(bias, h)) : 0.0);
             term *= std::log1p(std::exp(x)) * (1.0 + std::exp(-x));
           }
-          sum += exact ? term * term : std::abs(term);
+          sum += term * term;
         }
       }
     }
-    return exact ? std::sqrt(sum) : sum;
+    return std::sqrt(sum);
   }
 
   template <class View>

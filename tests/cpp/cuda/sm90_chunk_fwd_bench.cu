@@ -1,5 +1,8 @@
 // Development harness of the fused Hopper forward: checks against a token recurrence in fp64 on the device, and times.
 //   sm90_chunk_fwd_bench check [filter]    every case once, poisoned outputs, then repeated runs compared bit by bit
+//   sm90_chunk_fwd_bench split [filter]    the rows of docs/design/sequence_split.md: without and with a split,
+//   interleaved sm90_chunk_fwd_bench repeat [filter]   the same rows: 1,000 runs with a split compared bit by bit
+//   sm90_chunk_fwd_bench soak [count]      one graph replayed with other lengths and gates, each checked
 //   sm90_chunk_fwd_bench time [filter]     the rows of docs/design/sm90_forward.md: median of graph replays, error
 //   checked first
 #include <cuda_bf16.h>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "cuda/sm90/chunk_fwd/params.h"
+#include "cuda/sm90/chunk_fwd/split.h"
 
 namespace {
 
@@ -29,7 +33,10 @@ using namespace flash_qla::cuda::sm90;
     }                                                                                         \
   } while (0)
 
-enum class Gates { kBenchmark, kZero, kStrong, kExtreme };
+// kBenchmark: a quarter of the heads does not decay, the others by 3.2 a chunk; kDecay: all by 3.2 a chunk; kMixed: all
+// do in runs of a few thousand tokens; kGrowth: by 1 a chunk, with keys of norm 2 and beta 2, so that the bound on what
+// is dropped never lets anything go.
+enum class Gates { kBenchmark, kZero, kStrong, kExtreme, kDecay, kMixed, kGrowth };
 
 struct Case {
   std::string name;
@@ -48,6 +55,8 @@ struct Case {
   ElementType state_type = ElementType::kFloat32;
   bool pool = false;
   ChunkForwardVariant variant = ChunkForwardVariant::kAuto;
+  SplitMode split = SplitMode::kOff;
+  bool force_split = false;
   double bar_ms = 0.0;
   float scale = 0.08838834764831845f;
 };
@@ -87,12 +96,14 @@ __global__ void fill_gates(float* g, float* beta, int64_t tokens, int hv, int mo
   const float x = normal((seed << 40) + 2 * i), u = uniform((seed << 40) + (int64_t{1} << 38) + i);
   const float logsigmoid = -log1pf(expf(-x));
   float value = logsigmoid / 16.0f;
-  if (mode == 1 || (mode != 3 && head % 4 == 3)) value = 0.0f;
+  if (mode == 1 || (mode < 3 && head % 4 == 3)) value = 0.0f;
   if (mode == 2) value = head % 4 == 3 ? 0.0f : 16.0f * logsigmoid * (u < 0.01f ? 60.0f : 1.0f);
   if (mode == 3) value = u < 0.1f ? -1e4f * uniform(i * 7 + 3) : logsigmoid / 16.0f;
+  if (mode == 5) value = (i / hv + head * 700) / 2500 % 2 == 0 ? logsigmoid / 16.0f : 1e-3f * logsigmoid;
+  if (mode == 6) value = -1.0f / 64.0f;
   g[i] = value;
   const float b = 1.0f / (1.0f + expf(-normal((seed << 40) + (int64_t{1} << 39) + i)));
-  beta[i] = near_one ? 0.98f + 0.02f * b : b;
+  beta[i] = mode == 6 ? 2.0f : near_one ? 0.98f + 0.02f * b : b;
 }
 
 template <typename T>
@@ -105,6 +116,15 @@ template <typename T>
 __global__ void poison_rows(T* x, int64_t row_elements, const int* rows, int count, float value) {
   const int64_t row = rows[blockIdx.x];
   for (int64_t c = threadIdx.x; c < row_elements; c += blockDim.x) x[row * row_elements + c] = static_cast<T>(value);
+}
+
+__global__ void count_differences(const uint32_t* a, const uint32_t* b, int64_t n, unsigned* differences) {
+  unsigned mine = 0;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    mine += a[i] != b[i];
+  }
+  if (mine > 0) atomicAdd(differences, mine);
 }
 
 struct OracleArgs {
@@ -261,7 +281,14 @@ struct Problem {
   ChunkForwardArgs args;
   OracleArgs oracle;
   int64_t tokens = 0, chunks = 0, state_elements = 0;
+  size_t workspace_bytes = 0;
 };
+
+int sm_count() {
+  int count = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
+  return count;
+}
 
 template <typename T>
 Problem build(const Case& c, uint64_t seed) {
@@ -365,13 +392,16 @@ Problem build(const Case& c, uint64_t seed) {
   a.state_v_first = c.v_first;
   a.type = c.half ? ElementType::kFloat16 : ElementType::kBFloat16;
   a.scale = c.scale;
-  a.workspace = scratch<char>(chunk_forward_workspace_size(n));
   if (c.save) {
     a.g_cumsum = scratch<float>(T_ * c.hv);
     a.a = scratch<T>(T_ * c.hv * 64);
     a.h = scratch<T>(p.chunks * c.hv * 16384);
     a.h_rows = p.chunks;
   }
+  a.split = c.split;
+  a.force_split = c.force_split;
+  p.workspace_bytes = chunk_forward_workspace_size(a, sm_count());
+  a.workspace = scratch<char>(p.workspace_bytes);
   p.oracle = {q,
               k,
               v,
@@ -402,7 +432,7 @@ void poison_outputs(const Problem& p) {
   CHECK_CUDA(cudaMemset(a.o, 0xff, p.tokens * a.num_value_heads * 256));
   CHECK_CUDA(
       cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == ElementType::kFloat32 ? 4 : 2)));
-  CHECK_CUDA(cudaMemset(a.workspace, 0xff, chunk_forward_workspace_size(a.num_sequences)));
+  CHECK_CUDA(cudaMemset(a.workspace, 0xff, p.workspace_bytes));
   if (a.a != nullptr) CHECK_CUDA(cudaMemset(a.a, 0xff, p.tokens * a.num_value_heads * 128));
   if (a.g_cumsum != nullptr) CHECK_CUDA(cudaMemset(a.g_cumsum, 0xff, p.tokens * a.num_value_heads * 4));
   if (a.h != nullptr) CHECK_CUDA(cudaMemset(a.h, 0xff, p.chunks * a.num_value_heads * 32768));
@@ -417,6 +447,7 @@ void release() {
 struct Errors {
   double o = 0, o_worst = 0, state = 0, state_worst = 0, h = 0, cumsum = 0, a = 0;
   int bad_tiles = 0;
+  std::vector<double> o_heads, state_heads;  // relative, of each value head over all sequences
 };
 
 template <typename T>
@@ -430,6 +461,7 @@ Errors measure(const Case& c, Problem& p) {
   std::vector<double> sums(tiles * 8);
   CHECK_CUDA(cudaMemcpy(sums.data(), p.oracle.sums, tiles * 64, cudaMemcpyDeviceToHost));
   double o[2] = {}, s[2] = {}, h[2] = {};
+  std::vector<double> heads(c.hv * 4, 0.0);
   for (int i = 0; i < tiles; ++i) {
     const double* x = &sums[i * 8];
     if (c.poison_tail && (i / c.hv) % 2 == 1) continue;
@@ -441,8 +473,13 @@ Errors measure(const Case& c, Problem& p) {
                     eo, es);
     }
     e.o_worst = std::max(e.o_worst, eo), e.state_worst = std::max(e.state_worst, es);
+    for (int j = 0; j < 4; ++j) heads[i % c.hv * 4 + j] += x[j];
     o[0] += x[0], o[1] += x[1], s[0] += x[2], s[1] += x[3], h[0] += x[4], h[1] += x[5];
     e.cumsum = std::max(e.cumsum, x[6]);
+  }
+  for (int i = 0; i < c.hv; ++i) {
+    e.o_heads.push_back(std::sqrt(heads[i * 4] / heads[i * 4 + 1]));
+    e.state_heads.push_back(std::sqrt(heads[i * 4 + 2] / heads[i * 4 + 3]));
   }
   e.o = o[1] > 0 ? std::sqrt(o[0] / o[1]) : std::sqrt(o[0]);
   e.state = s[1] > 0 ? std::sqrt(s[0] / s[1]) : std::sqrt(s[0]);
@@ -550,6 +587,177 @@ void run_time(const Case& c) {
   release();
 }
 
+// Median milliseconds of graph replays, the graphs taking turns.
+std::vector<double> time_graphs(const std::vector<ChunkForwardArgs>& calls, ChunkForwardVariant variant, int rounds) {
+  cudaStream_t stream;
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  std::vector<cudaGraphExec_t> graphs;
+  for (const ChunkForwardArgs& args : calls) {
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK_CUDA(launch_chunk_forward(args, variant, stream));
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    graphs.push_back(exec);
+  }
+  cudaEvent_t start, stop;
+  CHECK_CUDA(cudaEventCreate(&start));
+  CHECK_CUDA(cudaEventCreate(&stop));
+  std::vector<std::vector<float>> times(calls.size());
+  for (int i = -3; i < rounds; ++i) {
+    for (size_t j = 0; j < graphs.size(); ++j) {
+      CHECK_CUDA(cudaEventRecord(start, stream));
+      CHECK_CUDA(cudaGraphLaunch(graphs[j], stream));
+      CHECK_CUDA(cudaEventRecord(stop, stream));
+      CHECK_CUDA(cudaEventSynchronize(stop));
+      float ms = 0;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, start, stop));
+      if (i >= 0) times[j].push_back(ms);
+    }
+  }
+  std::vector<double> medians;
+  for (std::vector<float>& t : times) {
+    std::sort(t.begin(), t.end());
+    medians.push_back(t[t.size() / 2]);
+  }
+  for (cudaGraphExec_t exec : graphs) CHECK_CUDA(cudaGraphExecDestroy(exec));
+  CHECK_CUDA(cudaEventDestroy(start));
+  CHECK_CUDA(cudaEventDestroy(stop));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  return medians;
+}
+
+// One row without and with a split: times, and errors per head.
+bool run_split(Case c) {
+  using T = __nv_bfloat16;
+  c.split = SplitMode::kAuto;
+  Problem p = build<T>(c, 23);
+  const bool planned = decide_split(p.args, sm_count()).planned;
+  ChunkForwardArgs unsplit = p.args;
+  unsplit.split = SplitMode::kOff;
+  Errors errors[2];
+  for (int i = 0; i < 2; ++i) {
+    poison_outputs(p);
+    CHECK_CUDA(launch_chunk_forward(i == 0 ? unsplit : p.args, c.variant, nullptr));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    errors[i] = measure<T>(c, p);
+  }
+  SplitCounters plan{};
+  if (planned) CHECK_CUDA(cudaMemcpy(&plan, p.args.workspace, sizeof(plan), cudaMemcpyDeviceToHost));
+  double worse = 0;
+  for (int i = 0; i < c.hv; ++i) {
+    worse = std::max(
+        {worse, errors[1].o_heads[i] / errors[0].o_heads[i], errors[1].state_heads[i] / errors[0].state_heads[i]});
+  }
+  const std::vector<double> ms = time_graphs({unsplit, p.args}, c.variant, 15);
+  const bool ok = errors[0].bad_tiles + errors[1].bad_tiles == 0 && worse <= 1.1;
+  std::printf("%s %-22s off %7.4f on %7.4f ms  bar %.3f%s | o %.2e -> %.2e state %.2e -> %.2e, worst head x%.3f | ",
+              ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
+              c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
+              errors[1].state, worse);
+  std::printf("spacing %d merge %d/%d tiles %d+%d early %d slots %d chains %d%s\n", plan.spacing, plan.light_merge,
+              plan.heavy_merge, plan.state_tiles, plan.output_tiles, plan.early_tiles, plan.slots, plan.chains,
+              planned ? "" : " (not planned)");
+  std::fflush(stdout);
+  release();
+  return ok;
+}
+
+// `count` runs of one row, all outputs compared bit by bit with the first.
+bool run_repeat(Case c, int count) {
+  using T = __nv_bfloat16;
+  c.split = SplitMode::kAuto;
+  Problem p = build<T>(c, 29);
+  poison_outputs(p);
+  const int64_t o_bytes = p.tokens * c.hv * 256, s_bytes = p.state_elements * 4;
+  char* o = scratch<char>(o_bytes);
+  char* s = scratch<char>(s_bytes);
+  unsigned* differences = scratch<unsigned>(1);
+  CHECK_CUDA(cudaMemset(differences, 0, 4));
+  for (int i = 0; i < count; ++i) {
+    CHECK_CUDA(launch_chunk_forward(p.args, c.variant, nullptr));
+    if (i == 0) {
+      CHECK_CUDA(cudaMemcpyAsync(o, p.args.o, o_bytes, cudaMemcpyDeviceToDevice));
+      CHECK_CUDA(cudaMemcpyAsync(s, p.args.final_state.data, s_bytes, cudaMemcpyDeviceToDevice));
+    }
+    count_differences<<<264, 256>>>(static_cast<const uint32_t*>(p.args.o), reinterpret_cast<const uint32_t*>(o),
+                                    o_bytes / 4, differences);
+    count_differences<<<264, 256>>>(static_cast<const uint32_t*>(p.args.final_state.data),
+                                    reinterpret_cast<const uint32_t*>(s), s_bytes / 4, differences);
+    if (i % 100 == 0) poison_outputs(p);
+  }
+  unsigned found = 0;
+  CHECK_CUDA(cudaMemcpy(&found, differences, 4, cudaMemcpyDeviceToHost));
+  std::printf("%s %-22s %d runs, %u words differ\n", found == 0 ? "ok  " : "FAIL", c.name.c_str(), count, found);
+  std::fflush(stdout);
+  release();
+  return found == 0;
+}
+
+// One graph of a call of up to 6 sequences and 12,288 tokens; lengths and gates change in place between replays.
+bool run_soak(int count) {
+  using T = __nv_bfloat16;
+  Case c;
+  c.name = "soak", c.hq = 2, c.hv = 4, c.split = SplitMode::kAuto;
+  c.lengths = {12288, 0, 0, 0, 0, 0};
+  Problem p = build<T>(c, 31);
+  cudaStream_t stream;
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  CHECK_CUDA(launch_chunk_forward(p.args, c.variant, stream));
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  uint64_t state = 88172645463325252ull;
+  auto below = [&](int n) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return static_cast<int>(state % static_cast<uint64_t>(n));
+  };
+  bool ok = true;
+  double worst = 0;
+  int checked = 0;
+  for (int i = 0; i < count && ok; ++i) {
+    int left = 12288;
+    std::vector<int> offsets(1, 0);
+    std::vector<int64_t> wide(1, 0);
+    for (size_t s = 0; s < c.lengths.size(); ++s) {
+      c.lengths[s] = below(3) == 0 ? below(100) : below(left + 1);
+      c.lengths[s] = std::min(c.lengths[s], left);
+      left -= c.lengths[s];
+      offsets.push_back(12288 - left);
+      wide.push_back(12288 - left);
+    }
+    CHECK_CUDA(cudaMemcpyAsync(const_cast<void*>(p.args.cu_seqlens), offsets.data(), offsets.size() * 4,
+                               cudaMemcpyHostToDevice, stream));
+    CHECK_CUDA(cudaMemcpyAsync(const_cast<int64_t*>(p.oracle.offsets), wide.data(), wide.size() * 8,
+                               cudaMemcpyHostToDevice, stream));
+    if (i % 10 == 0) {
+      const int modes[] = {0, 1, 2, 4, 5};
+      fill_gates<<<12288 * c.hv / 256, 256, 0, stream>>>(const_cast<float*>(p.args.g), const_cast<float*>(p.args.beta),
+                                                         12288, c.hv, modes[below(5)], false, 100 + i);
+    }
+    CHECK_CUDA(cudaGraphLaunch(exec, stream));
+    if (i % 50 == 0) {
+      CHECK_CUDA(cudaStreamSynchronize(stream));
+      const Errors e = measure<T>(c, p);
+      worst = std::max({worst, e.o_worst, e.state_worst});
+      ok = e.bad_tiles == 0;
+      ++checked;
+    }
+  }
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  std::printf("%s soak: %d replays of one graph, %d checked, worst tile %.2e\n", ok ? "ok  " : "FAIL", count, checked,
+              worst);
+  CHECK_CUDA(cudaGraphExecDestroy(exec));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  release();
+  return ok;
+}
+
 std::vector<Case> check_cases() {
   std::vector<Case> cases;
   auto add = [&](const char* name, int hq, int hv, std::vector<int> lengths) -> Case& {
@@ -608,9 +816,100 @@ std::vector<Case> check_cases() {
     Case& c = add("save, v first, split", 2, 8, {37, 300, 64, 129, 1});
     c.save = true, c.v_first = true, c.variant = ChunkForwardVariant::kSplitV;
   }
+  for (SplitMode mode : {SplitMode::kAuto, SplitMode::kInvariant}) {
+    const std::string name = mode == SplitMode::kAuto ? "cut, " : "cut by length, ";
+    auto add_cut = [&](const char* what, int hq, int hv, std::vector<int> lengths) -> Case& {
+      Case& c = add((name + what).c_str(), hq, hv, std::move(lengths));
+      c.split = mode, c.force_split = true;
+      return c;
+    };
+    add_cut("1x2048", 2, 8, {2048});
+    add_cut("1x2048 g zero", 2, 8, {2048}).gates = Gates::kZero;
+    add_cut("1x4096 dense", 2, 4, {4096}).dense = true;
+    add_cut("2x1000 dense", 2, 4, {1000, 1000}).dense = true;
+    add_cut("mixed gates", 2, 8, {9000, 300, 5000}).gates = Gates::kMixed;
+    add_cut("decay", 2, 8, {9000, 300, 5000}).gates = Gates::kDecay;
+    add_cut("strong", 2, 8, {3000, 129}).gates = Gates::kStrong;
+    add_cut("extreme", 2, 8, {3000, 129}).gates = Gates::kExtreme;
+    add_cut("fp16", 2, 8, {2037, 300, 64, 1290, 1}).half = true;
+    add_cut("no h0", 2, 8, {2037, 300, 64, 1290, 1}).h0 = false;
+    {
+      Case& c = add_cut("zero lengths, padding", 2, 4, {0, 700, 0, 0, 1280, 0});
+      c.offsets_64 = true, c.padding = 777;
+    }
+    add_cut("all empty", 2, 4, {0, 0, 0});
+    {
+      Case& c = add_cut("v first, pool bf16", 2, 4, {1000, 640, 257, 1, 63, 2000, 128, 900});
+      c.v_first = true, c.pool = true, c.state_type = ElementType::kBFloat16;
+    }
+    {
+      Case& c = add_cut("NaN neighbours", 2, 4, {1000, 640, 300, 1000, 1290, 64, 1, 650});
+      c.poison_tail = true, c.padding = 40;
+    }
+    {
+      Case& c = add_cut("half heads, v first", 2, 4, {1000, 640, 300, 1});
+      c.v_first = true, c.variant = ChunkForwardVariant::kSplitV;
+    }
+    add_cut("save", 2, 8, {2037, 300, 64, 1290, 1}).save = true;
+    add_cut("many", 4, 16, {}).lengths.assign(60, 333);
+  }
+  for (auto [name, lengths] : {std::pair<const char*, std::vector<int>>{"auto 1x8192", {8192}},
+                               {"auto long and short", {64, 9000, 300, 1, 0, 5000}},
+                               {"auto 20 equal", std::vector<int>(20, 500)}}) {
+    Case& c = add(name, 2, 8, lengths);
+    c.split = SplitMode::kAuto;
+  }
   {
     Case& c = add("scale 0", 2, 2, {200});
     c.scale = 0.0f;
+  }
+  return cases;
+}
+
+// The rows of docs/design/sequence_split.md.
+std::vector<Case> split_cases() {
+  struct Row {
+    int hq, hv;
+    std::vector<int> lengths;
+    double bar;
+    Gates gates;
+  };
+  const Gates b = Gates::kBenchmark;
+  const Row rows[] = {{2, 8, {32768}, 0.140, b},
+                      {2, 8, {8192}, 0.065, b},
+                      {2, 8, {2048}, 0.040, b},
+                      {4, 16, {32768}, 0.25, b},
+                      {4, 16, {8192}, 0.090, b},
+                      {8, 24, {32768}, 0.37, b},
+                      {8, 32, {32768}, 0.47, b},
+                      {8, 32, {8192}, 0.145, b},
+                      {8, 32, {2048}, 0.060, b},
+                      {16, 48, {32768}, 0.65, b},
+                      {16, 48, {8192, 8192, 8192, 8192}, 0.50, b},
+                      {16, 64, {32768}, 0.80, b},
+                      {16, 64, {28672, 4096}, 0.80, b},
+                      {2, 8, {32768}, 0.194, Gates::kZero},
+                      {8, 32, {32768}, 0.638, Gates::kZero},
+                      {2, 8, {32768}, 0.0, Gates::kDecay},
+                      {8, 32, {32768}, 0.0, Gates::kDecay},
+                      // Where a split has little or nothing to give.
+                      {16, 64, {8192, 8192, 8192, 8192}, 0.0, b},
+                      {16, 64, std::vector<int>(8, 1024), 0.0, b},
+                      {8, 32, {8192, 8192, 8192, 8192}, 0.0, b},
+                      {8, 32, std::vector<int>(8, 1024), 0.0, b},
+                      {2, 8, std::vector<int>(8, 1024), 0.0, b}};
+  std::vector<Case> cases;
+  for (const Row& r : rows) {
+    Case c;
+    c.name = std::to_string(r.hq) + "/" + std::to_string(r.hv) + " ";
+    const bool equal =
+        std::count(r.lengths.begin(), r.lengths.end(), r.lengths[0]) == static_cast<int>(r.lengths.size());
+    if (equal) c.name += std::to_string(r.lengths.size()) + "x" + std::to_string(r.lengths[0]);
+    for (size_t i = 0; !equal && i < r.lengths.size(); ++i) c.name += (i > 0 ? "+" : "") + std::to_string(r.lengths[i]);
+    if (r.gates == Gates::kZero) c.name += " g zero";
+    if (r.gates == Gates::kDecay) c.name += " all decay";
+    c.hq = r.hq, c.hv = r.hv, c.bar_ms = r.bar, c.lengths = r.lengths, c.gates = r.gates;
+    cases.push_back(c);
   }
   return cases;
 }
@@ -651,6 +950,14 @@ int main(int argc, char** argv) {
       ok &= c.half ? run_check<__half>(c, repeats) : run_check<__nv_bfloat16>(c, repeats);
     }
     std::printf(ok ? "all ok\n" : "FAILURES\n");
+  } else if (command == "split" || command == "repeat") {
+    for (Case& c : split_cases()) {
+      if (c.name.find(filter) == std::string::npos) continue;
+      if (command == "split" && option >= 0) c.variant = static_cast<ChunkForwardVariant>(option);
+      ok &= command == "split" ? run_split(c) : run_repeat(c, option >= 0 ? option : 1000);
+    }
+  } else if (command == "soak") {
+    ok = run_soak(filter.empty() ? 10000 : std::atoi(filter.c_str()));
   } else {
     for (Case& c : time_cases()) {
       if (c.name.find(filter) == std::string::npos) continue;

@@ -309,7 +309,7 @@ struct HeadWork {
   }
   __device__ void release(const StageCursor& cursor) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.empty(cursor.stage));
+    mbarrier_arrive_warp(bars.empty(cursor.stage), lane);
   }
   // The rows' sums over this head alone: the accumulator runs on over the heads of a group, `before` is what it had.
   __device__ void keep_sums(GradientsGroup group, const float (&dots)[2], float (&before)[2]) const {
@@ -410,7 +410,7 @@ struct HeadWork {
                       packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.products_full());
+    mbarrier_arrive_warp(bars.products_full(), lane);
     wgmma_wait<0>();
     pin(packed);
     pin(acc);
@@ -483,7 +483,7 @@ struct HeadWork {
     load_transposed(dP, sP);
     load_transposed(D, sD);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.products_empty());
+    mbarrier_arrive_warp(bars.products_empty(), lane);
     wgmma_fence();
     add_product<T>(acc, dP, sQ);
     add_product<T>(acc, D, sK);
@@ -497,8 +497,9 @@ struct HeadWork {
   }
 };
 
-// One warpgroup through all items of its block.
-template <typename T, bool kIsMinus>
+// One warpgroup through all items of its block. kNorms: q and k were normalised (a kernel of its own: what the other
+// does not execute would still take its registers).
+template <typename T, bool kNorms, bool kIsMinus>
 __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int slots,
                                                 uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
   using Traits = GradientsTraits;
@@ -523,7 +524,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
       fence_proxy_async();
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(bars.tail());
+      mbarrier_arrive_warp(bars.tail(), lane);
       mbarrier_wait(bars.tail(), tail_phase);
       tail_phase ^= 1;
     }
@@ -559,7 +560,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
         } else {
           // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
-          if (member + 1 == p.group && p.q_inverse_norms == nullptr) {
+          if (!kNorms && member + 1 == p.group) {
             named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
           }
           named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
@@ -570,12 +571,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
     }
 
-    if (group == kQuery && p.q_inverse_norms != nullptr) {
+    if (kNorms && group == kQuery) {
       through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk, key_head, warp, lane);
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
     }
     if (group != kQuery) {
-      if (p.k_inverse_norms != nullptr) {
+      if constexpr (kNorms) {
         through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk, key_head, warp, lane);
       }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
@@ -605,12 +606,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       fence_proxy_async();  // the copy engine writes here next
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.keys_empty());
+    mbarrier_arrive_warp(bars.keys_empty(), lane);
     if (kIsMinus || group == kQuery) store_rows<T>(kIsMinus ? p.dk : p.dq, chunk, key_head, acc, warp, lane);
   }
 }
 
-template <typename T>
+template <typename T, bool kNorms>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
                              1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
                                                                      const __grid_constant__ ChunkBackwardMaps maps) {
@@ -626,11 +627,11 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
-      mbarrier_init(bars.empty(i), Traits::kConsumerWarps);
+      mbarrier_init(bars.empty(i), Traits::kConsumerWarps * kWarpArrivals);
     }
-    mbarrier_init(bars.products_full(), 8);
-    mbarrier_init(bars.products_empty(), 4);
-    mbarrier_init(bars.tail(), Traits::kConsumerWarps);
+    mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
+    mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
+    mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -642,10 +643,10 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   }
   if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
-    group_gradients<T, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
+    group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
   } else {
     claim_registers<Traits::kMinusRegisters>();
-    group_gradients<T, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
+    group_gradients<T, kNorms, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
   }
 }
 

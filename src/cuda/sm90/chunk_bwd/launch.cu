@@ -26,6 +26,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
     p->warmups = workspace.take<int32_t>(2 * pieces);
+    p->rounds = workspace.take<int32_t>(2 * pieces);
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
   }
   p->small_count = workspace.take<int32_t>(1);
@@ -83,20 +84,20 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 }  // namespace
 
 int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
-  // In steps of a pass (about 1.3 us). Packed sequences' lengths are not known here: the longest may have it all.
+  // In steps of a pass (about 1.2 us). Packed sequences' lengths are not known here: the longest may have it all.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
   const int64_t longest = p.cu_seqlens == nullptr ? p.per_sequence : chunks;
   auto waves = [&](int64_t blocks) { return ceil_div(blocks, multiprocessors); };
   const int64_t whole = std::max(longest, waves(4 * p.N * p.Hv) * ceil_div(chunks, std::max(p.N, 1)));
   int64_t best = whole;
   int32_t best_length = 0;
-  // Half of a segment for warm-up is the most that can pay; 64: longer ones are few, and the next is the whole.
-  for (int32_t length = kLeastSegmentChunks; length <= 64 && length < longest; ++length) {
+  for (int32_t length = kLeastSegmentChunks; length < longest; ++length) {
     const int64_t segments = ceil_div(chunks, length) + p.N / 2;
-    // Taken: a quarter of the heads does not decay (half again as many blocks in the first round, all of its blocks in
-    // the second), the others warm up in 6 chunks; combining takes 0.8 of a step per segment, the launches 6 steps.
-    const int64_t first = waves(segments * p.Hv * 9 / 2) * (length + 6), second = waves(segments * p.Hv) * length;
-    const int64_t steps = first + second + ceil_div(longest, length) * 4 / 5 + 6;
+    // Taken: a quarter of the heads does not decay (ten blocks a segment in the two rounds together, the others four),
+    // and the others warm up in 6 chunks. A block takes 6 steps to start and to end, combining 1.3 a segment, and what
+    // is launched besides 16.
+    const int64_t both = std::max<int64_t>(2, waves(segments * p.Hv * 11 / 2));
+    const int64_t steps = both * (length + 12) + ceil_div(longest, length) * 4 / 3 + 16;
     if (steps < best) {
       best = steps;
       best_length = length;
@@ -143,6 +144,10 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
   if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
   if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
   return error;
+}
+
+cudaError_t launch_rounds(const ChunkBackwardParams& p, int multiprocessors, cudaStream_t stream) {
+  return launch_chained(sm90_chunk_bwd_rounds_kernel, 1, kRoundsThreads, 0, stream, p, multiprocessors);
 }
 
 cudaError_t launch_combine(const ChunkBackwardParams& p, cudaStream_t stream) {

@@ -30,7 +30,8 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
 }
 
 template <typename T, bool kFused>
-cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
+cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
+                          cudaStream_t stream) {
   using Traits = StatesTraits<kFused>;
   const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
@@ -41,6 +42,7 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
       launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));
   return launch(4 * pieces, true);
@@ -52,11 +54,12 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
   using Traits = GradientsTraits;
   // dv and dh0 come from the passes, and from the small betas alone.
   if (p.dq.data != nullptr || p.dk.data != nullptr || p.dg.data != nullptr || p.dbeta.data != nullptr) {
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_gradients_kernel<T>, Traits::kBytes));
+    const auto kernel = p.q_inverse_norms == nullptr ? sm90_chunk_bwd_gradients_kernel<T, false>
+                                                     : sm90_chunk_bwd_gradients_kernel<T, true>;
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
     const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
     const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(
-        launch_chained(sm90_chunk_bwd_gradients_kernel<T>, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
   }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }
@@ -71,8 +74,8 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, stream));
   if (stage.states) {
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, stream)
-                                           : launch_states<T, false>(p, maps, stream));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, multiprocessors, stream)
+                                           : launch_states<T, false>(p, maps, multiprocessors, stream));
   }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;

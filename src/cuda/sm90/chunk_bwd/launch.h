@@ -57,7 +57,8 @@ void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace)
 cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const StridedTensor& q,
                                      const StridedTensor& d_o, ChunkBackwardMaps* maps);
 
-// Starts the kernel between the two rounds of passes over segments (combine.cuh).
+// Start the kernels before the passes over segments and between their two rounds (combine.cuh).
+cudaError_t launch_rounds(const ChunkBackwardParams& params, int multiprocessors, cudaStream_t stream);
 cudaError_t launch_combine(const ChunkBackwardParams& params, cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.

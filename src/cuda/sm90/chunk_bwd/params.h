@@ -77,6 +77,7 @@ struct ChunkBackwardParams {
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
+  int32_t* rounds;           // [segment_bound, Hv, 2]: which round a pass that warms up belongs to
   float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;               // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
   uint8_t* P;                // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused

@@ -48,6 +48,11 @@ __device__ __forceinline__ int32_t& warmup_of(const ChunkBackwardParams& p, int 
   return p.warmups[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
 }
 
+// Which round a pass that does not start at an exact edge belongs to: 0 or 1.
+__device__ __forceinline__ int32_t& round_of(const ChunkBackwardParams& p, int segment, int head, bool reverse) {
+  return p.rounds[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
+}
+
 // What the first round leaves of a segment: F, R and M, [128 of V][128 of K] each (M: [column][row]).
 enum Edge : int { kEdgeForward, kEdgeReverse, kEdgeTransition };
 __device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int segment, int head, Edge edge) {
@@ -60,6 +65,23 @@ __device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, c
   if (s.index == 0 || s.index + 1 == s.count) return false;
   return (warmup_of(p, segment, head, false) == kExact && warmup_of(p, segment + 1, head, false) == kExact) ||
          (warmup_of(p, segment, head, true) == kExact && warmup_of(p, segment - 1, head, true) == kExact);
+}
+
+// How a pass goes through a segment.
+struct SegmentPass {
+  bool is_first, is_last;  // of its sequence, in the pass's direction
+  int warmup;              // chunks, or kExact
+  bool feeds;              // the segment after it starts at an exact edge
+};
+
+__device__ __forceinline__ SegmentPass segment_pass(const ChunkBackwardParams& p, const Segment& s, int segment,
+                                                    int head, bool reverse) {
+  SegmentPass pass;
+  pass.is_first = s.index == (reverse ? s.count - 1 : 0);
+  pass.is_last = s.index == (reverse ? 0 : s.count - 1);
+  pass.warmup = pass.is_first ? 0 : warmup_of(p, segment, head, reverse);
+  pass.feeds = !pass.is_last && warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
+  return pass;
 }
 
 constexpr int kWarmupThreads = kMostWarmup * kChunk;  // a thread a token of the longest window

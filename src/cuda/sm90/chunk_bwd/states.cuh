@@ -227,7 +227,7 @@ __device__ __forceinline__ void finish_state(const float (&S)[64], const ChunkBa
 
 __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(barrier);
+  mbarrier_arrive_warp(barrier, lane);
 }
 
 // A gate vector at the thread's 16 columns: x[2j + e] belongs to column 8j + 2 (lane % 4) + e.
@@ -596,14 +596,21 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
   const bool may_keep = kReverse && work.half == 0;
   if (work.steps == 0) return;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  RawGates raw = load_gates(p, work.info(work.chunk(0)), work.head, lane);
+  // Two chunks' are on their way while a stage is waited for: beside the copy engine's loads they take longer than a
+  // step.
+  auto load = [&](int step) {
+    return load_gates(p, work.info(work.chunk(min(step, work.steps - 1))), work.head, lane);
+  };
+  RawGates next = load(0), after = load(1);
+#pragma unroll 2  // else the two would be moved, which waits for them
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int c = work.chunk(step);
     const bool keeps = may_keep && step >= work.warmup;
+    const RawGates raw = next;
+    next = after;
+    after = load(step + 2);
     const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
     const bool small = keeps && any_small_beta(raw, work.info(c).valid, lane);
-    // The next chunk's are on their way while a stage is waited for.
-    if (step + 1 < work.steps) raw = load_gates(p, work.info(work.chunk(step + 1)), work.head, lane);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
     store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
     arrive_warp(bars.gates(cursor.stage), lane);
@@ -831,21 +838,23 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
     return needs_transition(p, s, segment, head);
   }
   const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
-  const bool is_first = s.index == (reverse ? s.count - 1 : 0), is_last = s.index == (reverse ? 0 : s.count - 1);
-  const int warmup = is_first ? 0 : warmup_of(p, segment, head, reverse);
-  const bool is_exact = warmup == kExact;
-  const bool feeds = !is_last && warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
-  if (second_round) {
-    work->start = edge_index(p, segment + (reverse ? 1 : -1), head, edge);
-    work->finish = is_last ? kStateGiven : kStateDropped;
-    return is_exact;
-  }
-  work->finish = feeds ? edge_index(p, segment, head, edge) : is_last ? kStateGiven : kStateDropped;
-  if (is_exact) {  // F or R, for the segment after it
+  const SegmentPass at = segment_pass(p, s, segment, head, reverse);
+  const int64_t left_behind = at.is_last ? kStateGiven : kStateDropped;
+  if (at.warmup == kExact) {
+    if (second_round) {
+      work->start = edge_index(p, segment + (reverse ? 1 : -1), head, edge);
+      work->finish = left_behind;
+      return true;
+    }
+    // F or R, for the segment after it
     work->warmup = work->steps;
     work->start = kStateZero;
-    return feeds;
+    work->finish = edge_index(p, segment, head, edge);
+    return at.feeds;
   }
+  if (round_of(p, segment, head, reverse) != static_cast<int>(second_round)) return false;
+  work->finish = at.feeds ? edge_index(p, segment, head, edge) : left_behind;
+  const int warmup = at.warmup;
   work->warmup = warmup;
   work->steps += warmup;
   work->first -= reverse ? -warmup : warmup;
@@ -874,15 +883,15 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMostStatesStages; ++i) {
       mbarrier_init(bars.loaded(i), 1);
-      mbarrier_init(bars.gates(i), 1);
-      mbarrier_init(bars.gated(i), 4);
-      mbarrier_init(bars.empty(i), 5);
+      mbarrier_init(bars.gates(i), kWarpArrivals);
+      mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
+      mbarrier_init(bars.empty(i), 5 * kWarpArrivals);
     }
-    mbarrier_init(bars.state_full(), 4);
-    mbarrier_init(bars.state_empty(), 1);
-    mbarrier_init(bars.tokens_full(), 4);
-    mbarrier_init(bars.P_full(), 4);
-    mbarrier_init(bars.P_empty(), 4);
+    mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.state_empty(), kWarpArrivals);
+    mbarrier_init(bars.tokens_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -11,8 +11,6 @@
 namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kGateFloor =
-    -80.0f;  // e^-80 is nothing in fp32; a larger step would ruin the differences of the sum
 
 // A chunk's decay is mild if no |c_C - c_t| exceeds this (c_t: the sum of g up to token t, C the last). Then A_g and P
 // need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
@@ -53,17 +51,13 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t natural = gate + 8 * lane;
   if constexpr (Traits::kSave) {
-    if (args.g_cumsum != nullptr && chunk.half == 0) {
+    if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
       float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
       if (2 * lane < chunk.valid) out[0] = cx;
       if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
     }
   }
-  float2 beta = load_shared_f2(natural + Traits::kGateBeta);
-  if (args.beta == nullptr) {
-    beta = make_float2(2 * lane < chunk.valid ? 1.0f : 0.0f, 2 * lane + 1 < chunk.valid ? 1.0f : 0.0f);
-    store_shared_f2(natural + Traits::kGateBeta, beta.x, beta.y);
-  }
+  const float2 beta = load_shared_f2(natural + Traits::kGateBeta);
   const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
   const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
@@ -94,6 +88,9 @@ __device__ __forceinline__ const void* advance(const void* base, int count, int 
   return reinterpret_cast<const void*>(sum);
 }
 
+// Every beta of a call without any.
+static __device__ const float kOne = 1.0f;
+
 // g and beta of a chunk into its gate stage, zeros past the end, by one warp; `barrier` counts its 32 lanes.
 template <typename Traits>
 __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
@@ -102,13 +99,19 @@ __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const C
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float* data = i == 0 ? args.g : args.beta;
+    const bool given = data != nullptr;
     // Strides below 2^29 elements: the launcher has looked.
-    const int token_bytes = 4 * static_cast<int>(i == 0 ? args.g_token_stride : args.beta_token_stride);
-    const int head_bytes = 4 * static_cast<int>(i == 0 ? args.g_head_stride : args.beta_head_stride);
+    int token_bytes = 4 * static_cast<int>(i == 0 ? args.g_token_stride : args.beta_token_stride);
+    int head_bytes = 4 * static_cast<int>(i == 0 ? args.g_head_stride : args.beta_head_stride);
+    if (i == 1) {
+      data = given ? data : &kOne;
+      token_bytes = given ? token_bytes : 0;
+      head_bytes = given ? head_bytes : 0;
+    }
     const uint32_t to = gate + (i == 0 ? Traits::kGateRaw : Traits::kGateBeta) + 4 * lane;
     // With nothing to read, any mapped address does: zero bytes are taken from it.
-    const int valid = data == nullptr ? 0 : place.y;
-    const void* head = advance(data == nullptr ? args.q : data, valid == 0 ? 0 : place.w, head_bytes);
+    const int valid = i == 0 && !given ? 0 : place.y;
+    const void* head = advance(i == 0 && !given ? args.q : data, valid == 0 ? 0 : place.w, head_bytes);
 #pragma unroll
     for (int t = 0; t < kChunk; t += 32) {
       const bool have = lane + t < valid;
@@ -252,10 +255,11 @@ __device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 }
 
 // D = (I + M)^-1 of two diagonal 16x16 blocks by substitution, in the place of -M in the tile: by one warp, a lane owns
-// one column, two rows to a register. first: the first of the two blocks.
+// one column. first: the first of the two blocks. In fp32, rounded once at the end, or in pairs of fp16, two rows to an
+// instruction: less than half of the instructions, and an error that shows only beside fp16's own roundings.
+template <bool kInPairs>
 __device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, int lane) {
   const int column = lane & 15, block = first + (lane >> 4);
-  const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
   // Row k of the tile is column k of -M: 16-byte pieces 2 block and the next, swizzled by k % 8. The swizzle of all but
   // the lowest bit of that goes into four addresses, the rest into the offsets.
   const uint32_t rows = tile + 16 * block * 128;
@@ -263,8 +267,15 @@ __device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, 
 #pragma unroll
   for (int i = 0; i < 4; ++i) pairs[i] = rows + ((block ^ i) << 5);
   uint32_t x[8];
+  float y[16];
+  if constexpr (kInPairs) {
+    const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = i == column >> 1 ? one : 0u;
+    for (int i = 0; i < 8; ++i) x[i] = i == column >> 1 ? one : 0u;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) y[i] = i == column ? 1.0f : 0.0f;
+  }
 #pragma unroll
   for (int k = 0; k < 15; ++k) {
     const uint32_t row = pairs[(k & 7) >> 1] + k * 128;
@@ -272,11 +283,23 @@ __device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, 
     if (k < 7) m[0] = load_shared_u4(row + 16 * (k & 1));
     m[1] = load_shared_u4(row + 16 * (~k & 1));
     const uint32_t values[8] = {m[0].x, m[0].y, m[0].z, m[0].w, m[1].x, m[1].y, m[1].z, m[1].w};
-    const uint32_t known = __byte_perm(x[k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
+    if constexpr (kInPairs) {
+      const uint32_t known = __byte_perm(x[k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
 #pragma unroll
-    for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
-      x[i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[i]);
+      for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
+        x[i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = k + 1; i < 16; ++i) {
+        const float2 pair = unpack2<__half>(values[i >> 1]);
+        y[i] = fmaf(i & 1 ? pair.y : pair.x, y[k], y[i]);
+      }
     }
+  }
+  if constexpr (!kInPairs) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = pack2<__half>(y[2 * i], y[2 * i + 1]);
   }
   __syncwarp();  // D takes the place of what the other lanes have been reading
   const uint32_t address = rows + column * 128 + (((2 * block) ^ (lane & 7)) << 4);
@@ -449,14 +472,16 @@ struct AuxRole {
     return reinterpret_cast<const CUtensorMap*>(maps) + i;
   }
 
-  // K, or Q, of a chunk; by one thread each.
+  // K, or Q, of a chunk; by one thread each. V comes with K where nothing else is kept of a chunk.
   __device__ void load_key_or_query(uint32_t m, bool query) const {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kStagesQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
-    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
+    mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
     tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
+    if (with_v) tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_v(uint32_t m, uint32_t barrier) const {
     const ChunkRecord& c = record(m);
@@ -491,7 +516,7 @@ struct AuxRole {
   // ... and of a full chunk, by one thread.
   __device__ void store_o(uint32_t m) const {
     const ChunkRecord& c = record(m);
-    if (c.valid != kChunk) return;
+    if (c.valid != kChunk || (c.flags & kSilentChunk)) return;
     fence_proxy_async();
     tma_store_4d(map(3), stage_v(m), 0, c.row, c.half, c.head);
     tma_store_commit();
@@ -526,7 +551,7 @@ struct AuxRole {
     const int warp = opaque_thread() >> 5, lane = opaque_thread() & 31;
     if (warp == 0) {
       // Two lanes, one each: half the instructions that one after the other would take.
-      if (lane < 2) {
+      if (lane < (Traits::kStateOnly ? 1 : 2)) {
         wait_done(m);
         load_key_or_query(m + 2 - lane, lane != 0);
       }
@@ -545,7 +570,7 @@ struct AuxRole {
 
   __device__ void save_a(const float (&a)[3][8], const uint32_t (&d)[4], const ChunkRecord& c,
                          const LanePlace& at) const {
-    if (p.args.a == nullptr || c.half != 0) return;
+    if (p.args.a == nullptr || c.half != 0 || (c.flags & kSilentChunk)) return;
     float diagonal[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -572,6 +597,8 @@ struct AuxRole {
     }
   }
 
+  static constexpr bool kPairs = std::is_same_v<Element, __nv_bfloat16>;
+
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
   // memory of its own.
   __device__ void prepare(uint32_t m) {
@@ -586,18 +613,17 @@ struct AuxRole {
       const uint64_t k_rows = uniform_descriptor(stage_k(m));
       start_product<Element>(kkt, k_rows, k_rows);
       mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) & 1), m / 2 & 1);
-      float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
-      float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
-      if (p.args.beta == nullptr) beta0 = beta1 = 1.0f;
+      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
+      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
       const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-      send_o(m, valid_o);
+      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
       sync(m);  // the diagonal blocks of M are there
       // Two warps solve them; the others meanwhile store the rest of M.
       if (opaque_thread() < 64) {
-        solve_diagonal_blocks(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
+        solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
         if (opaque_thread() < 96) {
@@ -617,12 +643,16 @@ struct AuxRole {
       float4 own;
       float mild;
       auto load_factors = [&] {
+        m = __shfl_sync(0xffffffffu, m, 0);  // lest the tile's address be kept, and spilled, all through the inverse
         mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
         const LanePlace at = lane_place(opaque_thread());
         own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
       };
       invert(
-          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); }, [&] { fetch_v(m); },
+          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
+          [&] {
+            if constexpr (!Traits::kStateOnly) fetch_v(m);
+          },
           [&] {
             if constexpr (!Traits::kSave) load_factors();
           });
@@ -644,8 +674,14 @@ struct AuxRole {
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
     m = opaque(m);
-
     pass_stages_on(m);
+    if constexpr (Traits::kStateOnly) {
+      // No P: its barrier says that K, V and the gates are there.
+      wait_done(m);
+      __syncwarp();
+      mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
+      return;
+    }
 
     // Q K^T and P.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
@@ -665,7 +701,7 @@ struct AuxRole {
         const int first = i == 2 ? 6 : 2 * i;
         diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
       }
-      const uint32_t tile = smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix;
+      const uint32_t tile = smem() + Traits::kSmemP + group * Traits::kBytesMatrix;
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
       } else {
@@ -693,12 +729,13 @@ struct AuxRole {
   __device__ void run() {
     if (opaque_thread() == 0) {
       load_key_or_query(group, false);
-      if (group == 0) load_key_or_query(0, true);
+      if (!Traits::kStateOnly && group == 0) load_key_or_query(0, true);
     }
     if (opaque_thread() < 32) fetch_gates(group);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
+    if constexpr (Traits::kStateOnly) return;
     // The last chunks' O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {

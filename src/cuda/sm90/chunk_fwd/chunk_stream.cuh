@@ -10,20 +10,26 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kFirstChunk = 1;
 inline constexpr int kLastChunk = 2;
+// Of a sequence split:
+inline constexpr int kSilentChunk = 4;    // nothing of it is stored
+inline constexpr int kNoValues = 8;       // V counts as zero
+inline constexpr int kFromBoundary = 16;  // state_in is a boundary state's slot
+inline constexpr int kFromIdentity = 32;
+inline constexpr int kToTransition = 64;  // slot_out is a transition's, else (kStateOnly) a boundary state's
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {
   int32_t row;    // first token
   int32_t valid;  // tokens in it, 0 for an empty sequence; -1 after the last chunk
-  int32_t flags;  // kFirstChunk, kLastChunk of its tile
+  int32_t flags;  // kFirstChunk, kLastChunk of its tile, and those of a split
   int32_t head;   // value head
   int32_t sequence;
   int16_t half;  // which half of V, with V split
   int16_t key_head;
   int32_t chunk;     // counted over all sequences
   int32_t position;  // counted in its sequence
-  int64_t slot_in;   // initial and final state slots, -1: none
-  int64_t slot_out;
+  int64_t state_in;  // address of the initial state, slot of a boundary state; -1: none
+  int64_t slot_out;  // of the final state, -1: none
 };
 static_assert(sizeof(ChunkRecord) == 48);
 
@@ -31,9 +37,12 @@ static_assert(sizeof(ChunkRecord) == 48);
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile to open next
+  int32_t tile;       // tile to open next; of a list the one opened last
+  int32_t tiles;      // how many there are
+  int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
+  int32_t opened;     // tiles of a list so far
 };
-static_assert(sizeof(ChunkWalker) == 64);
+static_assert(sizeof(ChunkWalker) == 80);
 
 // The block's dynamic shared memory. A function, not a pointer handed down: its address is a constant that needs no
 // register.
@@ -85,11 +94,119 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
 }
 
+// With states in place the tile that ends a cut sequence may be through before the tile that starts it has read its
+// state: those tiles start from copies. Sequences of fewer tokens than this are never cut.
+__host__ __device__ inline int64_t least_cut_tokens(const ChunkForwardArgs& args) {
+  const int64_t spacing = args.force_split != 0                 ? kForcedSpacing
+                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
+                                                                : kMinSpacing;
+  return 2 * spacing * kSplitChunk;
+}
+// Sequences that there are copies for.
+__host__ __device__ inline int64_t copy_rows(const ChunkForwardArgs& args) {
+  const int64_t by_tokens = args.num_tokens / least_cut_tokens(args) + 1;
+  return args.num_sequences < by_tokens ? args.num_sequences : by_tokens;
+}
+// A sequence's place among the copies, -1: none. No two that are long enough to be cut begin in one window of tokens.
+__device__ __forceinline__ int64_t copy_place(const ChunkForwardArgs& args, int32_t sequence) {
+  if (copy_rows(args) == args.num_sequences) return sequence;
+  const PlannedSequence s = sequence_at(args, sequence);
+  return s.length >= least_cut_tokens(args) ? s.start / least_cut_tokens(args) : -1;
+}
+__host__ __device__ inline int64_t copy_bytes(const ChunkForwardArgs& args) {
+  return kHeadDim * kHeadDim * (args.initial.type == ElementType::kFloat32 ? 4 : 2);
+}
+
+// Where a tile that begins with its sequence finds its state.
+__device__ __forceinline__ const char* initial_matrix(const ChunkForwardKernelParams& p, int64_t slot, int32_t sequence,
+                                                      int32_t head) {
+  const int64_t place = p.initial_copies != nullptr ? copy_place(p.args, sequence) : -1;
+  if (place >= 0) return p.initial_copies + (place * p.args.num_value_heads + head) * copy_bytes(p.args);
+  return state_matrix(p.args.initial, slot, head);
+}
+
+// Of a boundary state or transition of one head, where the float4 j of 16 of a state group's thread lies: the four
+// values 4j .. 4j + 3 of its S^T, so that a warp moves 512 contiguous bytes. group: which 64 rows of V.
+__device__ __forceinline__ int boundary_place(int group, int warp, int j, int lane) {
+  return ((group * 4 + warp) * 16 + j) * 32 + lane;
+}
+inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
+
+// Before a block's first tile. The plan must be there.
+template <typename Traits>
+__device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
+  walker.remaining = -1;
+  walker.opened = 0;
+  if (p.list != nullptr) {
+    walker.tile = 0;
+    walker.tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
+  } else {
+    walker.tile = static_cast<int32_t>(blockIdx.x);
+    walker.tiles = p.tiles;
+  }
+}
+
+// Opens a tile of a sequence split.
+template <typename Traits>
+__device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
+  const ChunkForwardArgs& args = p.args;
+  while (walker.tile < walker.tiles) {
+    // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
+    walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
+    if (walker.tile >= walker.tiles) break;
+    int32_t tile = walker.tile, half = 0;
+    if constexpr (Traits::kStateGroups == 1) {
+      half = tile & 1;
+      tile >>= 1;
+    }
+    // By parts, not as a copy: registers are short where this is called.
+    const Tile& t = p.list[tile];
+    ChunkRecord& r = walker.next;
+    r.row = t.row;
+    r.sequence = t.sequence;
+    r.half = static_cast<int16_t>(half);
+    r.chunk = t.chunk;
+    r.position = t.position;
+    r.head = t.head;
+    r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
+    r.state_in = kNoSlot;
+    r.slot_out = -1;
+    r.flags = kFirstChunk;
+    const int64_t initial = initial_slot(args, r.sequence);
+    if (initial == kSkipSequence) continue;
+    if ((t.flags & kTileFromStart) && initial >= 0) {
+      const char* matrix = initial_matrix(p, initial, r.sequence, r.head);
+      r.state_in = reinterpret_cast<int64_t>(matrix);
+      l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    }
+    if constexpr (Traits::kStateOnly) {
+      r.slot_out = t.slot;
+      if (t.flags & kTileTransition) r.flags |= kFromIdentity | kNoValues | kToTransition;
+    } else {
+      if (t.flags & kTileToEnd) r.slot_out = resolve_slot(args.final_state, r.sequence);
+      if (t.tokens <= 0 && r.slot_out < 0) continue;
+      if (t.flags & kTileFromSlot) {
+        // The boundary states are there once the kernel before this one is through.
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        r.state_in = t.slot;
+        r.flags |= kFromBoundary;
+      }
+    }
+    walker.remaining = t.tokens;
+    walker.silent = t.warmup;
+    if (Traits::kStateOnly && walker.opened == 0) atomicAdd(&p.counters->blocks_running, 1u);
+    ++walker.opened;
+    return;
+  }
+  // Without a tile from a boundary state as well: a kernel must not end before those it depends on.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Opens the next tile that has anything to do.
 template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
-  while (walker.tile < p.tiles) {
+  while (walker.tile < walker.tiles) {
     int32_t tile = walker.tile;
     walker.tile = p.plan != nullptr ? static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u))
                                     : tile + static_cast<int32_t>(gridDim.x);
@@ -103,8 +220,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    r.slot_in = initial_slot(args, sequence.index);
-    if (r.slot_in == kSkipSequence) continue;
+    const int64_t initial = initial_slot(args, sequence.index);
+    if (initial == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
     r.head = tile - rank * args.num_value_heads;
@@ -114,9 +231,12 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.chunk = sequence.first_chunk;
     r.position = 0;
     walker.remaining = max(sequence.length, 0);
-    if (r.slot_in >= 0) {
-      l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
-                  kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    walker.silent = 0;
+    r.state_in = kNoSlot;
+    if (initial >= 0) {
+      const char* matrix = state_matrix(args.initial, initial, r.head);
+      r.state_in = reinterpret_cast<int64_t>(matrix);
+      l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
     return;
   }
@@ -127,7 +247,13 @@ template <typename Traits>
 __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, uint32_t m) {
   ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
   ChunkRecord& record = reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
-  if (walker.remaining < 0) open_tile<Traits>(p, walker);
+  if (walker.remaining < 0) {
+    if (Traits::kStateOnly || p.list != nullptr) {
+      open_listed_tile<Traits>(p, walker);
+    } else {
+      open_tile<Traits>(p, walker);
+    }
+  }
   if (walker.remaining < 0) {
     record.valid = -1;
     return;
@@ -139,9 +265,13 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
     r.flags |= kLastChunk;
     walker.remaining = -1;
   }
+  if (walker.silent > 0) {
+    r.flags |= kSilentChunk;
+    --walker.silent;
+  }
   record = r;
   walker.next.row = r.row + kChunk;
-  walker.next.flags = 0;
+  walker.next.flags = r.flags & (kNoValues | kToTransition);
   walker.next.chunk = r.chunk + 1;
   walker.next.position = r.position + 1;
 }

@@ -12,6 +12,7 @@
 
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "combine.cuh"
 #include "kernel_params.h"
 #include "state_role.cuh"
 #include "traits.h"
@@ -34,13 +35,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
       mbarrier_init(smem() + Traits::kDone + 8 * i,
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
+    mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -49,9 +51,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
-    walker.remaining = -1;
-    walker.tile = blockIdx.x;
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // the planner, if there is one, was launched just before
+    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the
+    // one before, and done: that one began after it.
+    if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
+    open_list<Traits>(p, walker);
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
   }
@@ -66,10 +70,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
     role.run();
+    if constexpr (Traits::kStateOnly) {
+      combine_boundaries<Traits>(p, threadIdx.x == 0,
+                                 [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
+                                   if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
+                                 });
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(__shfl_sync(0xffffffffu, thread, thread & 31))};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
     role.run();
+    if constexpr (Traits::kStateOnly) {
+      const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;
+      combine_boundaries<Traits>(p, false,
+                                 [&](CombineMemory& memory, const TransitionChain& chain, int slice, uint32_t stages) {
+                                   multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
+                                 });
+    }
   }
 }
 

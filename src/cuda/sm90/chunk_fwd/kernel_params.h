@@ -7,19 +7,31 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// One sequence in the order the planner chose: longest first.
-struct PlannedSequence {
-  int32_t start;        // first token
-  int32_t length;       // tokens
-  int32_t index;        // position in cu_seqlens
-  int32_t first_chunk;  // chunks of all sequences before it in cu_seqlens
+// What the planner leaves for the kernels after it.
+struct SplitCounters {
+  uint32_t state_ticket, output_ticket;  // next tile of each list
+  uint32_t states_done;                  // by warps: state tiles whose last state is in memory
+  uint32_t blocks_running;               // that have had a state tile and may get more
+  uint32_t chain_ticket;                 // next piece of a chain
+  int32_t state_tiles, output_tiles;
+  int32_t chains, slots;
+  int32_t spacing, light_merge, heavy_merge, early_tiles;  // what was chosen; for tests
 };
 
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
-  const PlannedSequence* plan;  // [N]; null: sequences in their own order, tiles dealt round robin
-  uint32_t* ticket;             // tiles given out beyond the first of each block; with plan
+  // With a sequence split: the tiles by their tickets, how many there are, and the boundary states and transitions by
+  // slot, in the order of the state groups' registers (boundary_place()).
+  const Tile* list;  // null: no split
+  const int32_t* list_size;
+  float4* boundary_states;
+  float4* transitions;
+  const TransitionChain* chains;
+  SplitCounters* counters;
+  const char* initial_copies;   // by copy_place(); null: initial states are read where they lie
+  const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
+  uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split
 };
 
@@ -35,9 +47,11 @@ ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_save();
 ChunkForwardKernel chunk_forward_bf16_split();
 ChunkForwardKernel chunk_forward_bf16_split_save();
+ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_save();
 ChunkForwardKernel chunk_forward_fp16_split();
 ChunkForwardKernel chunk_forward_fp16_split_save();
+ChunkForwardKernel chunk_forward_fp16_states();
 
 }  // namespace flash_qla::cuda::sm90

@@ -4,6 +4,8 @@
 #include "chunk_stream.cuh"
 #include "clear.cuh"
 #include "kernel_params.h"
+#include "launch_kernel.h"
+#include "split.h"
 #include "traits.h"
 
 namespace flash_qla::cuda::sm90 {
@@ -89,6 +91,37 @@ __global__ void __launch_bounds__(kClearThreads)
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
 }
 
+constexpr int kCopyThreads = 256;
+// Blocks that copy: enough to hide a load's way, and where there are many sequences no more than one for each.
+constexpr int kCopyBlocksPerSm = 4;
+
+int copy_parts(const ChunkForwardArgs& args, int sms) {
+  return std::clamp((kCopyBlocksPerSm * sms + args.num_sequences - 1) / args.num_sequences, 1, args.num_value_heads);
+}
+
+// `parts` blocks for each sequence, which take its heads in turns.
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_initial_states_kernel(const __grid_constant__ ChunkForwardArgs args, char* copies, int parts) {
+  const int32_t sequence = static_cast<int32_t>(blockIdx.x) / parts;
+  const int64_t place = copy_place(args, sequence), slot = initial_slot(args, sequence);
+  if (place < 0 || slot < 0) return;
+  for (int32_t head = static_cast<int32_t>(blockIdx.x) % parts; head < args.num_value_heads; head += parts) {
+    const uint4* from = reinterpret_cast<const uint4*>(state_matrix(args.initial, slot, head));
+    uint4* to = reinterpret_cast<uint4*>(copies + (place * args.num_value_heads + head) * copy_bytes(args));
+#pragma unroll 8
+    for (int i = threadIdx.x; i < copy_bytes(args) / 16; i += kCopyThreads) to[i] = from[i];
+  }
+}
+
+cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int blocks,
+                         bool after_planner, cudaStream_t stream) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(kernel.function, blocks, kernel.threads, static_cast<size_t>(kernel.smem_bytes), params,
+                       after_planner, stream);
+}
+
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled encode_tiled() {
@@ -139,10 +172,99 @@ bool split_pays(int64_t tiles, int sms) {
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
 }
 
+// Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
+//   boundaries -> lists -> state tiles and boundary states -> tiles that write O
+// With states in place, after one that copies those that are read.
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free.
+cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
+                         cudaStream_t stream) {
+  const ChunkForwardArgs& args = params.args;
+  SplitKernelParams split{};
+  split.args = args;
+  split.capacity =
+      split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  split.sms = sms;
+  const size_t planned = lay_out_split(args, split.capacity, args.workspace, &split.workspace);
+  ChunkForwardKernelParams tiles = params;
+  if (args.states_in_place != 0 && args.initial.data != nullptr) {
+    char* copies = static_cast<char*>(args.workspace) + planned;
+    const int parts = copy_parts(args, sms);
+    copy_initial_states_kernel<<<static_cast<unsigned>(args.num_sequences * parts), kCopyThreads, 0, stream>>>(
+        args, copies, parts);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    tiles.initial_copies = copies;
+  }
+  cudaError_t error = launch_split_plan(split, stream);
+  if (error != cudaSuccess) return error;
+
+  tiles.boundary_states = split.workspace.boundary_states;
+  tiles.transitions = split.workspace.transitions;
+  tiles.chains = split.workspace.chains;
+  tiles.counters = split.workspace.counters;
+  tiles.list = split.workspace.state_tiles;
+  tiles.list_size = &split.workspace.counters->state_tiles;
+  tiles.ticket = &split.workspace.counters->state_ticket;
+  const ChunkForwardKernel states =
+      args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states();
+  if (states.state_groups != kernel.state_groups &&
+      !encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
+                  args.v_head_stride, states.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
+  error = launch_tiles(states, tiles, sms, true, stream);
+  if (error != cudaSuccess) return error;
+
+  tiles.v = params.v;
+  tiles.list = split.workspace.output_tiles;
+  tiles.list_size = &split.workspace.counters->output_tiles;
+  tiles.ticket = &split.workspace.counters->output_ticket;
+  return launch_tiles(kernel, tiles, sms, true, stream);
+}
+
 }  // namespace
 
 size_t chunk_forward_workspace_size(int32_t num_sequences) {
   return kPlanOffset + sizeof(PlannedSequence) * static_cast<size_t>(std::max(num_sequences, 0));
+}
+
+size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
+  // Whatever the lengths and the number of sequences say: a call's workspace serves all smaller ones.
+  const size_t unsplit = chunk_forward_workspace_size(args.num_sequences);
+  if (args.split == SplitMode::kOff || sms == 0) return unsplit;
+  const SplitCapacity capacity =
+      split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  const size_t planned = lay_out_split(args, capacity, nullptr, nullptr);
+  const int64_t copies = args.states_in_place == 0 ? 0 : copy_rows(args) * args.num_value_heads * copy_bytes(args);
+  return std::max(unsplit, planned + static_cast<size_t>(copies));
+}
+
+SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
+  const bool forced = args.force_split != 0;
+  if (args.split == SplitMode::kOff || sms == 0) return {false, "auto_cp is off"};
+  if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
+    return {false, "there are no tokens"};
+  const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+  const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
+  if (longest < least_cut_tokens(args)) return {false, "no sequence can be long enough to cut"};
+  if (forced) return {true, "cut wherever it is possible, as forced"};
+  if (args.split == SplitMode::kInvariant)
+    return {true, "each sequence cut by its own length; its gates decide on the device"};
+  if (tiles >= kTilesPerSmUnsplit * sms) return {false, "sequences times value heads fill the card many times over"};
+  const bool dense = args.cu_seqlens == nullptr;
+  const SplitCosts costs;
+  // Lengths on the device are not known here: what can be had where they are equal, or where there is so much to do
+  // that asking for a plan in vain costs at most two parts in a hundred.
+  const int32_t chunks = dense ? chunks_in(static_cast<int32_t>(longest))
+                               : static_cast<int32_t>(divide_up(divide_up(longest, args.num_sequences), kSplitChunk));
+  const LengthSummary lengths{static_cast<int64_t>(args.num_sequences) * chunks, args.num_sequences, chunks};
+  if (plan_pays(lengths, args.num_value_heads, sms, costs)) {
+    return {true, dense ? "the tiles leave SMs idle; the gates decide on the device"
+                        : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"};
+  }
+  const float least =
+      static_cast<float>(lengths.chunks) * static_cast<float>(args.num_value_heads) / static_cast<float>(sms);
+  if (!dense && costs.plan_uncut <= 0.02f * least) return {true, "lengths and gates decide on the device"};
+  return {false, "the tiles fill the card's waves, or a split would gain too little"};
 }
 
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
@@ -165,8 +287,9 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
+  const bool cut = decide_split(args, sms).planned;
   const bool split = variant == ChunkForwardVariant::kSplitV ||
-                     (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
+                     (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
                     args.start_lists != nullptr;
   const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
@@ -183,9 +306,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                   kernel.state_groups)) {
     return cudaErrorInvalidValue;
   }
-  error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
-  if (error != cudaSuccess) return error;
-
+  if (cut) return launch_split(params, kernel, sms, stream);
   if (args.cu_seqlens != nullptr) {
     plan_chunk_forward_kernel<<<1 + kClearBlocks, kPlanThreads, 0, stream>>>(args);
     error = cudaGetLastError();
@@ -193,19 +314,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     params.ticket = static_cast<uint32_t*>(args.workspace);
     params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
   }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.tiles, sms)));
-  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(kernel.smem_bytes);
-  config.stream = stream;
   // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = args.cu_seqlens != nullptr ? 1 : 0;
-  void* arguments[] = {&params};
-  return cudaLaunchKernelExC(&config, kernel.function, arguments);
+  return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

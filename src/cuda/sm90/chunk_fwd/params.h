@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "split_plan.h"
+
 namespace flash_qla::cuda::sm90 {
 
 enum class ElementType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -50,6 +52,7 @@ struct ChunkForwardArgs {
   StateSet final_state;                        // null data: not written
   const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
   int64_t has_initial_state_stride = 1;        // elements
+  int32_t states_in_place = 0;                 // both sets are one pool: a sequence may read and write the same slot
 
   // Training: what the backward needs. Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
@@ -85,18 +88,36 @@ struct ChunkForwardArgs {
   ElementType type = ElementType::kBFloat16;  // of q, k, v, o
   float scale = 0.0f;                         // of q k^T
 
-  void* workspace = nullptr;  // chunk_forward_workspace_size() bytes, 16-byte aligned, any contents
+  // Sequence split: pieces of one sequence beside each other (docs/design/sequence_split.md).
+  SplitMode split = SplitMode::kOff;
+  int32_t force_split = 0;                  // cut wherever it is possible
+  float decay_threshold = kDecayThreshold;  // logarithm of the share of a state that may be dropped; kDecayThreshold or
+                                            // less
+
+  void* workspace = nullptr;  // chunk_forward_workspace_size() bytes, 256-byte aligned, any contents
 };
 static_assert(std::is_trivially_copyable_v<ChunkForwardArgs>);
 
 // How the tiles are laid on the card. kAuto picks by the number of tiles and SMs.
 enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 2 };
 
+// Of a call without a split.
 size_t chunk_forward_workspace_size(int32_t num_sequences);
+// Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_value_heads,
+// dense_length, cu_seqlens (null or not), split, force_split, states_in_place and the initial states' type.
+size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms);
 
-// Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary. No allocation, no
-// synchronisation; the arguments must satisfy the comments above (they are not checked here, beyond what the tensor
-// maps refuse).
+// Whether a call of these shapes is planned on the device for a split (its gates and lengths decide there), and why or
+// why not, as half a sentence. Reads the same members as above.
+struct SplitDecision {
+  bool planned;
+  const char* reason;
+};
+SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms);
+
+// Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four of a
+// sequence split. No allocation, no synchronisation; the arguments must satisfy the comments above (they are not
+// checked here, beyond what the tensor maps refuse).
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

@@ -1,5 +1,6 @@
 // Path "sm90", chunked forward: K = V = 128 in bf16 and fp16 on Hopper.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #include "cuda/generic/launch.h"
@@ -73,6 +74,12 @@ bool contiguous(const Tensor& t) {
   return on_16_bytes(t);
 }
 
+// Zero where there is no such device: no sequence is split then.
+int multiprocessors(int device) {
+  int count = 0;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 0;
+}
+
 bool is_hopper(int device) {
   int major = 0, minor = 0;
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
@@ -115,9 +122,9 @@ ElementType element_type(const Tensor& t) {
 class Call {
  public:
   Call(const Arguments& args, const Problem& p, Workspace* workspace) : p_(p) {
-    kernel_.workspace =
-        workspace->take<char>(static_cast<int64_t>(chunk_forward_workspace_size(static_cast<int32_t>(p.N))));
     set_sizes(args);
+    kernel_.workspace = workspace->take<char>(
+        static_cast<int64_t>(chunk_forward_workspace_size(kernel_, multiprocessors(args.options.device_index))));
     take_rows(args, workspace);
     take_gates(args, workspace);
     take_states(args, workspace);
@@ -128,6 +135,14 @@ class Call {
     Workspace workspace(nullptr);
     Call(args, p, &workspace);
     return workspace.bytes();
+  }
+
+  static std::string notes(const Arguments& args, const Problem& p) {
+    Workspace workspace(nullptr);
+    const SplitDecision split =
+        decide_split(Call(args, p, &workspace).kernel_, multiprocessors(args.options.device_index));
+    return std::string("sequence split: ") + (split.planned ? "planned on the device" : "none") + " (" + split.reason +
+           ")\n";
   }
 
   Status run(cudaStream_t stream) const {
@@ -149,9 +164,18 @@ class Call {
     kernel_.state_v_first = args.options.state_v_first != 0;
     kernel_.type = element_type(args.q);
     kernel_.scale = static_cast<float>(p_.scale);
+    kernel_.split = static_cast<SplitMode>(args.options.cp_mode);
+    kernel_.force_split = args.options.force_intra_cp;
+    if (args.options.cp_tolerance > 0.0) {
+      kernel_.decay_threshold = std::min(kDecayThreshold, static_cast<float>(std::log(args.options.cp_tolerance)));
+    }
     if (p_.varlen) {
       kernel_.cu_seqlens = args.cu_seqlens.data;
       kernel_.cu_seqlens_are_64_bit = dtype(args.cu_seqlens) == DType::kInt64;
+    }
+    if (present(args.state_pool)) {
+      kernel_.states_in_place = 1;
+      kernel_.initial.type = element_type(args.state_pool);
     }
   }
 
@@ -310,6 +334,7 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 }  // namespace cuda::sm90
 
 const ForwardPath kSm90ChunkForward = {
-    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::reject, cuda::sm90::Call::workspace_size, cuda::sm90::run};
+    "sm90",          FLASH_QLA_CUDA,         false, cuda::sm90::reject, cuda::sm90::Call::workspace_size,
+    cuda::sm90::run, cuda::sm90::Call::notes};
 
 }  // namespace flash_qla

@@ -67,12 +67,39 @@ struct StateRole {
   __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
 
   __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
-    if (c.slot_in >= 0) {
-      const StateSet& set = p.args.initial;
-      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
+    if constexpr (Traits::kStateOnly) {
+      if (c.flags & kFromIdentity) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          s[i] = first_row(c) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
+        }
+        return;
+      }
+    } else if (c.flags & kFromBoundary) {
+      const float4* from = p.boundary_states + c.state_in * kBoundaryVectors;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const float4 x = __ldcg(from + boundary_place(group + c.half, at.warp, j, at.lane));
+        s[4 * j] = x.x, s[4 * j + 1] = x.y, s[4 * j + 2] = x.z, s[4 * j + 3] = x.w;
+      }
+      return;
+    }
+    if (c.state_in >= 0) {
+      move_state<false>(reinterpret_cast<void*>(c.state_in), p.args.initial.type, p.args.state_v_first, s, first_row(c),
+                        at.q);
     } else {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+    }
+  }
+
+  // The last state of a split's piece, or its transition.
+  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
+    float4* to = (c.flags & kToTransition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      to[boundary_place(group + c.half, at.warp, j, at.lane)] =
+          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
     }
   }
 
@@ -80,7 +107,10 @@ struct StateRole {
   __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
     // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
     // order can give, is past the rows as well.
-    if (p.args.h == nullptr || c.valid == 0 || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) return;
+    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kSilentChunk) ||
+        static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
+      return;
+    }
     Element* base = static_cast<Element*>(p.args.h) +
                     (static_cast<int64_t>(c.chunk) * p.args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
     uint32_t* words = reinterpret_cast<uint32_t*>(base) + paired_word(at.q);
@@ -106,7 +136,7 @@ struct StateRole {
   // The state at the chunk's start in full, for every entry of its list.
   __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.start_lists == nullptr || c.valid == 0) return;
+    if (args.start_lists == nullptr || c.valid == 0 || (c.flags & kSilentChunk)) return;
     for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
       float* matrix =
           args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
@@ -117,7 +147,10 @@ struct StateRole {
   // The state after every n-th full chunk of a sequence.
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.checkpoints == nullptr || c.valid < kChunk || (c.position + 1) % args.checkpoint_every_chunks != 0) return;
+    if (args.checkpoints == nullptr || c.valid < kChunk || (c.flags & kSilentChunk) ||
+        (c.position + 1) % args.checkpoint_every_chunks != 0) {
+      return;
+    }
     const int64_t first = load_index(args.checkpoint_cu_starts, args.checkpoint_starts_are_64_bit,
                                      c.sequence * args.checkpoint_starts_stride);
     const int64_t row = first + (c.position + 1) / args.checkpoint_every_chunks - 1;
@@ -156,6 +189,7 @@ struct StateRole {
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
+    uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
     int2 chunk_now = load_chunk(0);
 #pragma unroll 1
     for (; chunk_now.x >= 0; ++m) {
@@ -188,15 +222,18 @@ struct StateRole {
         mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
       wgmma_commit();
-      // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after this.)
-      put_o(o, factor, v_base + previous_v * Traits::kBytesV, m);
-      wgmma_fence();
-      mma_rs_n64_init<Element>(o, packed, q_rows);
+      if constexpr (!Traits::kStateOnly) {
+        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
+        // this.)
+        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m);
+        wgmma_fence();
+        mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-      for (int i = 1; i < 8; ++i) {
-        mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        for (int i = 1; i < 8; ++i) {
+          mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        }
+        wgmma_commit();
       }
-      wgmma_commit();
       if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
@@ -210,6 +247,10 @@ struct StateRole {
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+      if constexpr (Traits::kStateOnly) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] = chunk.flags & kNoValues ? 0u : v[i];
+      }
       wgmma_wait<0>();
       pin(u);
       pin(o);
@@ -243,7 +284,7 @@ struct StateRole {
       wgmma_commit();
       // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
-      if (!mild) {
+      if (!Traits::kStateOnly && !mild) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -255,8 +296,10 @@ struct StateRole {
         }
       }
       // What comes next, ahead of its use.
+      if constexpr (!Traits::kStateOnly) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+      }
       const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
@@ -284,11 +327,13 @@ struct StateRole {
           v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
         }
       }
-      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-      pin(o);
-      wgmma_fence();
+      if constexpr (!Traits::kStateOnly) {
+        const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+        pin(o);
+        wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      }
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
       const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
@@ -307,13 +352,26 @@ struct StateRole {
       const bool last_of_tile = chunk_now.y & kLastChunk;
       chunk_now = chunk_next;
       if (last_of_tile && chunk.slot_out >= 0) {
-        const StateSet& set = p.args.final_state;
-        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
-                         first_row(chunk), at.q);
+        if constexpr (Traits::kStateOnly) {
+          save_boundary(s, chunk);
+          ++tiles;
+        } else {
+          const StateSet& set = p.args.final_state;
+          move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                           first_row(chunk), at.q);
+        }
       }
       previous_v = stage_v;
       stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
+    }
+    if constexpr (Traits::kStateOnly) {
+      __syncwarp();
+      if (at.lane == 0 && tiles > 0) {
+        __threadfence();
+        atomicAdd(&p.counters->states_done, tiles);
+      }
+      return;
     }
     put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
   }

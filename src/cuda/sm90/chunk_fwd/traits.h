@@ -7,28 +7,33 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
 inline constexpr int kHeadDim = 128;  // K = V
+// e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
+inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-template <typename Element_, int kStateGroups_, bool kSave_>
+// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
+template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
+  static constexpr bool kStateOnly = kStateOnly_;
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
-  // accumulators (64) and packed operands (32). With one state group the launch leaves 168 a thread to share out.
-  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
-  static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
+  // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
+  // share out.
+  static constexpr int kAuxRegisters = kStateOnly ? 96 : kStateGroups == 2 ? 64 : 128;
+  static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
   static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = 3;
-  static constexpr int kStagesV = 3;
+  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
@@ -67,7 +72,7 @@ struct ChunkForwardTraits {
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
-  static constexpr uint32_t kBytesWalker = 64;
+  static constexpr uint32_t kBytesWalker = 80;
   static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
 
   // Barriers, 8 bytes each.
@@ -80,7 +85,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;     // address of the tensor maps
+  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;     // kStateOnly: all warps
+  static constexpr uint32_t kMaps = kMeet + 8;                       // address of the tensor maps
   static constexpr uint32_t kSmemBytes = kMaps + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };

@@ -1,0 +1,29 @@
+// A kernel launch that may overlap the one before it in the stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace flash_qla::cuda::sm90 {
+
+// after_previous: the kernel may start as soon as the one before it allows; it waits for that one's results itself.
+template <typename Params>
+cudaError_t launch_kernel(const void* kernel, int blocks, int threads, size_t smem_bytes, const Params& params,
+                          bool after_previous, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = after_previous ? 1 : 0;
+  Params copy = params;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,33 @@
+// The planning kernels of a sequence split. docs/design/sequence_split.md.
+#pragma once
+
+#include "kernel_params.h"
+
+namespace flash_qla::cuda::sm90 {
+
+// Places in the workspace.
+struct SplitWorkspace {
+  SplitCounters* counters;
+  uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
+  int32_t* first_chunks;  // [N]; where h is wanted and lengths vary
+  Tile *state_tiles, *output_tiles;
+  TransitionChain* chains;
+  float4 *boundary_states, *transitions;  // [slots, 128 * 128 / 4], boundary_place() order
+};
+
+struct SplitKernelParams {
+  ChunkForwardArgs args;
+  SplitWorkspace workspace;
+  SplitCapacity capacity;
+  SplitCosts costs;
+  int32_t sms;
+};
+
+// The places from `base` on, and how many bytes they take.
+size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity, void* base,
+                     SplitWorkspace* workspace);
+
+// Classifies the boundaries, then lists the tiles: two kernels.
+cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stream);
+
+}  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,572 @@
+// The sequence split of the fused Hopper forward, as plain functions: where sequences may be cut, which cuts are taken,
+// and the tiles that follow. They run on the device (plan.cu) and, in a test, on the host.
+// docs/design/sequence_split.md explains the scheme.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define FLASH_QLA_HOST_DEVICE __host__ __device__
+#else
+#define FLASH_QLA_HOST_DEVICE
+#endif
+
+namespace flash_qla::cuda::sm90 {
+
+enum class SplitMode : int32_t {
+  kOff = 0,        // no sequence is cut
+  kAuto = 1,       // cut as the whole batch, the heads and the card ask for
+  kInvariant = 2,  // cut by each sequence's own length alone
+};
+
+inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
+
+// A start state may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up is at most this:
+// e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
+inline constexpr float kDecayThreshold = -16.0f;
+
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.7 us on an H200 (measured
+// points: docs/design/sequence_split.md).
+struct SplitCosts {
+  float state_step = 0.76f;    // a chunk in the kernel that makes states alone
+  float half_step = 0.72f;     // a chunk of half a head, as an unsplit call with few tiles computes them
+  float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
+  float combine_step = 0.45f;  // one transition applied to a boundary state
+  float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
+  float plan = 10.0f;          // the planning kernels, and the launches that an unsplit call does without
+  float plan_uncut = 5.0f;     // ... where the lengths turn out to ask for no cut
+};
+
+// No segment is shorter: below it edges and warm-up cost more than the segment.
+inline constexpr int32_t kMinSpacing = 4;
+inline constexpr int32_t kForcedSpacing = 2;  // under force_intra_cp: two whole chunks, so that everything is met
+// A sequence may be cut into pieces of about (all chunks of all heads) / (this * SMs): three items to an SM let the
+// planner merge them into nearly full waves, and bound the boundary states to 50 MB on a card of 132 SMs.
+inline constexpr int32_t kItemsPerSm = 3;
+// SplitMode::kInvariant: as many pieces as whole spacings fit, up to a number that keeps chains of transitions short.
+inline constexpr int32_t kInvariantSpacing = 32;
+inline constexpr int32_t kInvariantPieces = 16;
+inline constexpr int32_t kMostPieces =
+    1 << 15;  // its square is a 32-bit number: 64-bit divisions take long on the device
+// Longest warm-up, in chunks; kept in a byte.
+inline constexpr int32_t kMaxWarmup = 64;
+// A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
+// a chunk (a warm-up of six), and no more than this loss where half of them do not: the gates are not known before.
+inline constexpr float kLeastGain = 0.07f;
+inline constexpr float kMostLoss = 0.03f;
+inline constexpr int32_t kUsualWarmup = 6;
+// With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
+inline constexpr int64_t kTilesPerSmUnsplit = 16;
+
+// --- where sequences may be cut ---
+
+// One sequence.
+struct PlannedSequence {
+  int32_t start;        // first token
+  int32_t length;       // tokens
+  int32_t index;        // position in cu_seqlens
+  int32_t first_chunk;  // chunks of all sequences before it
+};
+
+struct SplitGrid {
+  int32_t spacing = 0;    // chunks between boundaries of a sequence, at least; 0: no sequence may be cut
+  int32_t by_length = 0;  // pieces by SplitMode::kInvariant's rule
+};
+
+// What the choice of a grid sees of the lengths.
+struct LengthSummary {
+  int64_t chunks = 0;
+  int32_t sequences = 0;  // that are not empty
+  int32_t longest = 0;    // chunks
+};
+
+FLASH_QLA_HOST_DEVICE constexpr int32_t chunks_in(int32_t tokens) { return (tokens + kSplitChunk - 1) / kSplitChunk; }
+FLASH_QLA_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Steps that the card needs without a cut, an estimate: exact for equal lengths.
+FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                 const SplitCosts& costs) {
+  if (lengths.sequences == 0) return 0.0f;
+  const int64_t tiles = static_cast<int64_t>(lengths.sequences) * heads;
+  const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
+  const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
+  if (2 * tiles <= sms) return edged * costs.half_step;
+  if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>(divide_up(tiles, sms)) * edged;
+  // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
+  const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
+  const float spread = tiles > sms ? even + average / 3 : even;
+  return edged > spread ? edged : spread;
+}
+
+FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
+                                                   int32_t heads, int32_t sms, const SplitCosts& costs) {
+  SplitGrid grid;
+  if (mode == SplitMode::kOff || lengths.sequences == 0) return grid;
+  if (mode == SplitMode::kInvariant) {
+    grid.spacing = forced ? kForcedSpacing : kInvariantSpacing;
+    grid.by_length = 1;
+    return grid;
+  }
+  const int64_t work = lengths.chunks * heads;
+  if (!forced) {
+    // The best that any split can do: even work, if every cut were free.
+    const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
+    const float best = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms) + costs.plan;
+    if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
+  }
+  const int64_t spacing = divide_up(work, static_cast<int64_t>(kItemsPerSm) * sms);
+  const int64_t least = forced ? kForcedSpacing : kMinSpacing;
+  grid.spacing = static_cast<int32_t>(spacing > least ? spacing : least);
+  return grid;
+}
+
+// Pieces between the boundaries of a sequence; boundary i of 1 .. pieces - 1 is before chunk boundary_chunk(i).
+FLASH_QLA_HOST_DEVICE inline int32_t pieces_of(int32_t chunks, const SplitGrid& grid) {
+  if (grid.spacing == 0 || chunks < 2 * grid.spacing) return 1;
+  const int32_t pieces = chunks / grid.spacing, most = grid.by_length != 0 ? kInvariantPieces : kMostPieces;
+  return pieces < most ? pieces : most;
+}
+FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_chunk(int32_t chunks, int32_t pieces, int32_t i) {
+  return chunks / pieces * i +
+         static_cast<int32_t>(static_cast<uint32_t>(chunks % pieces * i) / static_cast<uint32_t>(pieces));
+}
+
+// Boundaries have numbers: no two of a batch are nearer than the spacing (a sequence's first lies that far inside it),
+// so the number of the spacing-wide window they fall in is theirs alone. A boundary whose number is past the capacity
+// is not used. Tokens are 31-bit numbers.
+FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_number(int32_t first_token, int32_t chunk, const SplitGrid& grid) {
+  const uint32_t token = static_cast<uint32_t>(first_token) + static_cast<uint32_t>(chunk) * kSplitChunk;
+  return static_cast<int32_t>(token / kSplitChunk / static_cast<uint32_t>(grid.spacing));
+}
+
+// The boundary of sequence `s` that has this number, 1 .. pieces - 1; 0: none.
+FLASH_QLA_HOST_DEVICE inline int32_t find_boundary(const PlannedSequence& s, const SplitGrid& grid, int32_t number) {
+  const int32_t chunks = chunks_in(s.length), pieces = pieces_of(chunks, grid);
+  const int64_t window = static_cast<int64_t>(number) * grid.spacing * kSplitChunk;
+  if (pieces <= 1 || window <= s.start) return 0;
+  // The first boundary at or after the window's start.
+  const int64_t least = divide_up(window - s.start, kSplitChunk);
+  const int64_t i = divide_up(least * pieces, chunks);
+  if (i < 1 || i >= pieces) return 0;
+  const int32_t at = boundary_chunk(chunks, pieces, static_cast<int32_t>(i));
+  return boundary_number(s.start, at, grid) == number ? static_cast<int32_t>(i) : 0;
+}
+
+// Boundaries that a call can have for each head. Depends on shapes alone: it sizes the workspace.
+FLASH_QLA_HOST_DEVICE inline int32_t boundary_capacity(SplitMode mode, bool forced, int64_t tokens, int32_t heads,
+                                                       int32_t sms) {
+  if (mode == SplitMode::kOff) return 0;
+  const int64_t least = forced ? kForcedSpacing : mode == SplitMode::kInvariant ? kInvariantSpacing : kMinSpacing;
+  const int64_t by_length = divide_up(tokens, least * kSplitChunk);
+  if (mode == SplitMode::kInvariant) return static_cast<int32_t>(by_length);
+  const int64_t by_card = divide_up(static_cast<int64_t>(kItemsPerSm) * sms, heads) + 1;
+  return static_cast<int32_t>(by_length < by_card ? by_length : by_card);
+}
+
+// --- light and heavy ---
+
+// Chunks of warm-up that a start at `position` needs to leave the state before them out; 0: no warm-up of up to `limit`
+// chunks does. decay(c): sum over the tokens of chunk c of g + log max(1, |1 - beta |k|^2|). NaN is heavy.
+template <typename Decay>
+FLASH_QLA_HOST_DEVICE int32_t warmup_chunks(int32_t position, int32_t limit, float threshold, const Decay& decay) {
+  float sum = 0.0f;
+  for (int32_t w = 1; w <= limit && w <= position; ++w) {
+    sum += decay(position - w);
+    if (sum <= threshold) return w;
+  }
+  return 0;
+}
+
+FLASH_QLA_HOST_DEVICE constexpr int32_t warmup_limit(const SplitGrid& grid) {
+  // A longer warm-up would cost more than the two state tiles that it saves.
+  const int32_t limit = 2 * grid.spacing < 8 ? 8 : 2 * grid.spacing;
+  return limit < kMaxWarmup ? limit : kMaxWarmup;
+}
+
+// --- tiles ---
+
+inline constexpr int32_t kTileFromStart = 1;    // starts from the sequence's initial state
+inline constexpr int32_t kTileToEnd = 2;        // ends with the sequence: its state is the final one
+inline constexpr int32_t kTileFromSlot = 4;     // starts from boundary state `slot`
+inline constexpr int32_t kTileToSlot = 8;       // a state tile: its last state is boundary state `slot`, no outputs
+inline constexpr int32_t kTileTransition = 16;  // with kTileToSlot: starts from the identity with V = 0, so that its
+                                                // last state is the transition that leads to boundary `slot`
+
+struct Tile {
+  int32_t row;       // first token, warm-up included
+  int32_t tokens;    // warm-up included
+  int32_t sequence;  // position in cu_seqlens
+  int32_t chunk;     // its first chunk, counted over all sequences
+  int32_t position;  // ... and in its sequence
+  int32_t slot;      // boundary state read or written, -1: none
+  int16_t head;      // value head
+  int16_t warmup;    // chunks at its start that leave nothing behind
+  int32_t flags;
+};
+static_assert(sizeof(Tile) == 32);
+
+// Boundary states first_slot + 1 .. first_slot + transitions follow from first_slot, one transition each.
+struct TransitionChain {
+  int32_t first_slot;
+  int32_t transitions;
+};
+
+// How many neighbouring pieces make one tile, roughly, where the boundaries between them are light or heavy.
+struct SplitMerge {
+  int32_t light = 1;
+  int32_t heavy = 1;
+};
+inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
+
+// Whether boundary i of `pieces` stays when about `merge` pieces are joined, as evenly as may be.
+FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, int32_t merge) {
+  const uint32_t n = static_cast<uint32_t>(pieces);
+  const uint32_t joined = merge >= pieces ? 1u : (n + static_cast<uint32_t>(merge) - 1) / static_cast<uint32_t>(merge);
+  return joined * static_cast<uint32_t>(i) / n != joined * static_cast<uint32_t>(i - 1) / n;
+}
+
+// The segments of one sequence and head, which end at the boundaries that stay and at the sequence's end, are worked
+// out in rounds of 32 boundaries: on the device a lane looks at one, on the host a loop does. Bit j of a round's masks
+// is boundary base + j; the end counts as boundary `pieces`.
+struct SegmentRound {
+  int32_t base = 1;
+  uint32_t ends = 0;   // segments end there
+  uint32_t heavy = 0;  // ... and the next one cannot do without this one's last state
+};
+
+// What a round needs of those before it.
+struct SegmentCarry {
+  int32_t from = 0;        // boundary that the open segment starts at; 0: the sequence's start
+  int32_t from_heavy = 0;  // whether it is heavy
+  int32_t heavy_run = 0;   // heavy boundaries in a row up to it
+  int32_t slots = 0;       // heavy boundaries so far
+};
+
+FLASH_QLA_HOST_DEVICE inline int32_t bits_set(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  return __popc(x);
+#else
+  return __builtin_popcount(x);
+#endif
+}
+// Of a number that is not zero.
+FLASH_QLA_HOST_DEVICE inline int32_t highest_bit(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  return 31 - __clz(static_cast<int>(x));
+#else
+  return 31 - __builtin_clz(x);
+#endif
+}
+
+// One sequence and head, and how it is cut. warmups(number): chunks of warm-up of that boundary, 0: heavy.
+template <typename Warmups>
+struct HeadPlan {
+  PlannedSequence sequence;
+  int32_t head;
+  SplitGrid grid;
+  SplitMerge merge;
+  int32_t capacity;  // boundaries
+  Warmups warmups;
+  int32_t chunks, pieces;
+
+  FLASH_QLA_HOST_DEVICE HeadPlan(const PlannedSequence& sequence, int32_t head, const SplitGrid& grid,
+                                 const SplitMerge& merge, int32_t capacity, const Warmups& warmups)
+      : sequence(sequence),
+        head(head),
+        grid(grid),
+        merge(merge),
+        capacity(capacity),
+        warmups(warmups),
+        chunks(chunks_in(sequence.length)),
+        pieces(pieces_of(chunks, grid)) {}
+
+  FLASH_QLA_HOST_DEVICE int32_t chunk_at(int32_t i) const {
+    return i >= pieces ? chunks : boundary_chunk(chunks, pieces, i);
+  }
+  FLASH_QLA_HOST_DEVICE int32_t warmup_at(int32_t i) const {
+    const int32_t number = boundary_number(sequence.start, chunk_at(i), grid);
+    return number < capacity ? warmups(number) : 0;
+  }
+
+  // Whether boundary i, 1 .. pieces, ends a segment, and is heavy.
+  FLASH_QLA_HOST_DEVICE void classify(int32_t i, bool* ends, bool* heavy) const {
+    *ends = i == pieces;
+    *heavy = false;
+    if (i >= pieces) return;
+    const int32_t number = boundary_number(sequence.start, chunk_at(i), grid);
+    if (number >= capacity) return;
+    const bool light = warmups(number) > 0;
+    *ends = boundary_stays(pieces, i, light ? merge.light : merge.heavy);
+    *heavy = *ends && !light;
+  }
+
+  // The tiles of the segment that ends at bit `lane` of the round, which must be set in `ends`: sink.tile(Tile) for
+  // each, and sink.chain(TransitionChain) where a run of transitions ends. Slots are first_slot and those after it.
+  template <typename Sink>
+  FLASH_QLA_HOST_DEVICE void emit(const SegmentRound& round, const SegmentCarry& carry, int32_t lane,
+                                  int32_t first_slot, Sink& sink) const {
+    const uint32_t bit = 1u << lane, below = bit - 1;
+    const int32_t i = round.base + lane, end = chunk_at(i);
+    const bool last = i == pieces, heavy = (round.heavy & bit) != 0;
+    const uint32_t earlier = round.ends & below;
+    const int32_t from = earlier != 0 ? round.base + highest_bit(earlier) : carry.from;
+    const bool from_heavy = earlier != 0 ? (round.heavy >> highest_bit(earlier) & 1) != 0 : carry.from_heavy != 0;
+    // Slot of this segment's last state; the one that it starts from is the slot before.
+    const int32_t slot = first_slot + carry.slots + bits_set(round.heavy & below);
+    const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
+    if (!from_heavy) {
+      const int32_t warmup = from > 0 ? warmup_at(from) : 0;
+      const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
+      sink.tile(tile(start, end, warmup, -1, from_start | to_end));
+      if (heavy) sink.tile(tile(start, end, 0, slot, from_start | kTileToSlot));
+      return;
+    }
+    sink.tile(tile(first, end, 0, slot - 1, kTileFromSlot | to_end));
+    if (heavy) {
+      sink.tile(tile(first, end, 0, slot, kTileToSlot));
+      sink.tile(tile(first, end, 0, slot, kTileToSlot | kTileTransition));
+      return;
+    }
+    const uint32_t light = earlier & ~round.heavy;
+    const uint32_t since = light != 0 ? ~((2u << highest_bit(light)) - 1) : ~0u;
+    const int32_t run = bits_set(round.heavy & below & since) + (light != 0 ? 0 : carry.heavy_run);
+    if (run > 1) sink.chain(TransitionChain{slot - run, run - 1});
+  }
+
+  // What the next round needs.
+  FLASH_QLA_HOST_DEVICE static void advance(const SegmentRound& round, SegmentCarry* carry) {
+    carry->slots += bits_set(round.heavy);
+    if (round.ends == 0) return;
+    const int32_t last = highest_bit(round.ends);
+    const uint32_t light = round.ends & ~round.heavy;
+    const uint32_t since = light != 0 ? ~((2u << highest_bit(light)) - 1) : ~0u;
+    carry->heavy_run = bits_set(round.heavy & since) + (light != 0 ? 0 : carry->heavy_run);
+    carry->from = round.base + last;
+    carry->from_heavy = round.heavy >> last & 1;
+  }
+
+ private:
+  FLASH_QLA_HOST_DEVICE Tile tile(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
+    const int32_t last = end * kSplitChunk < sequence.length ? end * kSplitChunk : sequence.length;
+    Tile t;
+    t.row = sequence.start + from * kSplitChunk;
+    t.tokens = last - from * kSplitChunk;
+    t.sequence = sequence.index;
+    t.chunk = sequence.first_chunk + from;
+    t.position = from;
+    t.slot = slot;
+    t.head = static_cast<int16_t>(head);
+    t.warmup = static_cast<int16_t>(warmup);
+    t.flags = flags;
+    return t;
+  }
+};
+
+// --- the choice of merges ---
+
+// What the choice sees of one sequence and head.
+struct HeadSummary {
+  int32_t chunks = 0, pieces = 1;
+  int32_t heavy = 0;    // boundaries
+  int32_t warmups = 0;  // chunks, of all light boundaries together
+};
+
+// What one choice costs. Free tiles depend on nothing; dependent ones wait for boundary states.
+struct SplitEstimate {
+  SplitCosts costs;
+  float state_work = 0.0f, free_work = 0.0f, dependent_work = 0.0f;
+  float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
+  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
+
+  // A head with a heavy boundary is taken for one that has no other: where both kinds alternate that is a cautious
+  // guess.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, const SplitMerge& merge) {
+    const int32_t step = head.heavy > 0 ? merge.heavy : merge.light;
+    const int32_t tiles = step >= head.pieces ? 1 : (head.pieces + step - 1) / step;
+    const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
+    const int32_t light = head.pieces - 1 - head.heavy;
+    const bool warms_up = head.heavy == 0 && tiles > 1;
+    const float warmup = warms_up ? static_cast<float>(head.warmups) / static_cast<float>(light) : 0.0f;
+    const float output = segment + warmup + costs.tile_edge;
+    const int32_t dependent = head.heavy > 0 ? tiles - 1 : 0;
+    free_tiles += tiles - dependent;
+    free_work += output * static_cast<float>(tiles - dependent);
+    longest_free = larger(longest_free, output);
+    if (dependent == 0) return;
+    dependent_tiles += dependent;
+    dependent_work += output * static_cast<float>(dependent);
+    longest_dependent = larger(longest_dependent, output);
+    // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
+    const float state = segment * costs.state_step + costs.tile_edge;
+    const int32_t states = 1 + 2 * (tiles - 2);
+    state_tiles += states;
+    state_work += state * static_cast<float>(states);
+    longest_state = larger(longest_state, state);
+    longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
+  }
+  FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
+    state_work += other.state_work;
+    free_work += other.free_work;
+    dependent_work += other.dependent_work;
+    state_tiles += other.state_tiles;
+    free_tiles += other.free_tiles;
+    dependent_tiles += other.dependent_tiles;
+    longest_state = larger(longest_state, other.longest_state);
+    longest_free = larger(longest_free, other.longest_free);
+    longest_dependent = larger(longest_dependent, other.longest_dependent);
+    longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
+  }
+
+  // So many heads that are alike.
+  FLASH_QLA_HOST_DEVICE void repeat(int32_t heads) {
+    const float times = static_cast<float>(heads);
+    state_work *= times;
+    free_work *= times;
+    dependent_work *= times;
+    state_tiles *= heads;
+    free_tiles *= heads;
+    dependent_tiles *= heads;
+  }
+
+  // When the boundary states are there.
+  FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
+    if (state_tiles == 0) return 0.0f;
+    return whole_waves(state_tiles, state_work, longest_state, sms) + costs.phase +
+           costs.combine_step * static_cast<float>(longest_chain);
+  }
+
+  // Free tiles that start before then, on SMs that state tiles leave: they are put before the dependent ones.
+  FLASH_QLA_HOST_DEVICE int32_t early_tiles(int32_t sms) const {
+    if (dependent_tiles == 0 || free_tiles == 0) return free_tiles;
+    const float room = static_cast<float>(sms) * ready(sms) - state_work;
+    const int32_t tiles = static_cast<int32_t>(room * static_cast<float>(free_tiles) / free_work);
+    return tiles < free_tiles ? tiles : free_tiles;
+  }
+
+  // Steps until the last tile ends.
+  FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
+    if (free_tiles == 0) return 0.0f;
+    if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
+    const float cards = static_cast<float>(sms), start = ready(sms);
+    // What is left when the boundary states are there; dependent tiles go first then, and half a free one is lost at
+    // the end.
+    const float room = cards * start - state_work;
+    const float left = free_work > room ? free_work - room : 0.0f;
+    const float free = free_work / static_cast<float>(free_tiles);
+    float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
+                               (left + dependent_work) / cards + (left > 0.0f ? free / 2 : 0.0f));
+    // A free tile that finds no SM at first starts when a state tile ends.
+    const float late = state_tiles >= sms ? state_work / cards : state_tiles + free_tiles > sms ? longest_state : 0.0f;
+    end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
+    return larger(end, longest_free);
+  }
+
+ private:
+  FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
+  // Tiles of one list by themselves: whole waves where they are nearly equal; otherwise a third of one is lost at the
+  // end.
+  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, int32_t sms) {
+    const float average = work / static_cast<float>(tiles);
+    const float waves = static_cast<float>(divide_up(tiles, sms)) * longest;
+    const float spread = larger(longest, work / static_cast<float>(sms) + average / 3);
+    return longest <= 1.25f * average || waves < spread ? waves : spread;
+  }
+};
+
+// The merges that are tried: every pair of a light and a heavy one.
+inline constexpr int32_t kMerges = 8;
+inline constexpr int32_t kMergeChoices = kMerges * kMerges;
+FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
+  return i < 4 ? i + 1 : i == 4 ? 6 : i == 5 ? 8 : i == 6 ? 16 : kNoCut;
+}
+FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
+  return {merge_step(i % kMerges), merge_step(i / kMerges)};
+}
+
+// Steps of the best choice for equal sequences, with `heavy` heads that do not decay and the others that do
+// (kUsualWarmup).
+FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
+                                              int32_t heavy, int32_t sms, const SplitCosts& costs) {
+  HeadSummary head;
+  head.chunks = lengths.longest;
+  head.pieces = pieces_of(head.chunks, grid);
+  head.warmups = kUsualWarmup * (head.pieces - 1);
+  SplitEstimate light[kMerges], without_decay[kMerges];
+  for (int32_t i = 0; i < kMerges; ++i) {
+    light[i].costs = without_decay[i].costs = costs;
+    head.heavy = 0;
+    light[i].add(head, {merge_step(i), merge_step(i)});
+    light[i].repeat(lengths.sequences * (heads - heavy));
+    head.heavy = head.pieces - 1;
+    without_decay[i].add(head, {merge_step(i), merge_step(i)});
+    without_decay[i].repeat(lengths.sequences * heavy);
+  }
+  float best = 0.0f;
+  for (int32_t i = 0; i < kMergeChoices; ++i) {
+    SplitEstimate estimate = light[i % kMerges];
+    if (heavy > 0) estimate.add(without_decay[i / kMerges]);
+    const float steps = estimate.steps(sms);
+    best = i == 0 || steps < best ? steps : best;
+  }
+  return best;
+}
+
+// Whether a plan promises to pay for equal sequences of these lengths.
+FLASH_QLA_HOST_DEVICE inline bool plan_pays(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                            const SplitCosts& costs) {
+  const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
+  if (grid.spacing == 0) return false;
+  const float unsplit = unsplit_steps(lengths, heads, sms, costs);
+  return costs.plan + best_steps(lengths, grid, heads, heads / 4, sms, costs) <= (1.0f - kLeastGain) * unsplit &&
+         costs.plan + best_steps(lengths, grid, heads, heads / 2, sms, costs) <= (1.0f + kMostLoss) * unsplit;
+}
+
+// --- order ---
+
+// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O, free and
+// dependent ones; within each the longest first.
+inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 8, then eight to each doubling
+FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
+  int32_t bucket = chunks;
+  if (chunks >= 8) {
+    int32_t magnitude = 3;
+    while (chunks >> (magnitude + 1) != 0) ++magnitude;
+    bucket = 8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7);
+  }
+  return bucket < kLengthBuckets ? kLengthBuckets - 1 - bucket : 0;
+}
+inline constexpr int32_t kTileBuckets = 3 * kLengthBuckets;
+FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t) {
+  const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 2 : 1;
+  return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
+}
+
+// Where the n-th tile in the order of the buckets goes in the list of tiles that write O: `early` free ones, the
+// dependent ones, then the rest.
+FLASH_QLA_HOST_DEVICE constexpr int32_t output_place(int32_t n, int32_t early, int32_t free, int32_t dependent) {
+  return n < early ? n : n < free ? n + dependent : n - free + early;
+}
+
+// --- workspace ---
+
+// What a call's plan can hold at most; by shapes alone.
+struct SplitCapacity {
+  int32_t boundaries = 0;    // for each head
+  int64_t slots = 0;         // boundary states, and as many transitions
+  int64_t state_tiles = 0;   // a heavy boundary takes one, or one and a transition
+  int64_t output_tiles = 0;  // one a sequence and head, one more a boundary
+  int64_t chains = 0;
+};
+
+FLASH_QLA_HOST_DEVICE inline SplitCapacity split_capacity(SplitMode mode, bool forced, int64_t tokens,
+                                                          int32_t sequences, int32_t heads, int32_t sms) {
+  SplitCapacity c;
+  c.boundaries = boundary_capacity(mode, forced, tokens, heads, sms);
+  c.slots = static_cast<int64_t>(c.boundaries) * heads;
+  c.state_tiles = 2 * c.slots;
+  c.output_tiles = static_cast<int64_t>(sequences) * heads + c.slots;
+  c.chains = (c.slots + 1) / 2;
+  return c;
+}
+
+}  // namespace flash_qla::cuda::sm90

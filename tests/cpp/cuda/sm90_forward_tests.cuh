@@ -1,0 +1,707 @@
+// The groups of cuda_generic_test that are about the Hopper forward alone (path sm90).
+#pragma once
+
+#include "checker.h"
+
+namespace flash_qla::testing {
+
+// A sequence in a batch that fills the card has the bits that it has alone, and those of a few of its heads alone.
+inline int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
+  Checker checker("bits depend on neither batch nor heads, sm90", settings, arena);
+  Random random(23);
+  Shape s;
+  s.dtype = DType::kBFloat16;
+  s.Hq = 4;
+  s.Hv = 8;
+  s.K = s.V = 128;
+  s.cu_seqlens = {0};
+  for (int n = 0; n < 40; ++n) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(1, 200));
+  s.T = s.cu_seqlens.back();
+  Features f;
+  f.initial_state = f.final_state = true;
+  f.cp_mode = FLASH_QLA_CP_OFF;
+  ForwardCall batch;
+  batch.draw(s, f, PoolFeatures{}, false, random);
+  const auto run = [&](ForwardCall& call) {
+    checker.count();
+    const std::string error = run_call(call, "sm90", FLASH_QLA_CUDA, arena);
+    if (!error.empty()) checker.fail("forward", "sm90", error);
+  };
+  run(batch);
+  for (const int64_t n : {0, 7, 39}) {
+    const int64_t begin = s.cu_seqlens[static_cast<size_t>(n)], end = s.cu_seqlens[static_cast<size_t>(n) + 1];
+    for (const int64_t heads : {8, 2}) {  // value heads from 4 on; a whole group of one key head, or all
+      const int64_t first = heads == 8 ? 0 : 4;
+      ForwardCall alone = batch;
+      const auto cut = [&](Buffer& x, int64_t head0, int64_t head1) {
+        x = x.slice(1, begin, end);
+        x = x.slice(2, head0, head1);
+      };
+      cut(alone.in.q, first / 2, (first + heads) / 2);
+      cut(alone.in.k, first / 2, (first + heads) / 2);
+      for (Buffer* x : {&alone.in.v, &alone.in.g, &alone.in.beta, &alone.o}) cut(*x, first, first + heads);
+      for (Buffer* x : {&alone.in.initial_state, &alone.final_state}) {
+        *x = x->slice(0, n, n + 1);
+        *x = x->slice(1, first, first + heads);
+      }
+      Buffer o = alone.o, state = alone.final_state;
+      alone.in.shape.T = end - begin;
+      alone.in.shape.Hq = heads / 2;
+      alone.in.shape.Hv = heads;
+      alone.in.shape.cu_seqlens.clear();
+      alone.in.cu_seqlens = Buffer();
+      run(alone);
+      const std::string what = "sequence " + std::to_string(n) + ", " + std::to_string(heads) + " heads";
+      if (!same(alone.o, o)) checker.fail(what, "sm90", "o differs");
+      if (!same(alone.final_state, state)) checker.fail(what, "sm90", "state differs");
+    }
+  }
+  return checker.finish();
+}
+
+// A call as the library sees it before it runs: shapes, and this device.
+inline ForwardArguments arguments_for_sm90(const ForwardCall& call) {
+  ForwardCall copy = call;
+  ForwardArguments args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
+  args.options.path = "sm90";
+  args.options.device_type = FLASH_QLA_CUDA;
+  check_cuda(cudaGetDevice(&args.options.device_index), "cudaGetDevice");
+  return args;
+}
+
+// The Hopper forward against the oracle: every option, on the drawn calls that it takes. What it leaves to cuda_generic
+// are outputs in odd places: fewer than half of all calls, or the group fails.
+inline int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
+  Checker checker("forward, sm90", settings, arena);
+  const auto draw = [&](Random& r) {
+    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    Shape s = draw_shape(type, settings.small ? 140 : 400, settings.largest_state(), r);
+    s.K = s.V = 128;
+    ForwardCall call;
+    call.draw(s, draw_features(type, s.K, r), draw_pool_features(false, !s.cu_seqlens.empty(), r), false, r);
+    return call;
+  };
+  int64_t drawn = 0, taken = 0;
+  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const ForwardCall& call) {
+    ++drawn;
+    if (!ChunkForward::can_implement(arguments_for_sm90(call)).ok()) return;
+    ++taken;
+    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+  });
+  if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
+  return checker.finish();
+}
+
+// Sequences of one token without a state before it: o = P V' with V' = beta v. Against these very roundings, not
+// against the oracle: what is left is an ulp here and there, where the sum of q k went the other way.
+inline int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
+  Checker checker("single tokens, sm90", settings, arena);
+  Random random(19);
+  Shape s;
+  s.dtype = DType::kBFloat16;
+  s.B = 40;
+  s.T = 1;
+  s.Hq = 2;
+  s.Hv = 4;
+  s.K = s.V = 128;
+  ForwardCall call;
+  call.draw(s, Features{}, PoolFeatures{}, false, random);
+  checker.count();
+  const std::string error = run_call(call, "sm90", FLASH_QLA_CUDA, arena);
+  if (!error.empty()) checker.fail("forward", "sm90", error);
+  Buffer expected(s.dtype, {s.B, s.T, s.Hv, s.V}), word(s.dtype, {1});
+  const auto rounded = [&](double x) {
+    word.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(word.host(), 0);
+  };
+  const Tensor q = call.in.q.host(), k = call.in.k.host(), v = call.in.v.host(), beta = call.in.beta.host();
+  double score = 0.0;
+  expected.fill([&](int64_t b, int64_t t, int64_t head, int64_t column) {
+    if (column == 0) {
+      double dot = 0.0;
+      for (int64_t i = 0; i < s.K; ++i) {
+        dot += load(q, offset_of(q, b, t, head / 2, i)) * load(k, offset_of(k, b, t, head / 2, i));
+      }
+      score = rounded(dot / std::sqrt(static_cast<double>(s.K)));
+    }
+    const double corrected = rounded(load(beta, offset_of(beta, b, t, head)));
+    return score * rounded(corrected * load(v, offset_of(v, b, t, head, column)));
+  });
+  const double difference = relative_error(call.o, expected, 2);
+  if (!(difference <= 5e-4)) checker.fail("forward", "sm90", "o differs by " + std::to_string(difference));
+  return checker.finish();
+}
+
+// The chunk algorithm in double with the roundings of a tensor-core kernel, for one dense batch row: the operands of
+// every product are rounded to the inputs' dtype (those of the inverse to fp16). What is asked of a kernel where a case
+// is ill-conditioned for all of them (docs/numerics.md). Names are those of docs/math.md.
+class Emulation {
+ public:
+  explicit Emulation(ForwardCall& call)
+      : call_(call), shape_(call.in.shape), word_(shape_.dtype, {1}), half_(DType::kFloat16, {1}) {}
+
+  // Fills the call's o and final_state.
+  void run() {
+    const Shape& s = shape_;
+    std::vector<double> o(static_cast<size_t>(s.T * s.Hv * s.V)), states;
+    for (int64_t head = 0; head < s.Hv; ++head) {
+      std::vector<double> S = start(head);
+      for (int64_t t0 = 0; t0 < s.T; t0 += kChunkSize) step(head, t0, std::min(kChunkSize, s.T - t0), &S, &o);
+      states.insert(states.end(), S.begin(), S.end());
+    }
+    call_.o.fill([&](int64_t, int64_t t, int64_t head, int64_t column) {
+      return o[static_cast<size_t>((t * s.Hv + head) * s.V + column)];
+    });
+    call_.final_state.fill([&](int64_t, int64_t head, int64_t i, int64_t j) {
+      return states[static_cast<size_t>((head * s.K + i) * s.V + j)];
+    });
+  }
+
+ private:
+  using Matrix = std::vector<double>;
+
+  static double at(Buffer& x, int64_t i, int64_t j, int64_t k, int64_t l = 0) {
+    const Tensor t = x.host();
+    return load(t, offset_of(t, i, j, k, l));
+  }
+  double rounded(double x) {
+    word_.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(word_.host(), 0);
+  }
+  Matrix rounded(Matrix x) {
+    for (double& value : x) value = rounded(value);
+    return x;
+  }
+  // [n, m] = a [n, k] b [k, m]
+  static Matrix product(const Matrix& a, const Matrix& b, int64_t n, int64_t k, int64_t m) {
+    Matrix c(static_cast<size_t>(n * m), 0.0);
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t l = 0; l < k; ++l) {
+        const double x = a[static_cast<size_t>(i * k + l)];
+        for (int64_t j = 0; j < m; ++j) c[static_cast<size_t>(i * m + j)] += x * b[static_cast<size_t>(l * m + j)];
+      }
+    }
+    return c;
+  }
+  static Matrix transposed(const Matrix& a, int64_t n, int64_t m) {
+    Matrix c(a.size());
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j < m; ++j) c[static_cast<size_t>(j * n + i)] = a[static_cast<size_t>(i * m + j)];
+    }
+    return c;
+  }
+
+  // An element of what the inverse is made of: in fp16, which is what an inverse costs that is multiplied on tensor
+  // cores.
+  double inverted(double x) {
+    half_.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
+    return load(half_.host(), 0);
+  }
+
+  Matrix start(int64_t head) {
+    Matrix S;
+    for (int64_t i = 0; i < shape_.K * shape_.V; ++i) {
+      S.push_back(call_.in.initial_state.present() ? at(call_.in.initial_state, 0, head, i / shape_.V, i % shape_.V)
+                                                   : 0.0);
+    }
+    return S;
+  }
+
+  void step(int64_t head, int64_t t0, int64_t n, Matrix* S, Matrix* o) {
+    const int64_t K = shape_.K, V = shape_.V, group = shape_.Hv / shape_.Hq;
+    const double scale = 1.0 / std::sqrt(static_cast<double>(K));
+    const auto rows = [&](Buffer& x, int64_t h, int64_t size) {
+      Matrix m;
+      for (int64_t i = 0; i < n * size; ++i) m.push_back(at(x, 0, t0 + i / size, h, i % size));
+      return m;
+    };
+    const Matrix Q = rows(call_.in.q, head / group, K), Kt = transposed(rows(call_.in.k, head / group, K), n, K);
+    const Matrix keys = rows(call_.in.k, head / group, K), values = rows(call_.in.v, head, V);
+    std::vector<double> c, beta;
+    for (int64_t i = 0; i < n; ++i) {
+      c.push_back((i > 0 ? c.back() : 0.0) + std::max(kMinLogDecay, at(call_.in.g, 0, t0 + i, head)));
+      beta.push_back(at(call_.in.beta, 0, t0 + i, head));
+    }
+    const auto decay = [&](int64_t i, int64_t j) {
+      return std::exp(c[static_cast<size_t>(i)] - c[static_cast<size_t>(j)]);
+    };
+    const Matrix KK = product(keys, Kt, n, K, n), QK = product(Q, Kt, n, K, n);
+    Matrix A(static_cast<size_t>(n * n), 0.0), P = A;
+    for (int64_t i = 0; i < n; ++i) {
+      A[static_cast<size_t>(i * n + i)] = 1.0;
+      for (int64_t j = 0; j < i; ++j) {
+        double sum = 0.0;
+        for (int64_t l = j; l < i; ++l) {
+          sum += inverted(beta[static_cast<size_t>(i)] * KK[static_cast<size_t>(i * n + l)]) *
+                 A[static_cast<size_t>(l * n + j)];
+        }
+        A[static_cast<size_t>(i * n + j)] = -sum;
+      }
+    }
+    A = rounded(A);
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j <= i; ++j) {
+        A[static_cast<size_t>(i * n + j)] *= decay(i, j) * beta[static_cast<size_t>(j)];
+        P[static_cast<size_t>(i * n + j)] = scale * decay(i, j) * QK[static_cast<size_t>(i * n + j)];
+      }
+    }
+    const Matrix S0 = rounded(*S), KS = product(keys, S0, n, K, V), QS = product(Q, S0, n, K, V);
+    Matrix W = values;
+    for (int64_t i = 0; i < n * V; ++i) {
+      W[static_cast<size_t>(i)] -= std::exp(c[static_cast<size_t>(i / V)]) * KS[static_cast<size_t>(i)];
+    }
+    const Matrix corrected = product(rounded(A), rounded(W), n, n, V);
+    const Matrix PV = product(rounded(P), rounded(corrected), n, n, V);
+    Matrix last = corrected;
+    for (int64_t i = 0; i < n * V; ++i) {
+      const size_t e = static_cast<size_t>(i);
+      (*o)[static_cast<size_t>(((t0 + i / V) * shape_.Hv + head) * V + i % V)] =
+          scale * std::exp(c[static_cast<size_t>(i / V)]) * QS[e] + PV[e];
+      last[e] *= decay(n - 1, i / V);
+    }
+    const Matrix update = product(Kt, rounded(last), K, n, V);
+    for (size_t i = 0; i < S->size(); ++i) (*S)[i] = std::exp(c.back()) * (*S)[i] + update[i];
+  }
+
+  ForwardCall& call_;
+  const Shape shape_;
+  Buffer word_, half_;
+};
+
+// Keys that make the triangular inverse grow. The bound is twice the error of an emulation where the case is
+// ill-conditioned for any kernel of the dtype.
+inline int64_t test_sm90_keys(const Settings& settings, Arena& arena) {
+  Checker checker("correlated keys, sm90", settings, arena);
+  struct Keys {
+    const char* name;
+    double common, own, length;  // of a shared direction, of one's own, of the whole key
+  };
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const Keys& keys :
+         {Keys{"random", 0, 1, 1}, Keys{"correlated", 1, 0.3, 1}, Keys{"identical", 1, 0, 1}, Keys{"long", 0, 1, 8}}) {
+      for (const double beta : {0.5, 0.98, 1.0, 2.0}) {
+        if (settings.small && beta != 0.98) continue;  // the others take the same way through the kernel
+        for (const bool decays : {false, true}) {
+          Random random(29);
+          Shape s;
+          s.dtype = type;
+          s.T = 200;
+          s.Hq = 1;
+          s.Hv = 2;
+          s.K = s.V = 128;
+          Features f;
+          f.initial_state = f.final_state = true;
+          ForwardCall call;
+          call.draw(s, f, PoolFeatures{}, false, random);
+          std::vector<double> direction;
+          for (int64_t i = 0; i < s.K; ++i) direction.push_back(random.normal());
+          call.in.k.fill([&](int64_t, int64_t, int64_t, int64_t i) {
+            return keys.common * direction[static_cast<size_t>(i)] + keys.own * random.normal();
+          });
+          Inputs::scale_rows(call.in.k);
+          const Tensor k = call.in.k.host();
+          call.in.k.fill([&](int64_t i, int64_t j, int64_t h, int64_t l) {
+            return keys.length * load(k, offset_of(k, i, j, h, l));
+          });
+          call.in.beta.fill([&](int64_t, int64_t, int64_t, int64_t) { return beta / (keys.length * keys.length); });
+          if (!decays) call.in.g.fill([](int64_t, int64_t, int64_t, int64_t) { return 0.0; });
+          char what[96];
+          std::snprintf(what, sizeof(what), "%s keys, %s, beta %g%s", keys.name,
+                        type == DType::kBFloat16 ? "bf16" : "fp16", beta, decays ? ", decay" : "");
+          checker.count();
+          ForwardCall expected = call, emulated = call;
+          for (const auto& [which, path] : {std::pair<ForwardCall*, const char*>{&expected, "cuda_reference"},
+                                            std::pair<ForwardCall*, const char*>{&call, "sm90"}}) {
+            const std::string error = run_call(*which, path, FLASH_QLA_CUDA, arena);
+            if (!error.empty()) checker.fail(what, path, error);
+          }
+          Emulation(emulated).run();
+          for (const bool state : {false, true}) {
+            const auto error = [&](ForwardCall& c) {
+              return state ? relative_error(c.final_state, expected.final_state, 1)
+                           : relative_error(c.o, expected.o, 2);
+            };
+            const double got = error(call), yardstick = error(emulated), most = std::max(5e-3, 2.0 * yardstick);
+            std::printf("  %-40s %-5s %.2e, emulation %.2e\n", what, state ? "state" : "o", got, yardstick);
+            if (!(got <= most)) {
+              checker.fail(what, "sm90",
+                           (state ? "the state" : "o") + std::string(" differs by ") + std::to_string(got) +
+                               " (at most " + std::to_string(most) + ")");
+            }
+          }
+        }
+      }
+    }
+  }
+  return checker.finish();
+}
+
+// NaN and infinity in q, k, v, g and beta of one sequence, side by side with finite ones whose last chunk is not full.
+inline int64_t test_sm90_nan(const Settings& settings, Arena& arena) {
+  Checker checker("NaN stays in its sequence, sm90", settings, arena);
+  Random random(7);
+  for (const double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = 333;
+    s.Hv = 2;
+    s.K = s.V = 128;
+    s.cu_seqlens = {0, 70, 133, 260, 261, 333};
+    Features f;
+    f.final_state = true;
+    f.initial_state = true;
+    ForwardCall clean;
+    clean.draw(s, f, PoolFeatures{}, false, random);
+    ForwardCall dirty = clean;
+    // Sequences 1 and 3 alone: the first and the last token of one, the only token of the other.
+    const auto spoil = [&](Buffer& x) {
+      const Tensor t = x.host();
+      x.fill([&](int64_t i, int64_t j, int64_t k, int64_t l) {
+        return j == 70 || j == 132 || j == 260 ? bad : load(t, offset_of(t, i, j, k, l));
+      });
+    };
+    for (Buffer* x : {&dirty.in.q, &dirty.in.k, &dirty.in.v, &dirty.in.g, &dirty.in.beta}) spoil(*x);
+    for (ForwardCall* call : {&clean, &dirty}) {
+      checker.count();
+      const std::string error = run_call(*call, "sm90", FLASH_QLA_CUDA, arena);
+      if (!error.empty()) checker.fail("forward", "sm90", error);
+    }
+    const auto same_part = [&](Buffer& a, Buffer& b, int dim, int64_t begin, int64_t end) {
+      return a.slice(dim, begin, end).bytes() == b.slice(dim, begin, end).bytes();
+    };
+    for (const int64_t n : {0, 2, 4}) {
+      const size_t i = static_cast<size_t>(n);
+      if (!same_part(clean.o, dirty.o, 1, s.cu_seqlens[i], s.cu_seqlens[i + 1])) {
+        checker.fail("sequence " + std::to_string(n), "sm90", "o depends on a neighbour");
+      }
+      if (!same_part(clean.final_state, dirty.final_state, 0, n, n + 1)) {
+        checker.fail("sequence " + std::to_string(n), "sm90", "the final state depends on a neighbour");
+      }
+    }
+  }
+  return checker.finish();
+}
+
+// Adds the number of 32-bit words in which a and b differ.
+__global__ void count_different_kernel(const uint32_t* a, const uint32_t* b, int64_t words, unsigned long long* count) {
+  unsigned long long different = 0;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < words;
+       i += gridDim.x * blockDim.x) {
+    different += a[i] != b[i];
+  }
+  if (different > 0) atomicAdd(count, different);
+}
+
+// Keeps `gridDim.x` blocks busy for `clocks` clocks.
+__global__ void spin_kernel(int64_t clocks) {
+  const int64_t begin = clock64();
+  while (clock64() - begin < clocks) {
+  }
+}
+
+// A forward call on the device whose outputs are compared there, again and again, with what they were before.
+class RepeatedCall {
+ public:
+  RepeatedCall(ForwardCall& call, Arena& arena) {
+    for (auto [name, buffer] : call.inputs()) buffer->upload(arena);
+    for (auto [name, buffer] : call.outputs()) {
+      if (!buffer->present()) continue;
+      buffer->upload(arena);
+      const size_t bytes = buffer->bytes().size();
+      outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
+    }
+    for (auto [name, buffer] : call.in_place()) {
+      if (!buffer->present()) continue;
+      buffer->upload(arena);
+      const size_t bytes = buffer->bytes().size();
+      char* given = static_cast<char*>(arena.take(bytes));
+      check_cuda(cudaMemcpy(given, buffer->device().data, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+      outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
+      in_place_.push_back({outputs_.size() - 1, given});
+    }
+    args_ = call.arguments([](Buffer& b) { return b.present() ? b.device() : Tensor{}; });
+    args_.options.path = "sm90";
+    args_.options.device_type = FLASH_QLA_CUDA;
+    check_cuda(cudaGetDevice(&args_.options.device_index), "cudaGetDevice");
+    status_ = ChunkForward::workspace_size(args_, &workspace_bytes_);
+    workspace_ = arena.take(workspace_bytes_);
+    count_ = static_cast<unsigned long long*>(arena.take(sizeof(*count_)));
+    check_cuda(cudaMemset(count_, 0, sizeof(*count_)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // other streams do not wait for the copies
+  }
+  const Status& status() const { return status_; }
+
+  // Room for one set of results.
+  std::vector<char*> take_results(Arena& arena) const {
+    std::vector<char*> results;
+    for (const auto& [data, bytes] : outputs_) results.push_back(static_cast<char*>(arena.take(bytes)));
+    return results;
+  }
+  void keep(const std::vector<char*>& results, cudaStream_t stream) const {
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      check_cuda(cudaMemcpyAsync(results[i], outputs_[i].first, outputs_[i].second, cudaMemcpyDeviceToDevice, stream),
+                 "cudaMemcpyAsync");
+    }
+  }
+  // Outputs as NaN; what is changed in place as it was given.
+  void poison(cudaStream_t stream) const {
+    for (const auto& [data, bytes] : outputs_) {
+      check_cuda(cudaMemsetAsync(data, 0xff, bytes, stream), "cudaMemsetAsync");
+    }
+    for (const auto& [i, given] : in_place_) {
+      const auto& [data, bytes] = outputs_[i];
+      check_cuda(cudaMemcpyAsync(data, given, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+    }
+  }
+  void run(cudaStream_t stream) { status_ = ChunkForward::run(args_, workspace_, workspace_bytes_, stream); }
+  void compare(const std::vector<char*>& results, cudaStream_t stream) const {
+    for (size_t i = 0; i < outputs_.size(); ++i) {
+      count_different_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<const uint32_t*>(outputs_[i].first),
+                                                     reinterpret_cast<const uint32_t*>(results[i]),
+                                                     static_cast<int64_t>(outputs_[i].second / 4), count_);
+    }
+  }
+  // Words that have differed so far. Waits for the device.
+  unsigned long long different() const {
+    unsigned long long count = 0;
+    check_cuda(cudaDeviceSynchronize(), "sm90, again and again");
+    check_cuda(cudaMemcpy(&count, count_, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return count;
+  }
+  const ForwardArguments& arguments() const { return args_; }
+
+ private:
+  ForwardArguments args_;
+  Status status_;
+  size_t workspace_bytes_ = 0;
+  void* workspace_ = nullptr;
+  unsigned long long* count_ = nullptr;
+  std::vector<std::pair<char*, size_t>> outputs_;
+  std::vector<std::pair<size_t, char*>> in_place_;  // which of the outputs, and a copy of what it was
+};
+
+// bf16 numbers of about unit norm in a row of 128, made on the device.
+__global__ void fill_rows_kernel(uint16_t* data, int64_t n, uint32_t seed) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    uint64_t x = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull + seed;
+    x ^= x >> 31;
+    x *= 0xbf58476d1ce4e5b9ull;
+    const float value = (static_cast<float>(x >> 40) * 0x1p-24f - 0.5f) * 0.3f;
+    data[i] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+  }
+}
+
+// More sequences than a grid dimension other than the first holds, and elements past the 2^31st.
+inline int64_t test_sm90_large(const Settings& settings, Arena& arena) {
+  Checker checker("large, sm90", settings, arena);
+  Random random(31);
+  Shape many;
+  many.T = 65536;
+  many.Hv = 2;
+  many.K = many.V = 128;
+  many.dtype = DType::kBFloat16;
+  many.cu_seqlens.resize(65537);
+  std::iota(many.cu_seqlens.begin(), many.cu_seqlens.end(), 0);
+  ForwardCall call;
+  call.draw(many, Features{}, PoolFeatures{}, false, random);
+  checker.check("65,536 sequences of one token", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+
+  // The last of two sequences begins past element 2^31 of v and o. Alone it must give the same bits.
+  checker.count();
+  arena.reset();
+  constexpr int64_t kHq = 8, kHv = 128, kDim = 128, kFirst = (int64_t{1} << 17) + 5, kLast = 300,
+                    kTokens = kFirst + kLast;
+  const auto take = [&](int64_t heads, uint32_t seed) {
+    const Tensor t = tensor(arena.take(static_cast<size_t>(kTokens * heads * kDim * 2)), DType::kBFloat16,
+                            {1, kTokens, heads, kDim});
+    fill_rows_kernel<<<1024, 256>>>(static_cast<uint16_t*>(t.data), kTokens * heads * kDim, seed);
+    return t;
+  };
+  ForwardArguments whole;
+  whole.q = take(kHq, 1);
+  whole.k = take(kHq, 2);
+  whole.v = take(kHv, 3);
+  whole.o = take(kHv, 4);
+  const auto take_states = [&](int64_t rows) {
+    return tensor(arena.take(static_cast<size_t>(rows * kHv * kDim * kDim * 4)), DType::kFloat32,
+                  {rows, kHv, kDim, kDim});
+  };
+  whole.final_state = take_states(2);
+  const int32_t offsets[] = {0, kFirst, kTokens};
+  whole.cu_seqlens = tensor(arena.take(sizeof(offsets)), DType::kInt32, {3});
+  check_cuda(cudaMemcpy(whole.cu_seqlens.data, offsets, sizeof(offsets), cudaMemcpyHostToDevice), "cudaMemcpy");
+  whole.options.path = "sm90";
+  whole.options.device_type = FLASH_QLA_CUDA;
+  whole.options.cp_mode = FLASH_QLA_CP_OFF;
+  check_cuda(cudaGetDevice(&whole.options.device_index), "cudaGetDevice");
+  ForwardArguments alone = whole;
+  for (Tensor* t : {&alone.q, &alone.k, &alone.v, &alone.o}) {
+    t->shape[1] = kLast;
+    t->data = static_cast<uint16_t*>(t->data) + kFirst * t->stride[1];
+  }
+  alone.o.data = arena.take(static_cast<size_t>(kLast * kHv * kDim * 2));
+  alone.final_state = take_states(1);
+  alone.cu_seqlens = Tensor{};
+  for (const ForwardArguments* args : {&whole, &alone}) {
+    size_t bytes = 0;
+    Status status = ChunkForward::workspace_size(*args, &bytes);
+    if (status.ok()) status = ChunkForward::run(*args, arena.take(bytes), bytes);
+    if (!status.ok()) checker.fail("elements past 2^31", "sm90", status.message());
+  }
+  auto* count = static_cast<unsigned long long*>(arena.take(sizeof(unsigned long long)));
+  check_cuda(cudaMemset(count, 0, sizeof(*count)), "cudaMemset");
+  const int64_t values = kLast * kHv * kDim, states = kHv * kDim * kDim;
+  count_different_kernel<<<64, 256>>>(
+      reinterpret_cast<const uint32_t*>(static_cast<uint16_t*>(whole.o.data) + kFirst * kHv * kDim),
+      static_cast<const uint32_t*>(alone.o.data), values / 2, count);
+  count_different_kernel<<<64, 256>>>(static_cast<const uint32_t*>(whole.final_state.data) + states,
+                                      static_cast<const uint32_t*>(alone.final_state.data), states, count);
+  unsigned long long different = 0;
+  check_cuda(cudaMemcpy(&different, count, sizeof(different), cudaMemcpyDeviceToHost), "sm90, elements past 2^31");
+  if (different > 0) {
+    checker.fail("elements past 2^31", "sm90", std::to_string(different) + " words differ from the slice alone");
+  }
+  return checker.finish();
+}
+
+// The same bits in each of `runs` runs, half of them beside another kernel that takes a varying part of the card.
+inline void repeat_call(const char* what, ForwardCall& call, int runs, Random& random, Checker& checker, Arena& arena) {
+  arena.reset();
+  cudaStream_t stream, other;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  check_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
+  RepeatedCall repeated(call, arena);
+  const std::vector<char*> first = repeated.take_results(arena);
+  repeated.poison(stream);
+  repeated.run(stream);
+  repeated.keep(first, stream);
+  for (int i = 0; i < runs && repeated.status().ok(); ++i) {
+    if (i % 2 == 1)
+      spin_kernel<<<static_cast<unsigned>(random.integer(1, 160)), 64, 0, other>>>(random.integer(1000, 200000));
+    repeated.poison(stream);
+    repeated.run(stream);
+    repeated.compare(first, stream);
+  }
+  if (!repeated.status().ok()) checker.fail(what, "sm90", repeated.status().message());
+  if (const auto words = repeated.different(); words > 0) {
+    checker.fail(what, "sm90", std::to_string(words) + " words moved between runs");
+  }
+  check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
+}
+
+// A thousand runs of a full card, without and with what training keeps.
+inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
+  Checker checker("a thousand runs, sm90", settings, arena);
+  const int runs = settings.small ? 20 : 1000;
+  for (const bool keeps : {false, true}) {
+    Random random(keeps ? 5 : 3);
+    Shape s;
+    s.dtype = keeps ? DType::kFloat16 : DType::kBFloat16;
+    s.Hq = 2;
+    s.Hv = 8;
+    s.K = s.V = 128;
+    // More tiles than a card has multiprocessors, of very different lengths.
+    s.cu_seqlens = {0};
+    for (int n = 0; n < 40; ++n) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(0, n % 8 == 0 ? 400 : 90));
+    s.T = s.cu_seqlens.back() + 10;
+    Features f;
+    f.initial_state = f.final_state = true;
+    PoolFeatures kept;
+    kept.h = kept.A = kept.g_cumsum = keeps;
+    ForwardCall call;
+    call.draw(s, f, kept, false, random);
+    checker.check(keeps ? "what training keeps" : "plain", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    repeat_call(keeps ? "what training keeps" : "plain", call, runs, random, checker, arena);
+  }
+  return checker.finish();
+}
+
+// Ten thousand replays of captured graphs whose lengths change in place: [512] + [6] * (N - 1), which has hung others'
+// kernels, and drawn ones, empty sequences included.
+inline int64_t test_sm90_soak(const Settings& settings, Arena& arena) {
+  Checker checker("graph replays with changing lengths, sm90", settings, arena);
+  cudaStream_t stream;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  const std::vector<int64_t> counts = settings.small ? std::vector<int64_t>{33} : std::vector<int64_t>{33, 64, 97, 128};
+  const int replays = settings.small ? 50 : 2500, patterns = settings.small ? 3 : 8;
+  for (const int64_t N : counts) {
+    Random random(static_cast<uint64_t>(N));
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = 512 + 6 * (N - 1);
+    s.Hq = 2;
+    s.Hv = 4;
+    s.K = s.V = 128;
+    s.cu_seqlens.assign(static_cast<size_t>(N) + 1, 0);
+    Features f;
+    f.initial_state = f.final_state = true;
+    PoolFeatures kept;
+    kept.h = kept.A = kept.g_cumsum = N % 2 == 1;  // both kernels
+    ForwardCall call;
+    call.draw(s, f, kept, false, random);
+    std::vector<ForwardCall> drawn;
+    for (int i = 0; i < patterns; ++i) {
+      std::vector<int64_t> offsets = {0};
+      if (i == 0) {
+        offsets.push_back(512);
+        while (static_cast<int64_t>(offsets.size()) <= N) offsets.push_back(offsets.back() + 6);
+      } else {
+        const int64_t end = i == 1 ? 0 : s.T - random.integer(0, 40);  // once all of them are empty
+        while (static_cast<int64_t>(offsets.size()) < N) {
+          offsets.push_back(random.chance(0.2) ? offsets.back() : random.integer(0, end));
+        }
+        std::sort(offsets.begin(), offsets.end());
+        offsets.push_back(end);
+      }
+      call.in.shape.cu_seqlens = offsets;
+      call.in.cu_seqlens.fill(
+          [&](int64_t n, int64_t, int64_t, int64_t) { return static_cast<double>(offsets[static_cast<size_t>(n)]); });
+      checker.check(std::to_string(N) + " sequences, pattern " + std::to_string(i), call, "sm90", "cuda_reference",
+                    FLASH_QLA_CUDA);
+      drawn.push_back(call);
+    }
+    arena.reset();
+    RepeatedCall repeated(call, arena);
+    const Tensor cu_seqlens = repeated.arguments().cu_seqlens;
+    const size_t offset_bytes = call.in.cu_seqlens.bytes().size();
+    std::vector<void*> offsets;
+    std::vector<std::vector<char*>> expected;
+    const auto set_lengths = [&](size_t i) {
+      check_cuda(cudaMemcpyAsync(cu_seqlens.data, offsets[i], offset_bytes, cudaMemcpyDeviceToDevice, stream),
+                 "cudaMemcpyAsync");
+    };
+    for (size_t i = 0; i < drawn.size(); ++i) {
+      drawn[i].in.cu_seqlens.upload(arena);
+      offsets.push_back(drawn[i].in.cu_seqlens.device().data);
+      expected.push_back(repeated.take_results(arena));
+      set_lengths(i);
+      repeated.poison(stream);
+      repeated.run(stream);
+      repeated.keep(expected[i], stream);
+    }
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    repeated.run(stream);
+    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check_cuda(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
+    if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
+    for (int i = 0; i < replays; ++i) {
+      const size_t pattern = static_cast<size_t>(random.integer(0, patterns - 1));
+      set_lengths(pattern);
+      repeated.poison(stream);
+      check_cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
+      repeated.compare(expected[pattern], stream);
+    }
+    if (const auto words = repeated.different(); words > 0) {
+      checker.fail(std::to_string(N) + " sequences", "sm90", std::to_string(words) + " words differ in the replays");
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+  }
+  cudaStreamDestroy(stream);
+  return checker.finish();
+}
+
+}  // namespace flash_qla::testing
