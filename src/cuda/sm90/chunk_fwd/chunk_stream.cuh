@@ -94,35 +94,12 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
 }
 
-// With states in place the tile that ends a cut sequence may be through before the tile that starts it has read its
-// state: those tiles start from copies. Sequences of fewer tokens than this are never cut.
-__host__ __device__ inline int64_t least_cut_tokens(const ChunkForwardArgs& args) {
-  const int64_t spacing = args.force_split != 0                 ? kForcedSpacing
+// Sequences of fewer tokens than this are never cut.
+__host__ __device__ inline int32_t least_cut_tokens(const ChunkForwardArgs& args) {
+  const int32_t spacing = args.force_split != 0                 ? kForcedSpacing
                           : args.split == SplitMode::kInvariant ? kInvariantSpacing
                                                                 : kMinSpacing;
   return 2 * spacing * kSplitChunk;
-}
-// Sequences that there are copies for.
-__host__ __device__ inline int64_t copy_rows(const ChunkForwardArgs& args) {
-  const int64_t by_tokens = args.num_tokens / least_cut_tokens(args) + 1;
-  return args.num_sequences < by_tokens ? args.num_sequences : by_tokens;
-}
-// A sequence's place among the copies, -1: none. No two that are long enough to be cut begin in one window of tokens.
-__device__ __forceinline__ int64_t copy_place(const ChunkForwardArgs& args, int32_t sequence) {
-  if (copy_rows(args) == args.num_sequences) return sequence;
-  const PlannedSequence s = sequence_at(args, sequence);
-  return s.length >= least_cut_tokens(args) ? s.start / least_cut_tokens(args) : -1;
-}
-__host__ __device__ inline int64_t copy_bytes(const ChunkForwardArgs& args) {
-  return kHeadDim * kHeadDim * (args.initial.type == ElementType::kFloat32 ? 4 : 2);
-}
-
-// Where a tile that begins with its sequence finds its state.
-__device__ __forceinline__ const char* initial_matrix(const ChunkForwardKernelParams& p, int64_t slot, int32_t sequence,
-                                                      int32_t head) {
-  const int64_t place = p.initial_copies != nullptr ? copy_place(p.args, sequence) : -1;
-  if (place >= 0) return p.initial_copies + (place * p.args.num_value_heads + head) * copy_bytes(p.args);
-  return state_matrix(p.args.initial, slot, head);
 }
 
 // Of a boundary state or transition of one head, where the float4 j of 16 of a state group's thread lies: the four
@@ -175,7 +152,10 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     const int64_t initial = initial_slot(args, r.sequence);
     if (initial == kSkipSequence) continue;
     if ((t.flags & kTileFromStart) && initial >= 0) {
-      const char* matrix = initial_matrix(p, initial, r.sequence, r.head);
+      const char* matrix = state_matrix(args.initial, initial, r.head);
+      if (p.starts != nullptr) {
+        matrix = p.starts[r.sequence] + r.head * args.initial.head_stride * element_size(args.initial.type);
+      }
       r.state_in = reinterpret_cast<int64_t>(matrix);
       l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }

@@ -29,7 +29,7 @@ struct ChunkForwardKernelParams {
   float4* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
-  const char* initial_copies;   // by copy_place(); null: initial states are read where they lie
+  const char* const* starts;    // [N] where each sequence's initial states are read; null: where they lie
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split

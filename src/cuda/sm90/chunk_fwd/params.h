@@ -52,7 +52,7 @@ struct ChunkForwardArgs {
   StateSet final_state;                        // null data: not written
   const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
   int64_t has_initial_state_stride = 1;        // elements
-  int32_t states_in_place = 0;                 // both sets are one pool: a sequence may read and write the same slot
+  int32_t states_in_place = 0;  // both sets are one pool, heads side by side: a sequence may read and write one slot
 
   // Training: what the backward needs. Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
