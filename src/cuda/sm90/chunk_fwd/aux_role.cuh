@@ -320,9 +320,9 @@ __device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile) {
 // in registers, X goes back to the tile as a right operand. a: the blocks of columns 0..47 left of the diagonal
 // (elsewhere zero); d: the warp's block of D, which is A's, packed. `sync`: a barrier of the warpgroup; `meanwhile` is
 // done under the last product.
-template <typename Sync, typename Copy, typename Meanwhile>
+template <typename Sync, typename Meanwhile>
 __device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint32_t tile, const LanePlace& at,
-                                       Sync sync, Copy copy, Meanwhile meanwhile) {
+                                       Sync sync, Meanwhile meanwhile) {
   const uint64_t base = uniform_descriptor(tile);
   auto block = [&](int k, int n) { return wgmma_advance(base, n * 2048 + k * 32); };
   const uint32_t fragment = tile + at.trans_row + at.trans_chunk;
@@ -358,7 +358,6 @@ __device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint3
     for (int i = 0; i < 4; ++i) x[b][i] = pack2<__half>(a[b][2 * i], a[b][2 * i + 1]);
     pin(x[b]);
   }
-  copy();
   // Other warps may still be reading M here, times zero: of the rows this warp overwrites none but itself has a use.
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
@@ -527,8 +526,8 @@ struct AuxRole {
     mbarrier_wait(smem() + Traits::kFullO + 8 * (opaque(m) & 1), (opaque(m) - 2) >> 1 & 1);
   }
   // The thread that sends O and then fetches V into the same stage.
-  static constexpr int kCopyThread = 0;
-  static constexpr int kListThread = 96;  // of group 0: writes the records
+  static constexpr int kCopyThread = 64;
+  static constexpr int kListThread = 64;  // of group 0: writes the records
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
   __device__ void send_o(uint32_t m, int valid) const {
@@ -546,18 +545,12 @@ struct AuxRole {
   __device__ void wait_done(uint32_t m) const {
     if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
   }
-  // The stages of chunk m - 2, by the warps that have the least to do with A_g.
+  // K and Q into the stages of chunk m - 2, by the warps that have the least to do with A_g.
   __device__ void pass_stages_on(uint32_t m) const {
-    const int warp = opaque_thread() >> 5, lane = opaque_thread() & 31;
-    if (warp == 0) {
-      // Two lanes, one each: half the instructions that one after the other would take.
-      if (lane < (Traits::kStateOnly ? 1 : 2)) {
-        wait_done(m);
-        load_key_or_query(m + 2 - lane, lane != 0);
-      }
-    } else if (warp == 1) {
+    const int number = opaque_thread();
+    if (number == 0 || (!Traits::kStateOnly && number == 32)) {
       wait_done(m);
-      fetch_gates(m + 2);
+      load_key_or_query(number == 0 ? m + 2 : m + 1, number != 0);
     }
   }
 
@@ -619,19 +612,19 @@ struct AuxRole {
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
       sync(m);  // the diagonal blocks of M are there
-      // Two warps solve them; the others meanwhile store the rest of M.
+      // Two warps solve them; of the others, which store the rest of M, one sends O and writes the chunk list, one
+      // makes the gates.
       if (opaque_thread() < 64) {
         solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        if (opaque_thread() < 96) {
-          make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
-        } else if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
+        if (opaque_thread() >= 96) make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
+      }
+      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
+      if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
 #pragma unroll 1
-          for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
-        }
+        for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
       }
     }
     __syncwarp();
@@ -651,9 +644,6 @@ struct AuxRole {
       invert(
           a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
           [&] {
-            if constexpr (!Traits::kStateOnly) fetch_v(m);
-          },
-          [&] {
             if constexpr (!Traits::kSave) load_factors();
           });
       m = opaque(m);
@@ -662,6 +652,7 @@ struct AuxRole {
         load_factors();
       }
       sync(m);  // the inverse has been read: A_g takes its tile
+      if constexpr (!Traits::kStateOnly) fetch_v(m);
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
         store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
@@ -678,6 +669,7 @@ struct AuxRole {
     if constexpr (Traits::kStateOnly) {
       // No P: its barrier says that K, V and the gates are there.
       wait_done(m);
+      if (opaque_thread() < 32) fetch_gates(m + 2);
       __syncwarp();
       mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
       return;
@@ -690,6 +682,7 @@ struct AuxRole {
     m = opaque(m);
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
     wait_done(m);
+    if (opaque_thread() < 32) fetch_gates(m + 2);
     const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
     wgmma_wait<0>();
     pin(qkt);
