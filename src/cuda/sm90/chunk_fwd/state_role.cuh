@@ -313,39 +313,39 @@ struct StateRole {
         corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
         corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
       }
-      // Before the next products start: they read their operands' registers as they go.
-#pragma unroll
-      for (int i = 0; i < 16; ++i) v[i] = corrected[i];
-      if (!mild) {
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-          v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-          v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-          v[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-          v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
-        }
-      }
       if constexpr (!Traits::kStateOnly) {
         const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
         pin(o);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+        wgmma_commit();
       }
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+      if (!mild) {
+        wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+        pin(o);
+        pin(corrected);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+          corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+          corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+          corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        }
+      }
       const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, v + 4 * i, wgmma_advance(k_columns, 2048 * i));
+      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
       wgmma_wait<0>();
       pin(o);
       pin(s);
       pin(corrected);
-      pin(v);
       mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
