@@ -42,7 +42,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
-    mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -51,10 +50,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
-    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the
-    // one before, and done: that one began after it.
+    // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
+    // lets them start after it has waited for the plan.
     if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
+    if (Traits::kStateOnly || p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
@@ -75,6 +74,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                  [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
                                    if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
                                  });
+    } else if (threadIdx.x == 0) {
+      // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
