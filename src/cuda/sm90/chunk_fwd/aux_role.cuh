@@ -694,7 +694,7 @@ struct AuxRole {
         const int first = i == 2 ? 6 : 2 * i;
         diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
       }
-      const uint32_t tile = smem() + Traits::kSmemP + group * Traits::kBytesMatrix;
+      const uint32_t tile = smem() + Traits::kSmemP + opaque(group) * Traits::kBytesMatrix;
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
       } else {
