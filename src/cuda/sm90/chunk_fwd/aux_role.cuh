@@ -15,9 +15,9 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 // A chunk's decay is mild if no |c_C - c_t| exceeds this (c_t: the sum of g up to token t, C the last). Then A_g and P
 // need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
 //   A_g'' = A diag(beta gC / gamma), P'' = diag(scale gamma / gC) lower(Q K^T), S1 = gC S0 + K^T V''.
-// e^64 leaves bf16, which has fp32's exponents, 10^10 on either side; fp16 must stay clear of its subnormals.
+// bf16 has fp32's exponents: e^16 takes nothing from what it holds. fp16 would come to its subnormals: no decay at all.
 template <typename Element>
-inline constexpr float kMildDecay = std::is_same_v<Element, __half> ? 5.0f : 64.0f;
+inline constexpr float kMildDecay = std::is_same_v<Element, __half> ? 0.0f : 16.0f;
 
 // The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
 // Every exponent is a difference, at most 0 for g <= 0.
@@ -79,46 +79,6 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float column_end = j == 0 ? end0 : j == 1 ? end1 : end2;
   if (lane < 16)
     store_shared_f1(gate + Traits::kGatePair + 4 * lane, i > j ? exp2_approx((row_end - column_end) * kLog2e) : 0.0f);
-}
-
-// base + count * bytes, in one instruction.
-__device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {
-  uint64_t sum;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(sum) : "r"(count), "r"(bytes), "l"(reinterpret_cast<uint64_t>(base)));
-  return reinterpret_cast<const void*>(sum);
-}
-
-// Every beta of a call without any.
-static __device__ const float kOne = 1.0f;
-
-// g and beta of a chunk into its gate stage, zeros past the end, by one warp; `barrier` counts its 32 lanes.
-template <typename Traits>
-__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           uint32_t barrier, int lane) {
-  const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* data = i == 0 ? args.g : args.beta;
-    const bool given = data != nullptr;
-    // Strides below 2^29 elements: the launcher has looked.
-    int token_bytes = 4 * static_cast<int>(i == 0 ? args.g_token_stride : args.beta_token_stride);
-    int head_bytes = 4 * static_cast<int>(i == 0 ? args.g_head_stride : args.beta_head_stride);
-    if (i == 1) {
-      data = given ? data : &kOne;
-      token_bytes = given ? token_bytes : 0;
-      head_bytes = given ? head_bytes : 0;
-    }
-    const uint32_t to = gate + (i == 0 ? Traits::kGateRaw : Traits::kGateBeta) + 4 * lane;
-    // With nothing to read, any mapped address does: zero bytes are taken from it.
-    const int valid = i == 0 && !given ? 0 : place.y;
-    const void* head = advance(i == 0 && !given ? args.q : data, valid == 0 ? 0 : place.w, head_bytes);
-#pragma unroll
-    for (int t = 0; t < kChunk; t += 32) {
-      const bool have = lane + t < valid;
-      copy_async_4(to + 4 * t, advance(head, have ? place.x + lane + t : 0, token_bytes), have);
-    }
-  }
-  copy_async_arrive(barrier);
 }
 
 // Zeros rows valid..63 of `halves` 64x64 swizzled half tiles, so that what follows the sequence in memory, Inf and NaN
@@ -554,11 +514,10 @@ struct AuxRole {
     }
   }
 
-  // By one warp: g and beta on their way into a chunk's gate stage.
+  // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
-      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (opaque(m) & 1),
-                         opaque_thread() & 31);
+      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
   }
 
   __device__ void save_a(const float (&a)[3][8], const uint32_t (&d)[4], const ChunkRecord& c,
@@ -605,7 +564,7 @@ struct AuxRole {
       float kkt[32];
       const uint64_t k_rows = uniform_descriptor(stage_k(m));
       start_product<Element>(kkt, k_rows, k_rows);
-      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) & 1), m / 2 & 1);
+      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) % Traits::kStagesGate), m / Traits::kStagesGate & 1);
       const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
       const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
       const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
@@ -669,7 +628,6 @@ struct AuxRole {
     if constexpr (Traits::kStateOnly) {
       // No P: its barrier says that K, V and the gates are there.
       wait_done(m);
-      if (opaque_thread() < 32) fetch_gates(m + 2);
       __syncwarp();
       mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
       return;
@@ -682,7 +640,6 @@ struct AuxRole {
     m = opaque(m);
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
     wait_done(m);
-    if (opaque_thread() < 32) fetch_gates(m + 2);
     const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
     wgmma_wait<0>();
     pin(qkt);
@@ -724,7 +681,8 @@ struct AuxRole {
       load_key_or_query(group, false);
       if (!Traits::kStateOnly && group == 0) load_key_or_query(0, true);
     }
-    if (opaque_thread() < 32) fetch_gates(group);
+    fetch_gates(group);
+    if (group == 0) fetch_gates(2);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);

@@ -40,7 +40,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
+    }
+    for (int i = 0; i < Traits::kStagesGate; ++i) {
+      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
     }
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
@@ -80,7 +82,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups,
+                           lane_place(thread)};
     role.run();
     if constexpr (Traits::kStateOnly) {
       const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;

@@ -103,8 +103,7 @@ struct StateRole {
   __device__ void settle_readers(const ChunkRecord& c) const {
     __syncwarp();
     if (at.lane == 0) {
-      const uint32_t* readers =
-          p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+      const uint32_t* readers = p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
       if (c.flags & kCountedReader) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers) : "memory");
       while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
     }
@@ -195,6 +194,20 @@ struct StateRole {
     }
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
+  }
+
+  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last product
+  // of chunk m, when it has nothing else to do.
+  __device__ void fetch_gates(uint32_t m) const {
+    if (group != Traits::kStateGroups - 1) return;
+    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
+    const uint32_t ahead = m + Traits::kStagesGate - 1, stage = ahead % Traits::kStagesGate;
+    // Out of a shuffle, lest what comes of it be kept through the loop.
+    const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
+    if (record(ahead).valid >= 0) {
+      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemGate + stage * Traits::kBytesGate,
+                         smem() + Traits::kFullRaw + 8 * stage, thread);
+    }
   }
 
   __device__ void run() const {
@@ -362,6 +375,7 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
+      fetch_gates(m);
       wgmma_wait<0>();
       pin(o);
       pin(s);
