@@ -12,10 +12,9 @@ namespace flash_qla::cuda::sm90 {
 // auxiliary groups brings the transitions, 16 KB at a time.
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
-inline constexpr int kCombineBarrier = 3;  // of the whole block; a role may still be using 1 and 2
 inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
-inline constexpr int kCombineStages = 8;  // two transitions: one is on its way while the other is used
-inline constexpr int kStageRows = 32;     // of M^T: two of its eight groups of 16
+inline constexpr int kCombineStages = 8;        // two transitions: one is on its way while the other is used
+inline constexpr int kStageRows = 32;           // of M^T: two of its eight groups of 16
 inline constexpr int kStateRow = kHeadDim + 4;  // floats: eight rows of 16 bytes then are on different banks
 inline constexpr int kStageVectors = kStageRows * kHeadDim / 4;
 inline constexpr int kStagesPerTransition = kHeadDim / kStageRows;
@@ -27,23 +26,31 @@ struct CombineMemory {
   int32_t unit;
 };
 
+// All warps of a block meet here. Not __syncthreads(), nor a named barrier: the roles come to their meetings from
+// different places in the program, which is divergence to synccheck, and whose order racecheck does not see.
+struct BlockMeeting {
+  uint32_t barrier;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void operator()() {
+    __syncwarp();
+    mbarrier_arrive_warp(barrier, static_cast<int>(threadIdx.x) % 32);
+    mbarrier_wait(barrier, phase);
+    phase ^= 1;
+  }
+};
+
 // Called by all threads of a block when they are through with its tiles; `work(chain, slice, stages_before)` by those
-// of one role. Both roles' calls meet at barriers of the whole block. `first`: one thread of the block.
+// of one role. Both roles' calls meet. `first`: one thread of the block.
 template <typename Traits, typename Work>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, bool first, const Work& work) {
-  static_assert(sizeof(CombineMemory) <= Traits::kSmemBytes);
+  static_assert(sizeof(CombineMemory) <= Traits::kSmemWalker);  // the walker and the barriers stay
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
   const int units = p.counters->chains * kCombineSlices;
   // A block that had no tile leaves its SM to the next kernel.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
   if (units == 0 || !had_tiles) return;
-  // The roles come here by different ways, so that this is not __syncthreads(), which all threads must reach at one
-  // place. A warp whose lanes come one after the other would be counted twice: they meet first.
-  const auto block_sync = [] {
-    __syncwarp();
-    named_barrier_sync(kCombineBarrier, Traits::kThreads);
-  };
-  block_sync();  // the tiles' shared memory is free, and the flag above has been read
+  BlockMeeting meet{smem() + Traits::kMeet};
+  meet();  // the tiles' shared memory is free
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -60,19 +67,19 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
     }
   }
-  block_sync();
+  meet();
   if (memory.unit < 0) return;
-  block_sync();
+  meet();
   uint32_t stages = 0;
   for (;;) {
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    block_sync();
+    meet();
     const int unit = memory.unit;
     if (unit >= units) return;
     const TransitionChain chain = p.chains[unit / kCombineSlices];
     work(memory, chain, unit % kCombineSlices, stages);
     stages += static_cast<uint32_t>(chain.transitions * kStagesPerTransition);
-    block_sync();
+    meet();
   }
 }
 
@@ -92,8 +99,8 @@ __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams
   }
 }
 
-// A float as two of tf32's eleven bits, to the last two or three bits of its own: x y is taken for high high + high low +
-// low high, 2^-22 of it off at most. The transitions, products of 16-bit operands, are known to 2^-9.
+// A float as two of tf32's eleven bits, to the last two or three bits of its own: x y is taken for high high + high low
+// + low high, 2^-22 of it off at most. The transitions, products of 16-bit operands, are known to 2^-9.
 struct SplitFloat {
   uint32_t high, low;
   __device__ __forceinline__ explicit SplitFloat(float x) {
@@ -105,7 +112,8 @@ struct SplitFloat {
 // d += A B, m16n8k8.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -123,7 +131,8 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   int places[2];
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    places[b] = 2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + (g >> 2), 4 * (2 * t + b) + (g & 3)) + (slice & 1);
+    places[b] =
+        2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + (g >> 2), 4 * (2 * t + b) + (g & 3)) + (slice & 1);
   }
   float2* local =
       reinterpret_cast<float2*>(p.boundary_states + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors);

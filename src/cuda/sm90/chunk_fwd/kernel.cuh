@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesGate; ++i) {
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
     }
+    mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
+    mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -82,8 +84,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups,
-                           lane_place(thread)};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
     if constexpr (Traits::kStateOnly) {
       const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;

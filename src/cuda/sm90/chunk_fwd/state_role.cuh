@@ -179,8 +179,10 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of chunk m - 1 into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m) const {
+  // O^T of chunk m - 1, tokens times `factor`, into the V stage it no longer needs, for the auxiliary group to send. A
+  // branch, lest the factors be applied before the products that this is to run under.
+  __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
+                        uint32_t barrier) const {
     if (m > 0) {
       const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
@@ -193,11 +195,11 @@ struct StateRole {
       }
     }
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
+    mbarrier_arrive_warp(barrier, at.lane);
   }
 
-  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last product
-  // of chunk m, when it has nothing else to do.
+  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last
+  // product of chunk m, when it has nothing else to do.
   __device__ void fetch_gates(uint32_t m) const {
     if (group != Traits::kStateGroups - 1) return;
     if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
@@ -256,9 +258,8 @@ struct StateRole {
       }
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
-        // this.)
-        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m);
+        // O of the previous chunk leaves while S K runs.
+        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -408,7 +409,8 @@ struct StateRole {
       }
       return;
     }
-    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
+    // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
+    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m, smem() + Traits::kFullLast);
   }
 };
 
