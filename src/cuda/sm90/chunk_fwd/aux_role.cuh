@@ -12,13 +12,6 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// A chunk's decay is mild if no |c_C - c_t| exceeds this (c_t: the sum of g up to token t, C the last). Then A_g and P
-// need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
-//   A_g'' = A diag(beta gC / gamma), P'' = diag(scale gamma / gC) lower(Q K^T), S1 = gC S0 + K^T V''.
-// bf16 has fp32's exponents: e^16 takes nothing from what it holds. fp16 would come to its subnormals: no decay at all.
-template <typename Element>
-inline constexpr float kMildDecay = std::is_same_v<Element, __half> ? 0.0f : 16.0f;
-
 // The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
 // Every exponent is a difference, at most 0 for g <= 0.
 template <typename Traits>
@@ -46,8 +39,10 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
-  const bool mild = __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<typename Traits::Element> &&
-                                                fabsf(end3 - cy) <= kMildDecay<typename Traits::Element>);
+  using Element = typename Traits::Element;
+  const bool mild =
+      __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
+                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>));
   const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t natural = gate + 8 * lane;
   if constexpr (Traits::kSave) {
@@ -61,9 +56,12 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
   const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
-  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? exp2_approx(-end3 * kLog2e) : 0.0f);
+  const float factor_p = kWideExponents<Element> ? exp2_approx(-end3 * kLog2e) : 1.0f;
+  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? factor_p : 0.0f);
   if (mild) {
-    store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
+    const float out_x = kWideExponents<Element> ? gamma_x : exp2_approx((cx - end3) * kLog2e);
+    const float out_y = kWideExponents<Element> ? gamma_y : exp2_approx((cy - end3) * kLog2e);
+    store_shared_f2(permuted + Traits::kGateScaled, out_x * args.scale, out_y * args.scale);
     store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
     return;
   }

@@ -1,6 +1,10 @@
 // The numbered stream of chunks a block works through: records in shared memory, filled tile by tile by one thread.
 #pragma once
 
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
 #include <cstdint>
 
 #include "../../common/mbarrier.cuh"
@@ -19,6 +23,17 @@ inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;    // slot_out is a transition's, else (kStateOnly) a boundary state's
 inline constexpr int kCountedReader = 128;  // its tile starts from an initial state that is counted in `readers`
+
+// A chunk's decay is mild if no |c_C - c_t| exceeds kMildDecay (c_t: the sum of g up to token t, C the last). Then A_g
+// and P need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
+//   A_g'' = A diag(beta gC / gamma), O = diag(scale gamma) (Q S0 + P'' V''), P'' = lower(Q K^T) / gC, S1 = gC S0 + K^T
+//   V''.
+// bf16 has fp32's exponents, and e^50 either way leaves 10^16; there |c_C| is within it as well. In fp16 P'' might
+// overflow: O = diag(scale gamma / gC) (gC Q S0 + P'' V'') with P'' = lower(Q K^T), and V'' is kept off the subnormals.
+template <typename Element>
+inline constexpr bool kWideExponents = std::is_same_v<Element, __nv_bfloat16>;
+template <typename Element>
+inline constexpr float kMildDecay = kWideExponents<Element> ? 50.0f : 5.0f;
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {

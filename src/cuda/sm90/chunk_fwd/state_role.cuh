@@ -328,6 +328,9 @@ struct StateRole {
           x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
           x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
         }
+      } else if (!Traits::kStateOnly && !kWideExponents<Element>) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
       if constexpr (!Traits::kStateOnly) {
