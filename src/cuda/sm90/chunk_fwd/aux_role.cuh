@@ -485,7 +485,7 @@ struct AuxRole {
   }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
-  static constexpr int kListThread = 64;  // of group 0: writes the records
+  static constexpr int kListThread = 0;   // of group 0: writes the records, once its warp has solved its blocks
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
   __device__ void send_o(uint32_t m, int valid) const {
