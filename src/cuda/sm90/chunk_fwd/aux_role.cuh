@@ -13,7 +13,7 @@ namespace flash_qla::cuda::sm90 {
 inline constexpr float kLog2e = 1.4426950408889634f;
 
 // The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
-// Every exponent is a difference, at most 0 for g <= 0.
+// Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk.
 template <typename Traits>
 __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
                                            int lane) {
@@ -446,8 +446,7 @@ struct AuxRole {
     tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
 
-  // V into the stage that O of chunk m - 3 has left, by the thread that sent it: the warp that has no part of X to
-  // store.
+  // V into the stage that O of chunk m - 3 has left, by the thread that sent it, ahead of A_g: V comes late otherwise.
   __device__ void fetch_v(uint32_t m) const {
     if (opaque_thread() != kCopyThread) return;
     m = opaque(m);
@@ -485,7 +484,7 @@ struct AuxRole {
   }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
-  static constexpr int kListThread = 0;   // of group 0: writes the records, once its warp has solved its blocks
+  static constexpr int kListThread = 0;  // of group 0: writes the records, once its warp has solved its blocks
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
   __device__ void send_o(uint32_t m, int valid) const {
@@ -570,8 +569,8 @@ struct AuxRole {
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
       sync(m);  // the diagonal blocks of M are there
-      // Two warps solve them; of the others, which store the rest of M, one sends O and writes the chunk list, one
-      // makes the gates.
+      // Two warps solve them, then one of these writes the chunk list; of the others, which store the rest of M, one
+      // sends O, one makes the gates.
       if (opaque_thread() < 64) {
         solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {

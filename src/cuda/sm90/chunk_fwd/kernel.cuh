@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // registers.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
-  // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
+  // The thread's number in its group. The auxiliary role gets it out of a shuffle, as one that the assembler cannot ask
+  // for anew; in the state role, what comes of such a number is kept through the loop, and spilled.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
