@@ -18,6 +18,12 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
+  // A sequence of m chunks has (m + 1) / 2 pairs.
+  p->pair_bound = p->cu_seqlens == nullptr ? p->N * pairs_of(p->per_sequence) : (p->chunk_bound + p->N) / 2;
+  const int64_t pair_tiles = static_cast<int64_t>(p->pair_bound) * p->Hv;
+  p->pair_map = workspace.take<PairInfo>(p->pair_bound);
+  p->first_pair = workspace.take<int32_t>(p->N);
+  p->total_pairs = workspace.take<int32_t>(1);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
                            ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
@@ -36,8 +42,8 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   }
   p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
-  p->states = workspace.take<uint8_t>(tiles * kStateBytes);
-  p->state_grads = workspace.take<uint8_t>(tiles * kStateBytes);
+  p->states = workspace.take<uint8_t>(pair_tiles * kStateBytes);
+  p->state_grads = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
   if (p->solves_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
