@@ -827,6 +827,13 @@ std::vector<Case> check_cases() {
   };
   add("1x64", 1, 1, {64}).varlen = false;
   add("1x256 A solved", 1, 1, {256}).A = false;
+  add("1x1000, small beta", 1, 2, {1000}).small_beta = true;
+  {
+    Case& c = add("1x600 fp16, padding", 2, 4, {600});
+    c.fp16 = true;
+    c.small_beta = true;
+    c.padding = 70;
+  }
   add("varlen GVA", 2, 4, {37, 300, 0, 64, 129, 1}).padding = 20;
   {
     Case& c = add("dense 2x200 GVA cumsum", 2, 6, {200, 200});
