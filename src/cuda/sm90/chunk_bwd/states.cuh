@@ -1,5 +1,5 @@
-// The two serial passes, side by side in one launch: the forward one keeps S at each chunk's start and V', the reverse
-// one keeps dS at each chunk's end and writes dv. Neither needs the other, so a short batch fills twice the
+// The two serial passes, side by side in one launch: the forward one keeps S at each pair's start and V', the reverse
+// one keeps dS at each pair's end and writes dv. Neither needs the other, so a short batch fills twice the
 // multiprocessors.
 //
 // A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
@@ -191,6 +191,13 @@ struct StatesWork {
   __device__ bool has_tail(int step) const { return (chunk(step) + 1) * kChunk > sequence.length; }
   __device__ int64_t tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
+  }
+  __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
+    return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
+  }
+  // The pass is at an edge of a pair before it goes through chunk c: its state is kept.
+  __device__ bool keeps_state(int c) const {
+    return reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0;
   }
 };
 
@@ -511,9 +518,10 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
     const bool wanted = step >= work.warmup;
     mbarrier_wait(bars.state_full(), phase);
-    if (wanted && lane == 0) {
+    if (wanted && work.keeps_state(c) && lane == 0) {
       fence_proxy_async();
-      uint8_t* to = (kReverse ? p.state_grads : p.states) + tile * kStateBytes + work.half * kTileBytes;
+      uint8_t* to =
+          (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
       bulk_store(to, out, kTileBytes);
       bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       tma_store_commit();
