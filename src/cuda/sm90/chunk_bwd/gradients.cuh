@@ -635,70 +635,57 @@ struct HeadWork {
     }
   }
 
-  // Of V' and dS: a half of V.
-  __device__ __forceinline__ void add_state_part(float (&acc)[64], int half) const {
-    using Traits = GradientsTraits;
-    const uint32_t stage = open(half), ratios = own_gates() + kRatioOffset;
-    const float decay = rank == kLate ? 1.0f : late_decay();
-    const float factor[2] = {decay * load_shared_f1(ratios + row(0) * 4), decay * load_shared_f1(ratios + row(1) * 4)};
-    uint32_t x[16];
-    load_rows<T>(x, stage + Traits::kVEarly + rank * kTileBytes, factor, warp, lane);
-    wgmma_fence();
-    add_product<T>(acc, x, stage + Traits::kGrad);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(x);
-    pin(acc);
-    release(half);
-  }
-
-  // dP^T Q + D^T K of the chunk's own rows, or in the early block of the late chunk's.
-  __device__ __forceinline__ void add_token_part(float (&acc)[64], bool own) const {
-    using Traits = GradientsTraits;
-    mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
-    uint32_t dP[16], D[16];
-    load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
-    load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
-    __syncwarp();
-    if (kWarpArrivals == 32 || lane == 0) {
-      mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
-                                  : cluster_address(bars.late_rows_empty(), kLate));
-    }
-    const uint32_t keys = smem + (own ? rank * Traits::kKeys : Traits::kKeys);
-    wgmma_fence();
-    add_product<T>(acc, dP, keys + Traits::kQ);
-    add_product<T>(acc, D, keys + Traits::kK);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(dP);
-    pin(D);
-    pin(acc);
-  }
-
   __device__ __forceinline__ void minus(float (&acc)[64], float (&dots)[2]) const {
     using Traits = GradientsTraits;
     if (rank == kEarly && warp == 0 && lane == 0) mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
-    // The rows' sums are wanted after the first two parts and after all: a loop, so that their code is there once.
-    const int last_part = 3 - static_cast<int>(rank);  // only the early block has the fourth
-    static_assert(kEarly == 0 && kLate == 1);
 #pragma unroll 1
-    for (int part = 0; part <= last_part; ++part) {
-      asm volatile("" : "+r"(part));
-      if (part < 2) {
-        add_state_part(acc, part);
-      } else {
-        add_token_part(acc, part == 2);
-      }
-      if (part != 1 && part != last_part) continue;
-      mbarrier_wait(bars.keys_full(), index % 2);
-      row_dots<T>(dots, acc, sK(), warp, lane);
-      if (part == 1) {
-        // So far it is diag(gP / gamma) V' dS^T, whose row sums belong to the last token too.
-        const float sum = warp_sum(lane % 4 == 0 ? dots[0] - before(kMinus, 0) + dots[1] - before(kMinus, 1) : 0.0f);
-        open_sums();
-        if (lane == 0) store_shared_f1(last() + 32 + warp * 4, sum);
-      }
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t stage = open(half), ratios = own_gates() + kRatioOffset;
+      const float decay = rank == kLate ? 1.0f : late_decay();
+      const float factor[2] = {decay * load_shared_f1(ratios + row(0) * 4),
+                               decay * load_shared_f1(ratios + row(1) * 4)};
+      uint32_t x[16];
+      load_rows<T>(x, stage + Traits::kVEarly + rank * kTileBytes, factor, warp, lane);
+      wgmma_fence();
+      add_product<T>(acc, x, stage + Traits::kGrad);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(x);
+      pin(acc);
+      release(half);
     }
+
+    // So far the head's part is diag(gP / gamma) V' dS^T: its row sums belong to the last token too.
+    mbarrier_wait(bars.keys_full(), index % 2);
+    row_dots<T>(dots, acc, sK(), warp, lane);
+    const float part = warp_sum(lane % 4 == 0 ? dots[0] - before(kMinus, 0) + dots[1] - before(kMinus, 1) : 0.0f);
+    open_sums();
+    if (lane == 0) store_shared_f1(last() + 32 + warp * 4, part);
+
+    // dP^T Q + D^T K of the chunk's own rows, and in the early block of the late chunk's.
+#pragma unroll 1
+    for (int late_rows = 0; late_rows < (rank == kLate ? 1 : 2); ++late_rows) {
+      const bool own = late_rows == 0;
+      mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
+      uint32_t dP[16], D[16];
+      load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
+      load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
+      __syncwarp();
+      if (kWarpArrivals == 32 || lane == 0) {
+        mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
+                                    : cluster_address(bars.late_rows_empty(), kLate));
+      }
+      const uint32_t keys = smem + (rank == kLate || !own ? Traits::kKeys : 0);
+      wgmma_fence();
+      add_product<T>(acc, dP, keys + Traits::kQ);
+      add_product<T>(acc, D, keys + Traits::kK);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(dP);
+      pin(D);
+      pin(acc);
+    }
+    row_dots<T>(dots, acc, sK(), warp, lane);
     keep_sums(kMinus, dots);
   }
 };

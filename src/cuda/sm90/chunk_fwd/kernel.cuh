@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // registers.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
-  // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
+  // The thread's number in its group. The auxiliary role gets it out of a shuffle, as one that the assembler cannot ask
+  // for anew; in the state role, what comes of such a number is kept through the loop, and spilled.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
@@ -40,7 +41,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
+    }
+    for (int i = 0; i < Traits::kStagesGate; ++i) {
+      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
     }
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
@@ -82,8 +85,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups,
-                           lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
     if constexpr (Traits::kStateOnly) {
       const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;

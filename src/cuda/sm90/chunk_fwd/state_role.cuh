@@ -103,8 +103,7 @@ struct StateRole {
   __device__ void settle_readers(const ChunkRecord& c) const {
     __syncwarp();
     if (at.lane == 0) {
-      const uint32_t* readers =
-          p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+      const uint32_t* readers = p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
       if (c.flags & kCountedReader) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers) : "memory");
       while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
     }
@@ -180,17 +179,37 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t barrier) const {
-    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+  // O^T of chunk m - 1, tokens times `factor`, into the V stage it no longer needs, for the auxiliary group to send. A
+  // branch, lest the factors be applied before the products that this is to run under.
+  __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
+                        uint32_t barrier) const {
+    if (m > 0) {
+      const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float* x = o + 8 * b;
-      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
-                            pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
+      for (int b = 0; b < 4; ++b) {
+        const float* x = o + 8 * b;
+        const float4 f = factor[b];
+        store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                              pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                              pack2<Element>(x[6] * f.z, x[7] * f.w));
+      }
     }
     __syncwarp();
     mbarrier_arrive_warp(barrier, at.lane);
+  }
+
+  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last
+  // product of chunk m, when it has nothing else to do.
+  __device__ void fetch_gates(uint32_t m) const {
+    if (group != Traits::kStateGroups - 1) return;
+    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
+    const uint32_t ahead = m + Traits::kStagesGate - 1, stage = ahead % Traits::kStagesGate;
+    // Out of a shuffle, lest what comes of it be kept through the loop.
+    const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
+    if (record(ahead).valid >= 0) {
+      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemGate + stage * Traits::kBytesGate,
+                         smem() + Traits::kFullRaw + 8 * stage, thread);
+    }
   }
 
   __device__ void run() const {
@@ -200,6 +219,9 @@ struct StateRole {
     for (int i = 0; i < 64; ++i) s[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
+    float4 factor[4];  // of O, by tokens
+#pragma unroll
+    for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
@@ -236,9 +258,8 @@ struct StateRole {
       }
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
-        // this.)
-        put_o(o, v_base + previous_v * Traits::kBytesV, smem() + Traits::kFullO + 8 * (m & 1));
+        // O of the previous chunk leaves while S K runs.
+        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -250,8 +271,10 @@ struct StateRole {
       if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
 #pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] *= last;
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
       uint32_t v[16];
       const uint32_t v_rows =
           v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
@@ -281,11 +304,6 @@ struct StateRole {
         y = unpack2<Element>(v[4 * b + 3]);
         v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
       }
-      float4 factor[4];
-      if constexpr (!Traits::kStateOnly) {
-#pragma unroll
-        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-      }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
       mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
@@ -298,17 +316,27 @@ struct StateRole {
       mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
       mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
       wgmma_commit();
-      if constexpr (!Traits::kStateOnly) {
+      // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
+      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
+      if (!Traits::kStateOnly && !mild) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
+          const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+          const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
+                                       gamma.w * p.args.scale);
           float* x = o + 8 * b;
-          x[0] *= factor[b].x, x[1] *= factor[b].y, x[2] *= factor[b].x, x[3] *= factor[b].y;
-          x[4] *= factor[b].z, x[5] *= factor[b].w, x[6] *= factor[b].z, x[7] *= factor[b].w;
+          x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
+          x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
         }
+      } else if (!Traits::kStateOnly && !kWideExponents<Element>) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
+      if constexpr (!Traits::kStateOnly) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+      }
       const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
@@ -328,28 +356,34 @@ struct StateRole {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+        wgmma_commit();
       }
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+      if (!mild) {
+        wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+        pin(o);
+        pin(corrected);
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float4 rest = factor[b];
-        const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-        v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-        v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-        v[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-        v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        for (int b = 0; b < 4; ++b) {
+          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+          corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+          corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+          corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        }
       }
       const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, v + 4 * i, wgmma_advance(k_columns, 2048 * i));
+      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
+      fetch_gates(m);
       wgmma_wait<0>();
       pin(o);
       pin(s);
       pin(corrected);
-      pin(v);
       mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
@@ -379,7 +413,7 @@ struct StateRole {
       return;
     }
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
-    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, smem() + Traits::kFullLast);
+    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m, smem() + Traits::kFullLast);
   }
 };
 

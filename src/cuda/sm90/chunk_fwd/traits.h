@@ -64,7 +64,9 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // c_t in log2 units, natural order
   static constexpr uint32_t kGateRaw = kGateSum + kChunk * 4;   // g_t as it comes
   static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
-  static constexpr uint32_t kBytesGate = kGatePair + 16 * 4;
+  static constexpr uint32_t kGateMild =
+      kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (aux_role.cuh), and this P's factor
+  static constexpr uint32_t kBytesGate = kGateMild + 16;        // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
   static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
@@ -83,10 +85,10 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullO = kDone + 8 * kStagesP;
   static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
-  static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;     // kStateOnly: all warps
-  static constexpr uint32_t kMaps = kMeet + 8;                       // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesGate;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;      // kStateOnly: all warps
+  static constexpr uint32_t kMaps = kMeet + 8;                        // address of the tensor maps
+  static constexpr uint32_t kFullLast = kMaps + 8;                    // the last O, which no phase of kFullO may count
   static constexpr uint32_t kSmemBytes = kFullLast + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
