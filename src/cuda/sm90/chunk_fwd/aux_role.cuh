@@ -1,6 +1,8 @@
 // The auxiliary warpgroups: the gates, A_g and P of a chunk, and the copy engine.
 #pragma once
 
+#include <type_traits>
+
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
@@ -418,8 +420,12 @@ struct AuxRole {
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
   }
+  // Which of `stages` chunk m has. kStateOnly: m is counted within two rounds of the stages.
+  static __device__ uint32_t place(uint32_t m, uint32_t stages) {
+    return Traits::kStateOnly ? (m < stages ? m : m - stages) : m % stages;
+  }
   __device__ uint32_t stage_k(uint32_t m) const {
-    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+    return smem() + Traits::kSmemK + place(m, Traits::kStagesK) * Traits::kStrideK;
   }
   __device__ uint32_t stage_q(uint32_t m) const {
     return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
@@ -428,10 +434,10 @@ struct AuxRole {
     return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
   }
   __device__ uint32_t stage_gate(uint32_t m) const {
-    return smem() + Traits::kSmemGate + opaque(m) % Traits::kStagesGate * Traits::kBytesGate;
+    return smem() + Traits::kSmemGate + place(opaque(m), Traits::kStagesGate) * Traits::kStrideGate;
   }
   __device__ uint32_t tile_a(uint32_t m) const {
-    return smem() + Traits::kSmemA + opaque(m) % Traits::kStagesA * Traits::kBytesMatrix;
+    return smem() + Traits::kSmemA + place(opaque(m), Traits::kStagesA) * Traits::kStrideA;
   }
   __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (opaque(m) & 1); }
   __device__ void sync(uint32_t m) const { named_barrier_sync(1 + (opaque(m) & 1), 128); }
@@ -444,16 +450,14 @@ struct AuxRole {
     return reinterpret_cast<const CUtensorMap*>(maps) + i;
   }
 
-  // K, or Q, of a chunk; by one thread each. V comes with K where nothing else is kept of a chunk.
+  // K, or Q, of a chunk; by one thread each.
   __device__ void load_key_or_query(uint32_t m, bool query) const {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kStagesQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
-    const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
-    mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
-    if (with_v) tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_v(uint32_t m, uint32_t barrier) const {
     const ChunkRecord& c = record(m);
@@ -509,7 +513,7 @@ struct AuxRole {
       fetch_gates(m + 2);
     } else if (warp == 2) {
       // Two lanes, one each: half the instructions that one after the other would take.
-      if (lane < (Traits::kStateOnly ? 1 : 2)) load_key_or_query(m + 2 - lane, lane != 0);
+      if (lane < 2) load_key_or_query(m + 2 - lane, lane != 0);
     } else if (warp == 0 && lane == 0 && opaque(m) % 2 == 0) {
 #pragma unroll 1
       for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
@@ -554,23 +558,16 @@ struct AuxRole {
 
   static constexpr bool kPairs = std::is_same_v<Element, __nv_bfloat16>;
 
-  // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
-  // memory of its own.
-  __device__ void prepare(uint32_t m) {
-    // K K^T, and the gates while it runs; its blocks into the inverse's workspace; the inverse.
-    mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
-    if (record(m).valid < kChunk) {
-      clear_tail_rows(stage_k(m), 2, record(m).valid, opaque_thread());
-      sync(m);
-    }
+  // A_g of chunk m, whose K is there: in memory of this group's own.
+  __device__ void prepare_a(uint32_t m) {
     {
       float kkt[32];
       const uint64_t k_rows = uniform_descriptor(stage_k(m));
       start_product<Element>(kkt, k_rows, k_rows);
-      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) & 1), m / 2 & 1);
+      if constexpr (!Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) & 1), m / 2 & 1);
       const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
       const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
-      const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
+      const int valid_o = Traits::kStateOnly ? 0 : record(m - 3).valid;  // for m < 3 of no chunk, and not used
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
@@ -607,16 +604,20 @@ struct AuxRole {
     }
     fence_proxy_async();
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
-    m = opaque(m);
-    if constexpr (Traits::kStateOnly) {
-      // No P: its barrier says that K, V and the gates are there.
-      if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
-      pass_stages_on(m);
-      __syncwarp();
-      mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
-      return;
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * place(m, Traits::kStagesA), opaque_thread() & 31);
+  }
+
+  // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
+  // memory of its own.
+  __device__ void prepare(uint32_t m) {
+    // K K^T, and the gates while it runs; its blocks into the inverse's workspace; the inverse.
+    mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
+    if (record(m).valid < kChunk) {
+      clear_tail_rows(stage_k(m), 2, record(m).valid, opaque_thread());
+      sync(m);
     }
+    prepare_a(m);
+    m = opaque(m);
     if (opaque_thread() == kCopyThread) {
       if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
       tma_store_wait_read();  // O of chunk m - 3 has left it
@@ -665,16 +666,28 @@ struct AuxRole {
     }
   }
 
+  // kStateOnly: the load warp brings the chunks; A_g is all that is made of them. Both groups wait for every chunk: a
+  // stage's barrier, seen every other time only, would not tell its rounds apart.
+  __device__ void run_states() {
+    uint32_t m = 0;
+#pragma unroll 1
+    for (;;) {
+      mbarrier_wait(smem() + Traits::kFullK + 8 * place(m, Traits::kStages), m >= Traits::kStages ? 1 : 0);
+      if (record(m).valid < 0) return;
+      if ((m & 1) == static_cast<uint32_t>(group)) prepare_a(m);
+      m = m == Traits::kChunkRing - 1 ? 0 : m + 1;
+    }
+  }
+
   __device__ void run() {
     if (opaque_thread() == 0) {
       load_key_or_query(group, false);
-      if (!Traits::kStateOnly && group == 0) load_key_or_query(0, true);
+      if (group == 0) load_key_or_query(0, true);
     }
     if (opaque_thread() < 32) fetch_gates(group);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
-    if constexpr (Traits::kStateOnly) return;
     // The last chunks' O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {

@@ -14,6 +14,7 @@
 #include "chunk_stream.cuh"
 #include "combine.cuh"
 #include "kernel_params.h"
+#include "load_role.cuh"
 #include "state_role.cuh"
 #include "traits.h"
 
@@ -24,20 +25,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_chunk_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
   // The warpgroup by votes, so that the compiler knows it to be the same in all lanes: descriptors then stay in uniform
   // registers.
-  const int group =
-      (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+  const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) +
+                    (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
+                    (Traits::kLoadWarps > 0 && __any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
+    // kStateOnly: K, V, and 32 lanes' g and beta.
+    for (int i = 0; i < Traits::kStagesK; ++i) {
+      mbarrier_init(smem() + Traits::kFullK + 8 * i, Traits::kStateOnly ? 33 : 1);
+    }
     for (int i = 0; i < Traits::kStagesQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
     }
-    for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
+    for (int i = 0; i < Traits::kStagesDone; ++i) {
       mbarrier_init(smem() + Traits::kDone + 8 * i,
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
+    }
+    for (int i = 0; i < Traits::kStagesP; ++i) {
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
@@ -55,12 +62,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
+    if constexpr (!Traits::kStateOnly) {
 #pragma unroll 1
-    for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
+      for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
+    }
   }
   // Blocks of P right of the diagonal are never written: zero once.
-  for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
-    store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
+  if constexpr (!Traits::kStateOnly) {
+    for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
+      store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
+    }
   }
   fence_proxy_async();
   __syncthreads();
@@ -68,16 +79,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
-    role.run();
     if constexpr (Traits::kStateOnly) {
+      role.run_states();
       combine_boundaries<Traits>(p, threadIdx.x == 0,
                                  [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
                                    if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
                                  });
+    } else {
+      role.run();
     }
-  } else {
+  } else if (group < Traits::kAuxGroups + Traits::kStateGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups,
+                           lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
     role.run();
     if constexpr (Traits::kStateOnly) {
       const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;
@@ -86,6 +100,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                    multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
                                  });
     }
+  } else if constexpr (Traits::kLoadWarps > 0) {
+    load_chunks<Traits>(p, thread);
+    combine_boundaries<Traits>(p, false, [](CombineMemory&, const TransitionChain&, int, uint32_t) {});
   }
 }
 

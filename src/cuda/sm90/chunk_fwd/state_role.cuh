@@ -64,6 +64,10 @@ struct StateRole {
                  : "memory");
     return chunk;
   }
+  // Which of `stages` chunk m has; kStateOnly: all of it has one.
+  static __device__ uint32_t place(uint32_t m, uint32_t stage, uint32_t stages) {
+    return Traits::kStateOnly ? stage : m % stages;
+  }
   __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
 
   __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
@@ -183,20 +187,27 @@ struct StateRole {
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
-    int2 chunk_now = load_chunk(0);
+    uint32_t round = 0;  // kStateOnly: of the stages
+    int2 chunk_now = make_int2(0, 0);
+    if constexpr (!Traits::kStateOnly) chunk_now = load_chunk(0);
 #pragma unroll 1
-    for (; chunk_now.x >= 0; ++m) {
+    for (;; ++m) {
+      if constexpr (Traits::kStateOnly) {
+        mbarrier_wait(smem() + Traits::kFullK + 8 * stage_v, round);
+        chunk_now = load_chunk(m);
+      }
+      if (chunk_now.x < 0) break;
       const ChunkRecord& chunk = record(m);
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
-      const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+      const uint32_t k_tile = smem() + Traits::kSmemK + place(m, stage_v, Traits::kStagesK) * Traits::kStrideK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
       const uint32_t v_base = smem() + Traits::kSmemV;
-      const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+      const uint32_t gate = smem() + Traits::kSmemGate + place(m, stage_v, Traits::kStagesGate) * Traits::kStrideGate;
       const uint32_t columns = gate + 80 * at.q;
       // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
       // barrier.
-      mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
+      if constexpr (!Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
       wgmma_wait<0>();
       pin(s);
@@ -216,7 +227,8 @@ struct StateRole {
       }
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after this.)
+        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
+        // this.)
         put_o(o, v_base + previous_v * Traits::kBytesV, m);
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
@@ -227,19 +239,20 @@ struct StateRole {
         wgmma_commit();
       }
       if constexpr (Traits::kSave) save_h(packed, chunk);
+      if constexpr (Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullA + 8 * stage_v, round);  // gates and A_g
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] *= last;
       uint32_t v[16];
       const uint32_t v_rows =
-          v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+          v_base + stage_v * Traits::kStrideV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
       if constexpr (Traits::kStateOnly) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = chunk.flags & kNoValues ? 0u : v[i];
+        for (int i = 0; i < 16; ++i) v[i] = chunk_now.y & kNoValues ? 0u : v[i];
       }
       wgmma_wait<0>();
       pin(u);
@@ -266,8 +279,11 @@ struct StateRole {
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
-      mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
-      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
+      if constexpr (!Traits::kStateOnly) {
+        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+      }
+      const uint64_t a_rows =
+          wgmma_descriptor(smem() + Traits::kSmemA + place(m, stage_v, Traits::kStagesA) * Traits::kStrideA);
       float low[16], high[16];
       wgmma_fence();
       mma_rs_n32_init<Element>(low, v, a_rows);
@@ -288,7 +304,8 @@ struct StateRole {
       // What comes next, ahead of its use.
 #pragma unroll
       for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-      const int2 chunk_next = load_chunk(m + 1);
+      int2 chunk_next = chunk_now;
+      if constexpr (!Traits::kStateOnly) chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
       pin(high);
@@ -329,7 +346,7 @@ struct StateRole {
       pin(s);
       pin(corrected);
       pin(v);
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (Traits::kStateOnly ? stage_v : slot), at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
@@ -345,7 +362,8 @@ struct StateRole {
         }
       }
       previous_v = stage_v;
-      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
+      if constexpr (!Traits::kStateOnly) stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
+      if constexpr (Traits::kStateOnly) round ^= stage_v == Traits::kStages - 1 ? 1 : 0;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
     if constexpr (Traits::kStateOnly) {

@@ -20,36 +20,35 @@ struct ChunkForwardTraits {
   static constexpr bool kStateOnly = kStateOnly_;
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
-  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
+  // Without P and O chunks are through before the auxiliary groups could have asked for more: a warp of its own does so
+  // as soon as there is room.
+  static constexpr int kLoadWarps = kStateOnly ? 1 : 0;
+  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups) + 32 * kLoadWarps;
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
   // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
-  // share out.
-  static constexpr int kAuxRegisters = kStateOnly ? 96 : kStateGroups == 2 ? 64 : 128;
+  // share out, with a load warp, which keeps its own, 120.
+  static constexpr int kAuxRegisters = kStateOnly ? 80 : kStateGroups == 2 ? 64 : 128;
   static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
-  // is used.
-  static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
-  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
-  static constexpr int kStagesGate = 4;
-  static constexpr int kStagesP = 2;  // one for each auxiliary group
-  static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
-                                      // while the state groups may still use the other
+  // is used. kStateOnly: all of a chunk is one stage, and there is room for five.
+  static constexpr int kStages = kStateOnly ? 5 : 0;
+  static constexpr int kStagesK = kStateOnly ? kStages : 4;
+  static constexpr int kStagesQ = kStateOnly ? 0 : 3;
+  static constexpr int kStagesV = kStateOnly ? kStages : 3;
+  static constexpr int kStagesGate = kStateOnly ? kStages : 4;
+  static constexpr int kStagesP = kStateOnly ? 0 : 2;  // one for each auxiliary group
+  // Two for each: a chunk's inverse is made in the tile that its A_g then takes, while the state groups may still use
+  // the other.
+  static constexpr int kStagesA = kStateOnly ? kStages : 4;
+  static constexpr int kStagesDone = kStateOnly ? kStages : kStagesP;
 
   static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;  // [half][token][64], each half 64 rows of 128 B, swizzled
   static constexpr uint32_t kHalf = kChunk * 128;
   static constexpr uint32_t kBytesV = kChunk * kDv * 2;
   static constexpr uint32_t kBytesMatrix = kChunk * kChunk * 2;  // [row][column], 128 B rows, swizzled
-
-  static constexpr uint32_t kSmemK = 0;
-  static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
-  static constexpr uint32_t kSmemV = kSmemQ + kStagesQ * kBytesK;
-  static constexpr uint32_t kSmemA = kSmemV + kStagesV * kBytesV;
-  static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
-  static constexpr uint32_t kSmemGate = kSmemP + kStagesP * kBytesMatrix;
 
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
@@ -67,8 +66,24 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kBytesGate = kGatePair + 16 * 4;
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
-  static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
-  static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
+  static constexpr uint32_t kSmemK = 0;
+  static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
+  static constexpr uint32_t kSmemV = kStateOnly ? kSmemK + kBytesK : kSmemQ + kStagesQ * kBytesK;
+  static constexpr uint32_t kSmemA = kSmemV + (kStateOnly ? 1 : kStagesV) * kBytesV;
+  static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
+  static constexpr uint32_t kSmemGate = kStateOnly ? kSmemA + kBytesMatrix : kSmemP + kStagesP * kBytesMatrix;
+  // From one stage to the next. kStateOnly: all of a stage lies together, so that one address leads to all of it; tiles
+  // begin at multiples of 1024.
+  static constexpr uint32_t kBytesStage = (kSmemGate + kBytesGate + 1023) / 1024 * 1024;
+  static constexpr uint32_t kStrideK = kStateOnly ? kBytesStage : kBytesK;
+  static constexpr uint32_t kStrideV = kStateOnly ? kBytesStage : kBytesV;
+  static constexpr uint32_t kStrideA = kStateOnly ? kBytesStage : kBytesMatrix;
+  static constexpr uint32_t kStrideGate = kStateOnly ? kBytesStage : kBytesGate;
+
+  static constexpr uint32_t kSmemChunks = kStateOnly ? kStages * kBytesStage : kSmemGate + kStagesGate * kBytesGate;
+  // Records: six chunks ahead of the state groups, four behind. kStateOnly: of two rounds of the stages, as a record is
+  // looked at once more after its stage is free.
+  static constexpr int kChunkRing = kStateOnly ? 2 * kStages : 16;
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
   static constexpr uint32_t kBytesWalker = 80;
@@ -80,7 +95,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
-  static constexpr uint32_t kFullO = kDone + 8 * kStagesP;
+  static constexpr uint32_t kFullO = kDone + 8 * kStagesDone;
   static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
