@@ -456,6 +456,10 @@ struct AuxRole {
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kStagesQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
+    if (query && (c.flags & kSilentChunk)) {
+      mbarrier_arrive(barrier);  // no O, no Q; the barrier's rounds go on
+      return;
+    }
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
   }
@@ -624,13 +628,20 @@ struct AuxRole {
       load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
     }
 
+    // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free; and so are those
+    // of chunk m - 3, which tells the rounds of Q's barriers apart, each of which a group sees every other time.
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+    if (record(m).flags & kSilentChunk) {
+      pass_stages_on(m);
+      __syncwarp();
+      mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
+      return;
+    }
     // Q K^T and P. While that runs, a warp each passes on the stages of chunk m - 2.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     float qkt[32];
     start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
     m = opaque(m);
-    // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
-    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
     pass_stages_on(m);
     GateFactors<Traits, false> factors;
     factors.load(stage_gate(m), p.args.scale, lane_place(opaque_thread()));

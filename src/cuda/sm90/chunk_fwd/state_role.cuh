@@ -199,6 +199,7 @@ struct StateRole {
       if (chunk_now.x < 0) break;
       const ChunkRecord& chunk = record(m);
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
+      const bool silent = __any_sync(0xffffffffu, chunk_now.y & kSilentChunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + place(m, stage_v, Traits::kStagesK) * Traits::kStrideK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
@@ -230,13 +231,15 @@ struct StateRole {
         // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
         // this.)
         put_o(o, v_base + previous_v * Traits::kBytesV, m);
-        wgmma_fence();
-        mma_rs_n64_init<Element>(o, packed, q_rows);
+        if (!silent) {
+          wgmma_fence();
+          mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) {
-          mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+          for (int i = 1; i < 8; ++i) {
+            mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+          }
+          wgmma_commit();
         }
-        wgmma_commit();
       }
       if constexpr (Traits::kSave) save_h(packed, chunk);
       if constexpr (Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullA + 8 * stage_v, round);  // gates and A_g
@@ -321,9 +324,11 @@ struct StateRole {
       if constexpr (!Traits::kStateOnly) {
         const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
         pin(o);
-        wgmma_fence();
+        if (!silent) {
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+          for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+        }
       }
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
 #pragma unroll
