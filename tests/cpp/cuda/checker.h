@@ -14,6 +14,7 @@ struct Settings {
   int64_t cases = 150;  // drawn cases of each kind
   uint64_t seed = 1;
   int64_t only_case = -1;
+  int64_t gigabytes = 24;  // of device memory: what the large cases take
   bool small = false;
   bool twice = true;
   std::string only;  // runs the tests whose name contains it

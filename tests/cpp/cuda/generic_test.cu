@@ -5,12 +5,14 @@
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
 //
-//   generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--small] [--once]
+//   generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--gigabytes G] [--small] [--once]
 //
 // prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
-// the second runs, --only the groups whose names (in run()) do not contain NAME.
+// the second runs, --only the groups whose names (in run()) do not contain NAME; --gigabytes is the memory taken on the
+// device, of which all groups but the large ones need a few.
 #include "checker.h"
-#include "sm90_forward_tests.cuh"
+#include "sm90_segment_tests.cuh"
+#include "sm90_split_tests.cuh"
 
 namespace flash_qla::testing {
 namespace {
@@ -280,8 +282,8 @@ int run(const Settings& settings) {
     return 0;
   }
   std::printf("%s\n", build_info().c_str());
-  // The large cases take the most; initcheck pays for every megabyte.
-  Arena arena(settings.small ? size_t{256} << 20 : size_t{24} << 30);
+  // initcheck pays for every megabyte.
+  Arena arena(settings.small ? size_t{256} << 20 : static_cast<size_t>(settings.gigabytes) << 30);
   struct Group {
     const char* name;
     bool needs_hopper;
@@ -301,8 +303,13 @@ int run(const Settings& settings) {
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
-      {"sm90 backward", true, [&] { return test_sm90_backward(settings, arena); }}};
+      {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
+      {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
+      {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
+      {"sm90 backward", true, [&] { return test_sm90_backward(settings, arena); }},
+      {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }}};
   if (!settings.small) {
+    groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
     groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
@@ -342,6 +349,8 @@ int main(int argc, char** argv) {
       settings.only_case = value();
     } else if (flag == "--only" && i + 1 < argc) {
       settings.only = argv[++i];
+    } else if (flag == "--gigabytes") {
+      settings.gigabytes = value();
     } else if (flag == "--small") {
       settings.small = true;
     } else if (flag == "--once") {

@@ -59,12 +59,20 @@ inline int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// A call as the library sees it before it runs: shapes, and this device.
+inline ForwardArguments arguments_for_sm90(const ForwardCall& call) {
+  ForwardCall copy = call;
+  ForwardArguments args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
+  args.options.path = "sm90";
+  args.options.device_type = FLASH_QLA_CUDA;
+  check_cuda(cudaGetDevice(&args.options.device_index), "cudaGetDevice");
+  return args;
+}
+
 // The Hopper forward against the oracle: every option, on the drawn calls that it takes. What it leaves to cuda_generic
 // are outputs in odd places: fewer than half of all calls, or the group fails.
 inline int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
   Checker checker("forward, sm90", settings, arena);
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const auto draw = [&](Random& r) {
     const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
     Shape s = draw_shape(type, settings.small ? 140 : 400, settings.largest_state(), r);
@@ -76,12 +84,7 @@ inline int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
   int64_t drawn = 0, taken = 0;
   for_each_case(settings, settings.cases, draw, [&](const std::string& what, const ForwardCall& call) {
     ++drawn;
-    ForwardCall copy = call;
-    auto args = copy.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
-    args.options.path = "sm90";
-    args.options.device_type = FLASH_QLA_CUDA;
-    args.options.device_index = device;
-    if (!ChunkForward::can_implement(args).ok()) return;
+    if (!ChunkForward::can_implement(arguments_for_sm90(call)).ok()) return;
     ++taken;
     checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
   });
@@ -407,6 +410,15 @@ class RepeatedCall {
       const size_t bytes = buffer->bytes().size();
       outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
     }
+    for (auto [name, buffer] : call.in_place()) {
+      if (!buffer->present()) continue;
+      buffer->upload(arena);
+      const size_t bytes = buffer->bytes().size();
+      char* given = static_cast<char*>(arena.take(bytes));
+      check_cuda(cudaMemcpy(given, buffer->device().data, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+      outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
+      in_place_.push_back({outputs_.size() - 1, given});
+    }
     args_ = call.arguments([](Buffer& b) { return b.present() ? b.device() : Tensor{}; });
     args_.options.path = "sm90";
     args_.options.device_type = FLASH_QLA_CUDA;
@@ -415,6 +427,7 @@ class RepeatedCall {
     workspace_ = arena.take(workspace_bytes_);
     count_ = static_cast<unsigned long long*>(arena.take(sizeof(*count_)));
     check_cuda(cudaMemset(count_, 0, sizeof(*count_)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // other streams do not wait for the copies
   }
   const Status& status() const { return status_; }
 
@@ -430,9 +443,14 @@ class RepeatedCall {
                  "cudaMemcpyAsync");
     }
   }
+  // Outputs as NaN; what is changed in place as it was given.
   void poison(cudaStream_t stream) const {
     for (const auto& [data, bytes] : outputs_) {
       check_cuda(cudaMemsetAsync(data, 0xff, bytes, stream), "cudaMemsetAsync");
+    }
+    for (const auto& [i, given] : in_place_) {
+      const auto& [data, bytes] = outputs_[i];
+      check_cuda(cudaMemcpyAsync(data, given, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
     }
   }
   void run(cudaStream_t stream) { status_ = ChunkForward::run(args_, workspace_, workspace_bytes_, stream); }
@@ -459,6 +477,7 @@ class RepeatedCall {
   void* workspace_ = nullptr;
   unsigned long long* count_ = nullptr;
   std::vector<std::pair<char*, size_t>> outputs_;
+  std::vector<std::pair<size_t, char*>> in_place_;  // which of the outputs, and a copy of what it was
 };
 
 // bf16 numbers of about unit norm in a row of 128, made on the device.
@@ -545,12 +564,35 @@ inline int64_t test_sm90_large(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// The same bits a thousand times over, half of them beside another kernel that takes a varying part of the card.
-inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
-  Checker checker("a thousand runs, sm90", settings, arena);
+// The same bits in each of `runs` runs, half of them beside another kernel that takes a varying part of the card.
+inline void repeat_call(const char* what, ForwardCall& call, int runs, Random& random, Checker& checker, Arena& arena) {
+  arena.reset();
   cudaStream_t stream, other;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   check_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
+  RepeatedCall repeated(call, arena);
+  const std::vector<char*> first = repeated.take_results(arena);
+  repeated.poison(stream);
+  repeated.run(stream);
+  repeated.keep(first, stream);
+  for (int i = 0; i < runs && repeated.status().ok(); ++i) {
+    if (i % 2 == 1)
+      spin_kernel<<<static_cast<unsigned>(random.integer(1, 160)), 64, 0, other>>>(random.integer(1000, 200000));
+    repeated.poison(stream);
+    repeated.run(stream);
+    repeated.compare(first, stream);
+  }
+  if (!repeated.status().ok()) checker.fail(what, "sm90", repeated.status().message());
+  if (const auto words = repeated.different(); words > 0) {
+    checker.fail(what, "sm90", std::to_string(words) + " words moved between runs");
+  }
+  check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
+}
+
+// A thousand runs of a full card, without and with what training keeps.
+inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
+  Checker checker("a thousand runs, sm90", settings, arena);
   const int runs = settings.small ? 20 : 1000;
   for (const bool keeps : {false, true}) {
     Random random(keeps ? 5 : 3);
@@ -570,26 +612,8 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
     ForwardCall call;
     call.draw(s, f, kept, false, random);
     checker.check(keeps ? "what training keeps" : "plain", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
-    arena.reset();
-    RepeatedCall repeated(call, arena);
-    const std::vector<char*> first = repeated.take_results(arena);
-    repeated.run(stream);
-    repeated.keep(first, stream);
-    for (int i = 0; i < runs && repeated.status().ok(); ++i) {
-      if (i % 2 == 1)
-        spin_kernel<<<static_cast<unsigned>(random.integer(1, 160)), 64, 0, other>>>(random.integer(1000, 200000));
-      repeated.poison(stream);
-      repeated.run(stream);
-      repeated.compare(first, stream);
-    }
-    if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
-    if (const auto words = repeated.different(); words > 0) {
-      checker.fail(keeps ? "what training keeps" : "plain", "sm90",
-                   std::to_string(words) + " words moved between runs");
-    }
+    repeat_call(keeps ? "what training keeps" : "plain", call, runs, random, checker, arena);
   }
-  cudaStreamDestroy(stream);
-  cudaStreamDestroy(other);
   return checker.finish();
 }
 

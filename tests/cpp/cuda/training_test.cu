@@ -183,12 +183,24 @@ Shape model_shape(int64_t T, int64_t Hq, int64_t Hv, std::vector<int64_t> offset
 }
 
 void test_repeats(int64_t repeats, Arena& arena) {
-  for (const bool options : {false, true}) {
+  struct Repeated {
+    const char* name;
+    Shape shape;
+    bool options, segments;
+  };
+  const Shape batch = model_shape(1000, 4, 8, {0, 300, 300, 365, 990});
+  for (const Repeated& repeated :
+       {Repeated{"without options", batch, false, false}, Repeated{"with options", batch, true, false},
+        // Both passes cut wherever it is possible.
+        Repeated{"in segments", model_shape(3000, 2, 4, {0, 1600, 1637, 1637, 2949}), false, true},
+        // One sequence of so many heads: the passes prepare their own tiles.
+        Repeated{"of 32 heads", model_shape(1000, 16, 32, {}), false, false}}) {
     arena.reset();
     Features f;
     f.initial_state = true;
-    f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
-    Step step(model_shape(1000, 4, 8, {0, 300, 300, 365, 990}), f, 3, arena);
+    f.l2norm = f.gate = f.dt_bias = f.sigmoid = repeated.options;
+    f.force_intra_cp = repeated.segments;
+    Step step(repeated.shape, f, 3, arena);
     cudaStream_t stream, other;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     check_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -206,7 +218,7 @@ void test_repeats(int64_t repeats, Arena& arena) {
     expect(differing == 0,
            std::to_string(differing) + " of " + std::to_string(repeats) + " repeats differ in their bits");
     expect(arena.intact(), "memory past the end of a tensor was written");
-    std::printf("%lld repeats %s options: %lld differ\n", static_cast<long long>(repeats), options ? "with" : "without",
+    std::printf("%lld repeats %s: %lld differ\n", static_cast<long long>(repeats), repeated.name,
                 static_cast<long long>(differing));
     check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
     check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");

@@ -309,7 +309,7 @@ struct HeadWork {
   }
   __device__ void release(const StageCursor& cursor) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.empty(cursor.stage));
+    mbarrier_arrive_warp(bars.empty(cursor.stage), lane);
   }
   // The rows' sums over this head alone: the accumulator runs on over the heads of a group, `before` is what it had.
   __device__ void keep_sums(GradientsGroup group, const float (&dots)[2], float (&before)[2]) const {
@@ -410,7 +410,7 @@ struct HeadWork {
                       packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.products_full());
+    mbarrier_arrive_warp(bars.products_full(), lane);
     wgmma_wait<0>();
     pin(packed);
     pin(acc);
@@ -483,7 +483,7 @@ struct HeadWork {
     load_transposed(dP, sP);
     load_transposed(D, sD);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.products_empty());
+    mbarrier_arrive_warp(bars.products_empty(), lane);
     wgmma_fence();
     add_product<T>(acc, dP, sQ);
     add_product<T>(acc, D, sK);
@@ -524,7 +524,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       }
       fence_proxy_async();
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(bars.tail());
+      mbarrier_arrive_warp(bars.tail(), lane);
       mbarrier_wait(bars.tail(), tail_phase);
       tail_phase ^= 1;
     }
@@ -606,7 +606,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       fence_proxy_async();  // the copy engine writes here next
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(bars.keys_empty());
+    mbarrier_arrive_warp(bars.keys_empty(), lane);
     if (kIsMinus || group == kQuery) store_rows<T>(kIsMinus ? p.dk : p.dq, chunk, key_head, acc, warp, lane);
   }
 }
@@ -627,11 +627,11 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
-      mbarrier_init(bars.empty(i), Traits::kConsumerWarps);
+      mbarrier_init(bars.empty(i), Traits::kConsumerWarps * kWarpArrivals);
     }
-    mbarrier_init(bars.products_full(), 8);
-    mbarrier_init(bars.products_empty(), 4);
-    mbarrier_init(bars.tail(), Traits::kConsumerWarps);
+    mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
+    mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
+    mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -227,7 +227,7 @@ __device__ __forceinline__ void finish_state(const float (&S)[64], const ChunkBa
 
 __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(barrier);
+  mbarrier_arrive_warp(barrier, lane);
 }
 
 // A gate vector at the thread's 16 columns: x[2j + e] belongs to column 8j + 2 (lane % 4) + e.
@@ -883,15 +883,15 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMostStatesStages; ++i) {
       mbarrier_init(bars.loaded(i), 1);
-      mbarrier_init(bars.gates(i), 1);
-      mbarrier_init(bars.gated(i), 4);
-      mbarrier_init(bars.empty(i), 5);
+      mbarrier_init(bars.gates(i), kWarpArrivals);
+      mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
+      mbarrier_init(bars.empty(i), 5 * kWarpArrivals);
     }
-    mbarrier_init(bars.state_full(), 4);
-    mbarrier_init(bars.state_empty(), 1);
-    mbarrier_init(bars.tokens_full(), 4);
-    mbarrier_init(bars.P_full(), 4);
-    mbarrier_init(bars.P_empty(), 4);
+    mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.state_empty(), kWarpArrivals);
+    mbarrier_init(bars.tokens_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
   }
   __syncthreads();

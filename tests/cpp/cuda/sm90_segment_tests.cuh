@@ -1,0 +1,38 @@
+// The group of cuda_generic_test that is about the Hopper backward's segments (docs/design/sm90_backward.md).
+#pragma once
+
+#include "sm90_split_tests.cuh"
+
+namespace flash_qla::testing {
+
+// Both passes cut wherever it is possible, against the oracle: edges that warm up and exact ones, in one head too.
+inline int64_t test_sm90_segments(const Settings& settings, Arena& arena) {
+  Checker checker("backward in segments, sm90", settings, arena);
+  const auto draw = [&](Random& r) {
+    static const std::vector<int64_t> kLengths = {300, 640, 1000, 1537, 2100};
+    Shape s;
+    s.dtype = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
+    s.K = s.V = 128;
+    s.Hq = r.integer(1, 2);
+    s.Hv = s.Hq * r.integer(1, 3);
+    do {
+      s.T = settings.small ? r.integer(256, 400) : r.pick(kLengths);
+      s.cu_seqlens = r.chance(0.6) ? draw_offsets(s.T, r) : std::vector<int64_t>{};
+    } while (tokens_of(s) < 256);
+    if (s.cu_seqlens.empty()) s.B = r.integer(1, 2);
+    Features f = draw_features(s.dtype, s.K, r);
+    f.initial_state = true;
+    f.force_intra_cp = true;
+    BackwardCall call;
+    call.draw(s, f, false, true, r.chance(0.7), r);
+    if (!f.gate && !f.strong_decay) mix_gates(call.in.g, r);
+    return call;
+  };
+  for_each_case(settings, settings.small ? settings.cases : settings.cases / 3, draw,
+                [&](const std::string& what, const BackwardCall& call) {
+                  checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+                });
+  return checker.finish();
+}
+
+}  // namespace flash_qla::testing
