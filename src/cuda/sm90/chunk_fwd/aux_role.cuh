@@ -408,6 +408,8 @@ struct AuxRole {
     asm volatile("" : "+r"(value));
     return value;
   }
+  // The same, of a number that all lanes have, from the assembler as well, which costs a shuffle.
+  static __device__ uint32_t unknown(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
   __device__ int opaque_thread() const {
     if constexpr (Traits::kSave) {
       int number;
@@ -420,9 +422,9 @@ struct AuxRole {
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
   }
-  // Which of `stages` chunk m has. kStateOnly: m is counted within two rounds of the stages.
+  // Which of `stages` chunk m has. kStateOnly: m is the place of its record.
   static __device__ uint32_t place(uint32_t m, uint32_t stages) {
-    return Traits::kStateOnly ? (m < stages ? m : m - stages) : m % stages;
+    return m % (Traits::kStateOnly ? Traits::kRound : stages);
   }
   __device__ uint32_t stage_k(uint32_t m) const {
     return smem() + Traits::kSmemK + place(m, Traits::kStagesK) * Traits::kStrideK;
@@ -440,7 +442,12 @@ struct AuxRole {
     return smem() + Traits::kSmemA + place(opaque(m), Traits::kStagesA) * Traits::kStrideA;
   }
   __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (opaque(m) & 1); }
-  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + (opaque(m) & 1), 128); }
+  // Of chunk m, which is whose it is. kStateOnly: a round has an odd number of stages.
+  static __device__ uint32_t parity(uint32_t m) {
+    static_assert(!Traits::kStateOnly || Traits::kStages % 2 == 1);
+    return (Traits::kStateOnly ? m / Traits::kRound + m : m) & 1;
+  }
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + parity(opaque(m)), 128); }
 
   // The tensor map of Q, K, V or O. Where the parameters lie is asked of shared memory: the compiler would keep, and
   // spill, the address.
@@ -456,7 +463,7 @@ struct AuxRole {
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kStagesQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
-    if (query && (c.flags & kSilentChunk)) {
+    if (Traits::kCut && query && (c.flags & kSilentChunk)) {
       mbarrier_arrive(barrier);  // no O, no Q; the barrier's rounds go on
       return;
     }
@@ -562,6 +569,9 @@ struct AuxRole {
 
   static constexpr bool kPairs = std::is_same_v<Element, __nv_bfloat16>;
 
+  // Whether registers suffice for A_g's factors beside the inverse only once that is through.
+  static constexpr bool kLateFactors = Traits::kSave || Traits::kStateOnly;
+
   // A_g of chunk m, whose K is there: in memory of this group's own.
   __device__ void prepare_a(uint32_t m) {
     {
@@ -587,6 +597,7 @@ struct AuxRole {
     }
     __syncwarp();
     fence_proxy_async();
+    if constexpr (Traits::kStateOnly) m = unknown(m);
     sync(m);  // D is there, and the gates
     {
       float a[3][8];
@@ -595,13 +606,11 @@ struct AuxRole {
       invert(
           a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
           [&] {
-            if constexpr (!Traits::kSave) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
+            if constexpr (!kLateFactors) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
           });
       m = opaque(m);
-      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
-        save_a(a, d, record(m), lane_place(opaque_thread()));
-        factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
-      }
+      if constexpr (Traits::kSave) save_a(a, d, record(m), lane_place(opaque_thread()));
+      if constexpr (kLateFactors) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
       sync(m);  // the inverse has been read: A_g takes its tile
       const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
       store_gated<Traits, true>(a[0], diagonal, factors, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
@@ -631,7 +640,7 @@ struct AuxRole {
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free; and so are those
     // of chunk m - 3, which tells the rounds of Q's barriers apart, each of which a group sees every other time.
     if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
-    if (record(m).flags & kSilentChunk) {
+    if (Traits::kCut && (record(m).flags & kSilentChunk)) {
       pass_stages_on(m);
       __syncwarp();
       mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
@@ -683,10 +692,10 @@ struct AuxRole {
     uint32_t m = 0;
 #pragma unroll 1
     for (;;) {
-      mbarrier_wait(smem() + Traits::kFullK + 8 * place(m, Traits::kStages), m >= Traits::kStages ? 1 : 0);
+      mbarrier_wait(smem() + Traits::kFullK + 8 * place(m, Traits::kStages), m / Traits::kRound);
       if (record(m).valid < 0) return;
-      if ((m & 1) == static_cast<uint32_t>(group)) prepare_a(m);
-      m = m == Traits::kChunkRing - 1 ? 0 : m + 1;
+      if (parity(m) == static_cast<uint32_t>(group)) prepare_a(m);
+      m = next_place<Traits>(unknown(m));
     }
   }
 

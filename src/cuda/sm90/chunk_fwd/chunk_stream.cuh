@@ -101,6 +101,13 @@ __device__ __forceinline__ int boundary_place(int group, int warp, int j, int la
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 
+// kStateOnly: the place of the next chunk's record, from 0 on.
+template <typename Traits>
+__device__ __forceinline__ uint32_t next_place(uint32_t m) {
+  return m % Traits::kRound + 1 == static_cast<uint32_t>(Traits::kStages) ? (m ^ Traits::kRound) & Traits::kRound
+                                                                          : m + 1;
+}
+
 // Before a block's first tile. The plan must be there.
 template <typename Traits>
 __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, ChunkWalker& walker) {

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // registers.
   const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) +
                     (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
-                    (Traits::kLoadWarps > 0 && __any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
+                    (Traits::kLoadGroups > 0 && __any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
@@ -100,8 +100,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                    multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
                                  });
     }
-  } else if constexpr (Traits::kLoadWarps > 0) {
-    load_chunks<Traits>(p, thread);
+  } else if constexpr (Traits::kLoadGroups > 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kLoadRegisters));
+    if (thread < 32) load_chunks<Traits>(p, thread);
+    named_barrier_sync(kLoadBarrier, 128);  // until all tiles are opened, which is what the next step asks
     combine_boundaries<Traits>(p, false, [](CombineMemory&, const TransitionChain&, int, uint32_t) {});
   }
 }

@@ -46,11 +46,13 @@ ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_save();
 ChunkForwardKernel chunk_forward_bf16_split();
 ChunkForwardKernel chunk_forward_bf16_split_save();
+ChunkForwardKernel chunk_forward_bf16_cut();
 ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_save();
 ChunkForwardKernel chunk_forward_fp16_split();
 ChunkForwardKernel chunk_forward_fp16_split_save();
+ChunkForwardKernel chunk_forward_fp16_cut();
 ChunkForwardKernel chunk_forward_fp16_states();
 
 }  // namespace flash_qla::cuda::sm90

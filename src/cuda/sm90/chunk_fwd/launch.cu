@@ -132,14 +132,15 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
+ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save, bool cut) {
   const bool half = type == ElementType::kFloat16;
   if (split) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
-  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save())
-              : (half ? chunk_forward_fp16() : chunk_forward_bf16());
+  if (save) return half ? chunk_forward_fp16_save() : chunk_forward_bf16_save();
+  return cut ? (half ? chunk_forward_fp16_cut() : chunk_forward_bf16_cut())
+             : (half ? chunk_forward_fp16() : chunk_forward_bf16());
 }
 
 // A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
@@ -262,7 +263,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                      (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
                     args.start_lists != nullptr;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
+  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save, cut);
 
   ChunkForwardKernelParams params{};
   params.args = args;

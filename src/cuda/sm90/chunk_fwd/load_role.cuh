@@ -8,18 +8,22 @@
 
 namespace flash_qla::cuda::sm90 {
 
+// The named barrier of the load group; 1 and 2 belong to the auxiliary groups.
+inline constexpr uint32_t kLoadBarrier = 3;
+
 // By one warp: chunk m's record, K, V, g and beta into stage m % kStages as soon as the state groups are done with
 // chunk m - kStages. All of it arrives on that stage's one barrier.
 template <typename Traits>
 __device__ __forceinline__ void load_chunks(const ChunkForwardKernelParams& p, int lane) {
-  uint32_t stage = 0, previous_round = 1;
+  bool first_round = true;
 #pragma unroll 1
-  for (uint32_t m = 0;; ++m) {
-    if (m >= Traits::kStages) mbarrier_wait(smem() + Traits::kDone + 8 * stage, previous_round);
+  for (uint32_t m = 0;; m = next_place<Traits>(m)) {
+    const uint32_t stage = m % Traits::kRound;
+    if (!first_round) mbarrier_wait(smem() + Traits::kDone + 8 * stage, m / Traits::kRound ^ 1);
+    first_round &= m != Traits::kStages - 1;
     if (lane == 0) produce_chunk<Traits>(p, m);
     __syncwarp();
-    const ChunkRecord& c =
-        reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+    const ChunkRecord& c = reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m];
     const uint32_t memory = smem() + stage * Traits::kBytesStage, full = smem() + Traits::kFullK + 8 * stage;
     if (c.valid < 0) {  // the end
       mbarrier_arrive(full);
@@ -33,10 +37,6 @@ __device__ __forceinline__ void load_chunks(const ChunkForwardKernelParams& p, i
       if (with_v) tma_load_4d(memory + Traits::kSmemV, &p.v, full, 0, c.row, c.half, c.head);
     }
     load_gates<Traits>(p.args, c, memory + Traits::kSmemGate, full, lane);
-    if (++stage == Traits::kStages) {
-      stage = 0;
-      previous_round ^= 1;
-    }
   }
 }
 

@@ -187,19 +187,18 @@ struct StateRole {
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
-    uint32_t round = 0;  // kStateOnly: of the stages
     int2 chunk_now = make_int2(0, 0);
     if constexpr (!Traits::kStateOnly) chunk_now = load_chunk(0);
 #pragma unroll 1
-    for (;; ++m) {
+    for (;; m = Traits::kStateOnly ? next_place<Traits>(m) : m + 1) {
       if constexpr (Traits::kStateOnly) {
-        mbarrier_wait(smem() + Traits::kFullK + 8 * stage_v, round);
+        mbarrier_wait(smem() + Traits::kFullK + 8 * stage_v, m / Traits::kRound);
         chunk_now = load_chunk(m);
       }
       if (chunk_now.x < 0) break;
       const ChunkRecord& chunk = record(m);
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
-      const bool silent = __any_sync(0xffffffffu, chunk_now.y & kSilentChunk);
+      const bool silent = Traits::kCut && __any_sync(0xffffffffu, chunk_now.y & kSilentChunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + place(m, stage_v, Traits::kStagesK) * Traits::kStrideK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
@@ -242,7 +241,8 @@ struct StateRole {
         }
       }
       if constexpr (Traits::kSave) save_h(packed, chunk);
-      if constexpr (Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullA + 8 * stage_v, round);  // gates and A_g
+      if constexpr (Traits::kStateOnly)
+        mbarrier_wait(smem() + Traits::kFullA + 8 * stage_v, m / Traits::kRound);  // gates and A_g
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
@@ -368,7 +368,6 @@ struct StateRole {
       }
       previous_v = stage_v;
       if constexpr (!Traits::kStateOnly) stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
-      if constexpr (Traits::kStateOnly) round ^= stage_v == Traits::kStages - 1 ? 1 : 0;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
     if constexpr (Traits::kStateOnly) {

@@ -11,26 +11,29 @@ inline constexpr int kHeadDim = 128;  // K = V
 inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
-template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
+// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist. kCut_: for the pieces of
+// a split: silent chunks cost less, all others 1 % more, for a branch in the state groups' loop.
+template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false, bool kCut_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
   static constexpr bool kStateOnly = kStateOnly_;
+  static constexpr bool kCut = kCut_;
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   // Without P and O chunks are through before the auxiliary groups could have asked for more: a warp of its own does so
-  // as soon as there is room.
-  static constexpr int kLoadWarps = kStateOnly ? 1 : 0;
-  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups) + 32 * kLoadWarps;
+  // as soon as there is room. It brings three idle ones, as registers are shared out by warpgroups.
+  static constexpr int kLoadGroups = kStateOnly ? 1 : 0;
+  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups + kLoadGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
   // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
-  // share out, with a load warp, which keeps its own, 120.
-  static constexpr int kAuxRegisters = kStateOnly ? 80 : kStateGroups == 2 ? 64 : 128;
+  // share out, with a load group 96.
+  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
   static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
+  static constexpr int kLoadRegisters = 32;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used. kStateOnly: all of a chunk is one stage, and there is room for five.
@@ -81,9 +84,11 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kStrideGate = kStateOnly ? kBytesStage : kBytesGate;
 
   static constexpr uint32_t kSmemChunks = kStateOnly ? kStages * kBytesStage : kSmemGate + kStagesGate * kBytesGate;
-  // Records: six chunks ahead of the state groups, four behind. kStateOnly: of two rounds of the stages, as a record is
-  // looked at once more after its stage is free.
-  static constexpr int kChunkRing = kStateOnly ? 2 * kStages : 16;
+  static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
+  // kStateOnly: the record of stage s in every second round of the stages lies at s, in the others at 8 + s; that
+  // number stands for the chunk.
+  static constexpr uint32_t kRound = 8;
+  static_assert(kStages <= kRound && 2 * kRound <= kChunkRing);
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
   static constexpr uint32_t kBytesWalker = 80;
