@@ -29,9 +29,11 @@ struct ChunkForwardKernelParams {
   float4* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
-  const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
-  uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
-  int32_t tiles;                // N * Hv, twice that with V split
+  // [N] longest first, not read where N is at most kOwnPlan; null: sequences in their own order, tiles dealt round
+  // robin
+  const PlannedSequence* plan;
+  uint32_t* ticket;  // tiles given out, with plan beyond the first of each block; with plan or list
+  int32_t tiles;     // N * Hv, twice that with V split
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.
