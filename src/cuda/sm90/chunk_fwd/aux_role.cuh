@@ -503,6 +503,13 @@ struct AuxRole {
   __device__ void wait_o(uint32_t m) const {
     mbarrier_wait(smem() + Traits::kFullO + 8 * (opaque(m) & 1), (opaque(m) - 2) >> 1 & 1);
   }
+  // Until the state groups are done with chunk m - 2: its stages and P's tile are free.
+  __device__ void wait_done(uint32_t m) const {
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+  }
+  __device__ void wait_q(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
+  }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
 
@@ -637,20 +644,22 @@ struct AuxRole {
       load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
     }
 
-    // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free; and so are those
-    // of chunk m - 3, which tells the rounds of Q's barriers apart, each of which a group sees every other time.
-    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+    // Q of the other group's chunk is waited for as well: of its three barriers a group has each every other time only,
+    // which would not tell the rounds apart.
+    if (m > 0) wait_q(m - 1);
+    wait_q(m);
     if (Traits::kCut && (record(m).flags & kSilentChunk)) {
+      wait_done(m);
       pass_stages_on(m);
       __syncwarp();
       mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
       return;
     }
     // Q K^T and P. While that runs, a warp each passes on the stages of chunk m - 2.
-    mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     float qkt[32];
     start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
     m = opaque(m);
+    wait_done(m);
     pass_stages_on(m);
     GateFactors<Traits, false> factors;
     factors.load(stage_gate(m), p.args.scale, lane_place(opaque_thread()));
