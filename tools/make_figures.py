@@ -53,16 +53,46 @@ def where(report: dict) -> str:
 
 
 def peers_of(rows: list) -> list:
-    """(kind, name) of every other package with times: those of the same run, then those recorded in an earlier one."""
-    return [(kind, name) for kind in ("peers", "recorded") for name in sorted({n for row in rows for n in row.get(kind, {})})]
+    """(kind, name) of everything else with times: ours without a sequence split, other packages in the same run, then those
+    recorded in an earlier one."""
+    unsplit = [("unsplit", "")] if any("unsplit_ms" in row for row in rows) else []
+    return unsplit + [(kind, name) for kind in ("peers", "recorded") for name in sorted({n for row in rows for n in row.get(kind, {})})]
 
 
 def peer_time(row: dict, kind: str, name: str):
-    return row.get(kind, {}).get(name)
+    return row.get("unsplit_ms") if kind == "unsplit" else row.get(kind, {}).get(name)
 
 
 def peer_title(kind: str, name: str) -> str:
-    return f"{name} †" if kind == "recorded" else name
+    return {"unsplit": "ours, auto_cp=False", "recorded": f"{name} †"}.get(kind, name)
+
+
+def judged(rows: list) -> list:
+    """Packages whose tensors were compared with the oracle as ours were."""
+    return sorted({name for row in rows for name in row.get("peer_err_worst_head", {})})
+
+
+def errors_of(row: dict, peer: str, tensor: str) -> tuple:
+    """A tensor's errors, median and worst of the heads: a peer's, or ours for the peer ""; None where there is no number."""
+    if not peer:
+        return row["err_median_head"][tensor], row["err_worst_head"][tensor]
+    return tuple(row.get(f"peer_err_{which}_head", {}).get(peer, {}).get(tensor) for which in ("median", "worst"))
+
+
+def accuracy(report: dict) -> str:
+    """Errors of every tensor beside those of the packages that were judged; empty without any."""
+    peers = judged(report["rows"])
+    if not peers:
+        return ""
+    lines = []
+    for row in report["rows"]:
+        for tensor in row["err_median_head"]:
+            found = [errors_of(row, peer, tensor) for peer in ("", *peers)]
+            if any(None not in pair for pair in found[1:]):
+                cells = ["" if None in pair else f"{pair[0]:.2e} / {pair[1]:.2e}" for pair in found]
+                lines.append([MODES[row["mode"]], f"{row['hq']}/{row['hv']}", lengths(row), options(row), tensor, *cells])
+    header = ["mode", "heads Hq/Hv", "sequences", "options", "tensor", "ours", *peers]
+    return "\nRelative L2 error against fp64 on the same inputs, median of the heads / worst head:\n\n" + table(header, lines)
 
 
 def table(header: list, rows: list) -> str:
@@ -89,8 +119,19 @@ def full(reports: dict) -> str:
             cells = ["" if t is None else f"{t:.4g} ({t / row['ms']:.2f}x)" for t in times]
             heads = f"{row['hq']}/{row['hv']}"
             lines.append([MODES[row["mode"]], heads, lengths(row), options(row), f"{row['ms']:.4g}", roofline(row), largest_error(row), *cells])
-        parts.append(f"## {name}\n\n{where(report)} {report['protocol']}\n\n{table(header, lines)}")
+        parts.append(f"## {name}\n\n{where(report)} {report['protocol']}\n\n{table(header, lines)}{accuracy(report)}")
     return "\n".join(parts) if reports else parts[0] + "\n" + NOTHING
+
+
+def error_ratios(rows: list, peer: str) -> list:
+    """Our error over a peer's, (median, worst head), for every tensor of every row that has both."""
+    ratios = []
+    for row in rows:
+        for tensor in row.get("err_median_head", {}):
+            ours, theirs = errors_of(row, "", tensor), errors_of(row, peer, tensor)
+            if None not in ours + theirs:
+                ratios.append(tuple(a / b for a, b in zip(ours, theirs)))
+    return ratios
 
 
 def summary(reports: dict) -> str:
@@ -110,8 +151,19 @@ def summary(reports: dict) -> str:
             span = f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else ""
             lines.append([report["machine"], MODES[mode], peer, str(len(values)), f"{mean:.2f}x", span])
     header = ["machine", "what", "compared with", "rows", "times faster (geometric mean)", "range"]
+    errors = []
+    for report in reports.values():
+        for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
+            rows = [row for row in report["rows"] if row["mode"] == mode]
+            for peer in judged(rows):
+                ratios = error_ratios(rows, peer)
+                if ratios:
+                    cells = [f"{min(r):.2f}x to {max(r):.2f}x" for r in zip(*ratios)]
+                    errors.append([MODES[mode], peer, str(len(ratios)), *cells])
+    told = ["what", "compared with", "tensors", "our error over theirs, median of the heads", "worst head"]
+    beside = f"\nErrors against fp64 on the same inputs:\n\n{table(told, errors)}" if errors else ""
     dagger = "\n† times recorded in an earlier run.\n" if any("†" in line[2] for line in lines) else ""
-    return table(header, lines) + dagger + "\nEvery row, with machine, commit and protocol: [docs/benchmarks.md](docs/benchmarks.md).\n"
+    return table(header, lines) + dagger + beside + "\nEvery row, with machine, commit and protocol: [docs/benchmarks.md](docs/benchmarks.md).\n"
 
 
 def main() -> int:

@@ -74,17 +74,6 @@ def test_rung11_beside_another_kernel(device):
             assert_bitwise(name, first[name], again[name])
 
 
-@pytest.mark.cuda
-def test_rung11_second_device():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device")
-    x = make_inputs(T=200, device="cuda:0", dtype=torch.bfloat16)
-    y = make_inputs(T=200, device="cuda:1", dtype=torch.bfloat16)  # while device 0 is current
-    a, b = helpers.run(x), helpers.run(y)
-    for name in a:
-        assert_bitwise(name, a[name].cpu(), b[name].cpu())
-
-
 def replay_lengths(N, bound, generator):
     """N lengths of at most `bound` tokens together, zero lengths among them."""
     cuts = torch.randint(0, bound + 1, (N - 1,), generator=generator).sort().values

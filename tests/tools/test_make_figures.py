@@ -42,6 +42,25 @@ def test_summary_is_the_geometric_mean():
     assert "| a card | forward | other | 1 | 1.50x |  |" in text
 
 
+JUDGED = {
+    **REPORT,
+    "rows": [
+        {**REPORT["rows"][0], "unsplit_ms": 3.0, "err_median_head": {"o": 1e-3, "final_state": 2e-3},
+         "err_worst_head": {"o": 2e-3, "final_state": 2e-3}, "peer_err_median_head": {"slow": {"o": 2e-3, "final_state": None}},
+         "peer_err_worst_head": {"slow": {"o": 8e-3, "final_state": None}}},
+    ],
+}  # fmt: skip
+
+
+def test_errors_stand_beside_those_of_peers():
+    text = make_figures.full({"card": JUDGED})
+    assert "| forward | 2/8 | 2 x 64 |  | o | 1.00e-03 / 2.00e-03 | 2.00e-03 / 8.00e-03 |" in text
+    assert "final_state" not in text  # no peer has a number
+    text = make_figures.summary({"card": JUDGED})
+    assert "| forward | slow | 1 | 0.50x to 0.50x | 0.25x to 0.25x |" in text
+    assert "| a card | forward | ours, auto_cp=False | 1 | 1.50x |  |" in text
+
+
 def test_records_without_timings_are_passed_over(tmp_path):
     (tmp_path / "record.json").write_text('{"cases": 3}')
     assert make_figures.load(tmp_path) == {}

@@ -40,10 +40,12 @@ def bench(
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
     short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, minutes in all"),
+    peer_rows: bool = typer.Option(False, "--peer-rows", help="on a GPU: the rows chosen for peers that compile long"),
+    gates: str = typer.Option("", help="on a GPU: any of mixed,none,strong (decay)"),
     peers: str = typer.Option(
         "", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"
     ),
-    peer_seconds: float = typer.Option(600.0, min=1.0, help="on a GPU: most that one peer may take, all rows together"),
+    peer_seconds: float = typer.Option(600.0, min=1.0, help="on a GPU: most that the peers may take to compile"),
     recorded: Optional[Path] = typer.Option(
         None, help="on a GPU: other packages' times of an earlier run, as benchmarks/recorded/h200_peers.csv"
     ),
@@ -62,7 +64,8 @@ def bench(
         raise typer.Exit(run(runs, out))
     from .bench_gpu import run as run_gpu
 
-    code = run_gpu(mode.split(","), heads, seqs, short, peers, peer_seconds, recorded, runs, out)
+    choice = "peers" if peer_rows else "short" if short else "all"
+    code = run_gpu(mode.split(","), heads, seqs, choice, gates, peers, peer_seconds, recorded, runs, out)
     raise typer.Exit(code)
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
+import math
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -20,15 +14,18 @@ from rich.progress import Progress
 
 import flash_qla
 
-from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes, recorded_times, rows_of
+from .bench_inputs import GATES, HEAD_DIM, graphs_ms, make_inputs, peak_bytes, recorded_times, rows_of
+from .bench_processes import run_peers
 from .check import ORACLES
 from .errors import first_failure, head_errors
 from .results import Row, geometric_mean, label, make_report, peer_names, ratios, save, write
 
 PROTOCOL = (
     "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
-    "final state out; median of CUDA graph replays of 5 calls; every tensor checked against the fp64 oracle before it "
-    "is timed; peers timed afterwards on the same inputs, one process each; recorded times are of an earlier run"
+    "final state out; median of CUDA graph replays of 5 calls, the forward's with and without its sequence split in "
+    "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled beside each other, then "
+    "timed one after another on the same inputs, and their tensors compared with the same oracle; recorded times are of "
+    "an earlier run"
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")
@@ -78,13 +75,14 @@ def _backward(x: Dict[str, torch.Tensor], g: Any, A: Any) -> Tuple[torch.Tensor,
     )
 
 
-def _inference(x: Dict[str, torch.Tensor]) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+def _inference(x: Dict[str, torch.Tensor], auto_cp: bool = True) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     with torch.inference_mode():
         return flash_qla.chunk_gated_delta_rule(
             *(x[n] for n in ("q", "k", "v", "g", "beta")),
             initial_state=x["h0"],
             output_final_state=True,
             cu_seqlens=x["cu_seqlens"],
+            auto_cp=auto_cp,
         )
 
 
@@ -109,46 +107,63 @@ def _results(given: Row, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     return gradients if mode == "bwd" else {"o": o, "final_state": final_state, **gradients}
 
 
-def _timed(given: Row, x: Dict[str, torch.Tensor]) -> Callable[[], Any]:
+def _timed(given: Row, x: Dict[str, torch.Tensor]) -> List[Callable[[], Any]]:
+    """The call of a row; of a forward then the same without its sequence split."""
     mode = given["mode"]
     if mode == "decode":
-        return _decode(given, x, x["h0"].clone())
+        return [_decode(given, x, x["h0"].clone())]
     if mode == "fwd":
-        return lambda: _inference(x)
+        return [lambda: _inference(x), lambda: _inference(x, auto_cp=False)]
     if mode == "bwd":
         g, A, *_ = _forward(x)
-        return lambda: _backward(x, g, A)
+        return [lambda: _backward(x, g, A)]
 
     def step() -> None:
         g, A, *_ = _forward(x)
         _backward(x, g, A)
 
-    return step
+    return [step]
 
 
 def _options(given: Row) -> Dict[str, str]:
     """What differs from the default call."""
     if given["mode"] != "decode":
-        return {}
+        return {} if given["gates"] == "mixed" else {"gates": given["gates"]}
     return {"state_dtype": given["state_dtype"], "state_layout": "[V, K]" if given["state_v_first"] else "[K, V]"}
+
+
+def _exact(given: Row, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """The fp64 oracle's tensors of a row."""
+    with flash_qla.use_path(ORACLES["cuda"]):
+        return _results(given, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})
+
+
+def _of_heads(found: Dict[str, torch.Tensor], exact: Dict[str, torch.Tensor]) -> Dict[str, Dict[str, Optional[float]]]:
+    """Median and worst of the heads' errors, by tensor; None for one that stands where the oracle has other NaN or
+    infinities."""
+    heads = {name: head_errors(name, found[name], exact[name]) for name in exact if name in found}
+    both = {"median": statistics.median, "worst": max}
+    return {
+        which: {name: e if math.isfinite(e := pick(of_heads)) else None for name, of_heads in heads.items()}
+        for which, pick in both.items()
+    }
 
 
 def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
     """One row, checked and then timed; or None and what the check found."""
     x = make_inputs(given)
     found = _results(given, x)
-    with flash_qla.use_path(ORACLES["cuda"]):
-        exact = _results(given, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})
+    exact = _exact(given, x)
     errors, failure = first_failure(found, exact, torch.bfloat16)
-    heads = {name: head_errors(name, found[name], exact[name]) for name in exact}
+    heads = _of_heads(found, exact)
     del found, exact
     # What is timed gets memory of its own, not pieces of what the oracle's larger tensors have left.
     torch.cuda.empty_cache()
     if failure is not None:
         return None, failure
-    call = _timed(given, x)
-    peak = peak_bytes(call)
-    ms = graph_ms(call, replays)
+    calls = _timed(given, x)
+    peak = peak_bytes(calls[0])
+    ms, *others = graphs_ms(calls, replays)
     bound = _bound_ms(given)
     row: Row = {
         "mode": given["mode"],
@@ -162,78 +177,28 @@ def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
         "step_us": round(1e3 * ms * _sm_count() / (given["hv"] * _chunks(given["seqlens"])), 3),
         "roofline": None if bound is None else round(bound / ms, 3),
         "err": errors,
-        "err_median_head": {name: statistics.median(of_heads) for name, of_heads in heads.items()},
-        "err_worst_head": {name: max(of_heads) for name, of_heads in heads.items()},
+        "err_median_head": heads["median"],
+        "err_worst_head": heads["worst"],
         "peers": {},
         "peer_peak_bytes": {},
+        "peer_err_median_head": {},
+        "peer_err_worst_head": {},
         "recorded": {},
     }
+    if others:
+        row["unsplit_ms"] = round(others[0], 4)  # auto_cp=False
     return row, None
 
 
 def _repeat(given: Row) -> str:
-    heads = f"{given['hq']}x{given['hv']}"
-    return f"python -m flash_qla bench --mode {given['mode']} --heads {heads} --seqs {given['name']}"
+    heads, gates = f"{given['hq']}x{given['hv']}", "" if given["gates"] == "mixed" else f" --gates {given['gates']}"
+    return f"python -m flash_qla bench --mode {given['mode']} --heads {heads} --seqs {given['name']}{gates}"
 
 
 def _describe(row: Row) -> str:
     options = "".join(f" {key} {value}" for key, value in row["options"].items())
     share = "" if row["roofline"] is None else f" {100 * row['roofline']:.0f}% of roofline"
     return f"{label(row)}{options}: {row['ms']:.4f} ms{share}, {row['peak_bytes'] / 1e6:.0f} MB"
-
-
-_PEER_SCRIPT = Path(__file__).with_name("bench_peers.py")
-
-# A peer's process that says nothing for this long is ended: compiling one of their kernels takes half a minute.
-_PEER_SILENCE_S = 120.0
-
-
-def _run_peer(
-    item: str, given: Sequence[Row], replays: int, seconds: float, take: Callable[[Row], None]
-) -> Optional[str]:
-    """Times one peer ("name" or "name=folder") in a process of its own, at most `seconds` long, and hands over each of
-    its answers as it comes. Returns what went wrong, or None."""
-    name, _, folder = item.partition("=")
-    # Without this package, whose import name one of them shares; and fla with its own kernels, which it would leave for
-    # any flash_qla that it can import.
-    environment = {**os.environ, "PYTHONPATH": folder, "FLA_FLASH_QLA": "0"}
-    with tempfile.TemporaryFile("w+") as rows, tempfile.TemporaryFile("w+") as complaints:
-        json.dump(list(given), rows)
-        rows.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, str(_PEER_SCRIPT), name, str(replays)],
-            stdin=rows,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            env=environment,
-            text=True,
-        )
-        assert process.stdout is not None
-        lines: "queue.Queue[Optional[str]]" = queue.Queue()
-
-        def read() -> None:
-            for line in process.stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        end = time.monotonic() + seconds
-        try:
-            while True:
-                line = lines.get(timeout=max(0.0, min(end - time.monotonic(), _PEER_SILENCE_S)))
-                if line is None:
-                    process.wait()
-                    break
-                if line.startswith('{"row"'):  # the rest is what the peer itself prints
-                    take(json.loads(line))
-        except queue.Empty:
-            return "ended: it took too long"
-        finally:
-            process.kill()
-            process.wait()
-        complaints.seek(0)
-        last = complaints.read().strip().splitlines()[-1:]
-    return None if process.returncode == 0 or not last else last[0]
 
 
 def _print_summary(rows: Sequence[Row], console: Console) -> None:
@@ -244,22 +209,27 @@ def _print_summary(rows: Sequence[Row], console: Console) -> None:
                 found = ratios(of_mode, peer, kind)
                 console.print(f"{mode}: {geometric_mean(found):.2f}x of {peer}{note} (geometric mean of {len(found)} "
                               f"rows, least {min(found):.2f}x)")  # fmt: skip
+        gains = [row["unsplit_ms"] / row["ms"] for row in of_mode if "unsplit_ms" in row]
+        if gains:
+            console.print(f"{mode}: {geometric_mean(gains):.2f}x of the same calls without a sequence split (geometric "
+                          f"mean of {len(gains)} rows, least {min(gains):.2f}x)")  # fmt: skip
 
 
 def run(
     modes: Sequence[str],
     heads: str,
     seqs: str,
-    short: bool,
+    choice: str,
+    gates: str,
     peers: str,
     peer_seconds: float,
     recorded: Optional[Path],
     replays: int,
     out: Optional[Path],
 ) -> int:
-    """Measures and prints; returns the exit code. The results are complete after each row, and the rows of the short run
-    come first: a run that is cut short loses the rest alone. With "{mode}" in the name of `out` every mode has a file
-    of its own: h200_{mode}.json gives h200_forward.json."""
+    """Measures and prints; returns the exit code. `choice`: "all", "short" or "peers", as rows_of() says. The results
+    are complete after each row, and the rows of the short run come first: a run that is cut short loses the rest alone.
+    With "{mode}" in the name of `out` every mode has a file of its own: h200_{mode}.json gives h200_forward.json."""
     console = Console(highlight=False, soft_wrap=True)
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown:
@@ -268,7 +238,11 @@ def run(
     if not torch.cuda.is_available():
         console.print("bench: a CUDA GPU must be present (none was found); --cpu measures the CPU path")
         return 2
-    wanted = [row for mode in modes for row in rows_of(mode, heads, seqs, short)]
+    wrong = [kind for kind in filter(None, gates.split(",")) if kind not in GATES]
+    if wrong:
+        console.print(f"bench: --gates must be of {', '.join(GATES)} ({wrong[0]})")
+        return 2
+    wanted = [row for mode in modes for row in rows_of(mode, heads, seqs, choice, gates)]
     places = {id(row): place for place, row in enumerate(wanted)}  # in the tables
     earlier = {} if recorded is None else recorded_times(recorded)
     console.print(f"{torch.cuda.get_device_name()}; {PROTOCOL}")
@@ -305,29 +279,57 @@ def run(
             beside = "".join(f" {peer} {ms:.4f} recorded ({ms / row['ms']:.2f}x)" for peer, ms in earlier_times)
             console.print(f"{_describe(row)}{beside} worst error {max(row['err'].values()):.1e} (of a head "
                           f"{max(row['err_worst_head'].values()):.1e})  repeat: {_repeat(row_given)}")  # fmt: skip
-        for item in filter(None, peers.split(",")):
-            name = item.partition("=")[0]
-            task = progress.add_task(name, total=len(rows))
+        if peers:
+            torch.cuda.empty_cache()  # they share the GPU's memory
+            task = progress.add_task("peers", total=None)
+            oracle = _Oracle(given)
 
             def take(answer: Row) -> None:
-                row = rows[answer["row"]]
-                progress.update(task, completed=answer["row"] + 1)
-                if "ms" not in answer:
-                    console.print(f"peer {name}, {label(row)}: {answer['error']}")
+                row, peer = rows[answer["row"]], answer["peer"]
+                progress.update(task, description=f"{peer}, {label(row)}")
+                if "error" in answer:
+                    console.print(f"peer {peer}, {label(row)}: {answer['error']}")
                     return
-                row["peers"][answer["peer"]] = round(answer["ms"], 4)
-                row["peer_peak_bytes"][answer["peer"]] = answer["peak_bytes"]
+                row["peers"][peer] = round(answer["ms"], 4)
+                row["peer_peak_bytes"][peer] = answer["peak_bytes"]
                 keep()
-                console.print(f"{_describe(row)}, {answer['peer']} {answer['ms']:.4f} "
-                              f"({answer['ms'] / row['ms']:.2f}x), {answer['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
+                console.print(f"{_describe(row)}, {peer} {answer['ms']:.4f} ({answer['ms'] / row['ms']:.2f}x), "
+                              f"{answer['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
 
-            trouble = _run_peer(item, given, replays, peer_seconds, take)
-            if trouble is not None:
-                console.print(f"peer {name}: {trouble}")
+            def compare(answer: Row) -> None:
+                row, peer = rows[answer["row"]], answer["peer"]
+                heads_of_peer = oracle.errors(answer["row"], Path(answer["tensors"]))
+                row["peer_err_median_head"][peer] = heads_of_peer["median"]
+                row["peer_err_worst_head"][peer] = heads_of_peer["worst"]
+                keep()
+
+            with tempfile.TemporaryDirectory() as folder:
+                for trouble in run_peers(peers.split(","), given, replays, peer_seconds, Path(folder), take, compare):
+                    console.print(trouble)
     _print_summary(rows, console)
     for path in keep(write):
         console.print(f"wrote {path}")
     return 1 if failed else 0
+
+
+class _Oracle:
+    """What the rows' exact tensors say of other packages' ones. Keeps those of the row that was asked for last."""
+
+    def __init__(self, given: Sequence[Row]) -> None:
+        self._given = given
+        self._place: Optional[int] = None
+        self._tensors: Dict[str, torch.Tensor] = {}
+
+    def errors(self, place: int, found: Path) -> Dict[str, Dict[str, Optional[float]]]:
+        """As _of_heads(), of the tensors by name in the file `found`, which goes."""
+        if place != self._place:
+            self._tensors = {}
+            self._tensors = _exact(self._given[place], make_inputs(self._given[place]))
+            self._place = place
+        device = next(iter(self._tensors.values())).device
+        of_heads = _of_heads(torch.load(found, map_location=device), self._tensors)
+        found.unlink()
+        return of_heads
 
 
 def _chunks(lengths: Sequence[int]) -> int:

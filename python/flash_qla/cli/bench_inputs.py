@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -72,21 +72,64 @@ SHORT: Dict[str, List[Tuple[Heads, str]]] = {
     "decode": [((16, 32), name) for name in ("batch1", "batch16", "batch256")],
 }
 
+# Of the gates: "mixed" as above; "none": no head decays, so that nothing can be left out where a sequence is cut;
+# "strong": every head forgets within a few tokens.
+GATES = ("mixed", "none", "strong")
+_STRONG_DECAY = 16
 
-def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Dict[str, Any]]:
-    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64") and `lengths` (names); empty: all, or those
-    of SHORT."""
+# Rows with other gates than the mixed ones, measured where no gates are asked for: the ends between which a sequence
+# split works.
+GATED: Dict[str, List[Tuple[Heads, str, str]]] = {
+    "fwd": [(heads, "1x32768", gates) for heads in ((2, 8), (8, 32)) for gates in ("none", "strong")],
+}
+
+# Where other packages are compared that compile their kernels for each head count, half a minute to minutes each: few
+# head counts, all kinds of rows.
+PEER_ROWS: Dict[str, List[Tuple[Heads, str, str]]] = {
+    "fwd": [
+        *(((16, 64), name, "mixed") for name in ("8192x4", "1024x8", "1x32768")),
+        *(((8, 32), name, "mixed") for name in ("1x32768", "1x8192")),
+        *(((2, 8), name, "mixed") for name in ("1x32768", "1x8192")),
+        ((16, 64), "1024x8", "none"),
+        ((16, 64), "1024x8", "strong"),
+        *GATED["fwd"],
+    ],
+    "bwd": [
+        *(((16, 32), name, "mixed") for name in ("8k_1seq", "8k_8seq", "32k_1seq")),
+        *(((16, 32), "8k_1seq", gates) for gates in ("none", "strong")),
+    ],
+    "train": [((16, 32), "8k_1seq", "mixed"), ((16, 32), "32k_1seq", "mixed")],
+    "decode": [((16, 32), name, "mixed") for name in ("batch1", "batch16", "batch256")],
+}
+
+
+def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str = "") -> List[Dict[str, Any]]:
+    """Rows of a mode, those chosen by the comma-separated `heads` ("16x64"), `lengths` (names) and `gates` (of GATES);
+    empty: all, with mixed gates and beside them those of GATED. `choice`: "all", or those of them in SHORT ("short") or
+    PEER_ROWS ("peers")."""
     all_heads, all_lengths = {
         "fwd": (FORWARD_HEADS, FORWARD_LENGTHS),
         "bwd": (BACKWARD_HEADS, BACKWARD_LENGTHS),
         "train": (BACKWARD_HEADS, BACKWARD_LENGTHS),
         "decode": (DECODE_HEADS, DECODE_LENGTHS),
     }[mode]
-    chosen = [tuple(map(int, h.split("x"))) for h in heads.split(",")] if heads else all_heads
+    chosen = all_heads
+    if heads:
+        chosen = [(int(hq), int(hv)) for hq, _, hv in (h.partition("x") for h in heads.split(","))]
     names = lengths.split(",") if lengths else list(all_lengths)
-    pairs = [((hq, hv), name) for hq, hv in chosen for name in names if name in all_lengths]
-    if short:
-        pairs = [pair for pair in SHORT[mode] if pair in pairs]
+    kinds = gates.split(",") if gates else ["mixed"]
+
+    def within(rows: List[Tuple[Heads, str, str]]) -> List[Tuple[Heads, str, str]]:
+        return [(h, n, kind) for h, n, kind in rows if h in chosen and n in names and (not gates or kind in kinds)]
+
+    if choice == "peers":
+        wanted = within(PEER_ROWS[mode])
+    else:
+        wanted = [(h, n, kind) for h in chosen for n in names if n in all_lengths for kind in kinds]
+        if choice == "short":
+            wanted = [row for row in wanted if row[:2] in SHORT[mode]]
+        elif not gates:
+            wanted += within(GATED.get(mode, []))
     # Decode moves little but the states: their dtype and layout count there.
     states = [("float32", False)]
     if mode == "decode":
@@ -94,7 +137,8 @@ def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Di
     return [
         {
             "mode": mode,
-            "short": ((hq, hv), name) in SHORT[mode],
+            "short": ((hq, hv), name) in SHORT[mode] and kind == "mixed",
+            "gates": kind,
             "hq": hq,
             "hv": hv,
             "name": name,
@@ -102,7 +146,7 @@ def rows_of(mode: str, heads: str, lengths: str, short: bool = False) -> List[Di
             "state_dtype": dtype,
             "state_v_first": v_first,
         }
-        for (hq, hv), name in pairs
+        for (hq, hv), name, kind in wanted
         for dtype, v_first in states
     ]
 
@@ -129,9 +173,13 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
     hq, hv, lengths = row["hq"], row["hv"], row["seqlens"]
     tokens, count = sum(lengths), len(lengths)
     outer = (count, 1) if row["mode"] == "decode" else (1, tokens)
-    g = F.logsigmoid(normal(*outer, hv)) / _DECAY_DIVISOR
-    still = hv - math.ceil(_DECAYING_HEADS * hv)
-    g[..., torch.randperm(hv, generator=generator, device=device)[:still]] = 0.0
+    g = F.logsigmoid(normal(*outer, hv))
+    still = torch.randperm(hv, generator=generator, device=device)[: hv - math.ceil(_DECAYING_HEADS * hv)]
+    if row["gates"] == "strong":
+        g *= _STRONG_DECAY
+    else:
+        g /= _DECAY_DIVISOR
+        g[..., slice(None) if row["gates"] == "none" else still] = 0.0
     edges = torch.tensor([0, *lengths], device=device).cumsum(0)
     return {
         "q": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
@@ -162,6 +210,26 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
 def graph_ms(function: Callable[[], Any], replays: int, calls: int = 5) -> float:
     """Median time of one call in milliseconds: a CUDA graph of several calls, replayed and timed with events."""
+    return graphs_ms([function], replays, calls)[0]
+
+
+def graphs_ms(functions: Sequence[Callable[[], Any]], replays: int, calls: int = 5) -> List[float]:
+    """As graph_ms() for several functions whose graphs take turns, so that all see the same state of the GPU."""
+    graphs = [_capture(function, calls) for function in functions]
+    times: List[List[float]] = [[] for _ in graphs]
+    for i in range(-1, replays):
+        for graph, of_graph in zip(graphs, times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if i >= 0:  # the first round warms up
+                of_graph.append(begin.elapsed_time(end) / calls)
+    return [statistics.median(of_graph) for of_graph in times]
+
+
+def _capture(function: Callable[[], Any], calls: int) -> Any:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -172,13 +240,4 @@ def graph_ms(function: Callable[[], Any], replays: int, calls: int = 5) -> float
     with torch.cuda.graph(graph):
         for _ in range(calls):
             function()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return graph

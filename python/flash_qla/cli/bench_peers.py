@@ -1,29 +1,44 @@
 """Times another package on the bench's rows, in a process of its own: some of them share our import name.
 
-    python bench_peers.py <fla | flashqla | flashinfer> <replays>      rows as JSON on stdin, one JSON object a line out
+    python bench_peers.py <fla | flashqla | flashinfer> <replays> <folder>
 
-Each line is {"row": index, "peer": name and version, "peak_bytes": memory beside the inputs, "ms": time}, or has "error"
-in place of the last two.
+The first line of stdin has the rows as JSON, [[index, row], ...]. Each is run once, which compiles what it needs; then
+comes the line {"ready": true}, and once stdin has a second line, when nothing else computes, the rows are timed. For
+each a line {"row": index, "peer": name and version, "peak_bytes": memory beside the inputs, "ms": time, "tensors": file
+in <folder> with the results by name}, or {"row": index, "peer": name, "error": why not}.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
-from typing import Any, Callable, Dict, Iterator, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator
+
+import torch
 
 if __package__:
     from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes
 else:  # run as a script, without this package
     from bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes
 
-Call = Callable[[], Any]
 Inputs = Dict[str, Any]
 SCALE = HEAD_DIM**-0.5
+_GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0")
 
 
-def _packed(forward: Any, backward: Any, cache: bool, row: Dict[str, Any], x: Inputs) -> Call:
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One way of calling a package on one row."""
+
+    name: str  # with version
+    run: Callable[[], Any]
+    tensors: Callable[[Any], Dict[str, Any]]  # of what run() returns: named and laid out as ours
+
+
+def _packed(name: str, forward: Any, backward: Any, cache: bool, row: Dict[str, Any], x: Inputs) -> Peer:
     """Calls of the two packages that have a low-level pair. They differ in what the pair hands over."""
     common = dict(scale=SCALE, initial_state=x["h0"], cu_seqlens=x["cu_seqlens"])
     given = [x[n] for n in ("q", "k", "v", "g", "beta")]
@@ -40,15 +55,25 @@ def _packed(forward: Any, backward: Any, cache: bool, row: Dict[str, Any], x: In
             q=x["q"], k=x["k"], v=x["v"], g=saved[0], beta=x["beta"], A=saved[2], do=x["do"], dht=x["dht"], **common
         )
 
+    def run_both() -> Any:
+        saved = run_forward()
+        return saved, run_backward(saved)
+
+    def outputs(saved: Any) -> Dict[str, Any]:
+        return {"o": saved[2 if cache else 1], "final_state": saved[4 if cache else 3]}
+
+    def gradients(results: Any) -> Dict[str, Any]:
+        return dict(zip(_GRADIENTS, results))
+
     if row["mode"] == "fwd":
-        return run_forward
+        return Peer(name, run_forward, outputs)
     if row["mode"] == "train":
-        return lambda: run_backward(run_forward())
+        return Peer(name, run_both, lambda both: {**outputs(both[0]), **gradients(both[1])})
     saved = run_forward()
-    return lambda: run_backward(saved)
+    return Peer(name, lambda: run_backward(saved), gradients)
 
 
-def _fla(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
+def _fla(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
@@ -56,27 +81,28 @@ def _fla(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
     if row["mode"] == "decode":
         q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
         state = x["h0"]
-        yield (
+        yield Peer(
             name,
             lambda: fused_recurrent_gated_delta_rule(
                 q, k, v, g=g, beta=beta, scale=SCALE, initial_state=state, output_final_state=True,
                 state_v_first=row["state_v_first"],
             ),
-        )
+            lambda results: dict(zip(("o", "final_state"), results)),
+        )  # fmt: skip
     else:
-        yield name, _packed(chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, False, row, x)
+        yield _packed(name, chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, False, row, x)
 
 
-def _flashqla(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
+def _flashqla(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
     if row["mode"] == "decode":
         return
     from flash_qla import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 
     name = f"flashqla {importlib.metadata.version('flash-qla')}"
-    yield name, _packed(chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, True, row, x)
+    yield _packed(name, chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, True, row, x)
 
 
-def _flashinfer(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
+def _flashinfer(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
     if row["mode"] != "fwd":
         return
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
@@ -84,30 +110,56 @@ def _flashinfer(row: Dict[str, Any], x: Inputs) -> Iterator[Tuple[str, Call]]:
     version = importlib.metadata.version("flashinfer-python")
     flat = {n: x[n][0] for n in ("q", "k", "v", "beta")}
     alpha = x["g"][0].exp()  # its gate is the decay itself
+    state = x["h0"].transpose(-1, -2).contiguous()  # its states are [N, Hv, V, K]
     for word, use_cp in (("auto_cp", "auto"), ("no_cp", False)):
-        yield f"flashinfer {version} {word}", lambda use_cp=use_cp: chunk_gated_delta_rule(
-            **flat, g=alpha, scale=SCALE, initial_state=x["h0"], cu_seqlens=x["cu_seqlens"], output_final_state=True,
-            use_cp=use_cp,
+        yield Peer(
+            f"flashinfer {version} {word}",
+            lambda use_cp=use_cp: chunk_gated_delta_rule(
+                **flat, g=alpha, scale=SCALE, initial_state=state, cu_seqlens=x["cu_seqlens"], output_final_state=True,
+                use_cp=use_cp,
+            ),
+            lambda results: {"o": results[0][None], "final_state": results[1].transpose(-1, -2)},
         )  # fmt: skip
 
 
-PEERS: Dict[str, Callable[[Dict[str, Any], Inputs], Iterator[Tuple[str, Call]]]] = {
+PEERS: Dict[str, Callable[[Dict[str, Any], Inputs], Iterator[Peer]]] = {
     "fla": _fla,
     "flashqla": _flashqla,
     "flashinfer": _flashinfer,
 }
 
 
+def _say(line: Dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
 def main() -> None:
-    peer, replays = sys.argv[1], int(sys.argv[2])
-    for i, row in enumerate(json.load(sys.stdin)):
-        answer: Dict[str, Any] = {"row": i}
+    package, replays, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    rows, failed = json.loads(sys.stdin.readline()), set()
+    for i, row in rows:
         try:
-            for name, call in PEERS[peer](row, make_inputs(row)):
-                answer = {"row": i, "peer": name, "peak_bytes": peak_bytes(call), "ms": graph_ms(call, replays)}
-                print(json.dumps(answer), flush=True)
+            for peer in PEERS[package](row, make_inputs(row)):
+                peer.run()
+            torch.cuda.synchronize()
         except Exception as error:  # a row that a peer cannot run stays empty, and says why
-            print(json.dumps({"row": i, "peer": peer, "error": f"{type(error).__name__}: {error}"[:300]}), flush=True)
+            failed.add(i)
+            _say({"row": i, "peer": package, "error": f"{type(error).__name__}: {error}"[:300]})
+    torch.cuda.empty_cache()
+    _say({"ready": True})
+    sys.stdin.readline()
+    for i, row in rows:
+        if i in failed:
+            continue
+        try:
+            for peer in PEERS[package](row, make_inputs(row)):
+                answer = {"row": i, "peer": peer.name, "peak_bytes": peak_bytes(peer.run)}
+                answer["ms"] = graph_ms(peer.run, replays)
+                answer["tensors"] = str(folder / f"{package} {i} {len(list(folder.iterdir()))}.pt")
+                found = peer.tensors(peer.run())
+                torch.save({name: tensor.cpu() for name, tensor in found.items()}, answer["tensors"])
+                _say(answer)
+        except Exception as error:
+            _say({"row": i, "peer": package, "error": f"{type(error).__name__}: {error}"[:300]})
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ int run(const Settings& settings) {
       {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
       {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
-      {"sm90 backward", true, [&] { return test_sm90_backward(settings, arena); }},
+      {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }}};
   if (!settings.small) {
     groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});

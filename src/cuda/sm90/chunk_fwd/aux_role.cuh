@@ -703,7 +703,7 @@ struct AuxRole {
     for (;;) {
       mbarrier_wait(smem() + Traits::kFullK + 8 * place(m, Traits::kStages), m / Traits::kRound);
       if (record(m).valid < 0) return;
-      if (parity(m) == static_cast<uint32_t>(group)) prepare_a(m);
+      if (parity(m) == threadIdx.x / 128) prepare_a(m);  // the group asked anew: kept, its number is one too many
       m = next_place<Traits>(unknown(m));
     }
   }

@@ -13,7 +13,7 @@ inline constexpr int kLastChunk = 2;
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
-inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
+inline constexpr int kFromBoundary = 16;  // state_in is a boundary state's slot
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;  // slot_out is a transition's, else (kStateOnly) a boundary state's
 
@@ -28,8 +28,8 @@ struct alignas(16) ChunkRecord {
   int16_t key_head;
   int32_t chunk;     // counted over all sequences
   int32_t position;  // counted in its sequence
-  int64_t slot_in;   // initial and final state slots, -1: none
-  int64_t slot_out;
+  int64_t state_in;  // address of the initial state, slot of a boundary state; -1: none
+  int64_t slot_out;  // of the final state, -1: none
 };
 static_assert(sizeof(ChunkRecord) == 48);
 
@@ -94,6 +94,14 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
 }
 
+// Sequences of fewer tokens than this are never cut.
+__host__ __device__ inline int32_t least_cut_tokens(const ChunkForwardArgs& args) {
+  const int32_t spacing = args.force_split != 0                 ? kForcedSpacing
+                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
+                                                                : kMinSpacing;
+  return 2 * spacing * kSplitChunk;
+}
+
 // Of a boundary state or transition of one head, where the float4 j of 16 of a state group's thread lies: the four
 // values 4j .. 4j + 3 of its S^T, so that a warp moves 512 contiguous bytes. group: which 64 rows of V.
 __device__ __forceinline__ int boundary_place(int group, int warp, int j, int lane) {
@@ -145,17 +153,18 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     r.position = t.position;
     r.head = t.head;
     r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
-    r.slot_in = kNoSlot;
+    r.state_in = kNoSlot;
     r.slot_out = -1;
     r.flags = kFirstChunk;
     const int64_t initial = initial_slot(args, r.sequence);
     if (initial == kSkipSequence) continue;
-    if (t.flags & kTileFromStart) {
-      r.slot_in = initial;
-      if (r.slot_in >= 0) {
-        l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
-                    kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    if ((t.flags & kTileFromStart) && initial >= 0) {
+      const char* matrix = state_matrix(args.initial, initial, r.head);
+      if (p.starts != nullptr) {
+        matrix = p.starts[r.sequence] + r.head * args.initial.head_stride * element_size(args.initial.type);
       }
+      r.state_in = reinterpret_cast<int64_t>(matrix);
+      l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
     if constexpr (Traits::kStateOnly) {
       r.slot_out = t.slot;
@@ -166,7 +175,7 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
       if (t.flags & kTileFromSlot) {
         // The boundary states are there once the kernel before this one is through.
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        r.slot_in = t.slot;
+        r.state_in = t.slot;
         r.flags |= kFromBoundary;
       }
     }
@@ -238,8 +247,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    r.slot_in = initial_slot(args, sequence.index);
-    if (r.slot_in == kSkipSequence) continue;
+    const int64_t initial = initial_slot(args, sequence.index);
+    if (initial == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
     r.head = tile - rank * args.num_value_heads;
@@ -250,9 +259,11 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.position = 0;
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
-    if (r.slot_in >= 0) {
-      l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
-                  kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    r.state_in = kNoSlot;
+    if (initial >= 0) {
+      const char* matrix = state_matrix(args.initial, initial, r.head);
+      r.state_in = reinterpret_cast<int64_t>(matrix);
+      l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
     return;
   }

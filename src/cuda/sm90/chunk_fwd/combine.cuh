@@ -25,17 +25,31 @@ struct CombineMemory {
   int32_t unit;
 };
 
+// All warps of a block meet here. Not __syncthreads(): the roles come to their meetings from different places in the
+// program, which is divergence to synccheck, and whose order racecheck does not see.
+struct BlockMeeting {
+  uint32_t barrier;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void operator()() {
+    __syncwarp();
+    mbarrier_arrive_warp(barrier, static_cast<int>(threadIdx.x) % 32);
+    mbarrier_wait(barrier, phase);
+    phase ^= 1;
+  }
+};
+
 // Called by all threads of a block when they are through with its tiles; `work(chain, slice, stages_before)` by those
-// of one role. Both roles' calls meet at barriers of the whole block. `first`: one thread of the block.
+// of one role. Both roles' calls meet. `first`: one thread of the block.
 template <typename Traits, typename Work>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, bool first, const Work& work) {
-  static_assert(sizeof(CombineMemory) <= Traits::kSmemBytes);
+  static_assert(sizeof(CombineMemory) <= Traits::kSmemWalker);  // the walker and the barriers stay
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
   const int units = p.counters->chains * kCombineSlices;
   // A block that had no tile leaves its SM to the next kernel.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
   if (units == 0 || !had_tiles) return;
-  __syncthreads();  // the tiles' shared memory is free, and the flag above has been read
+  BlockMeeting meet{smem() + Traits::kMeet};
+  meet();  // the tiles' shared memory is free
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -52,19 +66,19 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
     }
   }
-  __syncthreads();
+  meet();
   if (memory.unit < 0) return;
-  __syncthreads();
+  meet();
   uint32_t stages = 0;
   for (;;) {
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    __syncthreads();
+    meet();
     const int unit = memory.unit;
     if (unit >= units) return;
     const TransitionChain chain = p.chains[unit / kCombineSlices];
     work(memory, chain, unit % kCombineSlices, stages);
     stages += static_cast<uint32_t>(chain.transitions * kStagesPerTransition);
-    __syncthreads();
+    meet();
   }
 }
 

@@ -29,6 +29,7 @@ struct ChunkForwardKernelParams {
   float4* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
+  const char* const* starts;  // [N] where each sequence's initial states are read; null: where they lie
   // [N] longest first, not read where N is at most kOwnPlan; null: sequences in their own order, tiles dealt round
   // robin
   const PlannedSequence* plan;

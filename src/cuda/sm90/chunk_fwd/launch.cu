@@ -92,6 +92,63 @@ __global__ void __launch_bounds__(kClearThreads)
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
 }
 
+// With states in place the tile that ends a cut sequence may be through before the tile that starts it has read its
+// state: sequences that may be cut start from copies.
+struct InitialCopies {
+  const char** starts;  // [N] where each sequence's initial states are read
+  char* states;         // [rows, Hv, 128, 128] in their own type
+  int32_t window;       // tokens; a sequence's row is its first token's window, 0: its own number
+};
+
+// No two sequences that are long enough to be cut begin in one window.
+int64_t copy_rows(const ChunkForwardArgs& args) {
+  return std::min<int64_t>(args.num_sequences, args.num_tokens / least_cut_tokens(args) + 1);
+}
+
+size_t lay_out_copies(const ChunkForwardArgs& args, void* base, InitialCopies* copies) {
+  const size_t starts = (sizeof(char*) * static_cast<size_t>(args.num_sequences) + 255) / 256 * 256;
+  if (copies != nullptr) {
+    *copies = {static_cast<const char**>(base), static_cast<char*>(base) + starts,
+               copy_rows(args) == args.num_sequences ? 0 : least_cut_tokens(args)};
+  }
+  const int64_t size = args.initial.type == ElementType::kFloat32 ? 4 : 2;
+  return starts + static_cast<size_t>(copy_rows(args) * args.num_value_heads * kHeadDim * kHeadDim * size);
+}
+
+constexpr int kCopyThreads = 256;
+// Blocks that copy: enough to hide a load's way, and where there are many sequences no more than one for each.
+constexpr int kCopyBlocksPerSm = 4;
+
+// `parts` blocks for each sequence, which take its heads in turns.
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_initial_states_kernel(const __grid_constant__ ChunkForwardArgs args,
+                               const __grid_constant__ InitialCopies copies, int parts) {
+  const int32_t sequence = static_cast<int32_t>(blockIdx.x) / parts, part = static_cast<int32_t>(blockIdx.x) % parts;
+  const int64_t slot = initial_slot(args, sequence), bytes = kHeadDim * kHeadDim * element_size(args.initial.type);
+  if (slot < 0) return;
+  const PlannedSequence s = sequence_at(args, sequence);
+  const bool copied = copies.window == 0 || s.length >= copies.window;
+  const char* given = state_matrix(args.initial, slot, 0);
+  char* copy = copies.states;
+  if (copied) copy += (copies.window == 0 ? sequence : s.start / copies.window) * args.num_value_heads * bytes;
+  if (part == 0 && threadIdx.x == 0) copies.starts[sequence] = copied ? copy : given;
+  if (!copied) return;
+  for (int32_t head = part; head < args.num_value_heads; head += parts) {
+    const uint4* from = reinterpret_cast<const uint4*>(given + head * bytes);  // heads of a slot lie side by side
+    uint4* to = reinterpret_cast<uint4*>(copy + head * bytes);
+#pragma unroll 8
+    for (int i = threadIdx.x; i < bytes / 16; i += kCopyThreads) to[i] = from[i];
+  }
+}
+
+cudaError_t launch_copies(const ChunkForwardArgs& args, const InitialCopies& copies, int sms, cudaStream_t stream) {
+  const int parts =
+      std::clamp((kCopyBlocksPerSm * sms + args.num_sequences - 1) / args.num_sequences, 1, args.num_value_heads);
+  copy_initial_states_kernel<<<static_cast<unsigned>(args.num_sequences * parts), kCopyThreads, 0, stream>>>(
+      args, copies, parts);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int blocks,
                          bool after_planner, cudaStream_t stream) {
   const cudaError_t error =
@@ -154,6 +211,7 @@ bool split_pays(int64_t tiles, int sms) {
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
+// With states in place, after one that copies those that are read.
 // The last one begins with tiles that depend on none of the others, as soon as an SM is free.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
                          cudaStream_t stream) {
@@ -163,11 +221,17 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   split.sms = sms;
-  lay_out_split(args, split.capacity, args.workspace, &split.workspace);
+  const size_t planned = lay_out_split(args, split.capacity, args.workspace, &split.workspace);
+  ChunkForwardKernelParams tiles = params;
+  if (args.states_in_place != 0) {
+    InitialCopies copies;
+    lay_out_copies(args, static_cast<char*>(args.workspace) + planned, &copies);
+    if (const cudaError_t error = launch_copies(args, copies, sms, stream); error != cudaSuccess) return error;
+    tiles.starts = copies.starts;
+  }
   cudaError_t error = launch_split_plan(split, stream);
   if (error != cudaSuccess) return error;
 
-  ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
   tiles.chains = split.workspace.chains;
@@ -204,7 +268,8 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
   if (args.split == SplitMode::kOff || sms == 0) return unsplit;
   const SplitCapacity capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  return std::max(unsplit, lay_out_split(args, capacity, nullptr, nullptr));
+  const size_t planned = lay_out_split(args, capacity, nullptr, nullptr);
+  return std::max(unsplit, planned + (args.states_in_place != 0 ? lay_out_copies(args, nullptr, nullptr) : 0));
 }
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
@@ -214,10 +279,7 @@ SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
     return {false, "there are no tokens"};
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
-  const int64_t spacing = forced                                ? kForcedSpacing
-                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
-                                                                : kMinSpacing;
-  if (longest < 2 * spacing * kSplitChunk) return {false, "no sequence can be long enough to cut"};
+  if (longest < least_cut_tokens(args)) return {false, "no sequence can be long enough to cut"};
   if (forced) return {true, "cut wherever it is possible, as forced"};
   if (args.split == SplitMode::kInvariant)
     return {true, "each sequence cut by its own length; its gates decide on the device"};

@@ -52,6 +52,7 @@ struct ChunkForwardArgs {
   StateSet final_state;                        // null data: not written
   const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
   int64_t has_initial_state_stride = 1;        // elements
+  int32_t states_in_place = 0;  // both sets are one pool, heads side by side: a sequence may read and write one slot
 
   // Training: what the backward needs. Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
@@ -103,7 +104,7 @@ enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 
 // Of a call without a split.
 size_t chunk_forward_workspace_size(int32_t num_sequences);
 // Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_value_heads,
-// dense_length, cu_seqlens (null or not), split and force_split.
+// dense_length, cu_seqlens (null or not), split, force_split, states_in_place and the initial states' type.
 size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms);
 
 // Whether a call of these shapes is planned on the device for a split (its gates and lengths decide there), and why or

@@ -80,7 +80,7 @@ struct StateRole {
         return;
       }
     } else if (c.flags & kFromBoundary) {
-      const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;
+      const float4* from = p.boundary_states + c.state_in * kBoundaryVectors;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         const float4 x = __ldcg(from + boundary_place(group + c.half, at.warp, j, at.lane));
@@ -88,9 +88,9 @@ struct StateRole {
       }
       return;
     }
-    if (c.slot_in >= 0) {
-      const StateSet& set = p.args.initial;
-      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
+    if (c.state_in >= 0) {
+      move_state<false>(reinterpret_cast<void*>(c.state_in), p.args.initial.type, p.args.state_v_first, s, first_row(c),
+                        at.q);
     } else {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;

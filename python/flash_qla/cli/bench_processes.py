@@ -1,0 +1,159 @@
+"""Other packages beside ours in the GPU bench: a process for each and the rows of one head count."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+Row = Dict[str, Any]
+
+_PEER_SCRIPT = Path(__file__).with_name("bench_peers.py")
+
+# A peer's process that says nothing for this long while it is timed is ended: a row takes a few seconds.
+_SILENCE_S = 60.0
+
+
+class _Peer:
+    """A process of bench_peers.py. It compiles what its rows need; once told to, it times them."""
+
+    def __init__(self, item: str, rows: Sequence[Tuple[int, Row]], replays: int, folder: Path) -> None:
+        self.name, _, path = item.partition("=")
+        self._complaints = tempfile.TemporaryFile("w+")
+        # Without this package, whose import name one of them shares; and fla with its own kernels, which it would leave
+        # for any flash_qla that it can import.
+        self._process = subprocess.Popen(
+            [sys.executable, str(_PEER_SCRIPT), self.name, str(replays), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env={**os.environ, "PYTHONPATH": path, "FLA_FLASH_QLA": "0"},
+            text=True,
+        )
+        self._lines: "queue.Queue[Optional[str]]" = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._write(json.dumps(list(rows)))
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except OSError:  # it has ended; why is told where its lines end
+            pass
+
+    def _answers(self, seconds: Callable[[], float]) -> Iterator[Row]:
+        """Its lines, each waited for as long as seconds() says: queue.Empty where none came. Ends with the process."""
+        while True:
+            line = self._lines.get(timeout=max(0.0, seconds()))
+            if line is None:
+                return
+            if line.startswith(('{"row"', '{"ready"')):  # the rest is what the package itself prints
+                yield json.loads(line)
+
+    def prepare(self, end: float, refused: Callable[[Row], None]) -> Optional[str]:
+        """Until it is ready, at most to the time `end`. Returns what went wrong, or None; rows that it cannot run go to
+        `refused`."""
+        try:
+            for answer in self._answers(lambda: end - time.monotonic()):
+                if "ready" in answer:
+                    return None
+                refused(answer)
+        except queue.Empty:
+            self.end()
+            return "took too long to compile"
+        return self._complaint() or "ended before it was ready"
+
+    def measure(self, take: Callable[[Row], None]) -> Optional[str]:
+        """Times its rows, alone on the GPU: take(answer) for each. Returns what went wrong, or None."""
+        self._write("go")
+        try:
+            for answer in self._answers(lambda: _SILENCE_S):
+                take(answer)
+        except queue.Empty:
+            self.end()
+            return "ended: it took too long"
+        return self._complaint()
+
+    def _complaint(self) -> Optional[str]:
+        """The last line that it complained with, of a process that has closed its output; None if all went well."""
+        code = self._process.wait()
+        self._complaints.seek(0)
+        last = self._complaints.read().strip().splitlines()[-1:]
+        return last[0] if code != 0 and last else None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def _groups(items: Sequence[str], given: Sequence[Row]) -> Iterator[Tuple[str, List[Tuple[int, Row]]]]:
+    """Each package with the rows of each head count: what is compiled for one serves the others."""
+    for item in items:
+        heads: Dict[Tuple[int, int], List[Tuple[int, Row]]] = {}
+        for i, row in enumerate(given):
+            heads.setdefault((row["hq"], row["hv"]), []).append((i, row))
+        for rows in heads.values():
+            yield item, rows
+
+
+def run_peers(
+    items: Sequence[str],
+    given: Sequence[Row],
+    replays: int,
+    seconds: float,
+    folder: Path,
+    take: Callable[[Row], None],
+    compare: Callable[[Row], None],
+) -> List[str]:
+    """Times the packages `items` ("name" or "name=folder") on the rows `given`. They compile beside each other, at most
+    `seconds` long; then one process after another times its rows, alone on the GPU. take(answer) as each comes;
+    compare(answer), which may use the GPU, once its process has ended. Returns sentences on what went wrong."""
+    end = time.monotonic() + seconds
+    troubles: List[str] = []
+
+    def start(group: Tuple[str, List[Tuple[int, Row]]]) -> Optional[_Peer]:
+        item, rows = group
+        if time.monotonic() >= end:
+            troubles.append(f"peer {item.partition('=')[0]}: no time was left to compile")
+            return None
+        peer = _Peer(item, rows, replays, folder)
+        trouble = peer.prepare(end, take)
+        if trouble is not None:
+            troubles.append(f"peer {peer.name}: {trouble}")
+        return peer if trouble is None else None
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        ready = [peer for peer in pool.map(start, _groups(items, given)) if peer is not None]
+    try:
+        for peer in ready:
+            answers: List[Row] = []
+
+            def keep(answer: Row) -> None:
+                take(answer)
+                if "tensors" in answer:
+                    answers.append(answer)
+
+            trouble = peer.measure(keep)
+            if trouble is not None:
+                troubles.append(f"peer {peer.name}: {trouble}")
+            for answer in answers:
+                compare(answer)
+    finally:
+        for peer in ready:
+            peer.end()
+    return troubles
