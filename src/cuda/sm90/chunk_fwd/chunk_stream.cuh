@@ -189,61 +189,21 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Beyond the first tile of each block.
-__device__ __forceinline__ int32_t take_ticket(const ChunkForwardKernelParams& p) {
-  return static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u));
-}
-inline constexpr int32_t kNextTicket = -1;  // a walker's next tile: a ticket that is still to be taken
-
-// The plan of few sequences in shared memory, longest first, by one warp.
-template <typename Traits>
-__device__ __forceinline__ void make_own_plan(const ChunkForwardArgs& args, int lane) {
-  const bool mine = lane < args.num_sequences;
-  PlannedSequence sequence = mine ? sequence_at(args, lane) : PlannedSequence{};
-  const int chunks = mine ? (sequence.length + kChunk - 1) / kChunk : -1;
-  int before = max(chunks, 0), rank = 0;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, before, step);
-    if (lane >= step) before += below;
-  }
-  sequence.first_chunk = before - chunks;
-#pragma unroll
-  for (int other = 0; other < 32; ++other) {
-    const int theirs = __shfl_sync(0xffffffffu, chunks, other);
-    rank += theirs > chunks || (theirs == chunks && other < lane) ? 1 : 0;
-  }
-  if (mine) reinterpret_cast<PlannedSequence*>(shared_memory() + Traits::kSmemPlan)[rank] = sequence;
-  __syncwarp();
-}
-
 // Opens the next tile that has anything to do.
 template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
-  const bool own_plan = p.plan != nullptr && args.num_sequences <= kOwnPlan;
-  for (;;) {
-    if (walker.tile == kNextTicket) {
-      asm volatile("griddepcontrol.wait;" ::: "memory");  // the planner clears the count of tickets
-      walker.tile = take_ticket(p);
-    }
-    if (walker.tile >= walker.tiles) return;
+  while (walker.tile < walker.tiles) {
     int32_t tile = walker.tile;
-    if (p.plan == nullptr) {
-      walker.tile = tile + static_cast<int32_t>(gridDim.x);
-    } else {
-      walker.tile = own_plan && tile < static_cast<int32_t>(gridDim.x) ? kNextTicket : take_ticket(p);
-    }
+    walker.tile = p.plan != nullptr ? static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u))
+                                    : tile + static_cast<int32_t>(gridDim.x);
     int32_t half = 0;
     if constexpr (Traits::kStateGroups == 1) {
       half = tile & 1;
       tile >>= 1;
     }
     const int32_t rank = tile / args.num_value_heads;
-    const PlannedSequence sequence =
-        own_plan            ? reinterpret_cast<const PlannedSequence*>(shared_memory() + Traits::kSmemPlan)[rank]
-        : p.plan != nullptr ? p.plan[rank]
-                            : sequence_at(args, rank);
+    const PlannedSequence sequence = p.plan != nullptr ? p.plan[rank] : sequence_at(args, rank);
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;

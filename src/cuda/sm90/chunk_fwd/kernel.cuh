@@ -30,9 +30,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     (Traits::kLoadGroups > 0 && __any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
   const int thread = threadIdx.x % 128;
-  // The planner, if there is one, was launched just before: the plan of few sequences is made here beside it.
-  const bool own_plan = !Traits::kStateOnly && p.plan != nullptr && p.args.num_sequences <= kOwnPlan;
-  if (own_plan && threadIdx.x < 32) make_own_plan<Traits>(p.args, static_cast<int>(threadIdx.x));
   if (threadIdx.x == 0) {
     // kStateOnly: K, V, and 32 lanes' g and beta.
     for (int i = 0; i < Traits::kStagesK; ++i) {
@@ -61,8 +58,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
-    // Of a split's output kernel the planner is the kernel before the one before, and done: that one began after it.
-    if (Traits::kStateOnly || (p.list == nullptr && !own_plan)) asm volatile("griddepcontrol.wait;" ::: "memory");
+    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the
+    // one before, and done: that one began after it.
+    if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
     if constexpr (!Traits::kStateOnly) {

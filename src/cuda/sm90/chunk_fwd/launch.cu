@@ -41,7 +41,6 @@ __global__ void __launch_bounds__(kPlanThreads)
     chunks_before = 0;
     *static_cast<uint32_t*>(args.workspace) = 0;
   }
-  if (n <= kOwnPlan) return;  // sorted by each block
   __syncthreads();
   for (int i = thread; i < n; i += kPlanThreads) atomicAdd(&next[bucket_of(chunks_of(sequence_at(args, i)))], 1);
   __syncthreads();
@@ -348,8 +347,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     params.ticket = static_cast<uint32_t*>(args.workspace);
     params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
   }
-  // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not,
-  // and where sequences are few nothing does before a block's second tile.
+  // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
   return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr, stream);
 }
 

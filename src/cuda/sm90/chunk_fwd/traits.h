@@ -10,10 +10,6 @@ inline constexpr int kHeadDim = 128;  // K = V
 // e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
 inline constexpr float kGateFloor = -80.0f;
 
-// So many sequences each block sorts by itself, one to a lane, and starts without waiting for the planner: 4 us of a
-// call.
-inline constexpr int kOwnPlan = 32;
-
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
 // kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist. kCut_: for the pieces of
 // a split: silent chunks cost less, all others 1 % more, for a branch in the state groups' loop.
@@ -96,9 +92,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
   static constexpr uint32_t kBytesWalker = 80;
-  static constexpr uint32_t kSmemPlan = kSmemWalker + kBytesWalker;
-  static constexpr uint32_t kBytesPlan = kStateOnly ? 0 : kOwnPlan * 16;  // PlannedSequence, of few sequences
-  static constexpr uint32_t kSmemBarriers = kSmemPlan + kBytesPlan;
+  static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
 
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFullK = kSmemBarriers;
