@@ -441,6 +441,7 @@ struct AuxRole {
   __device__ uint32_t tile_a(uint32_t m) const {
     return smem() + Traits::kSmemA + place(opaque(m), Traits::kStagesA) * Traits::kStrideA;
   }
+  __device__ uint32_t full_q(uint32_t m) const { return smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ); }
   __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (opaque(m) & 1); }
   // Of chunk m, which is whose it is. kStateOnly: a round has an odd number of stages.
   static __device__ uint32_t parity(uint32_t m) {
@@ -462,7 +463,7 @@ struct AuxRole {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier =
-        smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kStagesQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
+        smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kBarriersQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
     if (Traits::kCut && query && (c.flags & kSilentChunk)) {
       mbarrier_arrive(barrier);  // no O, no Q; the barrier's rounds go on
       return;
@@ -506,9 +507,6 @@ struct AuxRole {
   // Until the state groups are done with chunk m - 2: its stages and P's tile are free.
   __device__ void wait_done(uint32_t m) const {
     if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
-  }
-  __device__ void wait_q(uint32_t m) const {
-    mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
   }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
@@ -644,10 +642,6 @@ struct AuxRole {
       load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
     }
 
-    // Q of the other group's chunk is waited for as well: of its three barriers a group has each every other time only,
-    // which would not tell the rounds apart.
-    if (m > 0) wait_q(m - 1);
-    wait_q(m);
     if (Traits::kCut && (record(m).flags & kSilentChunk)) {
       wait_done(m);
       pass_stages_on(m);
@@ -656,6 +650,7 @@ struct AuxRole {
       return;
     }
     // Q K^T and P. While that runs, a warp each passes on the stages of chunk m - 2.
+    mbarrier_wait(full_q(m), m / Traits::kBarriersQ & 1);
     float qkt[32];
     start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
     m = opaque(m);

@@ -54,6 +54,9 @@ struct ChunkForwardArgs {
   int64_t has_initial_state_stride = 1;        // elements
   int32_t states_in_place = 0;  // both sets are one pool, heads side by side: a sequence may read and write one slot
 
+  // Inputs are made by the kernel launched just before, which lets the next one start beside it.
+  int32_t prepared = 0;
+
   // Training: what the backward needs. Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
   void* a = nullptr;  // [T, Hv, 64] contiguous and 16-byte aligned, gate-free UT transform, q's type; null: not saved

@@ -211,7 +211,7 @@ struct StateRole {
 
       wgmma_wait<0>();
       pin(s);
-      pin(o);
+      if constexpr (!Traits::kStateOnly) pin(o);
       // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
       uint32_t packed[32];
 #pragma unroll
@@ -259,7 +259,7 @@ struct StateRole {
       }
       wgmma_wait<0>();
       pin(u);
-      pin(o);
+      if constexpr (!Traits::kStateOnly) pin(o);
       pin(packed);
 
       // W^T = V^T - u^T diag(gamma)
@@ -347,7 +347,7 @@ struct StateRole {
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, v + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
       wgmma_wait<0>();
-      pin(o);
+      if constexpr (!Traits::kStateOnly) pin(o);
       pin(s);
       pin(corrected);
       pin(v);

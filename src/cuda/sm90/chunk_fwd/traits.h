@@ -40,6 +40,9 @@ struct ChunkForwardTraits {
   static constexpr int kStages = kStateOnly ? 5 : 0;
   static constexpr int kStagesK = kStateOnly ? kStages : 4;
   static constexpr int kStagesQ = kStateOnly ? 0 : 3;
+  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
+  // every second round, and could not tell one that is to come from one that is over.
+  static constexpr int kBarriersQ = kStateOnly ? 0 : 2 * kAuxGroups;
   static constexpr int kStagesV = kStateOnly ? kStages : 3;
   static constexpr int kStagesGate = kStateOnly ? kStages : 4;
   static constexpr int kStagesP = kStateOnly ? 0 : 2;  // one for each auxiliary group
@@ -97,7 +100,7 @@ struct ChunkForwardTraits {
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFullK = kSmemBarriers;
   static constexpr uint32_t kFullQ = kFullK + 8 * kStagesK;
-  static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
+  static constexpr uint32_t kFullA = kFullQ + 8 * kBarriersQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
   static constexpr uint32_t kFullO = kDone + 8 * kStagesDone;
