@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -24,6 +25,9 @@ struct Map {
 struct Batch {
   SplitMode mode = SplitMode::kAuto;
   bool forced = false;
+  bool uncut_in_halves = false;
+  bool in_place = false;  // final states overwrite initial ones
+  int32_t early = 0;      // free tiles before the dependent ones
   int32_t sms = 132, heads = 1;
   int64_t tokens = 0;  // rows of the tensors, padding included
   std::vector<PlannedSequence> sequences;
@@ -47,6 +51,9 @@ Batch draw(std::mt19937& random) {
   Batch batch;
   batch.mode = below(4) == 0 ? SplitMode::kInvariant : SplitMode::kAuto;
   batch.forced = below(3) == 0;
+  batch.in_place = below(2) == 0;
+  batch.early = below(50);
+  batch.uncut_in_halves = below(2) == 0;
   batch.sms = 1 + below(16) * (1 + below(9));
   batch.heads = 1 + below(5);
   const int32_t n = below(6);
@@ -83,29 +90,27 @@ struct Plan {
   SplitMerge merge;
   std::vector<Tile> state_tiles, output_tiles;  // in the order of their tickets
   std::vector<TransitionChain> chains;
-  int64_t slots = 0;
   std::vector<uint8_t> warmups;  // [boundary][head]
 };
 
-// Emits the segments of one sequence and head in rounds, as a warp does; how many slots they take.
+// Emits the segments of one sequence and head in rounds, as a warp does.
 template <typename Warmups, typename Sink>
-int32_t emit_head(const HeadPlan<Warmups>& plan, int32_t first_slot, Sink& sink) {
+void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
   SegmentCarry carry;
-  for (int32_t base = 1; base <= plan.pieces; base += 32) {
+  for (int32_t base = 1; base <= plan.cuts.pieces; base += 32) {
     SegmentRound round;
     round.base = base;
     for (int32_t lane = 0; lane < 32; ++lane) {
       bool ends = false, heavy = false;
-      if (base + lane <= plan.pieces) plan.classify(base + lane, &ends, &heavy);
+      if (base + lane <= plan.cuts.pieces) plan.classify(base + lane, &ends, &heavy);
       round.ends |= static_cast<uint32_t>(ends) << lane;
       round.heavy |= static_cast<uint32_t>(heavy) << lane;
     }
     for (int32_t lane = 0; lane < 32; ++lane) {
-      if (round.ends >> lane & 1) plan.emit(round, carry, lane, first_slot, sink);
+      if (round.ends >> lane & 1) plan.emit(round, carry, lane, sink);
     }
     plan.advance(round, &carry);
   }
-  return carry.slots;
 }
 
 Plan make_plan(const Batch& batch) {
@@ -116,14 +121,14 @@ Plan make_plan(const Batch& batch) {
   // Every boundary is classified; a number that two of them share would show here.
   plan.warmups.assign(static_cast<size_t>(plan.capacity.slots), 255);
   for (size_t s = 0; s < batch.sequences.size(); ++s) {
-    const int32_t chunks = batch.chunks(s), pieces = pieces_of(chunks, plan.grid);
-    for (int32_t i = 1; i < pieces; ++i) {
-      const int32_t at = boundary_chunk(chunks, pieces, i);
-      const int32_t number = boundary_number(batch.sequences[s].start, at, plan.grid);
+    const CutSequence cuts(batch.sequences[s], plan.grid);
+    for (int32_t i = 1; i < cuts.pieces; ++i) {
+      const int32_t at = cuts.at(i), number = cuts.number(i, plan.grid);
+      EXPECT_GE(at - (i > 1 ? cuts.at(i - 1) : 0), plan.grid.spacing);
       EXPECT_LE(number, plan.capacity.boundaries);
       if (number >= plan.capacity.boundaries) continue;
       for (size_t other = 0; other < batch.sequences.size(); ++other) {
-        EXPECT_EQ(find_boundary(batch.sequences[other], plan.grid, number), other == s ? i : 0);
+        EXPECT_EQ(CutSequence(batch.sequences[other], plan.grid).find(number, plan.grid), other == s ? i : 0);
       }
       for (int32_t head = 0; head < batch.heads; ++head) {
         const std::vector<float>& decay = batch.decay[s * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
@@ -140,24 +145,27 @@ Plan make_plan(const Batch& batch) {
     };
   };
   if (batch.mode == SplitMode::kAuto && !batch.forced) {
+    SplitEstimate estimates[2][kMerges];  // of heads without a heavy boundary, of those with one
+    for (const PlannedSequence& s : batch.sequences) {
+      for (int32_t head = 0; head < batch.heads; ++head) {
+        const CutSequence cuts(s, plan.grid);
+        HeadSummary summary;
+        summary.chunks = cuts.chunks;
+        summary.pieces = cuts.pieces;
+        for (int32_t i = 1; i < summary.pieces; ++i) {
+          const int32_t number = cuts.number(i, plan.grid);
+          const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
+          summary.heavy += warmup == 0;
+          summary.warmups += warmup;
+        }
+        for (int32_t i = 0; i < kMerges; ++i) estimates[summary.heavy > 0][i].add(summary, merge_step(i));
+      }
+    }
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
-      SplitEstimate estimate;
-      for (const PlannedSequence& s : batch.sequences) {
-        for (int32_t head = 0; head < batch.heads; ++head) {
-          HeadSummary summary;
-          summary.chunks = chunks_in(s.length);
-          summary.pieces = pieces_of(summary.chunks, plan.grid);
-          for (int32_t i = 1; i < summary.pieces; ++i) {
-            const int32_t number =
-                boundary_number(s.start, boundary_chunk(summary.chunks, summary.pieces, i), plan.grid);
-            const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
-            summary.heavy += warmup == 0;
-            summary.warmups += warmup;
-          }
-          estimate.add(summary, merge_choice(choice));
-        }
-      }
+      const SplitEstimate estimate =
+          estimate_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice,
+                          batch.uncut_in_halves);
       EXPECT_TRUE(estimate.early_tiles(batch.sms) >= 0 && estimate.early_tiles(batch.sms) <= estimate.free_tiles);
       if (estimate.steps(batch.sms) < best) {
         best = estimate.steps(batch.sms);
@@ -175,13 +183,23 @@ Plan make_plan(const Batch& batch) {
   Sink sink{&tiles, &plan.chains};
   for (const PlannedSequence& s : batch.sequences) {
     for (int32_t head = 0; head < batch.heads; ++head) {
-      plan.slots += emit_head(HeadPlan(s, head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)),
-                              static_cast<int32_t>(plan.slots), sink);
+      emit_head(HeadPlan(CutSequence(s, plan.grid), head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)), sink);
     }
   }
   std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return tile_bucket(a) < tile_bucket(b); });
-  for (const Tile& t : tiles) (t.flags & kTileToSlot ? plan.state_tiles : plan.output_tiles).push_back(t);
+                   [&](const Tile& a, const Tile& b) {
+    return tile_bucket(a, batch.in_place) < tile_bucket(b, batch.in_place);
+  });
+  std::array<int32_t, kTileLists> lists{};
+  for (const Tile& t : tiles) ++lists[static_cast<size_t>(tile_bucket(t, batch.in_place) / kLengthBuckets)];
+  const int32_t free = lists[1] + lists[2], dependent = lists[3];
+  const int32_t early = std::max(lists[1], std::min(batch.early, free));
+  plan.state_tiles.assign(tiles.begin(), tiles.begin() + lists[0]);
+  plan.output_tiles.resize(static_cast<size_t>(free + dependent));
+  for (int32_t n = 0; n < free + dependent; ++n) {
+    plan.output_tiles[static_cast<size_t>(output_place(n, early, free, dependent))] =
+        tiles[static_cast<size_t>(lists[0] + n)];
+  }
   return plan;
 }
 
@@ -201,14 +219,13 @@ Map run(const Batch& batch, const Tile& t, uint64_t x) {
 
 // Runs the plan as the kernels do, and compares every state that a chunk's outputs start from with the true one.
 void check(const Batch& batch, const Plan& plan) {
-  ASSERT_LE(plan.slots, plan.capacity.slots);
   ASSERT_LE(static_cast<int64_t>(plan.state_tiles.size()), plan.capacity.state_tiles);
   ASSERT_LE(static_cast<int64_t>(plan.output_tiles.size()), plan.capacity.output_tiles);
   ASSERT_LE(static_cast<int64_t>(plan.chains.size()), plan.capacity.chains);
   constexpr uint64_t kUnwritten = ~uint64_t{0};
-  std::vector<uint64_t> state(static_cast<size_t>(plan.slots), kUnwritten), transition(state);
+  std::vector<uint64_t> state(static_cast<size_t>(plan.capacity.slots), kUnwritten), transition(state);
   for (const Tile& t : plan.state_tiles) {
-    ASSERT_TRUE(t.slot >= 0 && t.slot < plan.slots);
+    ASSERT_TRUE(t.slot >= 0 && t.slot < plan.capacity.slots);
     ASSERT_EQ(t.tokens % kSplitChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
     ASSERT_FALSE(t.flags & (kTileFromSlot | kTileToEnd));
     std::vector<uint64_t>& target = t.flags & kTileTransition ? transition : state;
@@ -232,6 +249,7 @@ void check(const Batch& batch, const Plan& plan) {
   std::vector<std::vector<int>> written(batch.maps.size());
   for (size_t i = 0; i < written.size(); ++i) written[i].assign(batch.maps[i].size(), 0);
   std::vector<int> ends(batch.maps.size(), 0);
+  std::vector<bool> overwritten(batch.maps.size(), false);
   for (const Tile& t : plan.output_tiles) {
     const PlannedSequence& s = batch.sequences[static_cast<size_t>(t.sequence)];
     const size_t index = static_cast<size_t>(t.sequence * batch.heads + t.head);
@@ -241,6 +259,9 @@ void check(const Batch& batch, const Plan& plan) {
     ASSERT_EQ((t.flags & kTileFromStart) != 0, t.position == 0);
     ASSERT_EQ((t.flags & kTileToEnd) != 0, t.row + t.tokens == s.start + s.length);
     ends[index] += (t.flags & kTileToEnd) != 0;
+    // The tile that overwrites an initial state waits for those that read it: their tickets must be earlier.
+    ASSERT_FALSE(batch.in_place && (t.flags & kTileFromStart) && overwritten[index]);
+    overwritten[index] = overwritten[index] || (t.flags & kTileToEnd) != 0;
     uint64_t x = 0, truth = initial_state(t);
     if (t.flags & kTileFromStart) x = truth;
     if (t.flags & kTileFromSlot) x = state[static_cast<size_t>(t.slot)];
@@ -300,7 +321,13 @@ TEST(SplitPlan, InvariantPlansDoNotSeeTheBatch) {
         if (t.sequence == static_cast<int32_t>(s)) mine.push_back(t);
       }
       ASSERT_EQ(mine.size(), one.output_tiles.size());
-      for (const Tile& t : one.output_tiles) {
+      std::vector<Tile> tiles = one.output_tiles;
+      for (std::vector<Tile>* list : {&mine, &tiles}) {
+        std::sort(list->begin(), list->end(), [](const Tile& a, const Tile& b) {
+          return std::pair(a.head, a.position + a.warmup) < std::pair(b.head, b.position + b.warmup);
+        });
+      }
+      for (const Tile& t : tiles) {
         ASSERT_EQ(t.position, mine[next].position);
         ASSERT_EQ(t.tokens, mine[next].tokens);
         ASSERT_EQ(t.warmup, mine[next].warmup);
@@ -330,12 +357,13 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   const SplitCosts costs;
   auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
-    return plan_pays(equal_lengths(sequences, chunks_in(tokens)), heads, 132, costs);
+    return promise_of_plan(equal_lengths(sequences, chunks_in(tokens)), heads, 132, costs).pays;
   };
   for (int32_t heads : {8, 16, 24, 32, 48}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
   for (int32_t heads : {8, 16, 32}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
   EXPECT_TRUE(pays(48, 4, 8192));
-  for (int32_t heads : {8, 32}) EXPECT_FALSE(pays(heads, 1, 2048)) << heads;
+  EXPECT_TRUE(pays(8, 1, 2048));
+  EXPECT_FALSE(pays(32, 1, 2048));
   for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
   for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;
   EXPECT_FALSE(pays(64, 1, 32768));
@@ -420,12 +448,24 @@ TEST(SplitPlan, WhatAWarmupDropsIsBelowThePromise) {
   EXPECT_GT(tightest, 1e-9);  // the states that are dropped are not small ones
 }
 
+TEST(SplitPlan, DivisorsDivide) {
+  std::mt19937 random(4);
+  for (int i = 0; i < 100000; ++i) {
+    const int32_t by = 1 + static_cast<int32_t>(random() >> (1 + random() % 31)), x = static_cast<int32_t>(random() >> 1);
+    ASSERT_EQ(Divisor(by).divide(x), x / by);
+    const int32_t multiple = x / by * by;
+    ASSERT_EQ(Divisor(by).divide(multiple), multiple / by);
+    const int32_t below = std::max(multiple - 1, 0);
+    ASSERT_EQ(Divisor(by).divide(below), below / by);
+  }
+}
+
 TEST(SplitPlan, EvenMerges) {
   for (int32_t pieces = 1; pieces < 200; ++pieces) {
     for (int32_t merge : {1, 2, 3, 5, 16, kNoCut}) {
       int32_t last = 0, shortest = pieces, longest = 0, count = 0;
       for (int32_t i = 1; i <= pieces; ++i) {
-        if (i < pieces && !boundary_stays(pieces, i, merge)) continue;
+        if (i < pieces && !boundary_stays(Divisor(pieces), i, joined_pieces(pieces, merge))) continue;
         shortest = std::min(shortest, i - last);
         longest = std::max(longest, i - last);
         last = i;

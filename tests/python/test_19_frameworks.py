@@ -278,6 +278,22 @@ def test_explain_names_the_path():
         assert flash_qla.explain(x.q, x.k, x.v, x.g, beta=x.beta, op=operation).startswith("path: ")
 
 
+def test_gradients_of_few_tokens_are_computed_in_float32(device):
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0) or helpers.settings.path != "auto":
+        pytest.skip("the choice between the Hopper path and float32")
+
+    def path(T, dht=True, **options):
+        x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=torch.bfloat16)
+        A = torch.empty(1, T, 2, 64, dtype=x.dtype, device=x.q.device)
+        text = flash_qla.explain(x.q, x.k, x.v, x.g, x.beta, A, x.do, x.dht if dht else None, **options, op="chunk_gated_delta_rule_bwd")
+        return text.splitlines()[0].removeprefix("path: ")
+
+    assert path(256) == "cuda_generic" and path(257) == "sm90"
+    assert path(64, dht=False) == "cuda_generic" and path(65, dht=False) == "sm90"
+    # A sequence's bits must not depend on how many tokens are computed beside it.
+    assert path(256, auto_cp=False) == "sm90"
+
+
 def test_explain_says_what_training_keeps():
     x = make_inputs(**small)
     assert "saved" not in flash_qla.explain(x.q, x.k, x.v, x.g, x.beta)

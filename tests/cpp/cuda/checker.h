@@ -95,7 +95,8 @@ class Checker {
 
   void fail(const std::string& what, const char* path, const std::string& message) {
     ++failures_;
-    std::printf("FAILED %s: %s: %s: %s\n", group_.c_str(), what.c_str(), path, message.c_str());
+    std::printf("FAILED %s: %s: %s: %s\n", group_.c_str(), what.c_str(), path == nullptr ? "default path" : path,
+                message.c_str());
   }
 
   // Prints the summary; returns the number of failed checks.

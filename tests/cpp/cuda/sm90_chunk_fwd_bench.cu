@@ -657,8 +657,8 @@ bool run_split(Case c) {
               ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
-  std::printf("spacing %d merge %d/%d tiles %d+%d early %d slots %d chains %d%s\n", plan.spacing, plan.light_merge,
-              plan.heavy_merge, plan.state_tiles, plan.output_tiles, plan.early_tiles, plan.slots, plan.chains,
+  std::printf("spacing %d merge %d/%d tiles %d+%d+%d early %d chains %d%s\n", plan.spacing, plan.light_merge,
+              plan.heavy_merge, plan.state_tiles, plan.output_tiles, plan.half_tiles, plan.early_tiles, plan.chains,
               planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();
@@ -892,7 +892,25 @@ std::vector<Case> split_cases() {
                       {8, 32, {32768}, 0.638, Gates::kZero},
                       {2, 8, {32768}, 0.0, Gates::kDecay},
                       {8, 32, {32768}, 0.0, Gates::kDecay},
+                      // No bar of their own: the best peer that was recorded.
+                      {2, 8, {4096}, 0.078, b},
+                      {2, 8, {4096, 4096}, 0.112, b},
+                      {4, 16, {16384}, 0.230, b},
+                      {4, 16, {4096}, 0.106, b},
+                      {4, 16, {1024, 7168}, 0.149, b},
+                      {16, 16, {8192}, 0.152, b},
+                      {16, 16, {4096}, 0.109, b},
+                      {8, 24, {4096}, 0.131, b},
+                      {8, 24, {12288, 4096}, 0.339, b},
+                      {8, 24, {1024, 7168}, 0.211, b},
+                      {8, 32, {28672, 4096}, 0.743, b},
+                      {16, 32, {4096, 28672}, 0.775, b},
+                      {32, 32, {8192}, 0.238, b},
                       // Where a split has little or nothing to give.
+                      {8, 24, std::vector<int>(4, 2048), 0.098, b},
+                      {4, 16, std::vector<int>(8, 1024), 0.058, b},
+                      {8, 32, {16384, 16384}, 0.0, b},
+                      {8, 32, {4096, 4096}, 0.0, b},
                       {16, 64, {8192, 8192, 8192, 8192}, 0.0, b},
                       {16, 64, std::vector<int>(8, 1024), 0.0, b},
                       {8, 32, {8192, 8192, 8192, 8192}, 0.0, b},

@@ -59,10 +59,10 @@ __device__ __forceinline__ Gates make_gates(const RawGates& raw, bool g_is_cumsu
           make_float2(exp2_approx(last - c0), exp2_approx(last - c1)), make_float2(raw.beta[0], raw.beta[1])};
 }
 
-// A beta of the chunk's tokens is below kSmallBeta.
-__device__ __forceinline__ bool any_small_beta(const RawGates& raw, int valid, int lane) {
-  return __any_sync(0xffffffffu, (2 * lane < valid && fabsf(raw.beta[0]) < kSmallBeta) ||
-                                     (2 * lane + 1 < valid && fabsf(raw.beta[1]) < kSmallBeta));
+// A beta of the chunk's tokens is below `small`.
+__device__ __forceinline__ bool any_small_beta(const RawGates& raw, float small, int valid, int lane) {
+  return __any_sync(0xffffffffu, (2 * lane < valid && fabsf(raw.beta[0]) < small) ||
+                                     (2 * lane + 1 < valid && fabsf(raw.beta[1]) < small));
 }
 
 // To shared memory: the four vectors one after another.

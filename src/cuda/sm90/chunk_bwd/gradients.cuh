@@ -213,7 +213,12 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
     const float other = __shfl_down_sync(0xffffffffu, sum, step);
     if (lane + step < 32) sum += other;
   }
-  const float d_g[2] = {sum, sum - d_cumsum[0]};
+  float d_g[2] = {sum, sum - d_cumsum[0]};
+  // Without a state before it a sequence's first token has nothing to forget: exactly 0 (NaN stays), which as a sum of
+  // terms that cancel it would be but for their rounding.
+  if (lane == 0 && p.initial_state.data == nullptr && sequence_info(p, chunk.sequence).token == chunk.token) {
+    d_g[0] *= 0.0f;
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = 2 * lane + i;
@@ -340,7 +345,7 @@ struct HeadWork {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
         const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-        factor[h] = !plus ? p.scale : fabsf(beta) < kSmallBeta ? -beta : -1.0f;
+        factor[h] = !plus ? p.scale : fabsf(beta) < p.small_beta ? -beta : -1.0f;
         row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
       }
       uint32_t x[16];
@@ -434,7 +439,7 @@ struct HeadWork {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-      if (lane / 8 == lane % 4 && row(h) < chunk.valid && !(fabsf(beta) < kSmallBeta)) {
+      if (lane / 8 == lane % 4 && row(h) < chunk.valid && !(fabsf(beta) < p.small_beta)) {
         store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row(h), head), dot[h] / (beta * beta));
       }
     }

@@ -129,6 +129,7 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = params->fused || gains_by_fusing(*params);
+  params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }
 

@@ -43,6 +43,7 @@ struct ChunkBackwardParams {
   // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
   int32_t segment_chunks, segment_bound;
   float scale;
+  float small_beta;  // traits.h; set when the workspace is bound
   bool g_is_cumsum;
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
@@ -73,7 +74,7 @@ struct ChunkBackwardParams {
   int32_t* first_slot;    // [N] first chunk slot of each sequence; with cu_seqlens alone
   int32_t* total_chunks;  // [1]; with cu_seqlens alone
   int32_t* small_count;   // [1] how many entries small_tiles has
-  int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below kSmallBeta, in any order
+  int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass

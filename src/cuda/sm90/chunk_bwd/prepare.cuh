@@ -56,7 +56,7 @@ __global__ __launch_bounds__(kPrepareThreads,
     if (head >= (key_head + 1) * p.group) return;
     const RawGates raw = load_gates(p, chunk, head, lane);
     store_gates(sGates + warp * kGateBytes, make_gates(raw, p.g_is_cumsum, lane), lane);
-    if (any_small_beta(raw, chunk.valid, lane) && lane == 0) note_small_beta(p, slot * p.Hv + head);
+    if (any_small_beta(raw, p.small_beta, chunk.valid, lane) && lane == 0) note_small_beta(p, slot * p.Hv + head);
   };
   uint4 a[4];
   auto fetch_A = [&](int head) {

@@ -1,4 +1,4 @@
-// dbeta and dv of the rows that the reverse pass left as Z (|beta| < kSmallBeta), exactly and without a division:
+// dbeta and dv of the rows that the reverse pass left as Z (|beta| < small_beta), exactly and without a division:
 // dbeta = <Z, error>, error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j, and dv = beta Z. Such rows are rare
 // (most blocks look at 64 betas and leave), so this is plain code, a block a row at a time.
 #pragma once
@@ -41,8 +41,16 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
     auto key_row = [&](int row) {
       return static_cast<const uint16_t*>(p.k.data) + row_offset(p.k, chunk.batch, chunk.token + row, head / p.group);
     };
-    for (int row = 0; row < chunk.valid; ++row) {
-      if (!(fabsf(betas[row]) < kSmallBeta)) continue;
+    // All betas at once, by every warp: looked at one after another they would be 64 waits for memory.
+    uint64_t small_rows = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 32 * half + thread % 32;
+      const bool small = fabsf(betas[row]) < p.small_beta && row < chunk.valid;
+      small_rows |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, small)) << (32 * half);
+    }
+    for (; small_rows != 0; small_rows &= small_rows - 1) {
+      const int row = __ffsll(static_cast<long long>(small_rows)) - 1;
       key[thread] = unpack2<T>(key_row(row)[thread]).x;
       __syncthreads();
       // S^T k: tiles [2 halves of K][128 of V][64 of K]

@@ -474,8 +474,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int x = 4 * j + 2 * (i / 2), y = x + 1;
-        d_v[i] = pack2<T>((fabsf(beta[x]) < kSmallBeta ? 1.0f : beta[x]) * Z[8 * j + 2 * i],
-                          (fabsf(beta[y]) < kSmallBeta ? 1.0f : beta[y]) * Z[8 * j + 2 * i + 1]);
+        d_v[i] = pack2<T>((fabsf(beta[x]) < p.small_beta ? 1.0f : beta[x]) * Z[8 * j + 2 * i],
+                          (fabsf(beta[y]) < p.small_beta ? 1.0f : beta[y]) * Z[8 * j + 2 * i + 1]);
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
@@ -610,7 +610,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     next = after;
     after = load(step + 2);
     const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
-    const bool small = keeps && any_small_beta(raw, work.info(c).valid, lane);
+    const bool small = keeps && any_small_beta(raw, p.small_beta, work.info(c).valid, lane);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
     store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
     arrive_warp(bars.gates(cursor.stage), lane);

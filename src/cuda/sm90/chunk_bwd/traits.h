@@ -26,8 +26,11 @@ constexpr uint32_t kGammaOffset = kChunk * 4, kRatioOffset = 2 * kChunk * 4, kBe
 // States that the first round over segments leaves of each (segments.cuh).
 constexpr int kEdgesOfSegment = 3;
 
-// dv = beta Z is stored as Z where |beta| is below this, so that the gradient of beta needs no division by it. 2^-6
-// keeps V' = beta * error in fp16's normal range for errors down to 4e-3; rows below it take the slow exact form.
-constexpr float kSmallBeta = 0.015625f;
+// dv = beta Z is stored as Z where |beta| is below this, so that the gradient of beta, <dv, V'> / beta^2, needs no
+// division by it; such rows take the slow form of small_betas.cuh. What a small beta costs is range, not digits: both
+// factors are beta times something. fp16: 2^-6 keeps V' = beta * error among its normal numbers for errors down to
+// 4e-3. bf16 has the range of fp32: at 2^-30 the sum of products, beta^2 times an inner product, is a normal number for
+// inner products down to 1e-20, and what is left below are zeros.
+constexpr float small_beta(DType type) { return type == DType::kFloat16 ? 0x1p-6f : 0x1p-30f; }
 
 }  // namespace flash_qla::cuda::sm90

@@ -1,6 +1,8 @@
 // The numbered stream of chunks a block works through: records in shared memory, filled tile by tile by one thread.
 #pragma once
 
+#include <cstdint>
+
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
 #include "kernel_params.h"
@@ -13,9 +15,10 @@ inline constexpr int kLastChunk = 2;
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
-inline constexpr int kFromBoundary = 16;  // state_in is a boundary state's slot
+inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;  // slot_out is a transition's, else (kStateOnly) a boundary state's
+inline constexpr int kCountedReader = 128;  // its tile starts from an initial state that is counted in `readers`
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {
@@ -28,8 +31,8 @@ struct alignas(16) ChunkRecord {
   int16_t key_head;
   int32_t chunk;     // counted over all sequences
   int32_t position;  // counted in its sequence
-  int64_t state_in;  // address of the initial state, slot of a boundary state; -1: none
-  int64_t slot_out;  // of the final state, -1: none
+  int64_t slot_in;   // initial and final state slots, -1: none
+  int64_t slot_out;
 };
 static_assert(sizeof(ChunkRecord) == 48);
 
@@ -94,18 +97,16 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
 }
 
-// Sequences of fewer tokens than this are never cut.
-__host__ __device__ inline int32_t least_cut_tokens(const ChunkForwardArgs& args) {
-  const int32_t spacing = args.force_split != 0                 ? kForcedSpacing
-                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
-                                                                : kMinSpacing;
-  return 2 * spacing * kSplitChunk;
-}
-
 // Of a boundary state or transition of one head, where the float4 j of 16 of a state group's thread lies: the four
 // values 4j .. 4j + 3 of its S^T, so that a warp moves 512 contiguous bytes. group: which 64 rows of V.
 __device__ __forceinline__ int boundary_place(int group, int warp, int j, int lane) {
   return ((group * 4 + warp) * 16 + j) * 32 + lane;
+}
+// Where the same float4 of a transition lies: in the order in which combine.cuh takes them, eight warps two times for
+// each 16 rows of S^T.
+__device__ __forceinline__ int transition_place(int group, int warp, int j, int lane) {
+  const int row = lane >> 2, column = lane & 3;
+  return (((group * 4 + warp) * 8 + (j >> 1)) * 2 + (row >> 2)) * 32 + ((j & 1) * 4 + column) * 4 + (row & 3);
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 
@@ -123,7 +124,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   walker.opened = 0;
   if (p.list != nullptr) {
     walker.tile = 0;
-    walker.tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
+    walker.tiles = INT32_MAX;  // until the list is found to be empty
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x);
     walker.tiles = p.tiles;
@@ -136,8 +137,13 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
     // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
+    // The size is read beside the ticket: one latency, not two.
+    const int32_t tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
     walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
-    if (walker.tile >= walker.tiles) break;
+    if (walker.tile >= tiles) {
+      walker.tiles = 0;
+      return;
+    }
     int32_t tile = walker.tile, half = 0;
     if constexpr (Traits::kStateGroups == 1) {
       half = tile & 1;
@@ -153,18 +159,18 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     r.position = t.position;
     r.head = t.head;
     r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
-    r.state_in = kNoSlot;
+    r.slot_in = kNoSlot;
     r.slot_out = -1;
     r.flags = kFirstChunk;
     const int64_t initial = initial_slot(args, r.sequence);
     if (initial == kSkipSequence) continue;
-    if ((t.flags & kTileFromStart) && initial >= 0) {
-      const char* matrix = state_matrix(args.initial, initial, r.head);
-      if (p.starts != nullptr) {
-        matrix = p.starts[r.sequence] + r.head * args.initial.head_stride * element_size(args.initial.type);
+    if (t.flags & kTileFromStart) {
+      if (p.readers != nullptr) r.flags |= kCountedReader;
+      r.slot_in = initial;
+      if (r.slot_in >= 0) {
+        l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
+                    kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
       }
-      r.state_in = reinterpret_cast<int64_t>(matrix);
-      l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
     if constexpr (Traits::kStateOnly) {
       r.slot_out = t.slot;
@@ -173,9 +179,7 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
       if (t.flags & kTileToEnd) r.slot_out = resolve_slot(args.final_state, r.sequence);
       if (t.tokens <= 0 && r.slot_out < 0) continue;
       if (t.flags & kTileFromSlot) {
-        // The boundary states are there once the kernel before this one is through.
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        r.state_in = t.slot;
+        r.slot_in = t.slot;
         r.flags |= kFromBoundary;
       }
     }
@@ -185,8 +189,6 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     ++walker.opened;
     return;
   }
-  // Without a tile from a boundary state as well: a kernel must not end before those it depends on.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Opens the next tile that has anything to do.
@@ -207,8 +209,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    const int64_t initial = initial_slot(args, sequence.index);
-    if (initial == kSkipSequence) continue;
+    r.slot_in = initial_slot(args, sequence.index);
+    if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
     r.head = tile - rank * args.num_value_heads;
@@ -219,11 +221,9 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.position = 0;
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
-    r.state_in = kNoSlot;
-    if (initial >= 0) {
-      const char* matrix = state_matrix(args.initial, initial, r.head);
-      r.state_in = reinterpret_cast<int64_t>(matrix);
-      l2_prefetch(matrix, kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    if (r.slot_in >= 0) {
+      l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
+                  kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
     return;
   }
@@ -258,7 +258,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   }
   record = r;
   walker.next.row = r.row + kChunk;
-  walker.next.flags = r.flags & (kNoValues | kToTransition);
+  walker.next.flags = r.flags & (kNoValues | kToTransition | kCountedReader);
   walker.next.chunk = r.chunk + 1;
   walker.next.position = r.position + 1;
 }

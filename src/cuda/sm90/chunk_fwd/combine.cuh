@@ -1,5 +1,5 @@
-// Boundary states of a sequence split: S' = M S + B through the chains of transitions, in fp32, by the blocks that made
-// the transitions, once all are there.
+// Boundary states of a sequence split: S' = M S + B through the chains of transitions, by the blocks that made the
+// transitions, once all are there. Sums are fp32, a product is three of tf32 (SplitFloat).
 #pragma once
 
 #include "../../common/bulk.cuh"
@@ -12,44 +12,38 @@ namespace flash_qla::cuda::sm90 {
 // auxiliary groups brings the transitions, 16 KB at a time.
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
+inline constexpr int kCombineBarrier = 3;  // of the whole block; a role may still be using 1 and 2
 inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
 inline constexpr int kCombineStages = 8;  // two transitions: one is on its way while the other is used
 inline constexpr int kStageRows = 32;     // of M^T: two of its eight groups of 16
+inline constexpr int kStateRow = kHeadDim + 4;  // floats: eight rows of 16 bytes then are on different banks
 inline constexpr int kStageVectors = kStageRows * kHeadDim / 4;
 inline constexpr int kStagesPerTransition = kHeadDim / kStageRows;
 
 struct CombineMemory {
   float4 transition[kCombineStages][kStageVectors];
-  float state[2][kHeadDim][kCombineColumns];
+  alignas(16) float state[2][kCombineColumns][kStateRow];
   uint64_t full[kCombineStages], empty[kCombineStages];
   int32_t unit;
 };
 
-// All warps of a block meet here. Not __syncthreads(): the roles come to their meetings from different places in the
-// program, which is divergence to synccheck, and whose order racecheck does not see.
-struct BlockMeeting {
-  uint32_t barrier;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void operator()() {
-    __syncwarp();
-    mbarrier_arrive_warp(barrier, static_cast<int>(threadIdx.x) % 32);
-    mbarrier_wait(barrier, phase);
-    phase ^= 1;
-  }
-};
-
 // Called by all threads of a block when they are through with its tiles; `work(chain, slice, stages_before)` by those
-// of one role. Both roles' calls meet. `first`: one thread of the block.
+// of one role. Both roles' calls meet at barriers of the whole block. `first`: one thread of the block.
 template <typename Traits, typename Work>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, bool first, const Work& work) {
-  static_assert(sizeof(CombineMemory) <= Traits::kSmemWalker);  // the walker and the barriers stay
+  static_assert(sizeof(CombineMemory) <= Traits::kSmemBytes);
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
   const int units = p.counters->chains * kCombineSlices;
   // A block that had no tile leaves its SM to the next kernel.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
   if (units == 0 || !had_tiles) return;
-  BlockMeeting meet{smem() + Traits::kMeet};
-  meet();  // the tiles' shared memory is free
+  // The roles come here by different ways, so that this is not __syncthreads(), which all threads must reach at one
+  // place. A warp whose lanes come one after the other would be counted twice: they meet first.
+  const auto block_sync = [] {
+    __syncwarp();
+    named_barrier_sync(kCombineBarrier, Traits::kThreads);
+  };
+  block_sync();  // the tiles' shared memory is free, and the flag above has been read
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -66,19 +60,19 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
     }
   }
-  meet();
+  block_sync();
   if (memory.unit < 0) return;
-  meet();
+  block_sync();
   uint32_t stages = 0;
   for (;;) {
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    meet();
+    block_sync();
     const int unit = memory.unit;
     if (unit >= units) return;
     const TransitionChain chain = p.chains[unit / kCombineSlices];
     work(memory, chain, unit % kCombineSlices, stages);
     stages += static_cast<uint32_t>(chain.transitions * kStagesPerTransition);
-    meet();
+    block_sync();
   }
 }
 
@@ -98,25 +92,44 @@ __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams
   }
 }
 
-// Columns v0 .. v0 + 7 of S are rows of S^T: half of what a warp's lanes hold of one state group. As there, a thread
-// has S^T at row v0 + lane / 4, columns 8 j + 2 (lane % 4) and the next, for two j. By the eight warps of the state
-// groups.
+// A float as two of tf32's eleven bits, to the last two or three bits of its own: x y is taken for high high + high low +
+// low high, 2^-22 of it off at most. The transitions, products of 16-bit operands, are known to 2^-9.
+struct SplitFloat {
+  uint32_t high, low;
+  __device__ __forceinline__ explicit SplitFloat(float x) {
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
+    low = __float_as_uint(x - __uint_as_float(high));
+  }
+};
+
+// d += A B, m16n8k8.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Columns v0 .. v0 + 7 of S, by the eight warps of the state groups, 16 rows each. Rows and sums are dealt to the
+// products so that a transition's float4 is one thread's share of A (transition_place()): with g = lane / 4 and
+// t = lane % 4, rows g and g + 8 are S's rows 16 warp + 8 (g / 4) + 2 (g % 4) and the next; of 16 rows of S^T that are
+// summed over, 4 s + t and that plus 8, s = 0 and 1.
 __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelParams& p, CombineMemory& memory,
                                                      const TransitionChain& chain, int slice, uint32_t stages, int warp,
                                                      int lane) {
-  const int half = slice & 1, column = lane >> 2;
+  const int g = lane >> 2, t = lane & 3;
+  const int row = 16 * warp + 8 * (g >> 2) + 2 * (g & 3);
+  // This thread's rows of columns v0 + 2 t and the next, in a boundary state's order.
   int places[2];
 #pragma unroll
-  for (int b = 0; b < 2; ++b) places[b] = 2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + b, lane) + half;
+  for (int b = 0; b < 2; ++b) {
+    places[b] = 2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + (g >> 2), 4 * (2 * t + b) + (g & 3)) + (slice & 1);
+  }
   float2* local =
       reinterpret_cast<float2*>(p.boundary_states + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors);
   auto share = [&](int buffer, const float2(&x)[2]) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int row = 8 * (2 * warp + b) + 2 * (lane & 3);
-      memory.state[buffer][row][column] = x[b].x;
-      memory.state[buffer][row + 1][column] = x[b].y;
-    }
+    for (int b = 0; b < 2; ++b) *reinterpret_cast<float2*>(&memory.state[buffer][2 * t + b][row]) = x[b];
     named_barrier_sync(1, 32 * kCombineWarps);
   };
   float2 mine[2];
@@ -128,55 +141,39 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     local += 2 * kBoundaryVectors;
 #pragma unroll
     for (int b = 0; b < 2; ++b) mine[b] = __ldcg(local + places[b]);
-    const float (&state)[kHeadDim][kCombineColumns] = memory.state[(step - 1) & 1];
-    float sums[4][kCombineColumns] = {};
+    // Lane 8 i + n brings columns 4 i .. 4 i + 3 of row n, for a matrix each.
+    uint32_t state = smem_address(&memory.state[(step - 1) & 1][lane & 7][4 * (lane >> 3)]);
+    // Sums of their own for each kind of product and each s: one would be a chain of 48.
+    float sums[2][3][4] = {};
 #pragma unroll 1
     for (int i = 0; i < kStagesPerTransition; ++i, ++stages) {
       const uint32_t stage = stages % kCombineStages;
       mbarrier_wait(smem_address(&memory.full[stage]), stages / kCombineStages & 1);
 #pragma unroll
-      for (int rows = 0; rows < kStageRows / 16; ++rows) {
-        const int row = kStageRows * i + 16 * rows + (lane >> 2);
-        float4 m[2];
+      for (int rows = 0; rows < kStageRows / 16; ++rows, state += 16 * sizeof(float)) {
+        uint32_t raw[4];
+        load_matrix_x4(state, raw[0], raw[1], raw[2], raw[3]);
 #pragma unroll
-        for (int b = 0; b < 2; ++b) m[b] = memory.transition[stage][(rows * 16 + 2 * warp + b) * 32 + lane];
-#pragma unroll
-        for (int v = 0; v < kCombineColumns; v += 4) {
-          const float4 low = *reinterpret_cast<const float4*>(&state[row][v]);
-          const float4 high = *reinterpret_cast<const float4*>(&state[row + 8][v]);
-          const float lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-              sums[2 * b][v + c] = fmaf(m[b].x, lows[c], fmaf(m[b].z, highs[c], sums[2 * b][v + c]));
-              sums[2 * b + 1][v + c] = fmaf(m[b].y, lows[c], fmaf(m[b].w, highs[c], sums[2 * b + 1][v + c]));
-            }
-          }
+        for (int s = 0; s < 2; ++s) {
+          const float4 m = memory.transition[stage][((rows * kCombineWarps + warp) * 2 + s) * 32 + lane];
+          const SplitFloat parts[4] = {SplitFloat(m.x), SplitFloat(m.y), SplitFloat(m.z), SplitFloat(m.w)};
+          const uint32_t high[4] = {parts[0].high, parts[1].high, parts[2].high, parts[3].high};
+          const uint32_t low[4] = {parts[0].low, parts[1].low, parts[2].low, parts[3].low};
+          const SplitFloat b0(__uint_as_float(raw[s])), b1(__uint_as_float(raw[2 + s]));
+          mma_tf32(sums[s][0], high, b0.high, b1.high);
+          mma_tf32(sums[s][1], high, b0.low, b1.low);
+          mma_tf32(sums[s][2], low, b0.high, b1.high);
         }
       }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(smem_address(&memory.empty[stage]));
     }
-    // The eight lanes of a column of lanes have summed different rows: each ends with the sum for one of the eight
-    // columns, its own.
+    float sum[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float half_sums[4], quarter_sums[2];
-#pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        const float other = __shfl_xor_sync(0xffffffffu, column & 4 ? sums[e][v] : sums[e][v + 4], 16);
-        half_sums[v] = (column & 4 ? sums[e][v + 4] : sums[e][v]) + other;
-      }
-#pragma unroll
-      for (int v = 0; v < 2; ++v) {
-        const float other = __shfl_xor_sync(0xffffffffu, column & 2 ? half_sums[v] : half_sums[v + 2], 8);
-        quarter_sums[v] = (column & 2 ? half_sums[v + 2] : half_sums[v]) + other;
-      }
-      const float other = __shfl_xor_sync(0xffffffffu, column & 1 ? quarter_sums[0] : quarter_sums[1], 4);
-      const float sum = (column & 1 ? quarter_sums[1] : quarter_sums[0]) + other;
-      (e & 1 ? mine[e / 2].y : mine[e / 2].x) += sum;
+      sum[e] = ((sums[0][1][e] + sums[0][2][e]) + (sums[1][1][e] + sums[1][2][e])) + (sums[0][0][e] + sums[1][0][e]);
     }
+    mine[0].x += sum[0], mine[1].x += sum[1], mine[0].y += sum[2], mine[1].y += sum[3];
 #pragma unroll
     for (int b = 0; b < 2; ++b) local[places[b]] = mine[b];
     share(step & 1, mine);

@@ -49,7 +49,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
-    mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -58,10 +57,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
-    // The planner, if there is one, was launched just before. Of a split's output kernel it is the kernel before the
-    // one before, and done: that one began after it.
+    // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
+    // lets them start after it has waited for the plan.
     if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if constexpr (Traits::kStateOnly) asm volatile("griddepcontrol.launch_dependents;");
+    if (Traits::kStateOnly || p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
     if constexpr (!Traits::kStateOnly) {
 #pragma unroll 1
@@ -88,6 +87,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                  });
     } else {
       role.run();
+      // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
+      if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
     }
   } else if (group < Traits::kAuxGroups + Traits::kStateGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));

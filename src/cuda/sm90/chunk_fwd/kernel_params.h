@@ -9,12 +9,13 @@ namespace flash_qla::cuda::sm90 {
 
 // What the planner leaves for the kernels after it.
 struct SplitCounters {
-  uint32_t state_ticket, output_ticket;  // next tile of each list
+  uint32_t state_ticket, output_ticket, half_ticket;  // next tile of each list
   uint32_t states_done;                  // by warps: state tiles whose last state is in memory
   uint32_t blocks_running;               // that have had a state tile and may get more
   uint32_t chain_ticket;                 // next piece of a chain
-  int32_t state_tiles, output_tiles;
-  int32_t chains, slots;
+  // Of the tiles that write O one kernel takes all, the other has none: whole heads, or halves of V each.
+  int32_t state_tiles, output_tiles, half_tiles;
+  int32_t chains;
   int32_t spacing, light_merge, heavy_merge, early_tiles;  // what was chosen; for tests
 };
 
@@ -29,7 +30,9 @@ struct ChunkForwardKernelParams {
   float4* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
-  const char* const* starts;    // [N] where each sequence's initial states are read; null: where they lie
+  // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
+  // initial state; null elsewhere.
+  uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
   int32_t tiles;                // N * Hv, twice that with V split

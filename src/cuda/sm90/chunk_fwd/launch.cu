@@ -98,63 +98,6 @@ __global__ void __launch_bounds__(kClearThreads)
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
 }
 
-// With states in place the tile that ends a cut sequence may be through before the tile that starts it has read its
-// state: sequences that may be cut start from copies.
-struct InitialCopies {
-  const char** starts;  // [N] where each sequence's initial states are read
-  char* states;         // [rows, Hv, 128, 128] in their own type
-  int32_t window;       // tokens; a sequence's row is its first token's window, 0: its own number
-};
-
-// No two sequences that are long enough to be cut begin in one window.
-int64_t copy_rows(const ChunkForwardArgs& args) {
-  return std::min<int64_t>(args.num_sequences, args.num_tokens / least_cut_tokens(args) + 1);
-}
-
-size_t lay_out_copies(const ChunkForwardArgs& args, void* base, InitialCopies* copies) {
-  const size_t starts = (sizeof(char*) * static_cast<size_t>(args.num_sequences) + 255) / 256 * 256;
-  if (copies != nullptr) {
-    *copies = {static_cast<const char**>(base), static_cast<char*>(base) + starts,
-               copy_rows(args) == args.num_sequences ? 0 : least_cut_tokens(args)};
-  }
-  const int64_t size = args.initial.type == ElementType::kFloat32 ? 4 : 2;
-  return starts + static_cast<size_t>(copy_rows(args) * args.num_value_heads * kHeadDim * kHeadDim * size);
-}
-
-constexpr int kCopyThreads = 256;
-// Blocks that copy: enough to hide a load's way, and where there are many sequences no more than one for each.
-constexpr int kCopyBlocksPerSm = 4;
-
-// `parts` blocks for each sequence, which take its heads in turns.
-__global__ void __launch_bounds__(kCopyThreads)
-    copy_initial_states_kernel(const __grid_constant__ ChunkForwardArgs args,
-                               const __grid_constant__ InitialCopies copies, int parts) {
-  const int32_t sequence = static_cast<int32_t>(blockIdx.x) / parts, part = static_cast<int32_t>(blockIdx.x) % parts;
-  const int64_t slot = initial_slot(args, sequence), bytes = kHeadDim * kHeadDim * element_size(args.initial.type);
-  if (slot < 0) return;
-  const PlannedSequence s = sequence_at(args, sequence);
-  const bool copied = copies.window == 0 || s.length >= copies.window;
-  const char* given = state_matrix(args.initial, slot, 0);
-  char* copy = copies.states;
-  if (copied) copy += (copies.window == 0 ? sequence : s.start / copies.window) * args.num_value_heads * bytes;
-  if (part == 0 && threadIdx.x == 0) copies.starts[sequence] = copied ? copy : given;
-  if (!copied) return;
-  for (int32_t head = part; head < args.num_value_heads; head += parts) {
-    const uint4* from = reinterpret_cast<const uint4*>(given + head * bytes);  // heads of a slot lie side by side
-    uint4* to = reinterpret_cast<uint4*>(copy + head * bytes);
-#pragma unroll 8
-    for (int i = threadIdx.x; i < bytes / 16; i += kCopyThreads) to[i] = from[i];
-  }
-}
-
-cudaError_t launch_copies(const ChunkForwardArgs& args, const InitialCopies& copies, int sms, cudaStream_t stream) {
-  const int parts =
-      std::clamp((kCopyBlocksPerSm * sms + args.num_sequences - 1) / args.num_sequences, 1, args.num_value_heads);
-  copy_initial_states_kernel<<<static_cast<unsigned>(args.num_sequences * parts), kCopyThreads, 0, stream>>>(
-      args, copies, parts);
-  return cudaGetLastError();
-}
-
 cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int blocks,
                          bool after_planner, cudaStream_t stream) {
   const cudaError_t error =
@@ -215,51 +158,71 @@ bool split_pays(int64_t tiles, int sms) {
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
 }
 
+// Whether two sets of states share memory.
+bool overlap(const StateSet& a, const StateSet& b, int32_t sequences, int32_t heads) {
+  const auto begin = [](const StateSet& set) { return reinterpret_cast<uintptr_t>(set.data); };
+  const auto end = [&](const StateSet& set) {
+    const int64_t slots = set.indices != nullptr ? set.slots : sequences;
+    const int64_t elements = (slots - 1) * set.slot_stride + (heads - 1) * set.head_stride + kHeadDim * kHeadDim;
+    return begin(set) + static_cast<uintptr_t>(elements) * (set.type == ElementType::kFloat32 ? 4 : 2);
+  };
+  return a.data != nullptr && b.data != nullptr && begin(a) < end(b) && begin(b) < end(a);
+}
+
+// The tiles' kernel with V in boxes of its own height.
+cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
+                          cudaStream_t stream) {
+  const ChunkForwardArgs& args = params.args;
+  ChunkForwardKernelParams tiles = params;
+  if (!encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
+                  args.v_head_stride, kernel.state_groups) ||
+      !encode_map(&tiles.o, args.type, args.o, args.num_tokens, args.num_value_heads, args.o_token_stride,
+                  args.o_head_stride, kernel.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_tiles(kernel, tiles, sms, true, stream);
+}
+
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// With states in place, after one that copies those that are read.
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free.
-cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
-                         cudaStream_t stream) {
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or that
+// of half heads, a fifth that does its work where nothing is to be gained by a cut.
+cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel,
+                         const ChunkForwardKernel* uncut_kernel, int sms, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
   SplitKernelParams split{};
   split.args = args;
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  split.uncut_in_halves = uncut_kernel != nullptr;
+  split.by_heads = Divisor(args.num_value_heads);
+  split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
-  const size_t planned = lay_out_split(args, split.capacity, args.workspace, &split.workspace);
-  ChunkForwardKernelParams tiles = params;
-  if (args.states_in_place != 0) {
-    InitialCopies copies;
-    lay_out_copies(args, static_cast<char*>(args.workspace) + planned, &copies);
-    if (const cudaError_t error = launch_copies(args, copies, sms, stream); error != cudaSuccess) return error;
-    tiles.starts = copies.starts;
-  }
+  lay_out_split(args, split.capacity, args.workspace, &split.workspace);
   cudaError_t error = launch_split_plan(split, stream);
   if (error != cudaSuccess) return error;
 
+  SplitCounters* counters = split.workspace.counters;
+  ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
   tiles.chains = split.workspace.chains;
-  tiles.counters = split.workspace.counters;
+  tiles.counters = counters;
+  tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
   tiles.list = split.workspace.state_tiles;
-  tiles.list_size = &split.workspace.counters->state_tiles;
-  tiles.ticket = &split.workspace.counters->state_ticket;
-  const ChunkForwardKernel states =
-      args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states();
-  if (states.state_groups != kernel.state_groups &&
-      !encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
-                  args.v_head_stride, states.state_groups)) {
-    return cudaErrorInvalidValue;
-  }
-  error = launch_tiles(states, tiles, sms, true, stream);
-  if (error != cudaSuccess) return error;
+  tiles.list_size = &counters->state_tiles;
+  tiles.ticket = &counters->state_ticket;
+  error = launch_listed(
+      tiles, args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(), sms, stream);
 
-  tiles.v = params.v;
   tiles.list = split.workspace.output_tiles;
-  tiles.list_size = &split.workspace.counters->output_tiles;
-  tiles.ticket = &split.workspace.counters->output_ticket;
-  return launch_tiles(kernel, tiles, sms, true, stream);
+  tiles.list_size = &counters->output_tiles;
+  tiles.ticket = &counters->output_ticket;
+  if (error == cudaSuccess) error = launch_listed(tiles, kernel, sms, stream);
+  if (error != cudaSuccess || uncut_kernel == nullptr) return error;
+  tiles.list_size = &counters->half_tiles;
+  tiles.ticket = &counters->half_ticket;
+  return launch_listed(tiles, *uncut_kernel, sms, stream);
 }
 
 }  // namespace
@@ -274,38 +237,81 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
   if (args.split == SplitMode::kOff || sms == 0) return unsplit;
   const SplitCapacity capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  const size_t planned = lay_out_split(args, capacity, nullptr, nullptr);
-  return std::max(unsplit, planned + (args.states_in_place != 0 ? lay_out_copies(args, nullptr, nullptr) : 0));
+  return std::max(unsplit, lay_out_split(args, capacity, nullptr, nullptr));
 }
 
-SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) {
+namespace {
+
+// What decide_split() answers, and for whom.
+struct DecidedSplit {
+  SplitDecision decision{false, ""};
+  bool uncut_in_halves = false;  // the plan may be not to cut, in tiles of half heads
+};
+
+DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const bool forced = args.force_split != 0;
-  if (args.split == SplitMode::kOff || sms == 0) return {false, "auto_cp is off"};
+  if (args.split == SplitMode::kOff || sms == 0) return {{false, "auto_cp is off"}};
   if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
-    return {false, "there are no tokens"};
+    return {{false, "there are no tokens"}};
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
-  if (longest < least_cut_tokens(args)) return {false, "no sequence can be long enough to cut"};
-  if (forced) return {true, "cut wherever it is possible, as forced"};
+  const int64_t spacing = forced                                ? kForcedSpacing
+                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
+                                                                : kMinSpacing;
+  if (longest < 2 * spacing * kSplitChunk) return {{false, "no sequence can be long enough to cut"}};
+  if (forced) return {{true, "cut wherever it is possible, as forced"}};
   if (args.split == SplitMode::kInvariant)
-    return {true, "each sequence cut by its own length; its gates decide on the device"};
-  if (tiles >= kTilesPerSmUnsplit * sms) return {false, "sequences times value heads fill the card many times over"};
+    return {{true, "each sequence cut by its own length; its gates decide on the device"}};
+  if (tiles >= kTilesPerSmUnsplit * sms)
+    return {{false, "sequences times value heads fill the card many times over"}};
   const bool dense = args.cu_seqlens == nullptr;
   const SplitCosts costs;
-  // Lengths on the device are not known here: what can be had where they are equal, or where there is so much to do
-  // that asking for a plan in vain costs at most two parts in a hundred.
-  const int32_t chunks = dense ? chunks_in(static_cast<int32_t>(longest))
-                               : static_cast<int32_t>(divide_up(divide_up(longest, args.num_sequences), kSplitChunk));
-  const LengthSummary lengths{static_cast<int64_t>(args.num_sequences) * chunks, args.num_sequences, chunks};
-  if (plan_pays(lengths, args.num_value_heads, sms, costs)) {
-    return {true, dense ? "the tiles leave SMs idle; the gates decide on the device"
-                        : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"};
+  const int32_t heads = args.num_value_heads;
+  // Lengths on the device are not known here. Equal ones are the least work that a call without a cut can have, and
+  // one long sequence beside empty ones the most that a cut can gain.
+  const int32_t all = static_cast<int32_t>(divide_up(longest, kSplitChunk));
+  const int32_t each = dense ? all : static_cast<int32_t>(divide_up(all, args.num_sequences));
+  const LengthSummary equal{static_cast<int64_t>(args.num_sequences) * each, args.num_sequences, each};
+  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  if (promise.pays) {
+    return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
+                         : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
+            halves_pay(tiles, sms) && !promise.surely};
   }
-  const float least =
-      static_cast<float>(lengths.chunks) * static_cast<float>(args.num_value_heads) / static_cast<float>(sms);
-  if (!dense && costs.plan_uncut <= 0.02f * least) return {true, "lengths and gates decide on the device"};
-  return {false, "the tiles fill the card's waves, or a split would gain too little"};
+  if (!dense && args.num_sequences > 1 && costs.plan_uncut <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
+    if (promise_of_plan({all, 1, all}, heads, sms, costs).pays) {
+      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
+              halves_pay(tiles, sms)};
+    }
+  }
+  return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
+
+// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the estimates
+// take some microseconds.
+const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
+  struct Key {
+    int64_t tokens, dense_length;
+    int32_t sequences, heads, sms, force;
+    SplitMode mode;
+    bool dense;
+    bool operator==(const Key&) const = default;
+  };
+  thread_local Key last_key{-1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
+  thread_local DecidedSplit last;
+  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,
+                args.num_value_heads, sms,           args.force_split,
+                args.split,       args.cu_seqlens == nullptr};
+  if (!(key == last_key)) {
+    last = work_out_split(args, sms);
+    last_key = key;
+  }
+  return last;
+}
+
+}  // namespace
+
+SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
   const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
@@ -327,7 +333,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  const bool cut = decide_split(args, sms).planned;
+  const DecidedSplit& decided = decided_split(args, sms);
+  const bool cut = decided.decision.planned;
   const bool split = variant == ChunkForwardVariant::kSplitV ||
                      (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
@@ -346,7 +353,11 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                   kernel.state_groups)) {
     return cudaErrorInvalidValue;
   }
-  if (cut) return launch_split(params, kernel, sms, stream);
+  if (cut) {
+    const ChunkForwardKernel halves = choose_kernel(args.type, true, save);
+    const bool may_halve = variant == ChunkForwardVariant::kAuto && decided.uncut_in_halves;
+    return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
+  }
   if (args.cu_seqlens != nullptr) {
     error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
                           args, args.prepared != 0, stream);

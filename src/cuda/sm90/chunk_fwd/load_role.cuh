@@ -8,8 +8,8 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// The named barrier of the load group; 1 and 2 belong to the auxiliary groups.
-inline constexpr uint32_t kLoadBarrier = 3;
+// The named barrier of the load group; 1 and 2 belong to the auxiliary groups, 3 to the whole block.
+inline constexpr uint32_t kLoadBarrier = 4;
 
 // By one warp: chunk m's record, K, V, g and beta into stage m % kStages as soon as the state groups are done with
 // chunk m - kStages. All of it arrives on that stage's one barrier.

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "split_plan.h"
+#include "split_types.h"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -52,7 +52,6 @@ struct ChunkForwardArgs {
   StateSet final_state;                        // null data: not written
   const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
   int64_t has_initial_state_stride = 1;        // elements
-  int32_t states_in_place = 0;  // both sets are one pool, heads side by side: a sequence may read and write one slot
 
   // Inputs are made by the kernel launched just before, which lets the next one start beside it.
   int32_t prepared = 0;
@@ -107,7 +106,7 @@ enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 
 // Of a call without a split.
 size_t chunk_forward_workspace_size(int32_t num_sequences);
 // Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_value_heads,
-// dense_length, cu_seqlens (null or not), split, force_split, states_in_place and the initial states' type.
+// dense_length, cu_seqlens (null or not), split and force_split.
 size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms);
 
 // Whether a call of these shapes is planned on the device for a split (its gates and lengths decide there), and why or

@@ -174,10 +174,6 @@ class Call {
       kernel_.cu_seqlens = args.cu_seqlens.data;
       kernel_.cu_seqlens_are_64_bit = dtype(args.cu_seqlens) == DType::kInt64;
     }
-    if (present(args.state_pool)) {
-      kernel_.states_in_place = 1;
-      kernel_.initial.type = element_type(args.state_pool);
-    }
   }
 
   // The rows of `t` where the copy engine takes them, else those of a copy that `copy` says how to make.

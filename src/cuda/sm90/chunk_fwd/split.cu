@@ -15,17 +15,17 @@ namespace {
 constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
-// Of all lengths, by a whole block. Ends with a barrier.
+// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier.
+template <int kThreads>
 __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
-  __shared__ int32_t totals[3];
   if (args.cu_seqlens == nullptr) {
     const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
     return {static_cast<int64_t>(chunks) * args.num_sequences, chunks > 0 ? args.num_sequences : 0, chunks};
   }
-  if (threadIdx.x < 3) totals[threadIdx.x] = 0;
-  __syncthreads();
+  const bool one_warp = args.num_sequences <= 32;
   int32_t chunks = 0, sequences = 0, longest = 0;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < args.num_sequences; i += kPlanThreads) {
+  for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
+       i += kThreads) {
     const int32_t count = chunks_in(sequence_at(args, i).length);
     chunks += count;
     sequences += count > 0;
@@ -34,6 +34,10 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
   chunks = __reduce_add_sync(0xffffffffu, chunks);
   sequences = __reduce_add_sync(0xffffffffu, sequences);
   longest = __reduce_max_sync(0xffffffffu, longest);
+  if (one_warp) return {chunks, sequences, longest};
+  __shared__ int32_t totals[3];
+  if (threadIdx.x < 3) totals[threadIdx.x] = 0;
+  __syncthreads();
   if (threadIdx.x % 32 == 0 && sequences > 0) {
     atomicAdd(&totals[0], chunks);
     atomicAdd(&totals[1], sequences);
@@ -80,66 +84,105 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
-// Warm-ups of the boundaries, a block for each boundary and up to four value heads of a key head.
+// The sequence that holds a token, by a whole warp, which looks at 32 offsets at a time; its length is 0 where none
+// does, as it may be where offsets are out of order.
+__device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t token, int lane) {
+  PlannedSequence none{0, 0, 0, 0};
+  if (token < 0) return none;
+  if (args.cu_seqlens == nullptr) {
+    if (args.dense_length <= 0 || token / args.dense_length >= args.num_sequences) return none;
+    return sequence_at(args, static_cast<int32_t>(token / args.dense_length));
+  }
+  // Offsets before `low` are at or before the token, those from `high` on are past it.
+  int32_t low = 0, high = args.num_sequences + 1;
+  while (low < high) {
+    const int32_t step = (high - low + 31) / 32, i = low + lane * step;
+    const bool before = i < high && load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i) <= token;
+    const int32_t count = __popc(__ballot_sync(0xffffffffu, before));
+    high = min(high, low + count * step);
+    low = count == 0 ? high : low + (count - 1) * step + 1;
+  }
+  if (low < 1 || low > args.num_sequences) return none;
+  const PlannedSequence s = sequence_at(args, low - 1);
+  return s.start <= token && token < static_cast<int64_t>(s.start) + s.length ? s : none;
+}
+
+// Sums over the chunks of a round up to the lane's own; lane c * kRoundHeads + h looks at chunk c of head h.
+__device__ float sum_of_chunks_before(float x, int lane) {
+#pragma unroll
+  for (int step = kRoundHeads; step < 32; step *= 2) {
+    const float below = __shfl_up_sync(0xffffffffu, x, step);
+    if (lane >= step) x += below;
+  }
+  return x;
+}
+// Of lanes that look at the lane's head, which hold `x`: the first chunk, kRoundChunks if none.
+__device__ int first_chunk_where(bool x, int lane) {
+  constexpr uint32_t kOneHead = 0x11111111u;
+  static_assert(kRoundHeads == 4);
+  const uint32_t found = __ballot_sync(0xffffffffu, x) >> (lane % kRoundHeads) & kOneHead;
+  return found == 0 ? kRoundChunks : (__ffs(static_cast<int>(found)) - 1) / kRoundHeads;
+}
+
+// Warm-ups of the boundaries, a block for each boundary and up to four value heads of a key head. What a round decides
+// every warp works out for itself, from sums in shared memory: few barriers.
 template <typename Element>
 __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
   const ChunkForwardArgs& args = p.args;
-  const int first_block = args.cu_seqlens != nullptr ? kClearBlocks : 0;
-  if (static_cast<int>(blockIdx.x) < first_block) {
-    clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
+  if (p.in_place != 0) {
+    const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x; i < counts;
+         i += static_cast<int64_t>(gridDim.x) * kPlanThreads) {
+      p.workspace.readers[i] = 0;
+    }
+  }
+  const int units_blocks = static_cast<int>(gridDim.x) - (args.cu_seqlens != nullptr ? kClearBlocks : 0);
+  if (static_cast<int>(blockIdx.x) >= units_blocks) {
+    clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
     return;
   }
-  const SplitGrid grid = choose_grid(p, summarise_lengths(args));
+  const SplitGrid grid = choose_grid(p, summarise_lengths<kPlanThreads>(args));
   if (grid.spacing == 0) return;
 
-  __shared__ PlannedSequence found;
   __shared__ float key_squares[kRoundChunks * kChunk];
   __shared__ float decay[kRoundChunks][kRoundHeads], total[kRoundChunks][kRoundHeads];
-  __shared__ float sums[kRoundHeads];
-  __shared__ int32_t warmups[kRoundHeads];
-  __shared__ int32_t needed, open_heads;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int group = args.num_value_heads / args.num_key_heads;
   const int parts = (group + kRoundHeads - 1) / kRoundHeads;
   const int units_per_boundary = args.num_key_heads * parts;
-  const int64_t units = static_cast<int64_t>(p.capacity.boundaries) * units_per_boundary;
+  const int32_t units = p.capacity.boundaries * units_per_boundary;
   const int32_t limit = warmup_limit(grid);
-  for (int64_t unit = blockIdx.x - first_block; unit < units; unit += gridDim.x - first_block) {
-    const int32_t number = static_cast<int32_t>(unit / units_per_boundary);
-    const int32_t part = static_cast<int32_t>(unit % units_per_boundary);
+#pragma unroll 1
+  for (int32_t unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += units_blocks) {
+    const int32_t number = unit / units_per_boundary, part = unit % units_per_boundary;
     const int32_t key_head = part / parts, first_head = key_head * group + part % parts * kRoundHeads;
     const int32_t heads = min(kRoundHeads, (key_head + 1) * group - first_head);
-
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const int64_t before = static_cast<int64_t>(number) * grid.spacing * kChunk - 1;
-    __syncthreads();
-    if (thread == 0) found.length = 0;
-    if (thread < kRoundHeads) {
-      sums[thread] = 0.0f;
-      warmups[thread] = -1;
-    }
-    __syncthreads();
-    if (args.cu_seqlens == nullptr) {
-      if (thread == 0 && before >= 0 && args.dense_length > 0 && before / args.dense_length < args.num_sequences) {
-        found = sequence_at(args, static_cast<int32_t>(before / args.dense_length));
-      }
-    } else {
-      for (int32_t i = thread; i < args.num_sequences; i += kPlanThreads) {
-        const PlannedSequence s = sequence_at(args, i);
-        if (s.start <= before && before < static_cast<int64_t>(s.start) + s.length) found = s;
-      }
-    }
-    __syncthreads();
-    const PlannedSequence s = found;
-    const int32_t boundary = find_boundary(s, grid, number);
+    const PlannedSequence s =
+        find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
+    const CutSequence cuts(s, grid);
+    const int32_t boundary = cuts.find(number, grid);
     if (boundary == 0) continue;
-    const int32_t chunks = chunks_in(s.length), at = boundary_chunk(chunks, pieces_of(chunks, grid), boundary);
+    const int32_t at = cuts.at(boundary);
 
+    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read soon
+    // by the tiles.
+    const int32_t row = (at - kRoundChunks) * kChunk + thread;
+    if (thread < kRoundChunks * kChunk && row >= 0) {
+      l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
+                      key_head * args.k_head_stride,
+                  kHeadDim * sizeof(Element));
+    }
+
+    // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
+    float sum = 0.0f;
+    int32_t warmup = lane % kRoundHeads < heads ? -1 : 0;
+#pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
-      // Gates first: keys are read only where the gates alone would do.
+      // Gates first: keys are read only where the gates alone would do. A warp adds up a chunk of a head.
       const int j = warp / kRoundHeads, h = warp % kRoundHeads;
       const int32_t chunk = at - 1 - round * kRoundChunks - j;
       const bool used = h < heads && chunk >= 0;
@@ -161,47 +204,33 @@ __global__ void __launch_bounds__(kPlanThreads)
       gate = warp_sum(gate);
       if (lane == 0) decay[j][h] = gate;
       __syncthreads();
-      if (thread == 0) {
-        // Chunks whose keys count: up to where the gates alone reach the threshold; all, where they may yet reach it at
-        // this rate; none of a head that decays too slowly.
-        int32_t most = 0, open = 0;
-        for (int i = 0; i < heads; ++i) {
-          if (warmups[i] >= 0) continue;
-          float sum = sums[i];
-          int32_t need = kRoundChunks;
-          for (int c = 0; c < kRoundChunks; ++c) {
-            if (at - 1 - round * kRoundChunks - c < 0) break;
-            sum += decay[c][i];
-            if (sum <= args.decay_threshold && need == kRoundChunks) need = min(c + 2, kRoundChunks);
-          }
-          const float rate = args.decay_threshold / static_cast<float>(limit);
-          if (sum <= rate * static_cast<float>((round + 1) * kRoundChunks)) {
-            most = max(most, need);
-            ++open;
-          } else {
-            warmups[i] = 0;
-          }
-        }
-        needed = most;
-        open_heads = open;
-      }
-      __syncthreads();
-      if (open_heads == 0) break;
+      // Chunks whose keys count: up to where the gates alone reach the threshold; all, where they may yet reach it at
+      // this rate; none of a head that decays too slowly.
+      const int c = lane / kRoundHeads;
+      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
+      const int reached = first_chunk_where(gates <= args.decay_threshold, lane);
+      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
+      const bool open = warmup < 0 && static_cast<float>(limit) * gates_of_round <=
+                                          static_cast<float>((round + 1) * kRoundChunks) * args.decay_threshold;
+      if (!open && warmup < 0) warmup = 0;
+      const int needed = static_cast<int>(
+          __reduce_max_sync(0xffffffffu, open ? static_cast<uint32_t>(min(reached + 2, kRoundChunks)) : 0u));
+      if (needed == 0) break;
       for (int t = thread / kThreadsPerKey; t < needed * kChunk; t += kPlanThreads / kThreadsPerKey) {
         const int32_t key_chunk = at - 1 - round * kRoundChunks - t / kChunk;
-        float sum = 0.0f;
+        float squares = 0.0f;
         if (key_chunk >= 0) {
           const int64_t row = s.start + static_cast<int64_t>(key_chunk) * kChunk + t % kChunk;
           const uint4* key = reinterpret_cast<const uint4*>(static_cast<const Element*>(args.k) +
                                                             row * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
           for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
-            sum += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
+            squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
           }
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (thread % kThreadsPerKey == 0) key_squares[t] = sum;
+        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+        if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
       }
       __syncthreads();
       float growth = 0.0f;
@@ -216,98 +245,117 @@ __global__ void __launch_bounds__(kPlanThreads)
       growth = warp_sum(growth);
       if (lane == 0) total[j][h] = gate + growth;
       __syncthreads();
-      if (thread < heads && warmups[thread] < 0) {
-        float sum = sums[thread];
-        int32_t result = -1;
-        for (int c = 0; c < needed && result < 0; ++c) {
-          const int32_t w = round * kRoundChunks + c + 1;
-          if (w > at || w > limit) break;
-          sum += total[c][thread];
-          if (sum <= args.decay_threshold) result = w;
+      const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
+      const int32_t w = round * kRoundChunks + c + 1;
+      const int found = first_chunk_where(c < needed && w <= min(limit, at) && sums <= args.decay_threshold, lane);
+      sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
+      if (warmup < 0) {
+        if (found < kRoundChunks) {
+          warmup = round * kRoundChunks + found + 1;
+        } else if (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at)) {
+          // Keys that grow made the gates fall short within the chunks that were read.
+          warmup = 0;
         }
-        // Where keys that grow made the gates fall short within the chunks that were read.
-        if (result < 0 && (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at))) result = 0;
-        sums[thread] = sum;
-        warmups[thread] = result;
       }
-      __syncthreads();
-      const bool done = (heads < 1 || warmups[0] >= 0) && (heads < 2 || warmups[1] >= 0) &&
-                        (heads < 3 || warmups[2] >= 0) && (heads < 4 || warmups[3] >= 0);
-      if (done) break;
+      if (__all_sync(0xffffffffu, warmup >= 0)) break;
     }
-    __syncthreads();
     if (thread < heads) {
-      p.workspace.warmups[static_cast<int64_t>(number) * args.num_value_heads + first_head + thread] =
-          static_cast<uint8_t>(max(warmups[thread], 0));
+      p.workspace.warmups[number * args.num_value_heads + first_head + thread] = static_cast<uint8_t>(max(warmup, 0));
     }
+    if (unit + units_blocks < units) __syncthreads();  // the sums of this unit have been read
   }
 }
 
 // --- the lists ---
 
-// Visits the segments of one sequence and head by `width` neighbouring lanes of a warp, 1 .. 32 and a power of two; how
-// many slots they take. All of the warp's groups of lanes go through `most_pieces` boundaries together; those whose
-// plan is not `wanted` come along.
+// A warp for each part of a choice; more threads would have too few registers.
+constexpr int kListThreads = 64 * kMerges;
+constexpr int kListWarps = kListThreads / 32;
+
+// Visits the segments of one sequence and head by `width` neighbouring lanes of a warp, 1 .. 32 and a power of two. All
+// of the warp's groups of lanes go through `most_pieces` boundaries together; those whose plan is not `wanted` come
+// along.
 template <typename Warmups, typename Sink>
-__device__ int32_t emit_head(const HeadPlan<Warmups>& plan, bool wanted, int32_t first_slot, Sink& sink, int lane,
-                             int width, int32_t most_pieces) {
+__device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink, int lane, int width,
+                          int32_t most_pieces) {
   const int first_lane = lane / width * width;
   const uint32_t mask = width == 32 ? ~0u : (1u << width) - 1;
   SegmentCarry carry;
+#pragma unroll 1
   for (int32_t base = 1; base <= most_pieces; base += width) {
     const int32_t i = base + lane - first_lane;
     bool ends = false, heavy = false;
-    if (wanted && i <= plan.pieces) plan.classify(i, &ends, &heavy);
+    if (wanted && i <= plan.cuts.pieces) plan.classify(i, &ends, &heavy);
     SegmentRound round;
     round.base = base;
     round.ends = __ballot_sync(0xffffffffu, ends) >> first_lane & mask;
     round.heavy = __ballot_sync(0xffffffffu, heavy) >> first_lane & mask;
-    if (ends) plan.emit(round, carry, lane - first_lane, first_slot, sink);
+    if (ends) plan.emit(round, carry, lane - first_lane, sink);
     plan.advance(round, &carry);
   }
-  return carry.slots;
 }
 
-// Does nothing but let slots be counted.
-struct NoSink {
-  __device__ void tile(const Tile&) const {}
-  __device__ void chain(const TransitionChain&) const {}
-};
+// Warps that hold the state's rows of half of V.
+constexpr uint32_t kWarpsOfHalf = 4;
 
-struct CountingSink {
-  int32_t* buckets;  // [kTileBuckets], shared
-  __device__ void tile(const Tile& t) const { atomicAdd(&buckets[tile_bucket(t)], 1); }
-  __device__ void chain(const TransitionChain&) const {}
-};
-
-struct PlacingSink {
-  int32_t* next;  // [kTileBuckets] shared: where the bucket's next tile goes in its list
+// Counts the tiles of each bucket, then places them.
+struct TileSink {
+  bool place, in_place;
+  int32_t heads;
+  int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
   int32_t* chains_used;
   SplitWorkspace workspace;
   int32_t early, free, dependent;  // of the tiles that write O
   __device__ void tile(const Tile& t) const {
-    const int32_t n = atomicAdd(&next[tile_bucket(t)], 1);
-    if (t.flags & kTileToSlot) {
-      workspace.state_tiles[n] = t;
-    } else {
-      workspace.output_tiles[output_place(n, early, free, dependent)] = t;
+    const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
+    if (!place) return;
+    if (in_place && (t.flags & kTileFromStart)) {
+      uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
+      for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
     }
+    Tile* to = t.flags & kTileToSlot ? workspace.state_tiles + n
+                                     : workspace.output_tiles + output_place(n, early, free, dependent);
+    *to = t;
   }
-  __device__ void chain(const TransitionChain& c) const { workspace.chains[atomicAdd(chains_used, 1)] = c; }
+  __device__ void chain(const TransitionChain& c) const {
+    if (place) workspace.chains[atomicAdd(chains_used, 1)] = c;
+  }
 };
+
+__device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    SplitEstimate other;
+    other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
+    other.free_work = __shfl_xor_sync(0xffffffffu, estimate.free_work, i);
+    other.dependent_work = __shfl_xor_sync(0xffffffffu, estimate.dependent_work, i);
+    other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
+    other.longest_free = __shfl_xor_sync(0xffffffffu, estimate.longest_free, i);
+    other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
+    estimate.add(other);
+  }
+  estimate.state_tiles = __reduce_add_sync(0xffffffffu, estimate.state_tiles);
+  estimate.free_tiles = __reduce_add_sync(0xffffffffu, estimate.free_tiles);
+  estimate.dependent_tiles = __reduce_add_sync(0xffffffffu, estimate.dependent_tiles);
+  estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
+  return estimate;
+}
 
 // kTilesPerSmUnsplit to an SM of a card of up to 144.
 constexpr int32_t kMostSummaries = 2304;
+// What is kept in shared memory; a larger batch's is read again where it is needed. Of a call that is not forced there
+// are at most kItemsPerSm boundaries to an SM and one more for each head.
+constexpr int32_t kKeptSequences = 128;
+constexpr int32_t kKeptWarmups = 2048;
 
-// One block. The order of tiles within a bucket and the numbers of slots vary from run to run; what is computed does
-// not depend on either.
-__global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
+// One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
+__global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
   const ChunkForwardArgs& args = p.args;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  const LengthSummary lengths = summarise_lengths(args);
+  const LengthSummary lengths = summarise_lengths<kListThreads>(args);
   const SplitGrid grid = choose_grid(p, lengths);
   const int32_t most_pieces = pieces_of(lengths.longest, grid);
   // Lanes that a sequence and head get.
@@ -315,18 +363,21 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], free_tiles, slots_used, chains_used, chunks_before;
-  __shared__ int32_t warp_chunks[kPlanWarps];
+  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, chunks_before;
+  __shared__ int32_t warp_chunks[kListWarps];
+  __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
   __shared__ int32_t choice_early[kMergeChoices];
+  __shared__ CutSequence kept_sequences[kKeptSequences];
+  __shared__ uint4 kept_warmups[kKeptWarmups / 16];
   __shared__ HeadSummary summaries[kMostSummaries];
-  for (int i = thread; i < kTileBuckets; i += kPlanThreads) buckets[i] = 0;
-  if (thread == 0) slots_used = chains_used = chunks_before = 0;
+  for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
+  if (thread == 0) chains_used = chunks_before = 0;
   __syncthreads();
 
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
   if (number_chunks) {
-    for (int32_t first = 0; first < n; first += kPlanThreads) {
+    for (int32_t first = 0; first < n; first += kListThreads) {
       const int32_t i = first + thread;
       const int32_t chunks = i < n ? chunks_in(sequence_at(args, i).length) : 0;
       int32_t inclusive = chunks;
@@ -340,128 +391,151 @@ __global__ void __launch_bounds__(kPlanThreads) list_tiles_kernel(const __grid_c
       for (int w = 0; w < warp; ++w) before += warp_chunks[w];
       if (i < n) ws.first_chunks[i] = before + inclusive - chunks;
       __syncthreads();
-      if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
+      if (thread == kListThreads - 1) chunks_before = before + inclusive;
       __syncthreads();
     }
   }
-  auto sequence = [&](int32_t i) {
+  auto read_sequence = [&](int32_t i) {
     PlannedSequence s = sequence_at(args, i);
     if (number_chunks) s.first_chunk = ws.first_chunks[i];
     // A skipped sequence has no state tiles: the chains wait for all that are listed.
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
-    return s;
+    return CutSequence(s, grid);
   };
+  const bool keep_sequences = n <= kKeptSequences;
+  if (keep_sequences && thread < n) kept_sequences[thread] = read_sequence(thread);
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  auto warmups_of = [&](int32_t head) {
-    return [&ws, heads, head](int32_t number) {
-      return static_cast<int32_t>(ws.warmups[static_cast<int64_t>(number) * heads + head]);
+  const uint8_t* warmups = ws.warmups;
+  if (p.capacity.slots <= kKeptWarmups) {
+    // Whole vectors: the workspace has room for them.
+    if (16 * thread < p.capacity.slots) kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
+    warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
+  }
+  __syncthreads();
+  auto warmups_of = [warmups, heads](int32_t head) {
+    return [warmups, heads, head](int32_t number) {
+      return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
     };
   };
   const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
-    const int32_t head = pair % heads;
-    return HeadPlan(sequence(min(pair / heads, n - 1)), head, grid, merge, p.capacity.boundaries, warmups_of(head));
+    const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
+    return HeadPlan(keep_sequences ? kept_sequences[i] : read_sequence(i), head, grid, merge, p.capacity.boundaries,
+                    warmups_of(head));
   };
 
   SplitMerge merge;
+  bool cut = grid.spacing > 0;
   int32_t early = INT32_MAX;  // free tiles that go before the dependent ones
-  const int32_t first_pair = thread / width, pairs_at_once = kPlanThreads / width;
-  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
-  // call may have that is planned without being forced to.
-  const int32_t summarised = min(pairs, kMostSummaries);
-  if (args.split == SplitMode::kAuto && args.force_split == 0 && grid.spacing > 0) {
+  const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
+  if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
+    // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+    // call may have that is planned without being forced to.
+    const int32_t summarised = min(pairs, kMostSummaries);
+#pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
       const auto plan = head_plan(pair, merge);
       const int first_lane = lane / width * width;
       const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
-      int32_t heavy = 0, warmups = 0;
-      for (int32_t i = 1 + lane - first_lane; i < plan.pieces; i += width) {
+      int32_t heavy = 0, total = 0;
+      for (int32_t i = 1 + lane - first_lane; i < plan.cuts.pieces; i += width) {
         const int32_t warmup = plan.warmup_at(i);
         heavy += warmup == 0;
-        warmups += warmup;
+        total += warmup;
       }
       heavy = __reduce_add_sync(group, heavy);
-      warmups = __reduce_add_sync(group, warmups);
-      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.chunks, plan.pieces, heavy, warmups};
+      total = __reduce_add_sync(group, total);
+      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
     }
     __syncthreads();
-    for (int choice = warp; choice < kMergeChoices; choice += kPlanWarps) {
+    // A warp for each part of a choice, then a thread for each choice.
+    {
+      const bool with_heavy = warp >= kMerges;
       SplitEstimate estimate;
       estimate.costs = p.costs;
-      for (int32_t pair = lane; pair < summarised; pair += 32) estimate.add(summaries[pair], merge_choice(choice));
-      for (int i = 16; i > 0; i /= 2) {
-        SplitEstimate other;
-        other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
-        other.free_work = __shfl_xor_sync(0xffffffffu, estimate.free_work, i);
-        other.dependent_work = __shfl_xor_sync(0xffffffffu, estimate.dependent_work, i);
-        other.state_tiles = __shfl_xor_sync(0xffffffffu, estimate.state_tiles, i);
-        other.free_tiles = __shfl_xor_sync(0xffffffffu, estimate.free_tiles, i);
-        other.dependent_tiles = __shfl_xor_sync(0xffffffffu, estimate.dependent_tiles, i);
-        other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
-        other.longest_free = __shfl_xor_sync(0xffffffffu, estimate.longest_free, i);
-        other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
-        other.longest_chain = __shfl_xor_sync(0xffffffffu, estimate.longest_chain, i);
-        estimate.add(other);
+      for (int32_t pair = lane; pair < summarised; pair += 32) {
+        const HeadSummary head = summaries[pair];
+        if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
       }
-      if (lane == 0) {
-        choice_steps[choice] = estimate.steps(p.sms);
-        choice_early[choice] = estimate.early_tiles(p.sms);
+      estimate = sum_over_warp(estimate);
+      if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
+    }
+    __syncthreads();
+    if (thread < kMergeChoices) {
+      const SplitEstimate estimate =
+          estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                          p.uncut_in_halves != 0);
+      choice_steps[thread] = estimate.steps(p.sms);
+      choice_early[thread] = estimate.early_tiles(p.sms);
+    }
+    __syncthreads();
+    // Every warp looks for the best one, of equals the first.
+    int best = lane;
+#pragma unroll
+    for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
+    float steps = choice_steps[best];
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, steps, i);
+      const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
+      if (other < steps || (other == steps && other_best < best)) {
+        steps = other;
+        best = other_best;
+      }
+    }
+    merge = merge_choice(best);
+    early = choice_early[best];
+    cut = best != kMergeChoices - 1;
+  }
+
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws, 0, 0, 0};
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+    for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
+      emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
+    }
+    __syncthreads();
+    if (pass == 1) break;
+    // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
+    if (warp < 2) {
+      const int first = warp == 0 ? 0 : kLengthBuckets, per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
+      int32_t sum = 0;
+      for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
+      int32_t inclusive = sum;
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+        if (lane >= step) inclusive += below;
+      }
+      if (lane == 31) list_sizes[warp] = inclusive;
+      int32_t before = inclusive - sum;
+      for (int i = 0; i < per_lane; ++i) {
+        const int bucket = first + lane * per_lane + i;
+        const int32_t count = buckets[bucket];
+        buckets[bucket] = before;
+        if (bucket == 2 * kLengthBuckets) first_tiles = before;
+        if (bucket == 3 * kLengthBuckets) free_tiles = before;
+        before += count;
       }
     }
     __syncthreads();
-    int best = 0;
-    for (int i = 1; i < kMergeChoices; ++i) best = choice_steps[i] < choice_steps[best] ? i : best;
-    merge = merge_choice(best);
-    early = choice_early[best];
+    sink.place = true;
+    sink.early = max(first_tiles, min(early, free_tiles));
+    sink.free = free_tiles;
+    sink.dependent = list_sizes[1] - free_tiles;
   }
-
-  CountingSink counting{buckets};
-  for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
-    emit_head(head_plan(pair, merge), pair < pairs, 0, counting, lane, width, most_pieces);
-  }
-  __syncthreads();
-  // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
-  if (warp < 2) {
-    const int first = warp == 0 ? 0 : kLengthBuckets, per_lane = (warp == 0 ? 1 : 2) * kLengthBuckets / 32;
-    int32_t sum = 0;
-    for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
-    int32_t inclusive = sum;
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (lane >= step) inclusive += below;
-    }
-    if (lane == 31) list_sizes[warp] = inclusive;
-    if (warp == 1 && lane == 15) free_tiles = inclusive;
-    int32_t before = inclusive - sum;
-    for (int i = 0; i < per_lane; ++i) {
-      const int32_t count = buckets[first + lane * per_lane + i];
-      buckets[first + lane * per_lane + i] = before;
-      before += count;
-    }
-  }
-  __syncthreads();
-  PlacingSink placing{buckets, &chains_used, ws, min(early, free_tiles), free_tiles, list_sizes[1] - free_tiles};
-  for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
-    const auto plan = head_plan(pair, merge);
-    NoSink none;
-    const int32_t slots = most_pieces > 1 ? emit_head(plan, pair < pairs, 0, none, lane, width, most_pieces) : 0;
-    int32_t first_slot = 0;
-    if (lane % width == 0 && slots > 0) first_slot = atomicAdd(&slots_used, slots);
-    first_slot = __shfl_sync(0xffffffffu, first_slot, 0, width);
-    emit_head(plan, pair < pairs, first_slot, placing, lane, width, most_pieces);
-  }
-  __syncthreads();
   if (thread == 0) {
+    const bool halves = !cut && p.uncut_in_halves != 0;
     SplitCounters counters{};
     counters.state_tiles = list_sizes[0];
-    counters.output_tiles = list_sizes[1];
+    counters.output_tiles = halves ? 0 : list_sizes[1];
+    counters.half_tiles = halves ? list_sizes[1] : 0;
     counters.chains = chains_used;
-    counters.slots = slots_used;
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
-    counters.early_tiles = min(early, free_tiles);
+    counters.early_tiles = sink.early;
     *ws.counters = counters;
   }
 }
@@ -482,6 +556,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.first_chunks = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n));
+  w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
   w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));
@@ -505,7 +580,7 @@ cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stre
   }
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kPlanThreads, 0, params, true, stream);
+  return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kListThreads, 0, params, true, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

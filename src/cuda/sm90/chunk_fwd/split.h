@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_params.h"
+#include "split_plan.h"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -10,6 +11,7 @@ struct SplitWorkspace {
   SplitCounters* counters;
   uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
   int32_t* first_chunks;  // [N]; where h is wanted and lengths vary
+  uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4 *boundary_states, *transitions;  // [slots, 128 * 128 / 4], boundary_place() order
@@ -20,6 +22,9 @@ struct SplitKernelParams {
   SplitWorkspace workspace;
   SplitCapacity capacity;
   SplitCosts costs;
+  int32_t uncut_in_halves;  // tiles without a cut are of half of V each, and another kernel's
+  Divisor by_heads;  // value heads
+  int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
 };
 

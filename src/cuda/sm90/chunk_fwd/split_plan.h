@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "split_types.h"
+
 #ifdef __CUDACC__
 #define FLASH_QLA_HOST_DEVICE __host__ __device__
 #else
@@ -12,18 +14,6 @@
 #endif
 
 namespace flash_qla::cuda::sm90 {
-
-enum class SplitMode : int32_t {
-  kOff = 0,        // no sequence is cut
-  kAuto = 1,       // cut as the whole batch, the heads and the card ask for
-  kInvariant = 2,  // cut by each sequence's own length alone
-};
-
-inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
-
-// A start state may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up is at most this:
-// e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
-inline constexpr float kDecayThreshold = -16.0f;
 
 // Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.7 us on an H200 (measured
 // points: docs/design/sequence_split.md).
@@ -33,8 +23,8 @@ struct SplitCosts {
   float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
   float combine_step = 0.45f;  // one transition applied to a boundary state
   float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 10.0f;          // the planning kernels, and the launches that an unsplit call does without
-  float plan_uncut = 5.0f;     // ... where the lengths turn out to ask for no cut
+  float plan = 5.0f;          // the planning kernels, and the launches that an unsplit call does without
+  float plan_uncut = 3.0f;     // ... where the lengths turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -60,17 +50,33 @@ inline constexpr int64_t kTilesPerSmUnsplit = 16;
 
 // --- where sequences may be cut ---
 
-// One sequence.
-struct PlannedSequence {
-  int32_t start;        // first token
-  int32_t length;       // tokens
-  int32_t index;        // position in cu_seqlens
-  int32_t first_chunk;  // chunks of all sequences before it
+// Division of numbers below 2^31 by the same one again and again: the planning kernels are short, and a division would
+// be most of what they do.
+struct Divisor {
+  uint32_t by, inverse;
+  Divisor() = default;
+  FLASH_QLA_HOST_DEVICE explicit Divisor(int32_t by)
+      : by(static_cast<uint32_t>(by)), inverse(0xffffffffu / static_cast<uint32_t>(by)) {}
+  FLASH_QLA_HOST_DEVICE int32_t divide(int32_t x) const {
+    const uint32_t n = static_cast<uint32_t>(x);
+    // Exact, or one too small: 1 / by - inverse / 2^32 is less than 1.5 / 2^32.
+#ifdef __CUDA_ARCH__
+    const uint32_t quotient = __umulhi(n, inverse);
+#else
+    const uint32_t quotient = static_cast<uint32_t>(static_cast<uint64_t>(n) * inverse >> 32);
+#endif
+    return static_cast<int32_t>(n - quotient * by >= by ? quotient + 1 : quotient);
+  }
 };
 
 struct SplitGrid {
   int32_t spacing = 0;    // chunks between boundaries of a sequence, at least; 0: no sequence may be cut
   int32_t by_length = 0;  // pieces by SplitMode::kInvariant's rule
+  Divisor windows{};      // by the spacing
+  FLASH_QLA_HOST_DEVICE void set_spacing(int32_t chunks) {
+    spacing = chunks;
+    windows = Divisor(chunks);
+  }
 };
 
 // What the choice of a grid sees of the lengths.
@@ -83,15 +89,18 @@ struct LengthSummary {
 FLASH_QLA_HOST_DEVICE constexpr int32_t chunks_in(int32_t tokens) { return (tokens + kSplitChunk - 1) / kSplitChunk; }
 FLASH_QLA_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Whether tiles of half of V each pay where nothing is cut: while they are one wave.
+FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
+
 // Steps that the card needs without a cut, an estimate: exact for equal lengths.
 FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                  const SplitCosts& costs) {
   if (lengths.sequences == 0) return 0.0f;
-  const int64_t tiles = static_cast<int64_t>(lengths.sequences) * heads;
+  const int32_t tiles = lengths.sequences * heads;
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
   const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
-  if (2 * tiles <= sms) return edged * costs.half_step;
-  if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>(divide_up(tiles, sms)) * edged;
+  if (halves_pay(tiles, sms)) return edged * costs.half_step;
+  if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
   const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
   const float spread = tiles > sms ? even + average / 3 : even;
@@ -103,7 +112,7 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
   SplitGrid grid;
   if (mode == SplitMode::kOff || lengths.sequences == 0) return grid;
   if (mode == SplitMode::kInvariant) {
-    grid.spacing = forced ? kForcedSpacing : kInvariantSpacing;
+    grid.set_spacing(forced ? kForcedSpacing : kInvariantSpacing);
     grid.by_length = 1;
     return grid;
   }
@@ -114,43 +123,59 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
     const float best = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
   }
-  const int64_t spacing = divide_up(work, static_cast<int64_t>(kItemsPerSm) * sms);
-  const int64_t least = forced ? kForcedSpacing : kMinSpacing;
-  grid.spacing = static_cast<int32_t>(spacing > least ? spacing : least);
+  // 64-bit divisions take long on the device, and are seldom needed.
+  const int32_t items = kItemsPerSm * sms, least = forced ? kForcedSpacing : kMinSpacing;
+  const int32_t spacing = work < INT32_MAX - items ? (static_cast<int32_t>(work) + items - 1) / items
+                                                   : static_cast<int32_t>(divide_up(work, items));
+  grid.set_spacing(spacing > least ? spacing : least);
   return grid;
 }
 
-// Pieces between the boundaries of a sequence; boundary i of 1 .. pieces - 1 is before chunk boundary_chunk(i).
 FLASH_QLA_HOST_DEVICE inline int32_t pieces_of(int32_t chunks, const SplitGrid& grid) {
   if (grid.spacing == 0 || chunks < 2 * grid.spacing) return 1;
-  const int32_t pieces = chunks / grid.spacing, most = grid.by_length != 0 ? kInvariantPieces : kMostPieces;
+  const int32_t pieces = grid.windows.divide(chunks), most = grid.by_length != 0 ? kInvariantPieces : kMostPieces;
   return pieces < most ? pieces : most;
 }
-FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_chunk(int32_t chunks, int32_t pieces, int32_t i) {
-  return chunks / pieces * i +
-         static_cast<int32_t>(static_cast<uint32_t>(chunks % pieces * i) / static_cast<uint32_t>(pieces));
-}
 
-// Boundaries have numbers: no two of a batch are nearer than the spacing (a sequence's first lies that far inside it),
-// so the number of the spacing-wide window they fall in is theirs alone. A boundary whose number is past the capacity
-// is not used. Tokens are 31-bit numbers.
-FLASH_QLA_HOST_DEVICE constexpr int32_t boundary_number(int32_t first_token, int32_t chunk, const SplitGrid& grid) {
-  const uint32_t token = static_cast<uint32_t>(first_token) + static_cast<uint32_t>(chunk) * kSplitChunk;
-  return static_cast<int32_t>(token / kSplitChunk / static_cast<uint32_t>(grid.spacing));
-}
+// One sequence and where it may be cut: boundary i of 1 .. pieces - 1 is before chunk at(i).
+struct CutSequence {
+  PlannedSequence sequence;
+  int32_t chunks, pieces;
+  int32_t piece, longer;  // chunks of a piece; so many pieces have one more
+  Divisor by_pieces;
 
-// The boundary of sequence `s` that has this number, 1 .. pieces - 1; 0: none.
-FLASH_QLA_HOST_DEVICE inline int32_t find_boundary(const PlannedSequence& s, const SplitGrid& grid, int32_t number) {
-  const int32_t chunks = chunks_in(s.length), pieces = pieces_of(chunks, grid);
-  const int64_t window = static_cast<int64_t>(number) * grid.spacing * kSplitChunk;
-  if (pieces <= 1 || window <= s.start) return 0;
-  // The first boundary at or after the window's start.
-  const int64_t least = divide_up(window - s.start, kSplitChunk);
-  const int64_t i = divide_up(least * pieces, chunks);
-  if (i < 1 || i >= pieces) return 0;
-  const int32_t at = boundary_chunk(chunks, pieces, static_cast<int32_t>(i));
-  return boundary_number(s.start, at, grid) == number ? static_cast<int32_t>(i) : 0;
-}
+  CutSequence() = default;
+  FLASH_QLA_HOST_DEVICE CutSequence(const PlannedSequence& sequence, const SplitGrid& grid)
+      : sequence(sequence),
+        chunks(chunks_in(sequence.length)),
+        pieces(pieces_of(chunks, grid)),
+        by_pieces(pieces) {
+    piece = by_pieces.divide(chunks);
+    longer = chunks - piece * pieces;
+  }
+  FLASH_QLA_HOST_DEVICE int32_t at(int32_t i) const { return piece * i + by_pieces.divide(longer * i); }
+
+  // Boundaries have numbers: no two of a batch are nearer than the spacing (a sequence's first lies that far inside
+  // it), so the number of the spacing-wide window they fall in is theirs alone. A boundary whose number is past the
+  // capacity is not used. Tokens are 31-bit numbers.
+  FLASH_QLA_HOST_DEVICE int32_t number(int32_t i, const SplitGrid& grid) const {
+    return grid.windows.divide(sequence.start / kSplitChunk + at(i));
+  }
+
+  // The boundary that has this number, 1 .. pieces - 1; 0: none.
+  FLASH_QLA_HOST_DEVICE int32_t find(int32_t wanted, const SplitGrid& grid) const {
+    const int64_t window = static_cast<int64_t>(wanted) * grid.spacing * kSplitChunk;
+    if (pieces <= 1 || window <= sequence.start || window - sequence.start >= sequence.length) return 0;
+    // The first boundary at or after the window's start: a guess, and the one or two steps that it is off.
+    const int32_t least = chunks_in(static_cast<int32_t>(window - sequence.start));
+    int32_t i = static_cast<int32_t>(static_cast<float>(least) * static_cast<float>(pieces) /
+                                     static_cast<float>(chunks));
+    i = i < 1 ? 1 : i < pieces ? i : pieces - 1;
+    while (i > 1 && at(i - 1) >= least) --i;
+    while (i < pieces && at(i) < least) ++i;
+    return i < pieces && number(i, grid) == wanted ? i : 0;
+  }
+};
 
 // Boundaries that a call can have for each head. Depends on shapes alone: it sizes the workspace.
 FLASH_QLA_HOST_DEVICE inline int32_t boundary_capacity(SplitMode mode, bool forced, int64_t tokens, int32_t heads,
@@ -185,32 +210,6 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t warmup_limit(const SplitGrid& grid) {
 
 // --- tiles ---
 
-inline constexpr int32_t kTileFromStart = 1;    // starts from the sequence's initial state
-inline constexpr int32_t kTileToEnd = 2;        // ends with the sequence: its state is the final one
-inline constexpr int32_t kTileFromSlot = 4;     // starts from boundary state `slot`
-inline constexpr int32_t kTileToSlot = 8;       // a state tile: its last state is boundary state `slot`, no outputs
-inline constexpr int32_t kTileTransition = 16;  // with kTileToSlot: starts from the identity with V = 0, so that its
-                                                // last state is the transition that leads to boundary `slot`
-
-struct Tile {
-  int32_t row;       // first token, warm-up included
-  int32_t tokens;    // warm-up included
-  int32_t sequence;  // position in cu_seqlens
-  int32_t chunk;     // its first chunk, counted over all sequences
-  int32_t position;  // ... and in its sequence
-  int32_t slot;      // boundary state read or written, -1: none
-  int16_t head;      // value head
-  int16_t warmup;    // chunks at its start that leave nothing behind
-  int32_t flags;
-};
-static_assert(sizeof(Tile) == 32);
-
-// Boundary states first_slot + 1 .. first_slot + transitions follow from first_slot, one transition each.
-struct TransitionChain {
-  int32_t first_slot;
-  int32_t transitions;
-};
-
 // How many neighbouring pieces make one tile, roughly, where the boundaries between them are light or heavy.
 struct SplitMerge {
   int32_t light = 1;
@@ -218,11 +217,13 @@ struct SplitMerge {
 };
 inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 
-// Whether boundary i of `pieces` stays when about `merge` pieces are joined, as evenly as may be.
-FLASH_QLA_HOST_DEVICE constexpr bool boundary_stays(int32_t pieces, int32_t i, int32_t merge) {
-  const uint32_t n = static_cast<uint32_t>(pieces);
-  const uint32_t joined = merge >= pieces ? 1u : (n + static_cast<uint32_t>(merge) - 1) / static_cast<uint32_t>(merge);
-  return joined * static_cast<uint32_t>(i) / n != joined * static_cast<uint32_t>(i - 1) / n;
+// How many tiles come of `pieces` of which about `merge` are joined.
+FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t merge) {
+  return merge >= pieces ? 1 : (pieces + merge - 1) / merge;
+}
+// Whether boundary i stays when pieces are joined to so many, as evenly as may be.
+FLASH_QLA_HOST_DEVICE inline bool boundary_stays(const Divisor& by_pieces, int32_t i, int32_t joined) {
+  return by_pieces.divide(joined * i) != by_pieces.divide(joined * (i - 1));
 }
 
 // The segments of one sequence and head, which end at the boundaries that stay and at the sequence's end, are worked
@@ -239,7 +240,7 @@ struct SegmentCarry {
   int32_t from = 0;        // boundary that the open segment starts at; 0: the sequence's start
   int32_t from_heavy = 0;  // whether it is heavy
   int32_t heavy_run = 0;   // heavy boundaries in a row up to it
-  int32_t slots = 0;       // heavy boundaries so far
+  int32_t slots = 0;       // heavy boundaries so far, of those that stay
 };
 
 FLASH_QLA_HOST_DEVICE inline int32_t bits_set(uint32_t x) {
@@ -261,61 +262,62 @@ FLASH_QLA_HOST_DEVICE inline int32_t highest_bit(uint32_t x) {
 // One sequence and head, and how it is cut. warmups(number): chunks of warm-up of that boundary, 0: heavy.
 template <typename Warmups>
 struct HeadPlan {
-  PlannedSequence sequence;
+  CutSequence cuts;
   int32_t head;
   SplitGrid grid;
-  SplitMerge merge;
-  int32_t capacity;  // boundaries
+  int32_t joined_light, joined_heavy;  // tiles, were all boundaries of one kind
+  int32_t capacity;                    // boundaries
   Warmups warmups;
-  int32_t chunks, pieces;
 
-  FLASH_QLA_HOST_DEVICE HeadPlan(const PlannedSequence& sequence, int32_t head, const SplitGrid& grid,
-                                 const SplitMerge& merge, int32_t capacity, const Warmups& warmups)
-      : sequence(sequence),
+  FLASH_QLA_HOST_DEVICE HeadPlan(const CutSequence& cuts, int32_t head, const SplitGrid& grid, const SplitMerge& merge,
+                                 int32_t capacity, const Warmups& warmups)
+      : cuts(cuts),
         head(head),
         grid(grid),
-        merge(merge),
+        joined_light(joined_pieces(cuts.pieces, merge.light)),
+        joined_heavy(joined_pieces(cuts.pieces, merge.heavy)),
         capacity(capacity),
-        warmups(warmups),
-        chunks(chunks_in(sequence.length)),
-        pieces(pieces_of(chunks, grid)) {}
+        warmups(warmups) {}
 
-  FLASH_QLA_HOST_DEVICE int32_t chunk_at(int32_t i) const {
-    return i >= pieces ? chunks : boundary_chunk(chunks, pieces, i);
-  }
+  FLASH_QLA_HOST_DEVICE int32_t chunk_at(int32_t i) const { return i >= cuts.pieces ? cuts.chunks : cuts.at(i); }
   FLASH_QLA_HOST_DEVICE int32_t warmup_at(int32_t i) const {
-    const int32_t number = boundary_number(sequence.start, chunk_at(i), grid);
+    const int32_t number = cuts.number(i, grid);
     return number < capacity ? warmups(number) : 0;
   }
 
   // Whether boundary i, 1 .. pieces, ends a segment, and is heavy.
   FLASH_QLA_HOST_DEVICE void classify(int32_t i, bool* ends, bool* heavy) const {
-    *ends = i == pieces;
+    *ends = i == cuts.pieces;
     *heavy = false;
-    if (i >= pieces) return;
-    const int32_t number = boundary_number(sequence.start, chunk_at(i), grid);
+    if (i >= cuts.pieces) return;
+    const int32_t number = cuts.number(i, grid);
     if (number >= capacity) return;
     const bool light = warmups(number) > 0;
-    *ends = boundary_stays(pieces, i, light ? merge.light : merge.heavy);
+    *ends = boundary_stays(cuts.by_pieces, i, light ? joined_light : joined_heavy);
     *heavy = *ends && !light;
   }
 
+  // The slot of the first heavy boundary; the others' follow it. A head has a slot for each boundary number, and a
+  // sequence's boundaries have numbers from its first one's on: its slots are its own, whatever is heavy.
+  FLASH_QLA_HOST_DEVICE int32_t first_slot() const { return head * capacity + cuts.number(1, grid); }
+
   // The tiles of the segment that ends at bit `lane` of the round, which must be set in `ends`: sink.tile(Tile) for
-  // each, and sink.chain(TransitionChain) where a run of transitions ends. Slots are first_slot and those after it.
+  // each, and sink.chain(TransitionChain) where a run of transitions ends.
   template <typename Sink>
   FLASH_QLA_HOST_DEVICE void emit(const SegmentRound& round, const SegmentCarry& carry, int32_t lane,
-                                  int32_t first_slot, Sink& sink) const {
+                                  Sink& sink) const {
     const uint32_t bit = 1u << lane, below = bit - 1;
     const int32_t i = round.base + lane, end = chunk_at(i);
-    const bool last = i == pieces, heavy = (round.heavy & bit) != 0;
+    const bool last = i == cuts.pieces, heavy = (round.heavy & bit) != 0;
     const uint32_t earlier = round.ends & below;
     const int32_t from = earlier != 0 ? round.base + highest_bit(earlier) : carry.from;
     const bool from_heavy = earlier != 0 ? (round.heavy >> highest_bit(earlier) & 1) != 0 : carry.from_heavy != 0;
     // Slot of this segment's last state; the one that it starts from is the slot before.
-    const int32_t slot = first_slot + carry.slots + bits_set(round.heavy & below);
+    const int32_t slot = heavy || from_heavy ? first_slot() + carry.slots + bits_set(round.heavy & below) : -1;
     const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
     if (!from_heavy) {
-      const int32_t warmup = from > 0 ? warmup_at(from) : 0;
+      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
+      const int32_t found = from > 0 ? warmup_at(from) : 0, warmup = found < first ? found : first;
       const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
       sink.tile(tile(start, end, warmup, -1, from_start | to_end));
       if (heavy) sink.tile(tile(start, end, 0, slot, from_start | kTileToSlot));
@@ -347,6 +349,7 @@ struct HeadPlan {
 
  private:
   FLASH_QLA_HOST_DEVICE Tile tile(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
+    const PlannedSequence& sequence = cuts.sequence;
     const int32_t last = end * kSplitChunk < sequence.length ? end * kSplitChunk : sequence.length;
     Tile t;
     t.row = sequence.start + from * kSplitChunk;
@@ -378,11 +381,10 @@ struct SplitEstimate {
   float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
   int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
 
-  // A head with a heavy boundary is taken for one that has no other: where both kinds alternate that is a cautious
-  // guess.
-  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, const SplitMerge& merge) {
-    const int32_t step = head.heavy > 0 ? merge.heavy : merge.light;
-    const int32_t tiles = step >= head.pieces ? 1 : (head.pieces + step - 1) / step;
+  // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
+  // that has no other: where both kinds alternate that is a cautious guess.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step) {
+    const int32_t tiles = joined_pieces(head.pieces, step);
     const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
     const int32_t light = head.pieces - 1 - head.heavy;
     const bool warms_up = head.heavy == 0 && tiles > 1;
@@ -428,6 +430,13 @@ struct SplitEstimate {
     dependent_tiles *= heads;
   }
 
+  // Of tiles without a cut: the same for half of V each.
+  FLASH_QLA_HOST_DEVICE void halve() {
+    free_tiles *= 2;
+    free_work *= 2.0f * costs.half_step;
+    longest_free *= costs.half_step;
+  }
+
   // When the boundary states are there.
   FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
     if (state_tiles == 0) return 0.0f;
@@ -467,13 +476,13 @@ struct SplitEstimate {
   // end.
   FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, int32_t sms) {
     const float average = work / static_cast<float>(tiles);
-    const float waves = static_cast<float>(divide_up(tiles, sms)) * longest;
+    const float waves = static_cast<float>((tiles + sms - 1) / sms) * longest;
     const float spread = larger(longest, work / static_cast<float>(sms) + average / 3);
     return longest <= 1.25f * average || waves < spread ? waves : spread;
   }
 };
 
-// The merges that are tried: every pair of a light and a heavy one.
+// The merges that are tried: every pair of a light and a heavy one. The last pair is no cut at all.
 inline constexpr int32_t kMerges = 8;
 inline constexpr int32_t kMergeChoices = kMerges * kMerges;
 FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
@@ -483,10 +492,21 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
   return {merge_step(i % kMerges), merge_step(i / kMerges)};
 }
 
+// A choice from its two parts: the heads without and those with a heavy boundary, joined by merge_step() of their own.
+// uncut_in_halves: without a cut a kernel of half heads writes O. (With cuts that was slower for all shapes tried.)
+FLASH_QLA_HOST_DEVICE inline SplitEstimate estimate_choice(const SplitEstimate& light, const SplitEstimate& heavy,
+                                                           int32_t choice, bool uncut_in_halves) {
+  SplitEstimate estimate = light;
+  estimate.add(heavy);
+  if (choice == kMergeChoices - 1 && uncut_in_halves) estimate.halve();
+  return estimate;
+}
+
 // Steps of the best choice for equal sequences, with `heavy` heads that do not decay and the others that do
 // (kUsualWarmup).
 FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
-                                              int32_t heavy, int32_t sms, const SplitCosts& costs) {
+                                              int32_t heavy, bool uncut_in_halves, int32_t sms,
+                                              const SplitCosts& costs) {
   HeadSummary head;
   head.chunks = lengths.longest;
   head.pieces = pieces_of(head.chunks, grid);
@@ -494,50 +514,62 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
   SplitEstimate light[kMerges], without_decay[kMerges];
   for (int32_t i = 0; i < kMerges; ++i) {
     light[i].costs = without_decay[i].costs = costs;
-    head.heavy = 0;
-    light[i].add(head, {merge_step(i), merge_step(i)});
-    light[i].repeat(lengths.sequences * (heads - heavy));
-    head.heavy = head.pieces - 1;
-    without_decay[i].add(head, {merge_step(i), merge_step(i)});
-    without_decay[i].repeat(lengths.sequences * heavy);
+    if (heavy < heads) {
+      head.heavy = 0;
+      light[i].add(head, merge_step(i));
+      light[i].repeat(lengths.sequences * (heads - heavy));
+    }
+    if (heavy > 0) {
+      head.heavy = head.pieces - 1;
+      without_decay[i].add(head, merge_step(i));
+      without_decay[i].repeat(lengths.sequences * heavy);
+    }
   }
   float best = 0.0f;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    SplitEstimate estimate = light[i % kMerges];
-    if (heavy > 0) estimate.add(without_decay[i / kMerges]);
-    const float steps = estimate.steps(sms);
+    const float steps = estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves).steps(sms);
     best = i == 0 || steps < best ? steps : best;
   }
   return best;
 }
 
-// Whether a plan promises to pay for equal sequences of these lengths.
-FLASH_QLA_HOST_DEVICE inline bool plan_pays(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                            const SplitCosts& costs) {
+// What a plan promises for equal sequences of these lengths.
+struct SplitPromise {
+  bool pays = false;
+  bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
+};
+FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                          const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
-  if (grid.spacing == 0) return false;
+  if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
-  return costs.plan + best_steps(lengths, grid, heads, heads / 4, sms, costs) <= (1.0f - kLeastGain) * unsplit &&
-         costs.plan + best_steps(lengths, grid, heads, heads / 2, sms, costs) <= (1.0f + kMostLoss) * unsplit;
+  const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
+  const auto steps = [&](int32_t heavy) {
+    return costs.plan + best_steps(lengths, grid, heads, heavy, halves, sms, costs);
+  };
+  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLoss) * unsplit,
+          steps(heads) <= (1.0f - kLeastGain) * unsplit};
 }
 
 // --- order ---
 
-// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O, free and
-// dependent ones; within each the longest first.
+// Tiles are sorted by buckets, lowest first: state tiles are a list of their own; of the tiles that write O, those that
+// go first because a final state will overwrite the initial one that they read (`in_place`), free and dependent ones;
+// within each the longest first.
 inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 8, then eight to each doubling
 FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
   int32_t bucket = chunks;
   if (chunks >= 8) {
-    int32_t magnitude = 3;
-    while (chunks >> (magnitude + 1) != 0) ++magnitude;
+    const int32_t magnitude = highest_bit(static_cast<uint32_t>(chunks));
     bucket = 8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7);
   }
   return bucket < kLengthBuckets ? kLengthBuckets - 1 - bucket : 0;
 }
-inline constexpr int32_t kTileBuckets = 3 * kLengthBuckets;
-FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t) {
-  const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 2 : 1;
+inline constexpr int32_t kTileLists = 4;
+inline constexpr int32_t kTileBuckets = kTileLists * kLengthBuckets;
+FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t, bool in_place) {
+  const bool first = in_place && (t.flags & (kTileFromStart | kTileToEnd)) == kTileFromStart;
+  const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 3 : first ? 1 : 2;
   return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
 }
 

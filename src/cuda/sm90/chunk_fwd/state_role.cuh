@@ -1,6 +1,7 @@
 // The state warpgroups: S^T in registers, the recurrent products, O.
 #pragma once
 
+#include "../../common/bulk.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/wgmma.cuh"
@@ -80,7 +81,10 @@ struct StateRole {
         return;
       }
     } else if (c.flags & kFromBoundary) {
-      const float4* from = p.boundary_states + c.state_in * kBoundaryVectors;
+      // The boundary states are there once the kernel before this one is through. Only here are they waited for: the
+      // tile's first chunks are prepared meanwhile.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         const float4 x = __ldcg(from + boundary_place(group + c.half, at.warp, j, at.lane));
@@ -88,22 +92,38 @@ struct StateRole {
       }
       return;
     }
-    if (c.state_in >= 0) {
-      move_state<false>(reinterpret_cast<void*>(c.state_in), p.args.initial.type, p.args.state_v_first, s, first_row(c),
-                        at.q);
+    if (c.slot_in >= 0) {
+      const StateSet& set = p.args.initial;
+      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
     } else {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
     }
   }
 
+  // At the end of a tile of a split whose final states overwrite initial ones. A tile that has read one says so; the
+  // one that is about to overwrite it waits for them all. They have earlier tickets or run in the kernel before this
+  // one, so that they need nothing of this block.
+  __device__ void settle_readers(const ChunkRecord& c) const {
+    __syncwarp();
+    if (at.lane == 0) {
+      const uint32_t* readers =
+          p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+      if (c.flags & kCountedReader) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers) : "memory");
+      while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
+    }
+    __syncwarp();
+  }
+
   // The last state of a split's piece, or its transition.
   __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
-    float4* to = (c.flags & kToTransition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
+    const bool transition = (c.flags & kToTransition) != 0;
+    float4* to = (transition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      to[boundary_place(group + c.half, at.warp, j, at.lane)] =
-          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+      const int place = transition ? transition_place(group + c.half, at.warp, j, at.lane)
+                                   : boundary_place(group + c.half, at.warp, j, at.lane);
+      to[place] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
     }
   }
 
@@ -356,6 +376,7 @@ struct StateRole {
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
       chunk_now = chunk_next;
+      if (last_of_tile && p.readers != nullptr) settle_readers(chunk);
       if (last_of_tile && chunk.slot_out >= 0) {
         if constexpr (Traits::kStateOnly) {
           save_boundary(s, chunk);

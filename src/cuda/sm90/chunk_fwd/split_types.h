@@ -1,0 +1,54 @@
+// What the planner of a sequence split and the kernels that follow its plan have in common.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_qla::cuda::sm90 {
+
+enum class SplitMode : int32_t {
+  kOff = 0,        // no sequence is cut
+  kAuto = 1,       // cut as the whole batch, the heads and the card ask for
+  kInvariant = 2,  // cut by each sequence's own length alone
+};
+
+inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
+
+// A start state may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up is at most this:
+// e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
+inline constexpr float kDecayThreshold = -16.0f;
+
+// One sequence.
+struct PlannedSequence {
+  int32_t start;        // first token
+  int32_t length;       // tokens
+  int32_t index;        // position in cu_seqlens
+  int32_t first_chunk;  // chunks of all sequences before it
+};
+
+inline constexpr int32_t kTileFromStart = 1;    // starts from the sequence's initial state
+inline constexpr int32_t kTileToEnd = 2;        // ends with the sequence: its state is the final one
+inline constexpr int32_t kTileFromSlot = 4;     // starts from boundary state `slot`
+inline constexpr int32_t kTileToSlot = 8;       // a state tile: its last state is boundary state `slot`, no outputs
+inline constexpr int32_t kTileTransition = 16;  // with kTileToSlot: starts from the identity with V = 0, so that its
+                                                // last state is the transition that leads to boundary `slot`
+
+struct Tile {
+  int32_t row;       // first token, warm-up included
+  int32_t tokens;    // warm-up included
+  int32_t sequence;  // position in cu_seqlens
+  int32_t chunk;     // its first chunk, counted over all sequences
+  int32_t position;  // ... and in its sequence
+  int32_t slot;      // boundary state read or written, -1: none
+  int16_t head;      // value head
+  int16_t warmup;    // chunks at its start that leave nothing behind
+  int32_t flags;
+};
+static_assert(sizeof(Tile) == 32);
+
+// Boundary states first_slot + 1 .. first_slot + transitions follow from first_slot, one transition each.
+struct TransitionChain {
+  int32_t first_slot;
+  int32_t transitions;
+};
+
+}  // namespace flash_qla::cuda::sm90
