@@ -10,6 +10,7 @@
 //   training_test [--repeats N]
 //
 // prints a line for every failed check and exits with 1 if any check failed.
+#include <chrono>
 #include <functional>
 #include <thread>
 
@@ -32,9 +33,10 @@ __global__ void busy_kernel(float* data, int64_t size) {
   }
 }
 
-int64_t failures = 0;
+int64_t checks = 0, failures = 0;
 
 void expect(bool good, const std::string& what) {
+  ++checks;
   if (good) return;
   ++failures;
   std::printf("FAILED %s\n", what.c_str());
@@ -366,13 +368,16 @@ int run(int64_t repeats) {
     std::printf("no GPU: nothing was tested\n");
     return 0;
   }
+  const auto begin = std::chrono::steady_clock::now();
   Arena arena(size_t{4} << 30);
   test_repeats(repeats, arena);
   test_threads(arena);
   test_graph(arena);
   test_invariance(2, 4, arena);
   test_invariance(16, 32, arena);
-  std::printf("%lld failed\n", static_cast<long long>(failures));
+  std::printf("training step, %lld repeats, graphs, threads, parts: %lld cases, %lld failed, %.1f s\n",
+              static_cast<long long>(repeats), static_cast<long long>(checks), static_cast<long long>(failures),
+              std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   return failures == 0 ? 0 : 1;
 }
 

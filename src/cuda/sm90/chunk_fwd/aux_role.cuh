@@ -714,9 +714,15 @@ struct AuxRole {
     for (; record(m).valid >= 0; m += 2) prepare(m);
     // The last chunks' O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
+#pragma unroll 1
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {
-      if (i >= 2) wait_o(i);  // all threads: a wait left out would make the next one's parity ambiguous
-      send_o(i, record(i - 3).valid);
+      if (i < 2) continue;
+      // All threads: a wait left out would make the next one's parity ambiguous.
+      const bool last = i == m + 2;
+      mbarrier_wait(smem() + (last ? Traits::kFullLast : Traits::kFullO + 8 * (i & 1)), last ? 0 : (i - 2) >> 1 & 1);
+      if (i < 3) continue;
+      if (record(i - 3).valid < kChunk) store_o_rows(i - 3);
+      if (opaque_thread() == kCopyThread) store_o(i - 3);
     }
     if (opaque_thread() == kCopyThread) tma_store_wait_all();
   }

@@ -17,7 +17,7 @@ inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
 inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
-inline constexpr int kToTransition = 64;  // slot_out is a transition's, else (kStateOnly) a boundary state's
+inline constexpr int kToTransition = 64;    // slot_out is a transition's, else (kStateOnly) a boundary state's
 inline constexpr int kCountedReader = 128;  // its tile starts from an initial state that is counted in `readers`
 
 // What the roles need to know of one chunk.

@@ -14,8 +14,8 @@ inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 inline constexpr int kCombineBarrier = 3;  // of the whole block; a role may still be using 1 and 2
 inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
-inline constexpr int kCombineStages = 8;  // two transitions: one is on its way while the other is used
-inline constexpr int kStageRows = 32;     // of M^T: two of its eight groups of 16
+inline constexpr int kCombineStages = 8;        // two transitions: one is on its way while the other is used
+inline constexpr int kStageRows = 32;           // of M^T: two of its eight groups of 16
 inline constexpr int kStateRow = kHeadDim + 4;  // floats: eight rows of 16 bytes then are on different banks
 inline constexpr int kStageVectors = kStageRows * kHeadDim / 4;
 inline constexpr int kStagesPerTransition = kHeadDim / kStageRows;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams
   }
 }
 
-// A float as two of tf32's eleven bits, to the last two or three bits of its own: x y is taken for high high + high low +
-// low high, 2^-22 of it off at most. The transitions, products of 16-bit operands, are known to 2^-9.
+// A float as two of tf32's eleven bits, to the last two or three bits of its own: x y is taken for high high + high low
+// + low high, 2^-22 of it off at most. The transitions, products of 16-bit operands, are known to 2^-9.
 struct SplitFloat {
   uint32_t high, low;
   __device__ __forceinline__ explicit SplitFloat(float x) {
@@ -105,7 +105,8 @@ struct SplitFloat {
 // d += A B, m16n8k8.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -123,7 +124,8 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   int places[2];
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    places[b] = 2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + (g >> 2), 4 * (2 * t + b) + (g & 3)) + (slice & 1);
+    places[b] =
+        2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp + (g >> 2), 4 * (2 * t + b) + (g & 3)) + (slice & 1);
   }
   float2* local =
       reinterpret_cast<float2*>(p.boundary_states + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors);

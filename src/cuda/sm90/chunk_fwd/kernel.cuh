@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
     }
+    mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);

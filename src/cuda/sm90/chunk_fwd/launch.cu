@@ -185,8 +185,8 @@ cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkFor
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or that
-// of half heads, a fifth that does its work where nothing is to be gained by a cut.
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or
+// that of half heads, a fifth that does its work where nothing is to be gained by a cut.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel,
                          const ChunkForwardKernel* uncut_kernel, int sms, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
@@ -212,8 +212,9 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   tiles.list = split.workspace.state_tiles;
   tiles.list_size = &counters->state_tiles;
   tiles.ticket = &counters->state_ticket;
-  error = launch_listed(
-      tiles, args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(), sms, stream);
+  error = launch_listed(tiles,
+                        args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
+                        sms, stream);
 
   tiles.list = split.workspace.output_tiles;
   tiles.list_size = &counters->output_tiles;
@@ -262,8 +263,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   if (forced) return {{true, "cut wherever it is possible, as forced"}};
   if (args.split == SplitMode::kInvariant)
     return {{true, "each sequence cut by its own length; its gates decide on the device"}};
-  if (tiles >= kTilesPerSmUnsplit * sms)
-    return {{false, "sequences times value heads fill the card many times over"}};
+  if (tiles >= kTilesPerSmUnsplit * sms) return {{false, "sequences times value heads fill the card many times over"}};
   const bool dense = args.cu_seqlens == nullptr;
   const SplitCosts costs;
   const int32_t heads = args.num_value_heads;
@@ -287,8 +287,8 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
 
-// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the estimates
-// take some microseconds.
+// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the
+// estimates take some microseconds.
 const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
@@ -299,9 +299,8 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   };
   thread_local Key last_key{-1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
   thread_local DecidedSplit last;
-  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,
-                args.num_value_heads, sms,           args.force_split,
-                args.split,       args.cu_seqlens == nullptr};
+  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,        args.num_value_heads, sms,
+                args.force_split, args.split,        args.cu_seqlens == nullptr};
   if (!(key == last_key)) {
     last = work_out_split(args, sms);
     last_key = key;

@@ -107,8 +107,7 @@ struct StateRole {
   __device__ void settle_readers(const ChunkRecord& c) const {
     __syncwarp();
     if (at.lane == 0) {
-      const uint32_t* readers =
-          p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+      const uint32_t* readers = p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
       if (c.flags & kCountedReader) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers) : "memory");
       while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
     }
@@ -184,8 +183,8 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of chunk m - 1 into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t m) const {
+  // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
+  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t barrier) const {
     const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -194,7 +193,7 @@ struct StateRole {
                             pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
     }
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m & 1), at.lane);
+    mbarrier_arrive_warp(barrier, at.lane);
   }
 
   __device__ void run() const {
@@ -249,7 +248,7 @@ struct StateRole {
       if constexpr (!Traits::kStateOnly) {
         // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
         // this.)
-        put_o(o, v_base + previous_v * Traits::kBytesV, m);
+        put_o(o, v_base + previous_v * Traits::kBytesV, smem() + Traits::kFullO + 8 * (m & 1));
         if (!silent) {
           wgmma_fence();
           mma_rs_n64_init<Element>(o, packed, q_rows);
@@ -399,7 +398,8 @@ struct StateRole {
       }
       return;
     }
-    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m);
+    // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
+    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, smem() + Traits::kFullLast);
   }
 };
 
