@@ -530,7 +530,8 @@ struct AuxRole {
     } else if (warp == 2) {
       // Two lanes, one each: half the instructions that one after the other would take.
       if (lane < 2) load_key_or_query(m + 2 - lane, lane != 0);
-    } else if (warp == 0 && lane == 0 && opaque(m) % 2 == 0) {
+      // Thread 0 of group 0, told by either number: registers decide.
+    } else if (Traits::kCut ? threadIdx.x == 0 : warp == 0 && lane == 0 && opaque(m) % 2 == 0) {
 #pragma unroll 1
       for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
     }

@@ -353,7 +353,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return cudaErrorInvalidValue;
   }
   if (cut) {
-    const ChunkForwardKernel halves = choose_kernel(args.type, true, save);
+    const ChunkForwardKernel halves = choose_kernel(args.type, true, save, true);
     const bool may_halve = variant == ChunkForwardVariant::kAuto && decided.uncut_in_halves;
     return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
   }
