@@ -12,7 +12,6 @@ namespace flash_qla::cuda::sm90 {
 // auxiliary groups brings the transitions, 16 KB at a time.
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
-inline constexpr int kCombineBarrier = 3;  // of the whole block; a role may still be using 1 and 2
 inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
 inline constexpr int kCombineStages = 8;        // two transitions: one is on its way while the other is used
 inline constexpr int kStageRows = 32;           // of M^T: two of its eight groups of 16
@@ -27,23 +26,31 @@ struct CombineMemory {
   int32_t unit;
 };
 
+// All warps of a block meet here. Not __syncthreads(), nor a named barrier: the roles come to their meetings from
+// different places in the program, which is divergence to synccheck, and whose order racecheck does not see.
+struct BlockMeeting {
+  uint32_t barrier;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void operator()() {
+    __syncwarp();
+    mbarrier_arrive_warp(barrier, static_cast<int>(threadIdx.x) % 32);
+    mbarrier_wait(barrier, phase);
+    phase ^= 1;
+  }
+};
+
 // Called by all threads of a block when they are through with its tiles; `work(chain, slice, stages_before)` by those
-// of one role. Both roles' calls meet at barriers of the whole block. `first`: one thread of the block.
+// of one role. Both roles' calls meet. `first`: one thread of the block.
 template <typename Traits, typename Work>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, bool first, const Work& work) {
-  static_assert(sizeof(CombineMemory) <= Traits::kSmemBytes);
+  static_assert(sizeof(CombineMemory) <= Traits::kSmemWalker);  // the walker and the barriers stay
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
   const int units = p.counters->chains * kCombineSlices;
   // A block that had no tile leaves its SM to the next kernel.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
   if (units == 0 || !had_tiles) return;
-  // The roles come here by different ways, so that this is not __syncthreads(), which all threads must reach at one
-  // place. A warp whose lanes come one after the other would be counted twice: they meet first.
-  const auto block_sync = [] {
-    __syncwarp();
-    named_barrier_sync(kCombineBarrier, Traits::kThreads);
-  };
-  block_sync();  // the tiles' shared memory is free, and the flag above has been read
+  BlockMeeting meet{smem() + Traits::kMeet};
+  meet();  // the tiles' shared memory is free
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -60,19 +67,19 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
     }
   }
-  block_sync();
+  meet();
   if (memory.unit < 0) return;
-  block_sync();
+  meet();
   uint32_t stages = 0;
   for (;;) {
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    block_sync();
+    meet();
     const int unit = memory.unit;
     if (unit >= units) return;
     const TransitionChain chain = p.chains[unit / kCombineSlices];
     work(memory, chain, unit % kCombineSlices, stages);
     stages += static_cast<uint32_t>(chain.transitions * kStagesPerTransition);
-    block_sync();
+    meet();
   }
 }
 
