@@ -65,10 +65,6 @@ struct StateRole {
                  : "memory");
     return chunk;
   }
-  // Which of `stages` chunk m has; kStateOnly: all of it has one.
-  static __device__ uint32_t place(uint32_t m, uint32_t stage, uint32_t stages) {
-    return Traits::kStateOnly ? stage : m % stages;
-  }
   __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
 
   __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
@@ -219,10 +215,19 @@ struct StateRole {
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
       const bool silent = Traits::kCut && __any_sync(0xffffffffu, chunk_now.y & kSilentChunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
-      const uint32_t k_tile = smem() + Traits::kSmemK + place(m, stage_v, Traits::kStagesK) * Traits::kStrideK;
+      // kStateOnly: where the chunk's stage lies, out of an instruction whose result the compiler knows to be the same
+      // in all lanes, as it finds out by itself in the other variants.
+      uint32_t memory = 0;
+      if constexpr (Traits::kStateOnly) {
+        memory = __reduce_or_sync(0xffffffffu, smem() + stage_v * Traits::kBytesStage);
+      }
+      const auto tile = [&](uint32_t first, uint32_t stride, uint32_t stages) {
+        return Traits::kStateOnly ? memory + first : smem() + first + m % stages * stride;
+      };
+      const uint32_t k_tile = tile(Traits::kSmemK, Traits::kStrideK, Traits::kStagesK);
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
       const uint32_t v_base = smem() + Traits::kSmemV;
-      const uint32_t gate = smem() + Traits::kSmemGate + place(m, stage_v, Traits::kStagesGate) * Traits::kStrideGate;
+      const uint32_t gate = tile(Traits::kSmemGate, Traits::kStrideGate, Traits::kStagesGate);
       const uint32_t columns = gate + 80 * at.q;
       // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
       // barrier.
@@ -304,8 +309,7 @@ struct StateRole {
       if constexpr (!Traits::kStateOnly) {
         mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       }
-      const uint64_t a_rows =
-          wgmma_descriptor(smem() + Traits::kSmemA + place(m, stage_v, Traits::kStagesA) * Traits::kStrideA);
+      const uint64_t a_rows = wgmma_descriptor(tile(Traits::kSmemA, Traits::kStrideA, Traits::kStagesA));
       float low[16], high[16];
       wgmma_fence();
       mma_rs_n32_init<Element>(low, v, a_rows);
