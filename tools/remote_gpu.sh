@@ -13,7 +13,8 @@
 #
 # FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real). For racecheck on the
 # Hopper forward build with -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_RACECHECK: without it the tool reports hand-overs that it cannot see
-# (src/cuda/common/mbarrier.cuh).
+# (src/cuda/common/mbarrier.cuh). -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_JITTER makes a build whose Hopper kernels sleep at random where
+# warps meet: run.sh test must pass with it as well (hand-overs alone; times mean nothing).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-build/remote_gpu}

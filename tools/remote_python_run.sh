@@ -42,10 +42,11 @@ sanitize() {
   step 104 "sanitize_$1_${3// /_}.txt" compute-sanitizer --tool "$1" --error-exitcode 1 "$package/bin/cuda_generic_test" --cases "$2" --small --once --only "$3"
 }
 run_suite() {
-  sanitize racecheck 4 generic &
-  sanitize racecheck 6 decode &
+  sanitize racecheck 8 generic &
+  sanitize racecheck 40 decode &
   for tool in memcheck synccheck initcheck; do
-    { sanitize "$tool" 8 generic; sanitize "$tool" 8 decode; } &
+    sanitize "$tool" 24 generic &
+    sanitize "$tool" 80 decode &
     sanitize "$tool" 4 sm90 &
   done
   step 100 train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
@@ -55,8 +56,8 @@ run_suite() {
 run_bench() {
   # fla's decode compiles in seconds. Its other kernels, and those of the other packages, take from half a minute to minutes
   # for each head count: their times are set beside ours as recorded.
-  step 35 bench_decode.txt python3 -m flash_qla bench --mode decode --peers "fla=$package/peers/fla" --peer-seconds 20 --runs 15 --out "$out/h200_{mode}.json"
-  step 75 bench.txt python3 -m flash_qla bench --mode fwd,bwd,train --recorded benchmarks/recorded/h200_peers.csv --runs 9 --out "$out/h200_{mode}.json"
+  step 32 bench_decode.txt python3 -m flash_qla bench --mode decode --peers "fla=$package/peers/fla" --peer-seconds 18 --runs 15 --out "$out/h200_{mode}.json"
+  step 78 bench.txt python3 -m flash_qla bench --mode fwd,bwd,train --recorded benchmarks/recorded/h200_peers.csv --runs 7 --out "$out/h200_{mode}.json"
   grep -hE '^(FAIL|decode:|fwd:|bwd:|train:)' "$out"/bench*.txt | cut -c 1-250
 }
 

@@ -114,6 +114,7 @@ class Call {
   }
 
   void* stream() const { return stream_; }
+  DLDevice device() const { return device_; }
 
  private:
   const char* operation_;
@@ -124,8 +125,9 @@ class Call {
 // What a call is made for.
 enum class Action : int64_t { kRun = 0, kExplain = 1 };
 
-// Explains a call, or makes it. Without the scratch that it needs, nothing is done and the missing bytes are returned:
-// the caller allocates them with its framework and calls again. 0: the call was made.
+// Explains a call, or makes it. Scratch comes from the allocator of the framework that the tensors are from. Where
+// tvm-ffi knows none, nothing is done and the missing bytes are returned: the caller allocates them and calls again. 0:
+// the call was made.
 template <class Arguments>
 ffi::Any run_or_explain(Action action, const Arguments& args, const Call& call, const OptionalTensor& workspace,
                         flash_qla_status (*workspace_size)(const Arguments*, size_t*),
@@ -138,13 +140,19 @@ ffi::Any run_or_explain(Action action, const Arguments& args, const Call& call, 
   }
   void* scratch = nullptr;
   size_t bytes = 0;
+  ffi::Tensor
+      allocated;  // given back to the framework at the end: what is queued on the stream comes before its next use
   if (workspace.has_value()) {
     scratch = workspace.value().data_ptr();
     bytes = static_cast<size_t>(workspace.value().numel());
   } else {
-    size_t needed = 0;
-    raise_if_refused(workspace_size(&args, &needed));
-    if (needed > 0) return static_cast<int64_t>(needed);
+    raise_if_refused(workspace_size(&args, &bytes));
+    if (bytes > 0) {
+      if (TVMFFIEnvGetDLPackManagedTensorAllocator() == nullptr) return static_cast<int64_t>(bytes);
+      allocated = ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {static_cast<int64_t>(bytes)},
+                                            DLDataType{kDLUInt, 8, 1}, call.device());
+      scratch = allocated.data_ptr();
+    }
   }
   raise_if_refused(run(&args, scratch, bytes, call.stream()));
   return static_cast<int64_t>(0);

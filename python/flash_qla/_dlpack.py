@@ -75,7 +75,7 @@ def _state(arrays: Arrays, q: Any, v: Any, cu_seqlens: Any, options: Options) ->
 
 def _forward(options: Options, recurrent: bool, inputs: Sequence[Any], outputs: Sequence[Any], arrays: Arrays) -> None:
     views = _views(inputs), _views(outputs)
-    _ffi.forward(arrays.allocate, recurrent, *options, 0, *views[0], *_NO_POOL, *views[1])
+    _ffi.forward(arrays.allocate, (recurrent, *options, 0, *views[0], *_NO_POOL, *views[1]))
 
 
 def forward(
@@ -115,7 +115,7 @@ def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any
     dh0 = None if initial_state is None else arrays.empty(initial_state.shape, arrays.accumulator)
     before = _views(inputs), _views((A, None, do, dht))
     after = _views((dq, dk, dv, dg, db, dh0, None, None))
-    _ffi.backward(arrays.allocate, *options, 0, *before[0], g is not None, *before[1], *after)
+    _ffi.backward(arrays.allocate, (*options, 0, *before[0], g is not None, *before[1], *after))
     return dq, dk, dv, db, dg, dh0
 
 
@@ -130,5 +130,6 @@ def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Seque
     o = arrays.empty(v.shape, arrays.dtype) if out is None else out
     views = [x if isinstance(x, int) else _view(x) for x in states]
     o_view = tvm_ffi.from_dlpack(o)
-    _ffi.forward(arrays.allocate, recurrent, *options, 0, *_views(inputs), None, *views, o_view, None, None, None, None)
+    absent = (None,) * 4
+    _ffi.forward(arrays.allocate, (recurrent, *options, 0, *_views(inputs), None, *views, o_view, *absent))
     return o

@@ -1,4 +1,4 @@
-"""The native module: loading it, and calling it with scratch memory from the caller's framework."""
+"""The native module: loading it, and calling it, with scratch memory where it cannot get any by itself."""
 
 from __future__ import annotations
 
@@ -54,16 +54,19 @@ def _call(function: Callable[..., Any], allocate: Callable[[int], Any], argument
         texts.append(function(_EXPLAIN, *arguments, None))
         return
     missing_bytes = function(_RUN, *arguments, None)
-    if missing_bytes:
+    if missing_bytes:  # tvm-ffi knows no allocator of the framework that the tensors are from
         function(_RUN, *arguments, allocate(missing_bytes))
 
 
-def forward(allocate: Callable[[int], Any], *arguments: Any) -> None:
+# `arguments` is one tuple: with some forty of them, each time that they are spread and collected again can be measured.
+
+
+def forward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's
     device."""
     _call(_forward, allocate, arguments)
 
 
-def backward(allocate: Callable[[int], Any], *arguments: Any) -> None:
+def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
     _call(_backward, allocate, arguments)

@@ -27,7 +27,8 @@ def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> boo
 
     `values` begins with q, k and v. None (an argument left out) is passed over.
     """
-    if _USUAL.issuperset(map(type, values)) and not any(value is None for value in values[:3]):
+    q, k, v, *_ = values
+    if _USUAL.issuperset(map(type, values)) and q is not None and k is not None and v is not None:
         return True
     on_torch = torch is not None and isinstance(values[0], torch.Tensor)
     for name, value in zip(names, values):

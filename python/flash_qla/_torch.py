@@ -27,16 +27,17 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log,
 _library = torch.library.Library("flash_qla", "DEF")
 
 
-_implementations: Dict[str, Callable[..., Any]] = {}
+# What computes an operator, given all of its arguments as one tuple.
+_implementations: Dict[str, Callable[[tuple], Any]] = {}
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(schema: str, implementation: Callable[[tuple], Any], fake: Callable[..., Any]) -> None:
     name = schema.split("(")[0]
     _implementations[name] = implementation
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    _library.impl(name, lambda *arguments: implementation(arguments), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash_qla::{name}", fake, lib=_library)
 
 
@@ -46,12 +47,19 @@ def _allocator(like: Tensor) -> Callable[[int], Tensor]:
 
 def _threads(like: Tensor) -> int:
     """CPU threads for a call: PyTorch's own setting. It has no meaning on a GPU."""
-    return torch.get_num_threads() if like.device.type == "cpu" else 0
+    return torch.get_num_threads() if like.is_cpu else 0
 
 
 def _accumulator(q: Tensor) -> torch.dtype:
     """Dtype of what is kept in full precision."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _output_like(q: Tensor, v: Tensor) -> Tensor:
+    """o: v's shape and q's dtype, which is v's too in a call that is not refused."""
+    if v.dtype == q.dtype:  # half the time of the general call
+        return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return q.new_empty(v.shape)
 
 
 def _state_like(q: Tensor, v: Tensor, cu_seqlens: Optional[Tensor], state_v_first: bool) -> Tensor:
@@ -73,7 +81,7 @@ def _forward_outputs(
     """(o, final_state, g_cumsum, A, h), None where not wanted. `chunk_rows`: rows of h."""
     state_v_first = options[3]
     return (
-        q.new_empty(v.shape),
+        _output_like(q, v),
         _state_like(q, v, cu_seqlens, state_v_first) if output_final_state else None,
         q.new_empty(gate_shape(v.shape), dtype=_accumulator(q)) if output_g_cumsum else None,
         k.new_empty(a_shape(v.shape)) if output_A else None,
@@ -95,11 +103,11 @@ def _split_forward(arguments: tuple) -> Tuple[Options, tuple, tuple]:
     return arguments[:11], arguments[11:20], arguments[20:]
 
 
-def _chunk_forward(*arguments: Any) -> List[Tensor]:
+def _chunk_forward(arguments: tuple) -> List[Tensor]:
     options, inputs, wanted = _split_forward(arguments)
     q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
     outputs = _forward_outputs(options, q, k, v, cu_seqlens, *wanted)
-    _ffi.forward(_allocator(q), False, *options, _threads(q), *inputs, *_NO_POOL, *outputs)
+    _ffi.forward(_allocator(q), (False, *options, _threads(q), *inputs, *_NO_POOL, *outputs))
     return _present(outputs)
 
 
@@ -110,6 +118,7 @@ def _chunk_forward_fake(*arguments: Any) -> List[Tensor]:
 
 # state_pool .. num_accepted_tokens, null_index, checkpoint_every, checkpoints .. checkpoint_indices of a call without.
 _NO_POOL = (None,) * 5 + (-1, 0) + (None,) * 4
+_NO_OUTPUTS = (None,) * 4  # beside o
 
 _define(
     f"chunk_forward({_OPTIONS}, {_INPUTS}, Tensor? initial_state, {_OUTPUTS}) -> Tensor[]",
@@ -121,11 +130,11 @@ _define(
 # recurrent: o, then final_state if it is asked for.
 
 
-def _recurrent(*arguments: Any) -> List[Tensor]:
+def _recurrent(arguments: tuple) -> List[Tensor]:
     options, inputs, (output_final_state,) = _split_forward(arguments)
     q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
     outputs = _forward_outputs(options, q, k, v, cu_seqlens, output_final_state, False, False, None)
-    _ffi.forward(_allocator(q), True, *options, _threads(q), *inputs, *_NO_POOL, *outputs)
+    _ffi.forward(_allocator(q), (True, *options, _threads(q), *inputs, *_NO_POOL, *outputs))
     return _present(outputs)
 
 
@@ -147,11 +156,11 @@ _define(
 # pool_forward: states in a pool, everything written in place. `recurrent` picks the token-by-token operation.
 
 
-def _pool_forward(recurrent: bool, *arguments: Any) -> None:
-    options, inputs, pool, o = arguments[:11], arguments[11:19], arguments[19:30], arguments[30]
-    q = inputs[0]
-    # The options are followed by the thread count, the inputs by initial_state, o by the absent outputs.
-    _ffi.forward(_allocator(q), recurrent, *options, _threads(q), *inputs, None, *pool, o, None, None, None, None)
+def _pool_forward(arguments: tuple) -> None:
+    q = arguments[12]
+    # `recurrent` and the options are followed by the thread count, the inputs by initial_state, the rest by the outputs
+    # that are not wanted.
+    _ffi.forward(_allocator(q), (*arguments[:12], _threads(q), *arguments[12:20], None, *arguments[20:], *_NO_OUTPUTS))
 
 
 def _pool_forward_fake(recurrent: bool, *arguments: Any) -> None:
@@ -184,14 +193,14 @@ def _backward_outputs(inputs: tuple, dh0_float32: bool, wanted: Sequence[bool]) 
     )
 
 
-def _chunk_backward(*arguments: Any) -> List[Tensor]:
+def _chunk_backward(arguments: tuple) -> List[Tensor]:
     options, inputs, (g_is_cumsum, A, do, dht, dh0_float32, wanted) = _split_forward(arguments)
     q = inputs[0]
     outputs = _backward_outputs(inputs, dh0_float32, wanted)
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = outputs
     gradients = (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias)
     o = None  # not kept from the forward pass
-    _ffi.backward(_allocator(q), *options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients)
+    _ffi.backward(_allocator(q), (*options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients))
     return _present(outputs)
 
 
@@ -222,11 +231,11 @@ def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
     )
 
 
-def _compute(name: str, tensors: Sequence[Optional[Tensor]], *arguments: Any) -> Any:
+def _compute(name: str, tensors: Sequence[Optional[Tensor]], arguments: tuple) -> Any:
     """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of
     a call. `tensors` begins with q. No gradient is recorded."""
     if _nobody_watches(tensors):
-        return _implementations[name](*arguments)
+        return _implementations[name](arguments)
     with torch.no_grad():
         return getattr(_ops, name)(*arguments)
 
@@ -238,7 +247,11 @@ def _align(found: Sequence[Tensor], wanted: Sequence[bool]) -> Tuple[Optional[Te
 
 
 def _wants_gradient(tensors: Sequence[Optional[Tensor]]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:  # any() with a generator takes twice the time
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -270,7 +283,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     ) -> Tuple[Optional[Tensor], ...]:
         wanted = (True, output_final_state, False, True, False)
         o, final_state, _, A, _ = _align(
-            _compute("chunk_forward", inputs, *options, *inputs, *wanted[1:4], None), wanted
+            _compute("chunk_forward", inputs, (*options, *inputs, *wanted[1:4], None)), wanted
         )
         ctx.save_for_backward(*inputs, A)
         ctx.options = options
@@ -283,7 +296,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         wanted = (*needs[:7], needs[8])
         tensors = (*inputs, A, do, dht)
-        found = _compute("chunk_backward", tensors, *ctx.options, *inputs, False, A, do, dht, False, wanted)
+        found = _compute("chunk_backward", tensors, (*ctx.options, *inputs, False, A, do, dht, False, wanted))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
             message = f"{ctx.options[0]}: second derivatives are not supported"
             found = [_NotDifferentiable.apply(message, gradient, *inputs, do, dht) for gradient in found]
@@ -327,7 +340,7 @@ def chunk(
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     if _wants_gradient(inputs):
         return _ChunkGatedDeltaRule.apply(options, output_final_state, *inputs)
-    found = _compute("chunk_forward", inputs, *options, *inputs, output_final_state, False, False, None)
+    found = _compute("chunk_forward", inputs, (*options, *inputs, output_final_state, False, False, None))
     return found[0], found[1] if output_final_state else None
 
 
@@ -346,7 +359,7 @@ def chunk_fwd(
     """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd()."""
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     wanted = (True, output_final_state, True, True, chunk_rows is not None)
-    found = _compute("chunk_forward", inputs, *options, *inputs, *wanted[1:4], chunk_rows)
+    found = _compute("chunk_forward", inputs, (*options, *inputs, *wanted[1:4], chunk_rows))
     o, final_state, g_cumsum, A, h = _align(found, wanted)
     return g_cumsum, A, o, h, final_state
 
@@ -368,7 +381,7 @@ def chunk_bwd(
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     wanted = (True, True, True, g is not None, beta is not None, False, False, initial_state is not None)
     tensors = (*inputs, A, do, dht)
-    found = _compute("chunk_backward", tensors, *options, *inputs, g is not None, A, do, dht, True, wanted)
+    found = _compute("chunk_backward", tensors, (*options, *inputs, g is not None, A, do, dht, True, wanted))
     dq, dk, dv, dg, db, _, _, dh0 = _align(found, wanted)
     return dq, dk, dv, db, dg, dh0
 
@@ -389,7 +402,7 @@ def recurrent(
     """fused_recurrent_gated_delta_rule() on tensors."""
     q, k, v = _autocast(q, k, v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    found = _compute("recurrent", inputs, *options, *inputs, output_final_state)
+    found = _compute("recurrent", inputs, (*options, *inputs, output_final_state))
     return _forward_only(options[0], found[0], inputs), found[1] if output_final_state else None
 
 
@@ -399,6 +412,6 @@ def pool(
     """gated_delta_rule_prefill() and gated_delta_rule_decode() on tensors. `inputs`: q .. cu_seqlens; `states`:
     state_pool .. checkpoint_indices."""
     q, v = inputs[0], inputs[2]
-    o = q.new_empty(v.shape) if out is None else out  # type: ignore[union-attr]
-    _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), recurrent, *options, *inputs, *states, o)
+    o = _output_like(q, v) if out is None else out  # type: ignore[arg-type]
+    _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), (recurrent, *options, *inputs, *states, o))
     return _forward_only(options[0], o, inputs) if out is None else o

@@ -63,3 +63,17 @@ def chosen_path():
 
     with helpers.use_path(helpers.settings.path):
         yield
+
+
+# Workers share one GPU: what a test of a large size leaves in a worker's cache, others would lack.
+KEPT_BYTES = 2 << 30
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu(device):
+    yield
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.memory_reserved() > KEPT_BYTES:
+            torch.cuda.empty_cache()

@@ -99,11 +99,26 @@ def seconds(x, repeats=3):
     return min(times)
 
 
-def test_rung17_time_grows_linearly():
-    # Four times the tokens may cost at most six times the time: room for a noisy machine, none for a quadratic term.
-    small, large = (make_inputs(T=T, Hq=1, Hv=2, K=32, state=False) for T in (4_096, 16_384))
+# Tokens of the smaller of two calls: on a GPU enough for the time not to be that of the launches.
+SMALL = {"cpu": 4_096, "cuda": 65_536}
+
+
+def grows_linearly(small, large):
+    """`large` is four times `small`, and may cost at most six times the time: room for a noisy machine, none for a
+    quadratic term."""
     helpers.run(small)
-    assert seconds(large) < 6 * seconds(small)
+    return seconds(large) < 6 * seconds(small)
+
+
+@pytest.mark.parametrize("K, dtype", [(32, torch.float32), (128, torch.bfloat16)], ids=["32-float32", "128-bfloat16"])
+def test_rung17_time_grows_linearly_with_the_length(device, K, dtype):
+    T = SMALL[device]
+    assert grows_linearly(*(make_inputs(T=n, Hq=1, Hv=2, K=K, dtype=dtype, state=False) for n in (T, 4 * T)))
+
+
+def test_rung17_time_grows_linearly_with_the_number_of_sequences(device):
+    n = SMALL[device] // 4  # of four tokens: up to 65,536 on a GPU
+    assert grows_linearly(*(make_inputs(seqlens=[4] * count, Hq=1, Hv=1, K=16, state=False) for count in (n, 4 * n)))
 
 
 @pytest.mark.slow

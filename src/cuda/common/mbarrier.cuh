@@ -21,7 +21,20 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// In a build to look for races (FLASH_QLA_JITTER) a warp sleeps now and then, for longer than any step of a kernel
+// takes, before it arrives and before and after it waits: what is only usually in order then is not.
+__device__ __forceinline__ void jitter() {
+#ifdef FLASH_QLA_JITTER
+  uint32_t now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  const uint32_t hash = (now ^ (threadIdx.x / 32 * 40503u)) * 2654435761u;
+  // One time in 256, for 0.2 to 4.3 us.
+  if (hash >> 24 == 0) asm volatile("nanosleep.u32 %0;" ::"r"(200 + (hash >> 12 & 0xfff)));
+#endif
+}
+
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  jitter();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -78,13 +91,16 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     }
   }
 #else
+  jitter();
   while (!mbarrier_try_wait(barrier, parity)) {
   }
+  jitter();
 #endif
 }
 
 // Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads).
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
+  jitter();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

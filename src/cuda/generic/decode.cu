@@ -1,8 +1,10 @@
 // Path "cuda_decode": a few tokens a sequence at the speed of memory. The state is read once and written once, 16 bytes
-// a thread and access, all of a thread's loads in flight before the first is used; activations and l2 norm are computed
-// on the way. A block stages the tokens of one (row, value head) in shared memory and passes over groups of its
-// columns, loading the next group while it computes one.
+// a thread and access, all of a thread's loads in flight before the first is used, and stays in registers as it was
+// read: nothing turns it round. A [V, K] state goes to warps that know nothing of each other, each with some columns; a
+// [K, V] state to blocks that add up over their warps' keys. Activations and l2 norm are computed on the way.
+#include "cuda/common/bulk.cuh"
 #include "cuda/generic/gates.cuh"
+#include "cuda/generic/launch.h"
 #include "cuda/generic/pool.cuh"
 #include "cuda/paths.h"
 
@@ -12,25 +14,20 @@ namespace {
 
 using Arguments = flash_qla_forward_arguments;
 
-constexpr int kLanes = 8;          // lanes per column: a sum over the keys is three shuffles
 constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
 
-// How a state's dtype and layout are spread over threads, each as measured on an H200 with 256 rows of 32 heads of 128
-// x 128 (milliseconds; a kernel that only reads and writes the states takes 0.257 and 0.129).
-template <class State, int kKeys, bool kValueFirst>
-struct Spread {
-  static constexpr bool kHalf = sizeof(State) == 2;
-  // Threads of a block. With 128 a block's rows of 16-bit values would be pieces of 64 bytes: 0.204, with 256 0.194,
-  // with 512, of which a multiprocessor has room for one block, 0.309.
-  static constexpr int kThreads = kHalf && !kValueFirst ? 256 : 128;
-  // State elements of a thread, and blocks that share a multiprocessor. [V, K] in float32: 16 and six blocks 0.275, 32
-  // and four 0.280; in 16 bits, streaming, 0.163 and 0.147. [K, V] with 16 has rows half as long: 0.385.
-  static constexpr int kStatePerThread = kValueFirst && !kHalf ? 16 : 32;
-  static constexpr int kBlocks =
-      kValueFirst && !kHalf ? (kKeys == 128 ? 6 : 5) : 512 / kThreads;  // 64 keys: six would spill
-  // Whether accesses say that the state will not be needed again soon. 16 bits: 0.147 instead of 0.163; float32 [V, K]:
-  // 0.279 instead of 0.275.
-  static constexpr bool kStreams = kHalf;
+// Division of numbers below 2^31 by one that the host knows, in three instructions: a warp that has nothing else to do
+// waits for every one of a division's twenty.
+struct Divisor {
+  uint32_t divisor, multiplier, shift;
+
+  static Divisor by(int64_t divisor) {
+    Divisor d{static_cast<uint32_t>(divisor), 0, 0};
+    while ((int64_t{1} << d.shift) < divisor) ++d.shift;
+    d.multiplier = static_cast<uint32_t>((((uint64_t{1} << d.shift) - d.divisor) << 32) / d.divisor + 1);
+    return d;
+  }
+  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
 };
 
 struct DecodeParams {
@@ -39,18 +36,14 @@ struct DecodeParams {
   PoolIndices pool;
   DeviceStates source;       // the pool, or initial_state, or absent: zero
   DeviceStates destination;  // the pool, or final_state, or absent: not kept
-  int32_t T, V, Hv, group;
-  int32_t passes;  // groups of columns per block
+  Divisor slices;            // blocks that share a (row, value head)
+  Divisor heads;             // value heads
+  Divisor group;             // value heads of a key head
+  int32_t T, V;
   int32_t l2norm;
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<DecodeParams>);
-
-__device__ float lane_sum(float x) {
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
 
 // Elements of State in a 32-bit word, and their conversion to and from float: one instruction packs both halves.
 template <class State>
@@ -89,350 +82,585 @@ struct Vector {
   uint32_t words[4];
 };
 
+// kStreams: says that the state will not be needed again soon.
 template <class State, bool kStreams>
-__device__ Vector<State> load_vector(const void* data, int64_t offset) {
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const State*>(data) + offset);
+__device__ Vector<State> load_vector(const State* data) {
+  const uint4* from = reinterpret_cast<const uint4*>(data);
   const uint4 raw = kStreams ? __ldcs(from) : *from;
   return {raw.x, raw.y, raw.z, raw.w};
 }
 
 template <class State, bool kStreams>
-__device__ void store_vector(void* data, int64_t offset, const Vector<State>& vector) {
-  uint4* to = reinterpret_cast<uint4*>(static_cast<State*>(data) + offset);
+__device__ void store_vector(State* data, const Vector<State>& vector) {
+  uint4* to = reinterpret_cast<uint4*>(data);
   const uint4 raw = make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
   if constexpr (kStreams) {
     __stcs(to, raw);
   } else {
-    *to = raw;
+    // As one access: of an assignment the compiler makes four, which takes a tenth more with 16 rows.
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+                 : "memory");
   }
 }
 
-// A block's columns of one state in registers: state[c][kRun * j + i] of thread (group, lane) belongs to column
-// column_of(c) of the block and to key key_of(j) + i.
-template <class State, int kKeys, bool kValueFirst>
-struct Columns {
-  using Use = Spread<State, kKeys, kValueFirst>;
-  static constexpr int kThreads = Use::kThreads;
-  static constexpr int kGroups = kThreads / kLanes;
-  static constexpr int kVector = Vector<State>::kSize;
-  static constexpr int kWord = kPerWord<State>;
-  static constexpr int kPerLane = kKeys / kLanes;
-  static constexpr int kColumns = Use::kStatePerThread / kPerLane;
-  static constexpr int kBlockColumns = kColumns * kGroups;
-  // Keys of a lane that lie side by side: a 16-byte access of [V, K]; four floats of q and k in shared memory
-  // otherwise.
-  static constexpr int kRun = kValueFirst ? kVector : 4;
-  // [K, V] states pass through shared memory, which turns rows of values into columns of keys, as words of one or two
-  // values. One word of padding keeps keys in different banks.
-  static constexpr int kRowWords = kBlockColumns / kWord, kPitch = kRowWords + 1;
-  static constexpr int kSharedWords = kValueFirst ? 0 : kKeys * kPitch;
-
-  // A thread's 16-byte accesses to a state: of its columns, or with [K, V] of rows of values.
-  static constexpr int kAccesses = kColumns * kPerLane / kVector;
-  using Raw = Vector<State>[kAccesses];
-
-  static __device__ int key_of(int j) { return kRun * (threadIdx.x % kLanes + kLanes * j); }
-  // Two values that share a word belong to one thread.
-  static __device__ int column_of(int c) {
-    const int group = threadIdx.x / kLanes;
-    return kValueFirst ? c * kGroups + group : kWord * (c / kWord * kGroups + group) + c % kWord;
-  }
-
-  // Starts the loads; nothing waits for them until unpack().
-  static __device__ void load(Raw& raw, const DeviceStates& t, int64_t base, int column0, int V) {
+template <class State>
+__device__ void unpack(float (&x)[Vector<State>::kSize], const Vector<State>& vector) {
+  constexpr int kWord = kPerWord<State>;
 #pragma unroll
-    for (int m = 0; m < kAccesses; ++m) {
-      raw[m] = {};
-      if constexpr (kValueFirst) {
-        constexpr int kPerColumn = kPerLane / kVector;
-        const int column = column0 + column_of(m / kPerColumn);
-        if (column < V) {
-          raw[m] = load_vector<State, Use::kStreams>(
-              t.data, base + static_cast<int64_t>(column) * kKeys + key_of(m % kPerColumn));
-        }
-      } else {
-        constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
-        const int column = column0 + threadIdx.x % kChunks * kVector;
-        const int64_t row = threadIdx.x / kChunks + m * kKeyStep;
-        if (column < V) raw[m] = load_vector<State, Use::kStreams>(t.data, base + row * V + column);
-      }
+  for (int i = 0; i < Vector<State>::kSize; ++i) x[i] = unpack_word<State>(vector.words[i / kWord], i % kWord);
+}
+
+template <class State>
+__device__ Vector<State> pack(const float (&x)[Vector<State>::kSize]) {
+  constexpr int kWord = kPerWord<State>;
+  Vector<State> vector;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) vector.words[w] = pack_word<State>(x[w * kWord], x[w * kWord + kWord - 1]);
+  return vector;
+}
+
+// A sum over kLanes lanes that lie kStride apart; all of them get it.
+template <int kLanes, int kStride = 1>
+__device__ float lane_sum(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, distance * kStride);
+  }
+  return x;
+}
+
+// Sums of kSize numbers over kLanes lanes that lie kStride apart. Lanes halve among themselves what they have left to
+// add, so that it takes about as many exchanges as there are numbers. In the end the l-th of the lanes has in x[0] the
+// sum of number l * kSize / kLanes, and behind it those of the next ones where there are more numbers than lanes.
+template <int kLanes, int kStride, int kSize>
+__device__ void scatter_sums(float (&x)[kSize]) {
+  const unsigned lane = threadIdx.x % 32;
+  int left = kSize;
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    if (left == 1) {
+      x[0] += __shfl_xor_sync(0xffffffffu, x[0], distance * kStride);
+      continue;
+    }
+    left /= 2;
+    const bool high = (lane & static_cast<unsigned>(distance * kStride)) != 0;
+#pragma unroll
+    for (int i = 0; i < left; ++i) {
+      const float kept = high ? x[i + left] : x[i], sent = high ? x[i] : x[i + left];
+      x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, distance * kStride);
     }
   }
+}
 
-  static __device__ void unpack(float (&state)[kColumns][kPerLane], const Raw& raw, uint32_t* s_turn) {
-    if constexpr (kValueFirst) {
+template <int kSize>
+__device__ float dot(const float (&a)[kSize], const float (&b)[kSize]) {
+  float sum = 0.f;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          const Vector<State>& vector = raw[c * (kPerLane / kVector) + i / kVector];
-          state[c][i] = unpack_word<State>(vector.words[i % kVector / kWord], i % kWord);
-        }
-      }
-    } else {
-      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
-#pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        uint32_t* row = s_turn + (threadIdx.x / kChunks + m * kKeyStep) * kPitch + threadIdx.x % kChunks * 4;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) row[w] = raw[m].words[w];
-      }
-      __syncthreads();
-#pragma unroll
-      for (int c = 0; c < kColumns; c += kWord) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          const uint32_t word = s_turn[(key_of(i / kRun) + i % kRun) * kPitch + column_of(c) / kWord];
-#pragma unroll
-          for (int w = 0; w < kWord; ++w) state[c + w][i] = unpack_word<State>(word, w);
-        }
-      }
-      __syncthreads();
-    }
-  }
+  for (int i = 0; i < kSize; ++i) sum = fmaf(a[i], b[i], sum);
+  return sum;
+}
 
-  static __device__ void store(const float (&state)[kColumns][kPerLane], const DeviceStates& t, int64_t base,
-                               int column0, int V, uint32_t* s_turn) {
-    if constexpr (kValueFirst) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int column = column0 + column_of(c);
-        if (column >= V) continue;
-#pragma unroll
-        for (int j = 0; j < kPerLane / kVector; ++j) {
-          Vector<State> vector;
-#pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            const float* from = &state[c][j * kVector + w * kWord];
-            vector.words[w] = pack_word<State>(from[0], from[kWord - 1]);
-          }
-          store_vector<State, Use::kStreams>(t.data, base + static_cast<int64_t>(column) * kKeys + key_of(j), vector);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int c = 0; c < kColumns; c += kWord) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          s_turn[(key_of(i / kRun) + i % kRun) * kPitch + column_of(c) / kWord] =
-              pack_word<State>(state[c][i], state[c + kWord - 1][i]);
-        }
-      }
-      __syncthreads();
-      constexpr int kChunks = kBlockColumns / kVector, kKeyStep = kThreads / kChunks;
-      const int chunk = threadIdx.x % kChunks, column = column0 + chunk * kVector;
-#pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        const int row = threadIdx.x / kChunks + m * kKeyStep;
-        Vector<State> vector;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) vector.words[w] = s_turn[row * kPitch + chunk * 4 + w];
-        if (column < V)
-          store_vector<State, Use::kStreams>(t.data, base + static_cast<int64_t>(row) * V + column, vector);
-      }
-      __syncthreads();
-    }
-  }
+// Where a thread finds what it reads first, apart from the row's slot that the states' addresses still lack. A kernel
+// works this out while it waits for those before it.
+struct FirstAddresses {
+  uint64_t index, source, destination;
+  uint64_t q, k, v, g, beta, A_log, dt_bias;
 };
 
-// The tokens of a row in shared memory, with the options applied.
+__device__ inline uint64_t address_of(const DeviceTensor& t, int64_t offset) {
+  return reinterpret_cast<uint64_t>(t.data) + static_cast<uint64_t>(offset) * (is_wide(t) ? 4 : 2);
+}
+
+__device__ inline uint32_t load_raw_at(const DeviceTensor& t, uint64_t address) {
+  return is_wide(t) ? *reinterpret_cast<const uint32_t*>(address) : *reinterpret_cast<const uint16_t*>(address);
+}
+
+// g and beta of a token and what their activations take, as they were read; and what comes of them.
+struct RawGates {
+  uint32_t g = 0, beta = 0, A_log = 0, dt_bias = 0;
+};
+struct Rates {
+  float decay, beta;
+};
+
+__device__ inline RawGates load_gates(const Gates& gates, const FirstAddresses& at) {
+  RawGates raw;
+  if (gates.g.data != nullptr) raw.g = load_raw_at(gates.g, at.g);
+  if (gates.beta.data != nullptr) raw.beta = load_raw_at(gates.beta, at.beta);
+  if (gates.use_gate) {
+    raw.A_log = load_raw_at(gates.A_log, at.A_log);
+    if (gates.dt_bias.data != nullptr) raw.dt_bias = load_raw_at(gates.dt_bias, at.dt_bias);
+  }
+  return raw;
+}
+
+__device__ inline Rates rates_of(const Gates& gates, const RawGates& raw) {
+  float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, raw.g);
+  if (gates.use_gate) {
+    if (gates.dt_bias.data != nullptr) g += unpack(gates.dt_bias, raw.dt_bias);
+    g = -expf(unpack(gates.A_log, raw.A_log)) * softplus(g);
+  }
+  float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, raw.beta);
+  if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
+  return {expf(clamp_log_decay(g)), beta};
+}
+
+// Which row, value head and slice of its columns a block has.
+struct Place {
+  int64_t n;
+  int head, slice;
+};
+
+__device__ inline Place place_of(const DecodeParams& p) {
+  const uint32_t rest = p.slices.quotient(blockIdx.x), n = p.heads.quotient(rest);
+  return {n, static_cast<int>(rest - n * p.heads.divisor), static_cast<int>(blockIdx.x - rest * p.slices.divisor)};
+}
+
+// Of an element of row 0 and the block's head.
+template <class State>
+__device__ uint64_t state_address(const DeviceStates& states, int head, int64_t place) {
+  return reinterpret_cast<uint64_t>(static_cast<State*>(states.data) + head * states.head + place);
+}
+
+// Before the first access to memory: waits for the kernels that came before in the stream, where this one was allowed
+// to start beside their end, and then allows as much to the next.
+__device__ inline void begin_after_predecessors([[maybe_unused]] const FirstAddresses& at) {
+#if __CUDA_ARCH__ >= 900
+  // No address has all its bits set. Asking makes the compiler work them out before the wait and not behind it.
+  if ((at.index & at.source & at.destination & at.q & at.k & at.v & at.g & at.beta & at.A_log & at.dt_bias) ==
+      ~uint64_t{0}) {
+    __trap();
+  }
+  wait_for_predecessors();
+  launch_dependents();
+#endif
+}
+
+// The row of `source` that row n starts from, or kNoSlot: from zero.
+__device__ inline int64_t source_row(const DecodeParams& p, int64_t n, int64_t slot) {
+  return p.source.data == nullptr ? kNoSlot : p.pool.used ? slot : n;
+}
+
+// The row of `destination` that gets the state after a call's last token, or kNoSlot: none. Its index was read early.
+__device__ inline RawIndex load_last_row(const DecodeParams& p, int64_t n) {
+  return p.pool.used && !p.pool.per_token ? load_raw_index(p.pool.final, index_address(p.pool.final, n)) : RawIndex{};
+}
+__device__ inline int64_t last_row(const DecodeParams& p, int64_t n, RawIndex raw) {
+  if (p.destination.data == nullptr || p.pool.per_token) return kNoSlot;
+  return p.pool.used ? slot_or_none(p.pool, unpack(p.pool.final, raw)) : n;
+}
+
+// The update of every kernel below needs two sums over the keys, both of the state before the token, so that one pass
+// serves u and o:
+//   u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u),  S <- e^g S + k u^T
+
+// A token in shared memory, with the options applied.
 template <int kKeys>
-struct SharedTokens {
-  struct alignas(16) Key {
-    float q[kKeys], k[kKeys];
-    float decay, beta;
-  };
-  Key* keys;  // [T]
-  float* v;   // [T, columns of the block]
-
-  static __host__ __device__ size_t bytes(int T, int columns) {
-    return static_cast<size_t>(T) * (sizeof(Key) + sizeof(float) * static_cast<size_t>(columns));
-  }
+struct SharedToken {
+  alignas(16) float q[kKeys], k[kKeys];
+  float decay, beta;
+  float kq;  // <k, q>
 };
 
-// Fills them in two steps, so that the loads of the first tokens run beside those of the state. A warp takes one row of
-// q or k at a time, one thread the gates of a token.
-template <int kKeys, int kThreads>
+// kSize floats of shared memory side by side, on a boundary of as many.
+template <int kSize>
+__device__ void load_shared(float (&x)[kSize], const float* s_from) {
+#pragma unroll
+  for (int i = 0; i < kSize; i += 4) {
+    if constexpr (kSize % 4 == 0) {
+      const float4 quad = *reinterpret_cast<const float4*>(s_from + i);
+      x[i] = quad.x;
+      x[i + 1] = quad.y;
+      x[i + 2] = quad.z;
+      x[i + 3] = quad.w;
+    } else if constexpr (kSize == 2) {
+      const float2 pair = *reinterpret_cast<const float2*>(s_from);
+      x[0] = pair.x;
+      x[1] = pair.y;
+    } else {
+      x[0] = *s_from;
+    }
+  }
+}
+
+// The first kLeft of them to shared memory, likewise.
+template <int kLeft, int kSize>
+__device__ void store_shared(float* s_to, const float (&x)[kSize]) {
+  static_assert(kLeft == 1 || kLeft == 2 || kLeft % 4 == 0);
+  if constexpr (kLeft % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kLeft; i += 4) {
+      *reinterpret_cast<float4*>(s_to + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    }
+  } else if constexpr (kLeft == 2) {
+    *reinterpret_cast<float2*>(s_to) = make_float2(x[0], x[1]);
+  } else {
+    *s_to = x[0];
+  }
+}
+
+// Fills shared memory with a row's tokens and their values in two steps, so that the loads of the first ones run beside
+// those of the state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
+template <int kKeys, bool kOneToken, int kThreads, int kColumns>
 class TokenStage {
  public:
-  static_assert(kKeys / 4 <= 32);
+  static_assert(kKeys / 4 <= 32 && kColumns <= kThreads);
 
-  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0, int columns)
-      : p_(p), n_(n), head_(head), column0_(column0), columns_(columns) {}
+  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0)
+      : p_(p), n_(n), head_(head), column0_(column0) {}
 
-  __device__ void load_first() {
-    row_ = load_row(threadIdx.x / 32);
-    value_ = load_value(threadIdx.x);
-    if (gate_token() < p_.T && gate_token() >= 0) {
-      const Gates& gates = p_.gates;
-      if (gates.g.data != nullptr) g_ = load_raw(gates.g, offset_of(gates.g, n_, gate_token(), head_));
-      if (gates.beta.data != nullptr) beta_ = load_raw(gates.beta, offset_of(gates.beta, n_, gate_token(), head_));
-    }
+  // Of the tokens that load_first() reads.
+  __device__ void find_first(FirstAddresses& at) const {
+    const int t = kOneToken ? 0 : min(warp(), tokens() - 1), key_head = this->key_head();
+    at.q = address_of(p_.q, offset_of(p_.q, n_, t, key_head, key()));
+    at.k = address_of(p_.k, offset_of(p_.k, n_, t, key_head, key()));
+    at.v = address_of(p_.v, value_offset(threadIdx.x));
+    const Gates& gates = p_.gates;
+    at.g = address_of(gates.g, offset_of(gates.g, n_, gate_token(), head_));
+    at.beta = address_of(gates.beta, offset_of(gates.beta, n_, gate_token(), head_));
+    at.A_log = address_of(gates.A_log, offset_of(gates.A_log, head_));
+    at.dt_bias = address_of(gates.dt_bias, offset_of(gates.dt_bias, head_));
   }
 
-  __device__ void store_all(const SharedTokens<kKeys>& s_tokens) {
-    store_row(s_tokens, threadIdx.x / 32, row_);
-    for (int row = threadIdx.x / 32 + kThreads / 32; row < 2 * p_.T; row += kThreads / 32) {
-      store_row(s_tokens, row, load_row(row));
+  __device__ void load_first(const FirstAddresses& at) {
+    if (warp() < tokens()) {
+      if (p_.q.quads && p_.k.quads) {
+        if (key() < kKeys) {
+          q_ = load_quad_at(p_.q, at.q);
+          k_ = load_quad_at(p_.k, at.k);
+        }
+      } else {
+        load_keys(kOneToken ? 0 : warp());
+      }
     }
-    store_value(s_tokens, threadIdx.x, value_);
-#pragma unroll 4
-    for (int i = threadIdx.x + kThreads; i < p_.T * columns_; i += kThreads) store_value(s_tokens, i, load_value(i));
-    if (gate_token() < p_.T && gate_token() >= 0) store_gates(s_tokens.keys[gate_token()]);
+    if (has_value(threadIdx.x)) value_ = load_raw_at(p_.v, at.v);
+    if (has_gates()) gates_ = load_gates(p_.gates, at);
+  }
+
+  __device__ void store_all(SharedToken<kKeys>* s_tokens, float* s_values) {
+    if (warp() < tokens()) store_keys(s_tokens[kOneToken ? 0 : warp()]);
+    store_value(s_values, threadIdx.x, value_);
+    if constexpr (!kOneToken) {
+      for (int t = warp() + kThreads / 32; t < tokens(); t += kThreads / 32) {
+        load_keys(t);
+        store_keys(s_tokens[t]);
+      }
+      for (int i = threadIdx.x + kThreads; i < tokens() * kColumns; i += kThreads) {
+        store_value(s_values, i, has_value(i) ? load_raw(p_.v, value_offset(i)) : 0);
+      }
+    }
+    if (has_gates()) {
+      const Rates rates = rates_of(p_.gates, gates_);
+      s_tokens[gate_token()].decay = rates.decay;
+      s_tokens[gate_token()].beta = rates.beta;
+    }
   }
 
  private:
-  // The last warp's threads: with one token it has no row to take.
-  __device__ int gate_token() const { return static_cast<int>(threadIdx.x) - (kThreads - 32); }
-
-  // Row 2 t is q of token t, row 2 t + 1 its k.
-  __device__ const DeviceTensor& row_tensor(int row) const { return row % 2 == 0 ? p_.q : p_.k; }
-  __device__ RawQuad load_row(int row) const {
-    if (row >= 2 * p_.T) return {};
-    const DeviceTensor& x = row_tensor(row);
-    return load_raw_quad(x, offset_of(x, n_, row / 2, head_ / p_.group), 4 * (threadIdx.x % 32), kKeys);
-  }
-  __device__ void store_row(const SharedTokens<kKeys>& s_tokens, int row, const RawQuad& raw) const {
-    if (row >= 2 * p_.T) return;  // the same for a whole warp
-    const DeviceTensor& x = row_tensor(row);
-    float4 quad = unpack(x, raw);
-    if (p_.l2norm) quad = normalized(x, quad);
-    const int key = 4 * (threadIdx.x % 32);
-    typename SharedTokens<kKeys>::Key& token = s_tokens.keys[row / 2];
-    if (key < kKeys) *reinterpret_cast<float4*>((row % 2 == 0 ? token.q : token.k) + key) = quad;
+  __device__ int tokens() const { return kOneToken ? 1 : p_.T; }
+  static __device__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  static __device__ int key() { return 4 * static_cast<int>(threadIdx.x % 32); }
+  // The last warp's threads: with few tokens it has no keys to take.
+  __device__ int gate_token() const { return kOneToken ? 0 : static_cast<int>(threadIdx.x) - (kThreads - 32); }
+  __device__ bool has_gates() const {
+    return threadIdx.x >= kThreads - 32 && static_cast<int>(threadIdx.x) - (kThreads - 32) < tokens();
   }
 
-  __device__ uint32_t load_value(int i) const {
-    const int column = column0_ + i % columns_;
-    return i < p_.T * columns_ && column < p_.V ? load_raw(p_.v, offset_of(p_.v, n_, i / columns_, head_, column)) : 0;
+  __device__ int key_head() const { return static_cast<int>(p_.group.quotient(static_cast<uint32_t>(head_))); }
+  static __device__ RawQuad load_quad_at(const DeviceTensor& t, uint64_t address) {
+    RawQuad raw{};
+    if (is_wide(t)) {
+      const uint4 bits = *reinterpret_cast<const uint4*>(address);
+      raw = {bits.x, bits.y, bits.z, bits.w};
+    } else {
+      const uint2 bits = *reinterpret_cast<const uint2*>(address);
+      raw.x[0] = bits.x;
+      raw.x[1] = bits.y;
+    }
+    return raw;
   }
-  __device__ void store_value(const SharedTokens<kKeys>& s_tokens, int i, uint32_t raw) const {
-    if (i < p_.T * columns_) s_tokens.v[i] = unpack(p_.v, raw);
+  __device__ void load_keys(int t) {
+    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, key_head()), key(), kKeys);
+    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, key_head()), key(), kKeys);
+  }
+  __device__ void store_keys(SharedToken<kKeys>& token) const {
+    float4 q = unpack(p_.q, q_), k = unpack(p_.k, k_);
+    if (p_.l2norm) {
+      q = normalized(p_.q.dtype, q);
+      k = normalized(p_.k.dtype, k);
+    }
+    const float kq = lane_sum<32>(k.x * q.x + k.y * q.y + k.z * q.z + k.w * q.w);
+    if (key() < kKeys) {
+      *reinterpret_cast<float4*>(token.q + key()) = q;
+      *reinterpret_cast<float4*>(token.k + key()) = k;
+    }
+    if (key() == 0) token.kq = kq;
   }
 
-  __device__ void store_gates(typename SharedTokens<kKeys>::Key& token) const {
-    const Gates& gates = p_.gates;
-    float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, g_);
-    if (gates.use_gate) g = gate_rate<float>(gates, head_) * softplus(biased_gate(gates, g, head_));
-    float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, beta_);
-    if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
-    token.decay = expf(clamp_log_decay(g));
-    token.beta = beta;
+  // The i-th of the block's values.
+  __device__ bool has_value(int i) const {
+    return i < tokens() * kColumns && column0_ + (kOneToken ? i : i % kColumns) < p_.V;
+  }
+  __device__ int64_t value_offset(int i) const {
+    return offset_of(p_.v, n_, kOneToken ? 0 : i / kColumns, head_, column0_ + (kOneToken ? i : i % kColumns));
+  }
+  __device__ void store_value(float* s_values, int i, uint32_t raw) const {
+    if (i < tokens() * kColumns) s_values[i] = unpack(p_.v, raw);
   }
 
-  static __device__ float4 normalized(const DeviceTensor& x, float4 quad) {
-    float sum = quad.x * quad.x + quad.y * quad.y + quad.z * quad.z + quad.w * quad.w;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  static __device__ float4 normalized(int32_t dtype, float4 x) {
+    const float sum = lane_sum<32>(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
     const float r = 1.f / sqrtf(sum + static_cast<float>(kL2NormEps));
-    const float2 low = round_pair(x.dtype, make_float2(quad.x * r, quad.y * r));
-    const float2 high = round_pair(x.dtype, make_float2(quad.z * r, quad.w * r));
+    const float2 low = round_pair(dtype, make_float2(x.x * r, x.y * r));
+    const float2 high = round_pair(dtype, make_float2(x.z * r, x.w * r));
     return make_float4(low.x, low.y, high.x, high.y);
   }
 
   const DecodeParams& p_;
   int64_t n_;
-  int head_, column0_, columns_;
-  RawQuad row_{};
-  uint32_t value_ = 0, g_ = 0, beta_ = 0;
+  int head_, column0_;
+  RawQuad q_{}, k_{};
+  uint32_t value_ = 0;
+  RawGates gates_;
 };
 
-// A lane's keys of a row in shared memory.
-template <int kRun, int kPerLane>
-__device__ void read_row(float (&part)[kPerLane], const float* s_row) {
-  const int lane = threadIdx.x % kLanes;
-#pragma unroll
-  for (int i = 0; i < kPerLane; i += 4) {
-    const float4 quad = *reinterpret_cast<const float4*>(s_row + kRun * (lane + kLanes * (i / kRun)) + i % kRun);
-    part[i] = quad.x;
-    part[i + 1] = quad.y;
-    part[i + 2] = quad.z;
-    part[i + 3] = quad.w;
+// [V, K] states: the keys of a column lie side by side. A warp has all keys of some columns.
+template <class State, int kKeys, class Use>
+struct Columns {
+  static constexpr int kVector = Vector<State>::kSize;  // keys of a lane
+  static constexpr int kLanes = kKeys / kVector;        // lanes of a column
+  static constexpr int kGroups = 32 / kLanes;           // columns of an access of a warp
+  static constexpr int kAccesses = Use::kAccesses;
+  static constexpr int kWarpColumns = kAccesses * kGroups;
+  static constexpr int kColumns = Use::kThreads / 32 * kWarpColumns;
+  static_assert(kValueQuantum % kWarpColumns == 0, "a warp has all of its columns or none");
+  static_assert(kLanes % kAccesses == 0, "a lane ends up with one column's sums");
+
+  // In shared memory: the tokens and their values (float).
+  static size_t shared_bytes(int T) {
+    return static_cast<size_t>(T) * (sizeof(SharedToken<kKeys>) + sizeof(float) * kColumns);
   }
-}
+};
 
-template <int kPerLane>
-__device__ float lane_dot(const float (&a)[kPerLane], const float (&b)[kPerLane]) {
-  float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) sum[i % 4] = fmaf(a[i], b[i], sum[i % 4]);
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-template <class State, int kKeys, bool kValueFirst>
-__global__ void __launch_bounds__(Spread<State, kKeys, kValueFirst>::kThreads,
-                                  Spread<State, kKeys, kValueFirst>::kBlocks)
-    decode_kernel(const __grid_constant__ DecodeParams p) {
-  using Block = Columns<State, kKeys, kValueFirst>;
+template <class State, int kKeys, bool kOneToken, class Use>
+__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
+    decode_columns_kernel(const __grid_constant__ DecodeParams p) {
+  using Block = Columns<State, kKeys, Use>;
+  constexpr int kVector = Block::kVector, kLanes = Block::kLanes, kGroups = Block::kGroups;
+  constexpr int kAccesses = Block::kAccesses, kColumns = Block::kColumns;
   extern __shared__ float4 s_memory[];
-  SharedTokens<kKeys> s_tokens;
-  s_tokens.keys = reinterpret_cast<typename SharedTokens<kKeys>::Key*>(s_memory);
-  s_tokens.v = reinterpret_cast<float*>(s_tokens.keys + p.T);
-  const int columns = p.passes * Block::kBlockColumns;
-  uint32_t* s_turn = reinterpret_cast<uint32_t*>(s_tokens.v + p.T * columns);
+  const int tokens = kOneToken ? 1 : p.T;
+  SharedToken<kKeys>* s_tokens = reinterpret_cast<SharedToken<kKeys>*>(s_memory);
+  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);  // [T][kColumns]
 
-  const int slices = (p.V + columns - 1) / columns;
-  const unsigned rest = blockIdx.x / slices;
-  const int first_column = static_cast<int>(blockIdx.x % slices) * columns;
-  const int last_column = min(first_column + columns, p.V);
-  const int head = static_cast<int>(rest % p.Hv), group = threadIdx.x / kLanes;
-  const int64_t n = rest / p.Hv;
-  const auto store_output = [&](int t, int column, float o) {
-    if (threadIdx.x % kLanes == 0 && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
+  const Place place = place_of(p);
+  const int64_t n = place.n;
+  const int head = place.head, column0 = place.slice * kColumns;
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
+  const int warp_column = static_cast<int>(threadIdx.x) / 32 * Block::kWarpColumns;
+  const bool inside = column0 + warp_column < p.V;
+  const int key0 = lane * kVector;
+  // The column whose sums the lane ends up with, and whether it is the one of several such that stores o.
+  constexpr int kPerColumn = kLanes / kAccesses;
+  const int own = warp_column + lane / kPerColumn * kGroups + group;
+  const auto store_output = [&](int t, float o) {
+    if (inside && lane % kPerColumn == 0) store<float>(p.o, offset_of(p.o, n, t, head, column0 + own), o);
   };
+  constexpr int kStep = kGroups * kKeys;  // between accesses
+  const int64_t place_in_state = static_cast<int64_t>(column0 + warp_column + group) * kKeys + key0;
 
-  // The first tokens are on their way while the slot's index and then the state are.
-  TokenStage<kKeys, Block::kThreads> stage(p, n, head, first_column, columns);
-  stage.load_first();
-  const int64_t slot = read_slot(p.pool, n);
+  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
+                       state_address<State>(p.destination, head, place_in_state)};
+  stage.find_first(at);
+  begin_after_predecessors(at);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
+  stage.load_first(at);
+  const int64_t slot = read_slot(p.pool, raw_slot);
   if (slot == kSkipRow) {
-    for (int t = 0; t < p.T; ++t) {
-      for (int column = first_column + group; column < last_column; column += Block::kGroups)
-        store_output(t, column, 0.f);
-    }
+    for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
     return;
   }
-  const int64_t source_row = p.pool.used ? slot : n;
-  const bool has_source = p.source.data != nullptr && source_row >= 0;
-  const int64_t source = source_row * p.source.row + head * p.source.head;
-  typename Block::Raw raw = {};
-  if (has_source) Block::load(raw, p.source, source, first_column, p.V);
-  stage.store_all(s_tokens);
-  __syncthreads();
-  const int64_t last_slot = p.pool.per_token ? kNoSlot : p.pool.used ? write_slot(p.pool, n, 0) : n;
-
-  for (int column0 = first_column; column0 < last_column; column0 += Block::kBlockColumns) {
-    float state[Block::kColumns][Block::kPerLane];
-    Block::unpack(state, raw, s_turn);
-    if (has_source && column0 + Block::kBlockColumns < last_column) {
-      Block::load(raw, p.source, source, column0 + Block::kBlockColumns, p.V);
-    }
-    const auto keep = [&](int64_t row) {
-      if (p.destination.data == nullptr || row < 0) return;
-      Block::store(state, p.destination, row * p.destination.row + head * p.destination.head, column0, p.V, s_turn);
-    };
-    for (int t = 0; t < p.T; ++t) {
-      const auto& s_token = s_tokens.keys[t];
-      float q[Block::kPerLane], k[Block::kPerLane];
-      read_row<Block::kRun>(q, s_token.q);
-      read_row<Block::kRun>(k, s_token.k);
-      const float decay = s_token.decay, beta = s_token.beta;
-      // Both sums are taken of the state before the token, so that one pass over it serves u and o:
-      // u = beta (v - e^g S^T k), o = scale (e^g S^T q + <k, q> u), S <- e^g S + k u^T
-      const float kq = lane_sum(lane_dot(k, q));
+  Vector<State> raw[kAccesses] = {};
+  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
 #pragma unroll
-      for (int c = 0; c < Block::kColumns; ++c) {
-        const int column = column0 + Block::column_of(c);
-        const float along_k = lane_sum(lane_dot(state[c], k)), along_q = lane_sum(lane_dot(state[c], q));
-        const float u = beta * fmaf(-decay, along_k, s_tokens.v[t * columns + column - first_column]);
-        store_output(t, column, p.scale * fmaf(decay, along_q, u * kq));
-#pragma unroll
-        for (int i = 0; i < Block::kPerLane; ++i) state[c][i] = fmaf(k[i], u, decay * state[c][i]);
-      }
-      if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+    for (int a = 0; a < kAccesses; ++a) {
+      raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
     }
-    keep(last_slot);
   }
+  const RawIndex raw_last = load_last_row(p, n);
+  stage.store_all(s_tokens, s_values);
+  __syncthreads();
+  if (!inside) return;
+
+  float state[kAccesses][kVector];
+#pragma unroll
+  for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
+  const auto keep = [&](int64_t row) {
+    if (row < 0) return;
+    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      store_vector<State, Use::kStreams>(to + a * kStep, pack<State>(state[a]));
+    }
+  };
+  for (int t = 0; t < tokens; ++t) {
+    const SharedToken<kKeys>& s_token = s_tokens[t];
+    const float decay = s_token.decay;
+    float k[kVector], along_k[kAccesses], along_q[kAccesses];
+    load_shared(k, s_token.k + key0);
+    {
+      float q[kVector];
+      load_shared(q, s_token.q + key0);
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a) {
+        along_k[a] = dot(state[a], k);
+        along_q[a] = dot(state[a], q);
+      }
+    }
+    scatter_sums<kLanes, 1>(along_k);
+    scatter_sums<kLanes, 1>(along_q);
+    const float own_u = s_token.beta * fmaf(-decay, along_k[0], s_values[t * kColumns + own]);
+    store_output(t, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      const float u = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u, decay * state[a][i]);
+    }
+    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+  }
+  keep(last_row(p, n, raw_last));
+}
+
+// [K, V] states: the values of a key lie side by side. A block has some columns, and its warps share the keys.
+template <class State, int kKeys, class Use>
+struct Rows {
+  static constexpr int kVector = Vector<State>::kSize;  // columns of a lane
+  static constexpr int kColumns = Use::kColumns;
+  static constexpr int kRowLanes = kColumns / kVector;  // lanes of a row
+  static constexpr int kGroups = 32 / kRowLanes;        // rows of an access of a warp
+  static constexpr int kWarps = Use::kThreads / 32;
+  static constexpr int kAccesses = kKeys / kWarps / kGroups;  // a lane's rows, one below the other
+  // Columns whose sums over its warp's rows a lane ends up with.
+  static constexpr int kLeft = kVector / kGroups;
+  static_assert(kLeft >= 1 && kAccesses >= 1 && kColumns <= Use::kThreads);
+
+  // In shared memory: the tokens, their values (float), u and the sums over each warp's keys.
+  static size_t shared_bytes(int T) {
+    return static_cast<size_t>(T) * (sizeof(SharedToken<kKeys>) + sizeof(float) * kColumns) +
+           sizeof(float) * (2 * kWarps + 1) * kColumns;
+  }
+};
+
+template <class State, int kKeys, bool kOneToken, class Use>
+__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
+    decode_rows_kernel(const __grid_constant__ DecodeParams p) {
+  using Block = Rows<State, kKeys, Use>;
+  constexpr int kVector = Block::kVector, kAccesses = Block::kAccesses, kColumns = Block::kColumns;
+  constexpr int kWarps = Block::kWarps, kLeft = Block::kLeft;
+  extern __shared__ float4 s_memory[];
+  const int tokens = kOneToken ? 1 : p.T;
+  SharedToken<kKeys>* s_tokens = reinterpret_cast<SharedToken<kKeys>*>(s_memory);
+  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);  // [T][kColumns]
+  float* s_u = s_values + tokens * kColumns;                      // [kColumns]
+  float* s_sums = s_u + kColumns;                                 // [2][warp][kColumns]: along k, along q
+
+  const Place place = place_of(p);
+  const int64_t n = place.n;
+  const int head = place.head, column0 = place.slice * kColumns, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % Block::kRowLanes, group = threadIdx.x % 32 / Block::kRowLanes;
+  const int key0 = (warp * Block::kGroups + group) * kAccesses;
+  const bool inside = column0 + lane * kVector < p.V;
+  const auto store_output = [&](int t, float o) {
+    const int column = column0 + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && column < p.V) store<float>(p.o, offset_of(p.o, n, t, head, column), o);
+  };
+  const int64_t place_in_state = static_cast<int64_t>(key0) * p.V + column0 + lane * kVector;
+
+  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
+                       state_address<State>(p.destination, head, place_in_state)};
+  stage.find_first(at);
+  begin_after_predecessors(at);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
+  stage.load_first(at);
+  const int64_t slot = read_slot(p.pool, raw_slot);
+  if (slot == kSkipRow) {
+    for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
+    return;
+  }
+  Vector<State> raw[kAccesses] = {};
+  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      raw[a] = load_vector<State, Use::kStreams>(from + static_cast<int64_t>(a) * p.V);
+    }
+  }
+  const RawIndex raw_last = load_last_row(p, n);
+  stage.store_all(s_tokens, s_values);
+  __syncthreads();
+
+  float state[kAccesses][kVector];
+#pragma unroll
+  for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
+  const auto keep = [&](int64_t row) {
+    if (row < 0 || !inside) return;
+    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      store_vector<State, Use::kStreams>(to + static_cast<int64_t>(a) * p.V, pack<State>(state[a]));
+    }
+  };
+  for (int t = 0; t < tokens; ++t) {
+    const SharedToken<kKeys>& s_token = s_tokens[t];
+    const float decay = s_token.decay;
+    float k[kAccesses], along_k[kVector] = {}, along_q[kVector] = {};
+    load_shared(k, s_token.k + key0);
+    {
+      float q[kAccesses];
+      load_shared(q, s_token.q + key0);
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          along_k[i] = fmaf(state[a][i], k[a], along_k[i]);
+          along_q[i] = fmaf(state[a][i], q[a], along_q[i]);
+        }
+      }
+    }
+    scatter_sums<Block::kGroups, Block::kRowLanes>(along_k);
+    scatter_sums<Block::kGroups, Block::kRowLanes>(along_q);
+    const int own = lane * kVector + group * kLeft;
+    store_shared<kLeft>(s_sums + warp * kColumns + own, along_k);
+    store_shared<kLeft>(s_sums + (kWarps + warp) * kColumns + own, along_q);
+    __syncthreads();
+    if (threadIdx.x < kColumns) {
+      float of_k = 0.f, of_q = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        of_k += s_sums[w * kColumns + threadIdx.x];
+        of_q += s_sums[(kWarps + w) * kColumns + threadIdx.x];
+      }
+      const float u = s_token.beta * fmaf(-decay, of_k, s_values[t * kColumns + threadIdx.x]);
+      s_u[threadIdx.x] = u;
+      store_output(t, p.scale * fmaf(decay, of_q, u * s_token.kq));
+    }
+    __syncthreads();
+    float u[kVector];
+    load_shared(u, s_u + lane * kVector);
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[a], u[i], decay * state[a][i]);
+    }
+    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+  }
+  keep(last_row(p, n, raw_last));
 }
 
 // Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
@@ -460,33 +688,65 @@ std::string reject(const Arguments& args, const Problem& p) {
 
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
-// Blocks below which a block takes one group of columns: two for each place on a large GPU (132 multiprocessors, four
-// blocks each). With more of them at hand, one start serves several groups.
-constexpr int64_t kEnoughBlocks = 1056;
+// How a state is spread over threads; each as measured (docs/design/cuda_generic.md).
+template <int kOfThreads, int kOfBlocks, int kOfAccesses, bool kOfStreams>
+struct ColumnsUse {
+  static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kAccesses = kOfAccesses;
+  static constexpr bool kStreams = kOfStreams;
+};
+template <int kOfThreads, int kOfBlocks, int kOfColumns, bool kOfStreams>
+struct RowsUse {
+  static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kColumns = kOfColumns;
+  static constexpr bool kStreams = kOfStreams;
+};
 
-template <class State, int kKeys, bool kValueFirst>
-Status launch_for(const Problem& p, DecodeParams params, cudaStream_t stream) {
-  using Block = Columns<State, kKeys, kValueFirst>;
-  const int64_t groups = ceil_div(p.V, Block::kBlockColumns), most = p.N * p.Hv * groups / kEnoughBlocks;
-  params.passes = static_cast<int32_t>(most < 1 ? 1 : most < groups ? most : groups);
-  const size_t shared = SharedTokens<kKeys>::bytes(params.T, params.passes * Block::kBlockColumns) +
-                        Block::kSharedWords * sizeof(uint32_t);
-  return launch("decode", decode_kernel<State, kKeys, kValueFirst>, p.N * p.Hv * ceil_div(groups, params.passes),
-                Block::kThreads, shared, stream, params);
+// Where a kernel goes, and whether it may start beside the end of the one before it there.
+struct Queue {
+  cudaStream_t stream;
+  bool overlaps;
+};
+
+template <class Block, class Kernel>
+Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, const Queue& queue) {
+  const int64_t slices = ceil_div(p.V, Block::kColumns);
+  params.slices = Divisor::by(slices);
+  return launch_kernel("decode", kernel, p.N * p.Hv * slices, threads, Block::shared_bytes(params.T), queue.stream,
+                       queue.overlaps, params);
+}
+
+template <class State, int kKeys, class Use>
+Status launch_columns(const Problem& p, const DecodeParams& params, const Queue& queue) {
+  return launch_slices<Columns<State, kKeys, Use>>(
+      p, p.T == 1 ? decode_columns_kernel<State, kKeys, true, Use> : decode_columns_kernel<State, kKeys, false, Use>,
+      Use::kThreads, params, queue);
+}
+
+template <class State, int kKeys, class Use>
+Status launch_rows(const Problem& p, const DecodeParams& params, const Queue& queue) {
+  return launch_slices<Rows<State, kKeys, Use>>(
+      p, p.T == 1 ? decode_rows_kernel<State, kKeys, true, Use> : decode_rows_kernel<State, kKeys, false, Use>,
+      Use::kThreads, params, queue);
+}
+
+template <class State, int kKeys>
+Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, const Queue& queue) {
+  constexpr bool kHalf = sizeof(State) == 2;
+  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 7, 4, true>, ColumnsUse<128, 5, 8, false>>;
+  using OfRows = RowsUse<128, 4, 64, kHalf>;
+  return v_first ? launch_columns<State, kKeys, OfColumns>(p, params, queue)
+                 : launch_rows<State, kKeys, OfRows>(p, params, queue);
 }
 
 template <class State>
-Status launch_with(const Problem& p, bool v_first, const DecodeParams& params, cudaStream_t stream) {
-  if (p.K == 64) {
-    return v_first ? launch_for<State, 64, true>(p, params, stream) : launch_for<State, 64, false>(p, params, stream);
-  }
-  return v_first ? launch_for<State, 128, true>(p, params, stream) : launch_for<State, 128, false>(p, params, stream);
+Status launch_with(const Problem& p, bool v_first, const DecodeParams& params, const Queue& queue) {
+  return p.K == 64 ? launch_for<State, 64>(p, v_first, params, queue)
+                   : launch_for<State, 128>(p, v_first, params, queue);
 }
 
 Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
-  const cudaStream_t stream = static_cast<cudaStream_t>(cuda_stream);
+  const Queue queue = {static_cast<cudaStream_t>(cuda_stream), allows_overlap(args.options.device_index)};
   const bool v_first = args.options.state_v_first != 0, pooled = present(args.state_pool);
   DecodeParams params{};
   params.q = device_tensor(args.q);
@@ -499,8 +759,8 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
   params.destination = device_states(pooled ? args.state_pool : args.final_state, v_first);
   params.T = static_cast<int32_t>(p.T);
   params.V = static_cast<int32_t>(p.V);
-  params.Hv = static_cast<int32_t>(p.Hv);
-  params.group = static_cast<int32_t>(p.group);
+  params.heads = Divisor::by(p.Hv);
+  params.group = Divisor::by(p.group);
   params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
   params.scale = static_cast<float>(p.scale);
 
@@ -508,11 +768,11 @@ Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
       pooled ? args.state_pool : (present(args.initial_state) ? args.initial_state : args.final_state);
   switch (present(states) ? dtype(states) : DType::kFloat32) {
     case DType::kBFloat16:
-      return launch_with<__nv_bfloat16>(p, v_first, params, stream);
+      return launch_with<__nv_bfloat16>(p, v_first, params, queue);
     case DType::kFloat16:
-      return launch_with<__half>(p, v_first, params, stream);
+      return launch_with<__half>(p, v_first, params, queue);
     default:
-      return launch_with<float>(p, v_first, params, stream);
+      return launch_with<float>(p, v_first, params, queue);
   }
 }
 

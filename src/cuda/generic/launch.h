@@ -60,10 +60,11 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
-// Starts kernel<<<blocks, threads, shared_bytes, stream>>>(args...). No blocks: nothing to do.
+// Starts kernel<<<blocks, threads, shared_bytes, stream>>>(args...). No blocks: nothing to do. `overlaps`: the kernel
+// waits by itself for the results of the kernels before it, and may be started beside their end (from Hopper on).
 template <class... Parameters, class... Arguments>
-Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
-              cudaStream_t stream, const Arguments&... args) {
+Status launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                     cudaStream_t stream, bool overlaps, const Arguments&... args) {
   if (blocks == 0) return Status();
   // The x dimension of a grid holds 2^31 - 1 blocks.
   if (blocks > 0x7fffffffLL) {
@@ -76,12 +77,30 @@ Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, i
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
         name));
   }
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = overlaps ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+// The same in the order of the stream.
+template <class... Parameters, class... Arguments>
+Status launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+              cudaStream_t stream, const Arguments&... args) {
+  return launch_kernel(name, kernel, blocks, threads, shared_bytes, stream, false, args...);
+}
+
+// Whether a device can start a kernel beside the end of the one before it.
+inline bool allows_overlap(int device) {
+  int major = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
 // Blocks for `items` at one thread each, in grid-stride loops: no more than keep a large GPU busy.

@@ -41,20 +41,64 @@ __device__ inline int64_t slot_or_none(const PoolIndices& pool, int64_t index) {
   return index > pool.null_index && index >= 0 && index < pool.slots ? index : kNoSlot;
 }
 
-// The slot that row n starts from, kNoSlot or kSkipRow.
-__device__ inline int64_t read_slot(const PoolIndices& pool, int64_t n) {
-  if (!pool.used) return kNoSlot;
-  if (pool.has_initial.data != nullptr &&
-      static_cast<const uint8_t*>(pool.has_initial.data)[n * pool.has_initial.stride[0]] == 0) {
-    return kNoSlot;
+// An index as it was read. A kernel loads it first and looks at it once its other loads are on their way; even making
+// 64 bits of 32 would wait for it.
+struct RawIndex {
+  uint32_t low = 0, high = 0;
+};
+
+__device__ inline uint64_t index_address(const DeviceTensor& t, int64_t i, int64_t j = 0) {
+  const int64_t offset = i * t.stride[0] + j * t.stride[1];
+  return reinterpret_cast<uint64_t>(t.data) +
+         static_cast<uint64_t>(offset) * (t.dtype == static_cast<int32_t>(DType::kInt32) ? 4 : 8);
+}
+
+__device__ inline RawIndex load_raw_index(const DeviceTensor& t, uint64_t address) {
+  RawIndex raw;
+  if (t.dtype == static_cast<int32_t>(DType::kInt32)) {
+    raw.low = *reinterpret_cast<const uint32_t*>(address);
+  } else {
+    const uint2 words = *reinterpret_cast<const uint2*>(address);
+    raw = {words.x, words.y};
   }
-  int64_t column = 0;
+  return raw;
+}
+
+__device__ inline int64_t unpack(const DeviceTensor& t, RawIndex raw) {
+  return t.dtype == static_cast<int32_t>(DType::kInt32)
+             ? static_cast<int32_t>(raw.low)
+             : static_cast<int64_t>(static_cast<uint64_t>(raw.high) << 32 | raw.low);
+}
+
+// What decides where a row starts from.
+struct RawSlot {
+  RawIndex index;
+  uint32_t has_initial = 1;
+};
+
+// `first`: address of the row's first index.
+__device__ inline RawSlot load_raw_slot(const PoolIndices& pool, int64_t n, uint64_t first) {
+  RawSlot raw;
+  if (!pool.used) return raw;
   if (pool.accepted.data != nullptr) {
-    column = load_index(pool.accepted, n) - 1;
-    column = column < 0 ? 0 : (column >= pool.columns ? pool.columns - 1 : column);
+    const int64_t column = load_index(pool.accepted, n) - 1, most = pool.columns - 1;
+    first = index_address(pool.initial, n, column < 0 ? 0 : (column > most ? most : column));
   }
-  const int64_t slot = slot_or_none(pool, load_index(pool.initial, n, column));
+  raw.index = load_raw_index(pool.initial, first);
+  if (pool.has_initial.data != nullptr) {
+    raw.has_initial = static_cast<const uint8_t*>(pool.has_initial.data)[n * pool.has_initial.stride[0]];
+  }
+  return raw;
+}
+
+// The slot that a row starts from, kNoSlot or kSkipRow.
+__device__ inline int64_t read_slot(const PoolIndices& pool, const RawSlot& raw) {
+  if (!pool.used || raw.has_initial == 0) return kNoSlot;
+  const int64_t slot = slot_or_none(pool, unpack(pool.initial, raw.index));
   return slot == kNoSlot ? kSkipRow : slot;
+}
+__device__ inline int64_t read_slot(const PoolIndices& pool, int64_t n) {
+  return read_slot(pool, load_raw_slot(pool, n, index_address(pool.initial, n)));
 }
 
 // The slot that row n's state goes to after token t (with per_token), or at the end (t = 0).

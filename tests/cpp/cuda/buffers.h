@@ -214,9 +214,10 @@ class Random {
 
 // Result of comparing a tensor with its reference: positions of NaN and infinity first, then the largest relative L2
 // error of the whole and of each index of `head_dim` (-1: the whole alone). A reference whose norm is below
-// 1e-6 sqrt(n) is compared absolutely, at that. Infinite: the non-finite positions differ.
+// least_element sqrt(n) is compared absolutely, at that. Infinite: the non-finite positions differ.
 // least_norm: what a head's norm counts as where it is smaller.
-inline double relative_error(Buffer& actual, Buffer& expected, int head_dim, double least_norm = 0.0) {
+inline double relative_error(Buffer& actual, Buffer& expected, int head_dim, double least_norm = 0.0,
+                             double least_element = 1e-6) {
   const Tensor a = actual.host(), e = expected.host();
   int64_t s[4] = {1, 1, 1, 1};
   for (int i = 0; i < a.ndim; ++i) s[i] = a.shape[i];
@@ -245,8 +246,8 @@ inline double relative_error(Buffer& actual, Buffer& expected, int head_dim, dou
     }
   }
   double worst = 0.0;
-  const auto relative = [least_norm](double d, double n, int64_t c) {
-    const double floor = 1e-6 * std::sqrt(static_cast<double>(c));
+  const auto relative = [=](double d, double n, int64_t c) {
+    const double floor = least_element * std::sqrt(static_cast<double>(c));
     return std::sqrt(d) / std::max({std::sqrt(n), floor, least_norm, 1e-300});
   };
   for (int64_t h = 0; h < heads; ++h) {

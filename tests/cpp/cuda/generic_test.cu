@@ -61,7 +61,7 @@ ForwardCall draw_decode(Random& random) {
   s.Hv = s.Hq * random.integer(1, 3);
   s.K = random.chance(0.5) ? 64 : 128;
   s.V = 16 * random.integer(1, 16);
-  Features f = draw_features(s.dtype, s.K, random);
+  Features f = draw_features(s.dtype, random);
   if (f.strided && random.chance(0.5)) f.strided = false;
   PoolFeatures pool = draw_pool_features(true, false, random);
   if (!pool.pool) {
@@ -180,7 +180,7 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
       s = draw_shape(type, settings.longest(), 256 * 256, r);
     } while (tokens_of(s) == 0);
     s.K = s.V = 128;
-    Features f = draw_features(type, s.K, r);
+    Features f = draw_features(type, r);
     // Without a state before it a lone token's decay acts on nothing: its gradient is the rounding of terms that
     // cancel.
     f.initial_state = true;

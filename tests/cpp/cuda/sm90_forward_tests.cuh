@@ -78,7 +78,7 @@ inline int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
     Shape s = draw_shape(type, settings.small ? 140 : 400, settings.largest_state(), r);
     s.K = s.V = 128;
     ForwardCall call;
-    call.draw(s, draw_features(type, s.K, r), draw_pool_features(false, !s.cu_seqlens.empty(), r), false, r);
+    call.draw(s, draw_features(type, r), draw_pool_features(false, !s.cu_seqlens.empty(), r), false, r);
     return call;
   };
   int64_t drawn = 0, taken = 0;

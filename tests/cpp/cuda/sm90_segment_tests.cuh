@@ -20,7 +20,7 @@ inline int64_t test_sm90_segments(const Settings& settings, Arena& arena) {
       s.cu_seqlens = r.chance(0.6) ? draw_offsets(s.T, r) : std::vector<int64_t>{};
     } while (tokens_of(s) < 256);
     if (s.cu_seqlens.empty()) s.B = r.integer(1, 2);
-    Features f = draw_features(s.dtype, s.K, r);
+    Features f = draw_features(s.dtype, r);
     f.initial_state = true;
     f.force_intra_cp = true;
     BackwardCall call;

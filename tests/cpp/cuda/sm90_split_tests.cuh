@@ -49,7 +49,7 @@ inline int64_t test_sm90_split(const Settings& settings, Arena& arena) {
       s.cu_seqlens = r.chance(0.6) ? draw_offsets(s.T, r) : std::vector<int64_t>{};
     } while (tokens_of(s) < 256);
     if (s.cu_seqlens.empty()) s.B = r.integer(1, 2);
-    Features f = draw_features(type, s.K, r);
+    Features f = draw_features(type, r);
     f.force_intra_cp = true;
     f.cp_mode = r.chance(0.3) ? FLASH_QLA_CP_INVARIANT : FLASH_QLA_CP_AUTO;
     ForwardCall call;

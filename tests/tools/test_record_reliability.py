@@ -1,0 +1,45 @@
+"""tools/record_reliability.py reads the logs of every program that runs on a GPU, and counts what did not end as not clean."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "record_reliability.py"
+
+PROGRAM = "gpu_0: NVIDIA H200\nrecurrent, cuda_decode: 150 cases, 1 failed, 31.9 s; largest error over its bound: o 1.2\n1 failed\n"
+FUZZ = "FAILED case 3: AssertionError: dg\nfuzz, seed 7, cuda, path auto, against cpu: 200 cases, 2 failed, 95.1 s\n"
+CLEAN = "== compute-sanitizer --tool memcheck --error-exitcode 1 /there/cuda_generic_test --cases 8\na: 8 cases, 0 failed, 1.0 s\n" \
+        "========= ERROR SUMMARY: 0 errors\n-- 5 s\n"
+ENDED = "== compute-sanitizer --tool racecheck --error-exitcode 1 /there/cuda_generic_test --cases 8\n-- 104 s\n"
+
+
+def record(tmp_path, *logs):
+    """The written report and the exit code, of logs made of these texts."""
+    paths = [tmp_path / f"log{i}.txt" for i in range(len(logs))]
+    for path, text in zip(paths, logs):
+        path.write_text(text)
+    out = tmp_path / "out.json"
+    process = subprocess.run([sys.executable, TOOL, out, "@abc", *paths], capture_output=True, text=True)
+    return json.loads(out.read_text()), process.returncode
+
+
+def test_programs_and_fuzz_are_counted(tmp_path):
+    report, code = record(tmp_path, PROGRAM, FUZZ)
+    assert report["machine"] == "NVIDIA H200" and report["commits"] == ["abc"]
+    assert [(p["what"], p["cases"], p["failed"]) for p in report["programs"]] == [
+        ("recurrent, cuda_decode", 150, 1), ("fuzz, seed 7, cuda, path auto, against cpu", 200, 2)]
+    assert report["summary"]["cases"] == 350 and report["summary"]["failed"] == 3
+    assert code == 1
+
+
+def test_a_sanitizer_that_did_not_end_is_not_clean(tmp_path):
+    report, code = record(tmp_path, CLEAN)
+    assert report["sanitizers"][0]["reports"] == 0 and report["sanitizers"][0]["cases"] == 8 and code == 0
+    report, code = record(tmp_path, CLEAN, ENDED)
+    assert report["sanitizers"][1]["reports"] is None and report["summary"]["sanitizer_runs_with_reports"] == 1 and code == 1
+
+
+def test_a_sanitizer_whose_program_ran_nothing_is_not_clean(tmp_path):
+    report, code = record(tmp_path, CLEAN.replace("a: 8 cases, 0 failed, 1.0 s\n", "cudaMalloc: out of memory\n"))
+    assert report["sanitizers"][0]["reports"] is None and code == 1
