@@ -47,7 +47,7 @@ run_suite() {
   for tool in memcheck synccheck initcheck; do
     sanitize "$tool" 24 generic &
     sanitize "$tool" 80 decode &
-    sanitize "$tool" 4 sm90 &
+    for part in forward split backward; do sanitize "$tool" 4 "sm90 $part" & done
   done
   step 100 train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
   run_tests 112 "$((cores > 5 ? cores - 4 : 1))" --runslow -k 'not compute_sanitizer'

@@ -178,6 +178,17 @@ def test_a_peer_that_compiles_too_long_is_left_out(bench, capsys):
     assert "peer fla: took too long to compile" in capsys.readouterr().out
 
 
+def test_peers_may_compile_ahead(bench, monkeypatch, tmp_path, capsys):
+    script, out = tmp_path / "peer.py", tmp_path / "none.json"
+    script.write_text(REFUSES)
+    monkeypatch.setattr(bench_processes, "_PEER_SCRIPT", script)
+    arguments = (["fwd"], "1x2,2x4", "", "all", "", "fla=/nowhere")
+    assert bench_gpu.run(*arguments, 20.0, None, 3, out, compile_only=True) == 0 and not out.exists()
+    assert "2 processes compiled for 6 rows" in capsys.readouterr().out
+    script.write_text(SLOW)
+    assert bench_gpu.run(*arguments, 1.0, None, 3, out, compile_only=True) == 1
+
+
 def test_a_row_that_a_peer_cannot_run_says_why(bench, capsys):
     code, report, _ = bench(["fwd"], REFUSES)
     assert code == 0 and not any(row["peers"] for row in report["rows"])

@@ -46,6 +46,9 @@ def bench(
         "", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"
     ),
     peer_seconds: float = typer.Option(600.0, min=1.0, help="on a GPU: most that the peers may take to compile"),
+    compile_only: bool = typer.Option(
+        False, "--compile-only", help="on a GPU: let the peers compile into their caches, and measure nothing"
+    ),
     recorded: Optional[Path] = typer.Option(
         None, help="on a GPU: other packages' times of an earlier run, as benchmarks/recorded/h200_peers.csv"
     ),
@@ -65,7 +68,8 @@ def bench(
     from .bench_gpu import run as run_gpu
 
     choice = "peers" if peer_rows else "short" if short else "all"
-    code = run_gpu(mode.split(","), heads, seqs, choice, gates, peers, peer_seconds, recorded, runs, out)
+    modes = mode.split(",")
+    code = run_gpu(modes, heads, seqs, choice, gates, peers, peer_seconds, recorded, runs, out, compile_only)
     raise typer.Exit(code)
 
 

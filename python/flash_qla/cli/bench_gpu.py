@@ -15,7 +15,7 @@ from rich.progress import Progress
 import flash_qla
 
 from .bench_inputs import GATES, HEAD_DIM, graphs_ms, make_inputs, peak_bytes, recorded_times, rows_of
-from .bench_processes import run_peers
+from .bench_processes import prepare_peers, run_peers
 from .check import ORACLES
 from .errors import first_failure, head_errors
 from .results import Row, geometric_mean, label, make_report, peer_names, ratios, save, write
@@ -24,7 +24,7 @@ PROTOCOL = (
     "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
     "final state out; median of CUDA graph replays of 5 calls, the forward's with and without its sequence split in "
     "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled beside each other, then "
-    "timed one after another on the same inputs, and their tensors compared with the same oracle; fla runs its own "
+    "timed one after another on the same inputs, their tensors compared with the same oracle; fla runs its own "
     "kernels (FLA_FLASH_QLA=0), as its autotuner chose them while the others compiled; recorded times are of an earlier "
     "run"
 )
@@ -227,10 +227,13 @@ def run(
     recorded: Optional[Path],
     replays: int,
     out: Optional[Path],
+    compile_only: bool = False,
 ) -> int:
     """Measures and prints; returns the exit code. `choice`: "all", "short" or "peers", as rows_of() says. The results
     are complete after each row, and the rows of the short run come first: a run that is cut short loses the rest alone.
-    With "{mode}" in the name of `out` every mode has a file of its own: h200_{mode}.json gives h200_forward.json."""
+    With "{mode}" in the name of `out` every mode has a file of its own: h200_{mode}.json gives h200_forward.json.
+
+    compile_only: the peers compile for the rows, into the caches that they keep on disk, and nothing is measured."""
     console = Console(highlight=False, soft_wrap=True)
     unknown = [mode for mode in modes if mode not in _MODES]
     if unknown:
@@ -244,6 +247,17 @@ def run(
         console.print(f"bench: --gates must be of {', '.join(GATES)} ({wrong[0]})")
         return 2
     wanted = [row for mode in modes for row in rows_of(mode, heads, seqs, choice, gates)]
+    if compile_only:
+        with tempfile.TemporaryDirectory() as folder:
+            ready, troubles = prepare_peers(
+                peers.split(","), wanted, replays, peer_seconds, Path(folder), lambda row: console.print(str(row))
+            )
+        for peer in ready:
+            peer.end()
+        for trouble in troubles:
+            console.print(trouble)
+        console.print(f"{len(ready)} processes compiled for {len(wanted)} rows")
+        return 1 if troubles else 0
     places = {id(row): place for place, row in enumerate(wanted)}  # in the tables
     earlier = {} if recorded is None else recorded_times(recorded)
     console.print(f"{torch.cuda.get_device_name()}; {PROTOCOL}")

@@ -111,18 +111,17 @@ def _groups(items: Sequence[str], given: Sequence[Row]) -> Iterator[Tuple[str, L
             yield item, rows
 
 
-def run_peers(
+def prepare_peers(
     items: Sequence[str],
     given: Sequence[Row],
     replays: int,
     seconds: float,
     folder: Path,
-    take: Callable[[Row], None],
-    compare: Callable[[Row], None],
-) -> List[str]:
-    """Times the packages `items` ("name" or "name=folder") on the rows `given`. They compile beside each other, at most
-    `seconds` long; then one process after another times its rows, alone on the GPU. take(answer) as each comes;
-    compare(answer), which may use the GPU, once its process has ended. Returns sentences on what went wrong."""
+    refused: Callable[[Row], None],
+) -> Tuple[List[_Peer], List[str]]:
+    """The packages `items` ("name" or "name=folder") compile for the rows `given`, beside each other, at most `seconds`
+    long. Returns the processes that are ready, and sentences on what went wrong; rows that a package cannot run go to
+    `refused`."""
     end = time.monotonic() + seconds
     troubles: List[str] = []
 
@@ -132,13 +131,28 @@ def run_peers(
             troubles.append(f"peer {item.partition('=')[0]}: no time was left to compile")
             return None
         peer = _Peer(item, rows, replays, folder)
-        trouble = peer.prepare(end, take)
+        trouble = peer.prepare(end, refused)
         if trouble is not None:
             troubles.append(f"peer {peer.name}: {trouble}")
         return peer if trouble is None else None
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        ready = [peer for peer in pool.map(start, _groups(items, given)) if peer is not None]
+        return [peer for peer in pool.map(start, _groups(items, given)) if peer is not None], troubles
+
+
+def run_peers(
+    items: Sequence[str],
+    given: Sequence[Row],
+    replays: int,
+    seconds: float,
+    folder: Path,
+    take: Callable[[Row], None],
+    compare: Callable[[Row], None],
+) -> List[str]:
+    """Times packages on the rows `given`: they compile as prepare_peers() says; then one process after another times
+    its rows, alone on the GPU. take(answer) as each comes; compare(answer), which may use the GPU, once its process has
+    ended. Returns sentences on what went wrong."""
+    ready, troubles = prepare_peers(items, given, replays, seconds, folder, take)
     try:
         for peer in ready:
             answers: List[Row] = []

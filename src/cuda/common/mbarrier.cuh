@@ -34,7 +34,6 @@ __device__ __forceinline__ void jitter() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  jitter();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -48,6 +47,7 @@ inline constexpr uint32_t kWarpArrivals = 1;
 #endif
 
 __device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  jitter();
   if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
@@ -83,6 +83,7 @@ static __device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t par
 #endif
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  jitter();
 #ifdef FLASH_QLA_WATCHDOG
   for (uint32_t polls = 0; !mbarrier_try_wait(barrier, parity); ++polls) {
     if (polls > (1u << 16)) {
@@ -91,11 +92,10 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     }
   }
 #else
-  jitter();
   while (!mbarrier_try_wait(barrier, parity)) {
   }
-  jitter();
 #endif
+  jitter();
 }
 
 // Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads).

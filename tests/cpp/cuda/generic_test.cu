@@ -62,6 +62,9 @@ ForwardCall draw_decode(Random& random) {
   s.K = random.chance(0.5) ? 64 : 128;
   s.V = 16 * random.integer(1, 16);
   Features f = draw_features(s.dtype, random);
+  // There is a kernel for each of them, K, layout, and one or several tokens: all alike often, so that few cases reach
+  // all.
+  f.state_dtype = random.pick(std::vector<DType>{DType::kFloat32, DType::kBFloat16, DType::kFloat16});
   if (f.strided && random.chance(0.5)) f.strided = false;
   PoolFeatures pool = draw_pool_features(true, false, random);
   if (!pool.pool) {

@@ -114,7 +114,8 @@ inline int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
     word.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
     return load(word.host(), 0);
   };
-  const Tensor q = call.in.q.host(), k = call.in.k.host(), v = call.in.v.host(), beta = call.in.beta.host();
+  const Tensor q = call.in.q.host(), k = call.in.k.host(), v = call.in.v.host(), beta = call.in.beta.host(),
+               g = call.in.g.host();
   double score = 0.0;
   expected.fill([&](int64_t b, int64_t t, int64_t head, int64_t column) {
     if (column == 0) {
@@ -122,7 +123,9 @@ inline int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
       for (int64_t i = 0; i < s.K; ++i) {
         dot += load(q, offset_of(q, b, t, head / 2, i)) * load(k, offset_of(k, b, t, head / 2, i));
       }
-      score = rounded(dot / std::sqrt(static_cast<double>(s.K)));
+      // The decay is mild: P is rounded without it and the scale, which O takes as it leaves.
+      const double gamma = std::exp(load(g, offset_of(g, b, t, head)));
+      score = rounded(dot / gamma) * gamma / std::sqrt(static_cast<double>(s.K));
     }
     const double corrected = rounded(load(beta, offset_of(beta, b, t, head)));
     return score * rounded(corrected * load(v, offset_of(v, b, t, head, column)));

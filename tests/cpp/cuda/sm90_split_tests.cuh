@@ -126,7 +126,7 @@ inline int64_t test_sm90_split_repeat(const Settings& settings, Arena& arena) {
     ForwardCall call = cases[i].draw(random);
     expect_plan(cases[i].name, call, checker);
     checker.check(cases[i].name, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
-    repeat_call(cases[i].name, call, settings.small ? 20 : 1000, random, checker, arena);
+    repeat_call(cases[i].name, call, settings.small ? 8 : 1000, random, checker, arena);
   }
   return checker.finish();
 }
@@ -148,7 +148,7 @@ inline int64_t test_sm90_split_soak(const Settings& settings, Arena& arena) {
       {"33 sequences, forced", 2, 4, one_long(33), FLASH_QLA_CP_AUTO, true},
       {"128 sequences, forced", 2, 4, one_long(128), FLASH_QLA_CP_AUTO, true, DType::kFloat16, true, false, true},
       {"three sequences, by length", 2, 4, {9000, 100, 100}, FLASH_QLA_CP_INVARIANT, false}};
-  const int replays = settings.small ? 50 : 2500, patterns = settings.small ? 3 : 8;
+  const int replays = settings.small ? 20 : 2500, patterns = settings.small ? 3 : 8;
   for (size_t c = 0; c < cases.size(); ++c) {
     if (settings.small && cases[c].lengths[0] > 512) continue;
     Random random(60 + c);

@@ -51,9 +51,11 @@ __device__ __forceinline__ int64_t state_offset(const StridedTensor& t, bool v_f
 }
 
 struct SequenceInfo {
-  int32_t token, length, first_slot, batch;
+  int32_t token, length, first_slot, batch, first_pair;
   __device__ int chunks() const { return (length + kChunk - 1) / kChunk; }
 };
+
+__host__ __device__ __forceinline__ int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
 
 // Offsets come from the device and may be anything: the result lies within the T tokens.
 __device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int n, int32_t* begin, int32_t* length) {
@@ -72,10 +74,11 @@ __device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int
 __device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams& p, int n) {
   SequenceInfo s;
   if (p.cu_seqlens == nullptr) {
-    s = {0, p.T, n * p.per_sequence, n};
+    s = {0, p.T, n * p.per_sequence, n, n * pairs_of(p.per_sequence)};
   } else {
     s.batch = 0;
     s.first_slot = p.first_slot[n];
+    s.first_pair = p.first_pair[n];
     sequence_range(p, n, &s.token, &s.length);
     // Only wrong offsets can ask for more chunks than there are slots.
     s.length = min(s.length, max(0, p.chunk_bound - s.first_slot) * kChunk);
@@ -92,6 +95,19 @@ __device__ __forceinline__ ChunkInfo chunk_info(const ChunkBackwardParams& p, in
   const int n = slot / p.per_sequence;
   const int token = (slot - n * p.per_sequence) * kChunk;
   return {token, min(kChunk, p.T - token), n, n};
+}
+
+__device__ __forceinline__ int total_pairs(const ChunkBackwardParams& p) {
+  return p.cu_seqlens == nullptr ? p.pair_bound : *p.total_pairs;
+}
+
+__device__ __forceinline__ PairInfo pair_info(const ChunkBackwardParams& p, int pair) {
+  if (p.cu_seqlens != nullptr) {
+    const int4 x = *reinterpret_cast<const int4*>(p.pair_map + pair);
+    return {x.x, x.y, x.z, x.w};
+  }
+  const int pairs = pairs_of(p.per_sequence), n = pair / pairs, chunk = 2 * (pair - n * pairs);
+  return {chunk * kChunk, min(2 * kChunk, p.T - chunk * kChunk), n * p.per_sequence + chunk, n};
 }
 
 // Zeroes rows valid .. 63 of a tile: rows past a sequence's end hold its neighbour's tokens, and 0 * NaN is NaN.

@@ -1,18 +1,23 @@
-// Chunk-parallel gradients from S, dS, V' and dv: dq, dk, dg and dbeta. One work item is a chunk of a key head, and the
-// value heads of its group follow one another, so that dq and dk are summed in fp32 accumulators and rounded once.
+// Pair-parallel gradients from S, dS, V' and dv: dq, dk, dg and dbeta. One work item is a pair of chunks of a key head,
+// and the value heads of its group follow one another, so that dq and dk are summed in fp32 accumulators and rounded
+// once. An item belongs to a cluster of two blocks, a chunk each ("early" and "late"): what both need is loaded once.
 //
-// Three warpgroups share the operands and exchange nothing but row sums:
+// Three warpgroups of a block share the operands:
 //   query   dq      = scale diag(gamma) dO S^T + dP K
 //   plus    the part of dk whose gate enters with +:  dU S^T + D K
-//   minus   the part whose gate enters with -:        diag(gC / gamma) V' dS^T + dP^T Q + D^T K
-// with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T). Then the gradient of the gate's cumsum at
-// token i is
-//   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the last token + gC <dS, S> + sum_i <k_i, (diag(gC / gamma) V'
-//   dS^T)_i>.
-// Both members of each pair (+ at i, - at j) come from the same rounded operands, so pairs inside the later sum cancel
-// as they would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that the others leave.
+//   minus   the part whose gate enters with -:        diag(gP / gamma) V' dS^T + dP^T Q + D^T K
+// with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T) over the pair: S is the state at its start,
+// dS its gradient at its end, gP the decay of all of it. Of the blocks of dP and D, [late rows, early columns] is made
+// by the late block, which needs it for dq and plus, and handed to the early one's minus group. Then the gradient of
+// the gate's cumsum at token i is
+//   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the pair's last token + gP <dS, S> + sum_i <k_i, (diag(gP /
+//   gamma) V' dS^T)_i>.
+// Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
+// later sum cancels as it would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that
+// the others leave; a warp of its own makes the gate's gradient, for which the blocks exchange one sum a head.
 #pragma once
 
+#include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -21,41 +26,63 @@ struct GradientsTraits {
   static constexpr int kGroups = 3;
   static constexpr int kThreads = kGroups * 128 + 128;
   // In all what 4 * 128 threads start with, 128 each.
-  static constexpr int kLoadRegisters = 24, kLowerRegisters = 160, kMinusRegisters = 168;
+  static constexpr int kLoadRegisters = 32, kLowerRegisters = 176, kMinusRegisters = 128;
   static constexpr int kConsumerWarps = kGroups * 4;
 
-  // A stage is one half of V of one value head: dO, V', dv (8 KB each), S and dS (16 KB each), gates. Halves, because
-  // three of them fit where one and a half heads would: two are on their way (114 KB; 32 KB cover the latency at full
-  // bandwidth) while one is worked on.
-  static constexpr int kStages = 3;
+  // A stage is one half of V of one value head: dO, V' of the early chunk and (late block) of the late one, dv (8 KB
+  // each), S and dS (16 KB each). Halves, because two of them fit where one head would.
+  static constexpr int kStages = 2;
   static constexpr uint32_t kDo = 0;
-  static constexpr uint32_t kVNew = kDo + kTileBytes;
-  static constexpr uint32_t kDv = kVNew + kTileBytes;
+  static constexpr uint32_t kVEarly = kDo + kTileBytes;
+  static constexpr uint32_t kVLate = kVEarly + kTileBytes;
+  static constexpr uint32_t kDv = kVLate + kTileBytes;
   static constexpr uint32_t kState = kDv + kTileBytes;  // [2 halves of K][64 of V][64 of K]
   static constexpr uint32_t kGrad = kState + 2 * kTileBytes;
-  static constexpr uint32_t kGates = kGrad + 2 * kTileBytes;
-  static constexpr uint32_t kStage = kGates + kGateBytes;
+  static constexpr uint32_t kStage = kGrad + 2 * kTileBytes;
+  static constexpr uint32_t kLateLoads = kStage, kEarlyLoads = kStage - kTileBytes;  // bytes that arrive in a stage
 
+  // q and k of the early and of the late chunk (the early q in the early block alone).
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kTokensBytes;
-  static constexpr uint32_t kP = kK + kTokensBytes;  // dP and D of the head in hand
+  static constexpr uint32_t kKeys = kK + kTokensBytes;  // of one chunk
+  static constexpr uint32_t kP = 2 * kKeys;             // dP and D of the head in hand
   static constexpr uint32_t kD = kP + kTileBytes;
+  static constexpr uint32_t kStaging = kQ;  // the late block has no early q: dP and D for the other block
   static constexpr uint32_t kStageRing = kD + kTileBytes;
-  // Row sums of the three groups and the 12 warps' parts of the last token's term, two heads deep.
-  static constexpr uint32_t kSums = kStageRing + kStages * kStage;
-  static constexpr uint32_t kSumsBytes = 3 * kChunk * 4;
-  static constexpr uint32_t kLast = kSums + 2 * kSumsBytes;
+  // The early block's stages have no V' of the late chunk: dP and D of late rows and early columns arrive there.
+  static constexpr uint32_t kLateRowsP = kStageRing + kVLate;
+  static constexpr uint32_t kLateRowsD = kLateRowsP + kStage;
+  static_assert(kStages >= 2);
+  // Both chunks' gates, of two heads: they are needed after the stages.
+  static constexpr uint32_t kGates = kStageRing + kStages * kStage;
+  static constexpr uint32_t kHeadGates = 2 * kGateBytes;
+  // Row sums of the three groups, <dv, V'> and beta, and the 12 warps' parts of the last token's term, two heads deep;
+  // the other block's sum.
+  static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
+  static constexpr uint32_t kSumsBytes = 5 * kChunk * 4;
+  // The three groups' row sums as they run on over the heads of an item.
+  static constexpr uint32_t kRunning = kSums + 2 * kSumsBytes;
+  static constexpr uint32_t kLast = kRunning + 3 * kChunk * 4;
   static constexpr uint32_t kLastBytes = 12 * 4;
-  static constexpr uint32_t kBarriers = kLast + 2 * kLastBytes;
-  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * (2 * (kStages + 2) + 1);
-  static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
+  static constexpr uint32_t kReceived = kLast + 2 * kLastBytes;
+  // What the groups know of an item. Who loads is at most three heads ahead of them, and they two of who makes dg.
+  static constexpr uint32_t kItems = kReceived + 16;
+  static constexpr int kItemSlots = 8;
+  static constexpr uint32_t kCount = kItems + kItemSlots * 32;  // how many items there are
+  static constexpr uint32_t kBarriers = kCount + 8;
+  static constexpr uint32_t kBarrierCount = 2 * (kStages + 3) + 1 + 3 * 2;
+  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;
+  static_assert(kBarriers % 8 == 0 && kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
 // Named barriers: all are done with q and k (plus waits, to take their place); plus has put its part where minus takes
-// it (minus waits); the row sums of a head are there (query waits; two, in turns: a group may arrive for the next head
-// before the query group has waited for this one).
-constexpr uint32_t kKeysBarrier = 1, kMeetBarrier = 2, kSumsBarrier = 3;
+// it (minus waits); what a group sends to the other block is there (one for query, one for plus).
+constexpr uint32_t kKeysBarrier = 1, kMeetBarrier = 2, kStagingBarrier = 3;
 
+constexpr uint32_t kEarly = 0, kLate = 1;  // ranks in the cluster
+constexpr uint16_t kBothBlocks = 3;
+
+// "empty" barriers count both blocks' warps where the other block loads too.
 struct GradientsBarriers {
   uint32_t base;
   __device__ uint32_t full(int stage) const { return base + 16 * stage; }
@@ -65,28 +92,59 @@ struct GradientsBarriers {
   // dP and D: two groups write, one reads.
   __device__ uint32_t products_full() const { return full(GradientsTraits::kStages + 1); }
   __device__ uint32_t products_empty() const { return empty(GradientsTraits::kStages + 1); }
+  // Those of late rows and early columns: full in the early block, empty in the late one.
+  __device__ uint32_t late_rows_full() const { return full(GradientsTraits::kStages + 2); }
+  __device__ uint32_t late_rows_empty() const { return empty(GradientsTraits::kStages + 2); }
   // The tail of an item's q and k was zeroed by all groups.
-  __device__ uint32_t tail() const { return full(GradientsTraits::kStages + 2); }
+  __device__ uint32_t tail() const { return full(GradientsTraits::kStages + 3); }
+  // A head's sums, in turns: a group may be a head ahead of the warp that takes them.
+  __device__ uint32_t sums_full(uint32_t parity) const { return tail() + 8 + 8 * parity; }
+  __device__ uint32_t sums_empty(uint32_t parity) const { return tail() + 24 + 8 * parity; }
+  __device__ uint32_t received(uint32_t parity) const { return tail() + 40 + 8 * parity; }
 };
 
-// A place in the ring of stages.
-struct StageCursor {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ void advance() {
-    if (++stage == GradientsTraits::kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+// A warp's arrival on a barrier of both blocks (mbarrier_arrive_warp).
+__device__ __forceinline__ void arrive_both(uint32_t barrier, int lane) {
+  if constexpr (kWarpArrivals == 32) {
+    mbarrier_arrive_cluster(cluster_address(barrier, kEarly));
+    mbarrier_arrive_cluster(cluster_address(barrier, kLate));
+  } else if (lane < 2) {
+    mbarrier_arrive_cluster(cluster_address(barrier, lane));
   }
+}
+
+// An item in shared memory, written by the thread that loads before the first stage of the item is full.
+struct GradientsItem {
+  uint32_t base;
+  __device__ GradientsItem(uint32_t smem, uint32_t index)
+      : base(smem + GradientsTraits::kItems + index % GradientsTraits::kItemSlots * 32) {}
+  __device__ void store(const ChunkInfo& chunk, int key_head, int late_valid, uint32_t tails) const {
+    store_shared_u4(base, make_uint4(chunk.token, chunk.valid, chunk.sequence, key_head));
+    store_shared_u4(base + 16, make_uint4(late_valid, tails, 0, 0));
+  }
+  __device__ ChunkInfo chunk(const ChunkBackwardParams& p) const {
+    const uint4 x = load_shared_u4(base);
+    const int32_t sequence = static_cast<int32_t>(x.z);
+    return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), sequence, p.cu_seqlens == nullptr ? sequence : 0};
+  }
+  __device__ int valid() const { return static_cast<int>(load_shared_u1(base + 4)); }
+  __device__ int key_head() const { return static_cast<int>(load_shared_u1(base + 12)); }
+  __device__ int late_valid() const { return static_cast<int>(load_shared_u1(base + 16)); }  // tokens of the late chunk
+  __device__ uint32_t tails() const { return load_shared_u1(base + 20); }  // items with a tail before this one
 };
 
-// acc [64 rows, 64 tokens] += X Y^T, both tiles [64 rows][64].
-template <typename T>
-__device__ __forceinline__ void add_rows_times_rows(float (&acc)[32], uint32_t sX, uint32_t sY) {
+// acc [64 rows, 64 or 128 tokens] += X Y^T; X a tile [64 rows][64], Y one or two.
+template <typename T, int kCount>
+__device__ __forceinline__ void add_rows_times_rows(float (&acc)[kCount], uint32_t sX, uint32_t sY) {
   const uint64_t x = wgmma_descriptor(sX), y = wgmma_descriptor(sY);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) mma_ss_n64<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
+  for (int step = 0; step < 4; ++step) {
+    if constexpr (kCount == 32) {
+      mma_ss_n64<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
+    } else {
+      mma_ss_n128<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
+    }
+  }
 }
 
 // diag(factor) X as A operand, X a tile [64 rows][64]; factor[0], [1]: of the thread's two rows.
@@ -168,15 +226,13 @@ __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkIn
   }
 }
 
-// <dS, S> over `count` eighths of a stage's half from `first` on, this thread's part. Loops stay loops in this kernel:
-// two programs run side by side, and together they should fit the instruction cache (about 2000 instructions).
+// <dS, S> over a tile, this thread's part. Loops stay loops in this kernel: two programs run side by side,
+// and together they should fit the instruction cache (about 2000 instructions).
 template <typename T>
-__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int first, int count, int thread) {
-  static_assert(2 * kTileBytes == 8 * 128 * 16);
+__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int thread) {
   float sum[2] = {0.0f, 0.0f};
-  const uint32_t begin = (thread + 128 * first) * 16, end = begin + count * (128 * 16);
 #pragma unroll 1
-  for (uint32_t at = begin; at < end; at += 128 * 16) {
+  for (uint32_t at = thread * 16; at < kTileBytes; at += 128 * 16) {
     const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -188,110 +244,174 @@ __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int fi
   return sum[0] + sum[1];
 }
 
-// dg of a chunk from the row sums, by one warp: lane l has tokens 2l and 2l + 1. gamma_end: gC.
+// dg of a chunk from the row sums d_cumsum of the lane's tokens 2l and 2l + 1. later: what counts at all of the chunk's
+// tokens besides.
 __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                                    uint32_t sums, uint32_t last, float gamma_end, int lane) {
-  float d_cumsum[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t at = sums + (2 * lane + i) * 4;
-    d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
-    if (2 * lane + i >= chunk.valid) d_cumsum[i] = 0.0f;
-    if (2 * lane + i == chunk.valid - 1) {
-      float total[3];
-#pragma unroll
-      for (int group = 0; group < 3; ++group) {
-        const float4 x = load_shared_f4(last + 16 * group);
-        total[group] = x.x + x.y + x.z + x.w;
-      }
-      d_cumsum[i] += gamma_end * (total[0] + total[1]) + total[2];
-    }
-  }
+                                                    const float (&d_cumsum)[2], float later, int lane) {
   float sum = d_cumsum[0] + d_cumsum[1];
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float other = __shfl_down_sync(0xffffffffu, sum, step);
     if (lane + step < 32) sum += other;
   }
-  float d_g[2] = {sum, sum - d_cumsum[0]};
+  float d_g = sum + later;
   // Without a state before it a sequence's first token has nothing to forget: exactly 0 (NaN stays), which as a sum of
   // terms that cancel it would be but for their rounding.
-  if (lane == 0 && p.initial_state.data == nullptr && sequence_info(p, chunk.sequence).token == chunk.token) {
-    d_g[0] *= 0.0f;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = 2 * lane + i;
-    if (row >= chunk.valid) continue;
+  const bool has_first = p.initial_state.data == nullptr && sequence_info(p, chunk.sequence).token == chunk.token;
+#pragma unroll 1
+  for (int row = 2 * lane; row < min(2 * lane + 2, chunk.valid); ++row, d_g -= d_cumsum[0]) {
     constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
     const bool clamped = !p.g_is_cumsum && p.g.data != nullptr &&
                          load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
-    store_element(p.dg, row_offset(p.dg, chunk.batch, chunk.token + row, head), clamped ? 0.0f : d_g[i]);
+    store_element(p.dg, row_offset(p.dg, chunk.batch, chunk.token + row, head),
+                  clamped ? 0.0f : d_g * (has_first && row == 0 ? 0.0f : 1.0f));
   }
 }
 
-// The items of a block: chunk slots from both ends in turns (the serial passes end there, and the L2 cache still has
-// some of what they wrote last), the key heads of a slot side by side.
-struct ItemCursor {
-  int turn, key_head, slots;
-  __device__ ItemCursor(int Hq, int all_slots) {
-    turn = static_cast<int>(blockIdx.x) / Hq;
-    key_head = static_cast<int>(blockIdx.x) - turn * Hq;
-    slots = all_slots;
-  }
-  __device__ bool valid() const { return turn < slots; }
-  __device__ int slot() const { return turn % 2 == 0 ? slots - 1 - turn / 2 : turn / 2; }
-  // turns, heads: gridDim.x / Hq and what is left of it.
-  __device__ void advance(int Hq, int turns, int heads) {
-    turn += turns;
-    key_head += heads;
-    if (key_head >= Hq) {
-      key_head -= Hq;
-      ++turn;
-    }
-  }
-};
+// The items of a cluster: pairs from both ends in turns (the serial passes end there, and the L2 cache still has some
+// of what they wrote last), the key heads of a pair side by side.
+__device__ __forceinline__ uint32_t count_items(const ChunkBackwardParams& p) {
+  const int clusters = static_cast<int>(gridDim.x) / 2, cluster = static_cast<int>(blockIdx.x) / 2;
+  return (total_pairs(p) * p.Hq - cluster + clusters - 1) / clusters;
+}
 
-// One thread: every operand of every item, in the order the groups use them.
-__device__ __forceinline__ void load_operands(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int slots,
-                                              uint32_t smem, const GradientsBarriers& bars) {
+__device__ __forceinline__ void find_item(const ChunkBackwardParams& p, uint32_t index, int* pair, int* key_head) {
+  const int at = static_cast<int>(blockIdx.x / 2 + index * (gridDim.x / 2)), turn = at / p.Hq;
+  *key_head = at - turn * p.Hq;
+  *pair = turn % 2 == 0 ? total_pairs(p) - 1 - turn / 2 : turn / 2;
+}
+
+// From shared memory each time: it is needed once an item.
+__device__ __forceinline__ uint32_t items_in(uint32_t smem) { return load_shared_u1(smem + GradientsTraits::kCount); }
+
+__device__ __forceinline__ bool has_late_chunk(const PairInfo& pair) { return pair.valid > kChunk; }
+
+// A block's chunk of a pair. A late chunk that is not there: no token, and the early one's in place of its operands.
+__device__ __forceinline__ ChunkInfo chunk_of(const ChunkBackwardParams& p, const PairInfo& pair, uint32_t rank) {
+  const bool late = rank == kLate && has_late_chunk(pair);
+  return {pair.token + (late ? kChunk : 0),
+          rank == kEarly ? min(pair.valid, kChunk)
+          : late         ? pair.valid - kChunk
+                         : 0,
+          pair.sequence, p.cu_seqlens == nullptr ? pair.sequence : 0};
+}
+
+// One thread: the stages of every item, in the order the groups use them. Of what both blocks need each brings half.
+__device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
+                                            const GradientsBarriers& bars, uint32_t rank) {
   using Traits = GradientsTraits;
-  StageCursor cursor;
-  uint32_t keys_phase = 1;  // the first round finds everything empty
-  const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
-  for (ItemCursor item(p.Hq, slots); item.valid(); item.advance(p.Hq, turns, heads), keys_phase ^= 1) {
-    const int slot = item.slot(), key_head = item.key_head;
-    const ChunkInfo chunk = chunk_info(p, slot);
-    for (int member = 0; member < p.group; ++member) {
-      const int head = key_head * p.group + member;
-      const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
+  uint32_t turn = 0;
+  for (uint32_t index = 0; index < items_in(smem); ++index) {
+    int pair_index, key_head;
+    find_item(p, index, &pair_index, &key_head);
+    const PairInfo pair = pair_info(p, pair_index);
+    const ChunkInfo chunk = chunk_of(p, pair, rank);
+    int slot = pair.slot + (rank == kLate && has_late_chunk(pair) ? 1 : 0);
+    const GradientsItem before(smem, index - 1);
+    const uint32_t tails = index == 0 ? 0 : before.tails() + (before.late_valid() < kChunk ? 1 : 0);
+    GradientsItem(smem, index).store(chunk, key_head, max(0, pair.valid - kChunk), tails);
+    int head = key_head * p.group;
+    for (const int end = head + p.group; head < end; ++head, ++turn) {
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half, cursor.advance()) {
-        const uint32_t bar = bars.full(cursor.stage), to = smem + Traits::kStageRing + cursor.stage * Traits::kStage;
-        mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
-        mbarrier_arrive_expect(bar, Traits::kStage);
+      for (int half = 0; half < 2; ++half) {
+        asm volatile("" : "+r"(slot), "+r"(pair_index), "+r"(head));  // as for the groups: few registers
+        const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
+        const uint32_t bar = bars.full(half), to = smem + Traits::kStageRing + half * Traits::kStage;
+        mbarrier_wait(bars.empty(half), (turn % 2) ^ 1);  // the first round finds everything empty
+        mbarrier_arrive_expect(
+            bar, (rank == kEarly ? Traits::kEarlyLoads : Traits::kLateLoads) + (half == 0 ? Traits::kHeadGates : 0));
         tma_load_5d(to + Traits::kDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, half, head, chunk.batch);
-        bulk_load(to + Traits::kVNew, p.v_new + tile * kTokensBytes + half * kTileBytes, kTileBytes, bar);
-        tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
-#pragma unroll 1
-        for (int k_half = 0; k_half < 2; ++k_half) {
-          const int64_t from = tile * kStateBytes + k_half * kStateHalfBytes + half * kTileBytes;
-          bulk_load(to + Traits::kState + k_half * kTileBytes, p.states + from, kTileBytes, bar);
-          bulk_load(to + Traits::kGrad + k_half * kTileBytes, p.state_grads + from, kTileBytes, bar);
+        const uint8_t* v_new = p.v_new + tile * kTokensBytes + half * kTileBytes;
+        if (rank == kEarly) {
+          bulk_load_cluster(to + Traits::kVEarly, v_new, kTileBytes, bar, kBothBlocks);
+        } else {
+          bulk_load(to + Traits::kVLate, v_new, kTileBytes, bar);
         }
-        bulk_load(to + Traits::kGates, p.gates + tile * kGateVectors * kChunk, kGateBytes, bar);
-      }
-      if (member == 0) {  // after the first head: it needs them last, and the item before may still hold their place
-        const uint32_t bar = bars.keys_full();
-        mbarrier_wait(bars.keys_empty(), keys_phase);
-        mbarrier_arrive_expect(bar, 2 * kTokensBytes);
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-          tma_load_5d(smem + Traits::kQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
-          tma_load_5d(smem + Traits::kK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch);
+        tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
+        const int64_t from =
+            (static_cast<int64_t>(pair_index) * p.Hv + head) * kStateBytes + rank * kStateHalfBytes + half * kTileBytes;
+        bulk_load_cluster(to + Traits::kState + rank * kTileBytes, p.states + from, kTileBytes, bar, kBothBlocks);
+        bulk_load_cluster(to + Traits::kGrad + rank * kTileBytes, p.state_grads + from, kTileBytes, bar, kBothBlocks);
+        if (half == 0) {
+          bulk_load_cluster(smem + Traits::kGates + turn % 2 * Traits::kHeadGates + rank * kGateBytes,
+                            p.gates + tile * kGateVectors * kChunk, kGateBytes, bar, kBothBlocks);
         }
       }
     }
+  }
+}
+
+// One thread: q and k of every item.
+__device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
+                                          const GradientsBarriers& bars, uint32_t rank) {
+  using Traits = GradientsTraits;
+  for (uint32_t index = 0; index < items_in(smem); ++index) {
+    int pair_index, key_head;
+    find_item(p, index, &pair_index, &key_head);
+    const ChunkInfo chunk = chunk_of(p, pair_info(p, pair_index), rank);
+    const uint32_t bar = bars.keys_full(), to = smem + rank * Traits::kKeys;
+    mbarrier_wait(bars.keys_empty(), (index % 2) ^ 1);
+    mbarrier_arrive_expect(bar, rank == kEarly ? 4 * kTokensBytes : 3 * kTokensBytes);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t at = to + half * kTileBytes;
+      if (rank == kEarly) {
+        tma_load_5d(at + Traits::kQ, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
+      } else {
+        tma_load_5d_cluster(at + Traits::kQ, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch, kBothBlocks);
+      }
+      tma_load_5d_cluster(at + Traits::kK, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch, kBothBlocks);
+    }
+  }
+}
+
+// dbeta = <Z, V'> / beta = <dv, V'> / beta^2, from <dv, V'> and beta; small betas come later (small_betas.cuh).
+__device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
+                                                    uint32_t dots, int lane) {
+#pragma unroll 1
+  for (int row = lane; row < chunk.valid; row += 32) {
+    const float beta = load_shared_f1(dots + kChunk * 4 + row * 4);
+    if (fabsf(beta) < p.small_beta) continue;
+    store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row, head),
+                  load_shared_f1(dots + row * 4) / (beta * beta));
+  }
+}
+
+// One warp: dg and dbeta of the block's chunk, a head at a time, from what the groups leave.
+__device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
+                                             uint32_t rank, int lane) {
+  using Traits = GradientsTraits;
+  for (uint32_t turn = 0; turn < items_in(smem) * p.group; ++turn) {
+    const uint32_t parity = turn % 2, phase = turn / 2 % 2;
+    const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes;
+    mbarrier_wait(bars.sums_full(parity), phase);
+    const uint32_t index = turn / p.group;
+    const GradientsItem item(smem, index);
+    const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
+    // What is known of the chunk is read where it is needed: few registers.
+    if (p.dbeta.data != nullptr) store_beta_gradient(p, item.chunk(p), head, sums + 3 * kChunk * 4, lane);
+    float d_cumsum[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t at = sums + (2 * lane + i) * 4;
+      d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
+      if (2 * lane + i >= item.valid()) d_cumsum[i] = 0.0f;
+    }
+    const bool has_part = lane < Traits::kConsumerWarps;
+    const float last =
+        warp_sum(has_part ? load_shared_f1(smem + Traits::kLast + parity * Traits::kLastBytes + lane * 4) : 0.0f);
+    const float rows = warp_sum(d_cumsum[0] + d_cumsum[1]);
+    __syncwarp();
+    mbarrier_arrive_warp(bars.sums_empty(parity), lane);
+    if (lane == 0) {
+      mbarrier_arrive_expect(bars.received(parity), 4);
+      store_cluster_u1(cluster_address(smem + Traits::kReceived + parity * 4, rank ^ 1),
+                       __float_as_uint(rank == kEarly ? last : last + rows),
+                       cluster_address(bars.received(parity), rank ^ 1));
+    }
+    mbarrier_wait(bars.received(parity), phase);
+    const float received = load_shared_f1(smem + Traits::kReceived + parity * 4);
+    if (p.dg.data != nullptr) store_gate_gradient(p, item.chunk(p), head, d_cumsum, last + received, lane);
   }
 }
 
@@ -301,91 +421,135 @@ enum GradientsGroup : int { kQuery, kPlus, kMinus };
 template <typename T>
 struct HeadWork {
   const ChunkBackwardParams& p;
-  const GradientsBarriers& bars;
-  const ChunkInfo& chunk;
-  int head;
-  uint32_t ring, sQ, sK, sP, sD, sums, last, keys_phase, products_phase;
+  const GradientsBarriers bars;
+  uint32_t smem;
+  uint32_t index, turn;  // items and heads before this one
+  uint32_t rank;
   int warp, lane;
 
+  __device__ GradientsItem item() const { return GradientsItem(smem, index); }
+  __device__ uint32_t sQ() const { return smem + rank * GradientsTraits::kKeys + GradientsTraits::kQ; }
+  __device__ uint32_t sK() const { return smem + rank * GradientsTraits::kKeys + GradientsTraits::kK; }
+  __device__ uint32_t sums() const { return smem + GradientsTraits::kSums + turn % 2 * GradientsTraits::kSumsBytes; }
+  __device__ uint32_t last() const { return smem + GradientsTraits::kLast + turn % 2 * GradientsTraits::kLastBytes; }
+  __device__ void open_sums() const { mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1); }
   __device__ int row(int h) const { return 16 * warp + lane / 4 + 8 * h; }
-  __device__ uint32_t open(const StageCursor& cursor) const {
-    mbarrier_wait(bars.full(cursor.stage), cursor.phase);
-    return ring + cursor.stage * GradientsTraits::kStage;
+  __device__ uint32_t open(int half) const {
+    mbarrier_wait(bars.full(half), turn % 2);
+    return smem + GradientsTraits::kStageRing + half * GradientsTraits::kStage;
   }
-  __device__ void release(const StageCursor& cursor) const {
+  // Of the early chunk, then of the late one.
+  __device__ uint32_t both_gates() const {
+    return smem + GradientsTraits::kGates + turn % 2 * GradientsTraits::kHeadGates;
+  }
+  __device__ uint32_t own_gates() const { return both_gates() + rank * kGateBytes; }
+  // In both blocks: both load to it.
+  __device__ void release(int half) const {
     __syncwarp();
-    mbarrier_arrive_warp(bars.empty(cursor.stage), lane);
+    arrive_both(bars.empty(half), lane);
   }
-  // The rows' sums over this head alone: the accumulator runs on over the heads of a group, `before` is what it had.
-  __device__ void keep_sums(GradientsGroup group, const float (&dots)[2], float (&before)[2]) const {
+  // What the group's accumulator had for row(h) before this head: it runs on over the heads of an item. For the lanes
+  // that keep sums (lane % 4 == 0), from shared memory: there are no registers to keep it in.
+  __device__ uint32_t running(GradientsGroup group, int h) const {
+    return smem + GradientsTraits::kRunning + (static_cast<uint32_t>(group) * kChunk + row(h)) * 4;
+  }
+  __device__ float before(GradientsGroup group, int h) const {
+    return turn == index * p.group ? 0.0f : load_shared_f1(running(group, h));
+  }
+  // The rows' sums over this head alone.
+  __device__ void keep_sums(GradientsGroup group, const float (&dots)[2]) const {
+    if (lane % 4 == 0) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (lane % 4 == 0) {
-        store_shared_f1(sums + static_cast<uint32_t>(group) * kChunk * 4 + row(h) * 4, dots[h] - before[h]);
+      for (int h = 0; h < 2; ++h) {
+        store_shared_f1(sums() + (static_cast<uint32_t>(group) * kChunk + row(h)) * 4, dots[h] - before(group, h));
+        store_shared_f1(running(group, h), dots[h]);
       }
-      before[h] = dots[h];
     }
+    __syncwarp();
+    mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
   }
 
   // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
-  // strictly lower) are one code: two groups running the same instructions fetch them once. Returns gC.
-  __device__ __forceinline__ float lower(bool plus, StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
+  // strictly lower) are one code: two groups running the same instructions fetch them once.
+  __device__ __forceinline__ void lower(bool plus, float (&acc)[64], float (&dots)[2]) const {
     using Traits = GradientsTraits;
-    float product[32], factor[2], part = 0.0f;
+    // Products with the own chunk's V', in the late block after those with the early chunk's (in the early one after
+    // what nobody uses: one code for both blocks).
+    constexpr int kOwn = 32;
+    float product[kOwn + 32], factor[2], part = 0.0f;
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
+    const uint32_t gates = own_gates();
 #pragma unroll
-    for (int i = 0; i < 32; ++i) product[i] = 0.0f;
+    for (int i = 0; i < kOwn + 32; ++i) product[i] = 0.0f;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
+      const uint32_t stage = open(half);
       wgmma_fence();
-      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVNew);
+      static_assert(Traits::kVLate == Traits::kVEarly + kTileBytes && Traits::kVEarly == Traits::kDo + kTileBytes);
+      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kDo + rank * kTileBytes);
       wgmma_commit();
       float row_factor[2];
+      const float gamma_early = load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
         const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
         factor[h] = !plus ? p.scale : fabsf(beta) < p.small_beta ? -beta : -1.0f;
         row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
+        row_factor[h] *= rank == kLate ? gamma_early : 1.0f;
       }
       uint32_t x[16];
       load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
       wgmma_fence();
       add_product<T>(acc, x, stage + Traits::kState);
       wgmma_commit();
-      // <dS, S>: five eighths of a half each, the rest is the minus group's
+      // gP <dS, S>: a half of V each, a half of K a block
       if (half == static_cast<int>(plus)) {
-        part = state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 0, 5, 32 * warp + lane);
+        part = gamma_early * late_decay() *
+               state_product<T>(stage + Traits::kState + rank * kTileBytes, stage + Traits::kGrad + rank * kTileBytes,
+                                32 * warp + lane);
       }
       wgmma_wait<0>();
       pin(x);
       pin(product);
       pin(acc);
-      if (half == 0) {
-        release(cursor);
-        cursor.advance();
-      }
+      release(half);
     }
+    open_sums();
     part = warp_sum(part);
-    if (lane == 0) store_shared_f1(last + (plus ? 16 : 0) + warp * 4, part);
+    if (lane == 0) store_shared_f1(last() + (plus ? 16 : 0) + warp * 4, part);
 
-    const uint32_t gates = ring + cursor.stage * Traits::kStage + Traits::kGates;
-    if (plus && p.dbeta.data != nullptr) store_beta_gradient(product, gates);
+    if (plus) keep_diagonal(product + kOwn, gates);
 
     // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). What lies above the diagonal (the one that
     // counts) or past the end (a neighbour's products, NaN perhaps) is masked off the packed words.
-    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
-    const float gamma_end = load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4);
-    uint32_t packed[16], inside[2], diagonal[4];
+    const int valid = item().valid();
+    uint32_t packed[16], packed_across[16], inside[2], diagonal[4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      inside[h] = row(h) < chunk.valid ? ~0u : 0u;
+      inside[h] = row(h) < valid ? ~0u : 0u;
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const int below = lane / 4 + 8 * h - 8 * side - 2 * (lane % 4) - static_cast<int>(plus);
         diagonal[2 * side + h] = ((below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u)) & inside[h];
       }
     }
+    {
+      // From an early token to the chunks' border and on to the row's: neither factor grows where decays do not.
+      const float row_factor[2] = {factor[0] * load_shared_f1(gates + kGammaOffset + row(0) * 4),
+                                   factor[1] * load_shared_f1(gates + kGammaOffset + row(1) * 4)};
+      const uint32_t ratios = both_gates() + kRatioOffset + 2 * (lane % 4) * 4;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 ratio = load_shared_f2(ratios + 8 * j * 4);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          packed_across[2 * j + h] = pack2<T>(row_factor[h] * ratio.x * product[4 * j + 2 * h],
+                                              row_factor[h] * ratio.y * product[4 * j + 2 * h + 1]) &
+                                     (rank == kLate ? inside[h] : 0u);
+        }
+      }
+    }
+    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -394,40 +558,57 @@ struct HeadWork {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int i = 8 * j + 4 * side + 2 * h;
-          packed[i / 2] = pack2<T>(factor[h] * exp2_approx(c_row[h] - c.x) * product[i],
-                                   factor[h] * exp2_approx(c_row[h] - c.y) * product[i + 1]) &
+          packed[i / 2] = pack2<T>(factor[h] * exp2_approx(c_row[h] - c.x) * product[kOwn + i],
+                                   factor[h] * exp2_approx(c_row[h] - c.y) * product[kOwn + i + 1]) &
                           (j < warp    ? inside[h]
                            : j == warp ? diagonal[2 * side + h]
                                        : 0u);
         }
       }
     }
-    release(cursor);
-    cursor.advance();
-    mbarrier_wait(bars.keys_full(), keys_phase);
+    mbarrier_wait(bars.keys_full(), index % 2);
     wgmma_fence();
-    add_product<T>(acc, packed, sK);
+    add_product<T>(acc, packed, sK());
+    add_product<T>(acc, packed_across, smem + Traits::kK);
     wgmma_commit();
-    mbarrier_wait(bars.products_empty(), products_phase ^ 1);
+    mbarrier_wait(bars.products_empty(), (turn % 2) ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      store_matrix_x4(tile_piece(plus ? sD : sP, 16 * warp + (lane & 15), 2 * j + (lane >> 4)), packed[4 * j],
-                      packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
+      store_matrix_x4(tile_piece(smem + (plus ? Traits::kD : Traits::kP), 16 * warp + (lane & 15), 2 * j + (lane >> 4)),
+                      packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
     }
     __syncwarp();
     mbarrier_arrive_warp(bars.products_full(), lane);
+    if (rank == kLate) {
+      mbarrier_wait(bars.late_rows_empty(), (turn % 2) ^ 1);
+      const uint32_t tile = smem + Traits::kStaging + (plus ? kTileBytes : 0);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        store_matrix_x4(tile_piece(tile, 16 * warp + (lane & 15), 2 * j + (lane >> 4)), packed_across[4 * j],
+                        packed_across[4 * j + 1], packed_across[4 * j + 2], packed_across[4 * j + 3]);
+      }
+      fence_proxy_async();
+      named_barrier_sync(kStagingBarrier + static_cast<uint32_t>(plus), 128);
+      if (warp == 0 && lane == 0) {
+        bulk_copy_cluster(cluster_address(smem + (plus ? Traits::kLateRowsD : Traits::kLateRowsP), kEarly), tile,
+                          kTileBytes, cluster_address(bars.late_rows_full(), kEarly));
+      }
+    }
     wgmma_wait<0>();
     pin(packed);
+    pin(packed_across);
     pin(acc);
-    float dots[2];
-    row_dots<T>(dots, acc, plus ? sK : sQ, warp, lane);
-    keep_sums(plus ? kPlus : kQuery, dots, before);
-    return gamma_end;
+    row_dots<T>(dots, acc, plus ? sK() : sQ(), warp, lane);
+    keep_sums(plus ? kPlus : kQuery, dots);
   }
 
-  // dbeta = <Z, V'> / beta = <dv, V'> / beta^2 from the diagonal of the product; small betas come later
-  // (small_betas.cuh).
-  __device__ __forceinline__ void store_beta_gradient(const float (&product)[32], uint32_t gates) const {
+  // The decay of the late chunk.
+  __device__ __forceinline__ float late_decay() const {
+    return item().late_valid() > 0 ? load_shared_f1(both_gates() + kGateBytes + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
+  }
+
+  // <dv, V'> from the diagonal of the product, and beta, for dbeta.
+  __device__ __forceinline__ void keep_diagonal(const float* product, uint32_t gates) const {
     float dot[2] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -436,12 +617,12 @@ struct HeadWork {
         if (j == warp) dot[h] = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
       }
     }
+    if (lane / 8 != lane % 4) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-      if (lane / 8 == lane % 4 && row(h) < chunk.valid && !(fabsf(beta) < p.small_beta)) {
-        store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row(h), head), dot[h] / (beta * beta));
-      }
+      const uint32_t to = sums() + 3 * kChunk * 4 + row(h) * 4;
+      store_shared_f1(to, dot[h]);
+      store_shared_f1(to + kChunk * 4, load_shared_f1(gates + kBetaOffset + row(h) * 4));
     }
   }
 
@@ -454,135 +635,113 @@ struct HeadWork {
     }
   }
 
-  __device__ __forceinline__ void minus(StageCursor& cursor, float (&acc)[64], float (&before)[2]) const {
+  __device__ __forceinline__ void minus(float (&acc)[64], float (&dots)[2]) const {
     using Traits = GradientsTraits;
-    float part = 0.0f;
+    if (rank == kEarly && warp == 0 && lane == 0) mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const uint32_t stage = open(cursor), gates = stage + Traits::kGates;
-      const float factor[2] = {load_shared_f1(gates + kRatioOffset + row(0) * 4),
-                               load_shared_f1(gates + kRatioOffset + row(1) * 4)};
+      const uint32_t stage = open(half), ratios = own_gates() + kRatioOffset;
+      const float decay = rank == kLate ? 1.0f : late_decay();
+      const float factor[2] = {decay * load_shared_f1(ratios + row(0) * 4),
+                               decay * load_shared_f1(ratios + row(1) * 4)};
       uint32_t x[16];
-      load_rows<T>(x, stage + Traits::kVNew, factor, warp, lane);
+      load_rows<T>(x, stage + Traits::kVEarly + rank * kTileBytes, factor, warp, lane);
       wgmma_fence();
       add_product<T>(acc, x, stage + Traits::kGrad);
       wgmma_commit();
-      part += load_shared_f1(gates + kGammaOffset + (kChunk - 1) * 4) *
-              state_product<T>(stage + Traits::kState, stage + Traits::kGrad, 5, 3, 32 * warp + lane);
       wgmma_wait<0>();
       pin(x);
       pin(acc);
-      release(cursor);
-      cursor.advance();
+      release(half);
     }
 
-    // So far the head's part is diag(gC / gamma) V' dS^T: its row sums belong to the last token too.
-    float dots[2];
-    mbarrier_wait(bars.keys_full(), keys_phase);
-    row_dots<T>(dots, acc, sK, warp, lane);
-    part = warp_sum(part + (lane % 4 == 0 ? dots[0] - before[0] + dots[1] - before[1] : 0.0f));
-    if (lane == 0) store_shared_f1(last + 32 + warp * 4, part);
+    // So far the head's part is diag(gP / gamma) V' dS^T: its row sums belong to the last token too.
+    mbarrier_wait(bars.keys_full(), index % 2);
+    row_dots<T>(dots, acc, sK(), warp, lane);
+    const float part = warp_sum(lane % 4 == 0 ? dots[0] - before(kMinus, 0) + dots[1] - before(kMinus, 1) : 0.0f);
+    open_sums();
+    if (lane == 0) store_shared_f1(last() + 32 + warp * 4, part);
 
-    mbarrier_wait(bars.products_full(), products_phase);
-    uint32_t dP[16], D[16];
-    load_transposed(dP, sP);
-    load_transposed(D, sD);
-    __syncwarp();
-    mbarrier_arrive_warp(bars.products_empty(), lane);
-    wgmma_fence();
-    add_product<T>(acc, dP, sQ);
-    add_product<T>(acc, D, sK);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(dP);
-    pin(D);
-    pin(acc);
-    row_dots<T>(dots, acc, sK, warp, lane);
-    keep_sums(kMinus, dots, before);
+    // dP^T Q + D^T K of the chunk's own rows, and in the early block of the late chunk's.
+#pragma unroll 1
+    for (int late_rows = 0; late_rows < (rank == kLate ? 1 : 2); ++late_rows) {
+      const bool own = late_rows == 0;
+      mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
+      uint32_t dP[16], D[16];
+      load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
+      load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
+      __syncwarp();
+      if (kWarpArrivals == 32 || lane == 0) {
+        mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
+                                    : cluster_address(bars.late_rows_empty(), kLate));
+      }
+      const uint32_t keys = smem + (rank == kLate || !own ? Traits::kKeys : 0);
+      wgmma_fence();
+      add_product<T>(acc, dP, keys + Traits::kQ);
+      add_product<T>(acc, D, keys + Traits::kK);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(dP);
+      pin(D);
+      pin(acc);
+    }
+    row_dots<T>(dots, acc, sK(), warp, lane);
+    keep_sums(kMinus, dots);
   }
 };
 
 // One warpgroup through all items of its block. kNorms: q and k were normalised (a kernel of its own: what the other
 // does not execute would still take its registers).
 template <typename T, bool kNorms, bool kIsMinus>
-__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, int slots,
-                                                uint32_t smem, const GradientsBarriers& bars, int warp, int lane) {
+__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, uint32_t smem,
+                                                const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
   using Traits = GradientsTraits;
-  const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK;
-  StageCursor cursor;
-  uint32_t keys_phase = 0, parity = 0, tail_phase = 0;
-  const int turns = static_cast<int>(gridDim.x) / p.Hq, heads = static_cast<int>(gridDim.x) - turns * p.Hq;
-  ItemCursor item(p.Hq, slots);
-  ChunkInfo next_chunk = item.valid() ? chunk_info(p, item.slot()) : ChunkInfo{};
-  for (; item.valid(); keys_phase ^= 1) {
-    const int key_head = item.key_head;
-    ChunkInfo chunk = next_chunk;
-    item.advance(p.Hq, turns, heads);
-    if (item.valid()) next_chunk = chunk_info(p, item.slot());  // comes while this item is worked on
-    if (chunk.valid < kChunk) {
-      const int thread = group * 128 + 32 * warp + lane;
-      mbarrier_wait(bars.keys_full(), keys_phase);
+  const uint32_t keys = smem + rank * Traits::kKeys, sQ = keys + Traits::kQ, sK = keys + Traits::kK;
+  uint32_t turn = 0;
+  for (uint32_t index = 0; index < items_in(smem); ++index) {
+    mbarrier_wait(bars.full(0), turn % 2);
+    const GradientsItem item(smem, index);
+    if (item.late_valid() < kChunk) {
+      const int thread = group * 128 + 32 * warp + lane, valid = item.valid();
+      mbarrier_wait(bars.keys_full(), index % 2);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        zero_tail(sQ + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
-        zero_tail(sK + half * kTileBytes, chunk.valid, thread, Traits::kGroups * 128);
+        const uint32_t tile = half * kTileBytes;
+        zero_tail(sQ + tile, valid, thread, Traits::kGroups * 128);
+        zero_tail(sK + tile, valid, thread, Traits::kGroups * 128);
+        if (rank == kEarly) {
+          zero_tail(smem + Traits::kKeys + Traits::kQ + tile, item.late_valid(), thread, Traits::kGroups * 128);
+          zero_tail(smem + Traits::kKeys + Traits::kK + tile, item.late_valid(), thread, Traits::kGroups * 128);
+        }
       }
       fence_proxy_async();
       __syncwarp();
       mbarrier_arrive_warp(bars.tail(), lane);
-      mbarrier_wait(bars.tail(), tail_phase);
-      tail_phase ^= 1;
+      mbarrier_wait(bars.tail(), item.tails() % 2);
     }
-    float acc[64], before[2] = {0.0f, 0.0f};
+    float acc[64], dots[2];
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
 
-    for (int member = 0; member < p.group; ++member, parity ^= 1) {
+    for (const uint32_t end = turn + p.group; turn < end; ++turn) {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
-      asm volatile("" : "+r"(warp), "+r"(lane), "+r"(chunk.token));
-      const int head = key_head * p.group + member;
-      const HeadWork<T> work = {p,
-                                bars,
-                                chunk,
-                                head,
-                                smem + Traits::kStageRing,
-                                sQ,
-                                sK,
-                                smem + Traits::kP,
-                                smem + Traits::kD,
-                                smem + Traits::kSums + parity * Traits::kSumsBytes,
-                                smem + Traits::kLast + parity * Traits::kLastBytes,
-                                keys_phase,
-                                parity,
-                                warp,
-                                lane};
+      asm volatile("" : "+r"(warp), "+r"(lane));
+      const HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       if constexpr (kIsMinus) {
-        work.minus(cursor, acc, before);
-        named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
+        work.minus(acc, dots);
       } else {
-        const float gamma_end = work.lower(group == kPlus, cursor, acc, before);
-        if (group == kPlus) {
-          named_barrier_arrive(kSumsBarrier + parity, Traits::kGroups * 128);
-        } else {
-          // Before the sums: the others need not wait for the gate's gradient to take the place of q and k.
-          if (!kNorms && member + 1 == p.group) {
-            named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-          }
-          named_barrier_sync(kSumsBarrier + parity, Traits::kGroups * 128);
-          if (warp == 0 && p.dg.data != nullptr) {
-            store_gate_gradient(p, chunk, head, work.sums, work.last, gamma_end, lane);
-          }
-        }
+        work.lower(group == kPlus, acc, dots);
       }
     }
 
-    if (kNorms && group == kQuery) {
-      through_norm<T>(acc, before, sQ, p.q_inverse_norms, p, chunk, key_head, warp, lane);
-      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-    }
-    if (group != kQuery) {
+    if (group == kQuery) {
       if constexpr (kNorms) {
-        through_norm<T>(acc, before, sK, p.k_inverse_norms, p, chunk, key_head, warp, lane);
+        through_norm<T>(acc, dots, sQ, p.q_inverse_norms, p, item.chunk(p), item.key_head(), warp, lane);
+      }
+      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
+    } else {
+      if constexpr (kNorms) {
+        through_norm<T>(acc, dots, sK, p.k_inverse_norms, p, item.chunk(p), item.key_head(), warp, lane);
       }
       // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
       static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
@@ -606,13 +765,16 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           acc[4 * i + 1] += x.y;
           acc[4 * i + 2] += x.z;
           acc[4 * i + 3] += x.w;
+          if (i % 4 == 3) __syncwarp();  // else all 64 are on their way at once, in as many registers
         }
       }
       fence_proxy_async();  // the copy engine writes here next
     }
     __syncwarp();
-    mbarrier_arrive_warp(bars.keys_empty(), lane);
-    if (kIsMinus || group == kQuery) store_rows<T>(kIsMinus ? p.dk : p.dq, chunk, key_head, acc, warp, lane);
+    arrive_both(bars.keys_empty(), lane);
+    if (kIsMinus || group == kQuery) {
+      store_rows<T>(kIsMinus ? p.dk : p.dq, item.chunk(p), item.key_head(), acc, threadIdx.x / 32 % 4, lane);
+    }
   }
 }
 
@@ -627,32 +789,47 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
   const GradientsBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int slots = total_chunks(p);
+  const uint32_t rank = __shfl_sync(0xffffffffu, cluster_rank(), 0);
 
   if (threadIdx.x == 0) {
+    store_shared_f1(smem + Traits::kCount, __uint_as_float(count_items(p)));
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
-      mbarrier_init(bars.empty(i), Traits::kConsumerWarps * kWarpArrivals);
+      mbarrier_init(bars.empty(i), 2 * Traits::kConsumerWarps * kWarpArrivals);
     }
     mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
     mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
+    mbarrier_init(bars.late_rows_full(), 1);
+    mbarrier_init(bars.late_rows_empty(), 4 * kWarpArrivals);
     mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
+    for (uint32_t parity = 0; parity < 2; ++parity) {
+      mbarrier_init(bars.sums_full(parity), Traits::kConsumerWarps * kWarpArrivals);
+      mbarrier_init(bars.sums_empty(parity), kWarpArrivals);
+      mbarrier_init(bars.received(parity), 1);
+    }
     mbarrier_init_fence();
   }
-  __syncthreads();
+  cluster_sync();
 
+  // Each role ends by itself, when neither block writes to the other any more.
   if (warp >= Traits::kConsumerWarps) {
     release_registers<Traits::kLoadRegisters>();
-    if (warp == Traits::kConsumerWarps && lane == 0) load_operands(p, maps, slots, smem, bars);
+    if (warp == Traits::kConsumerWarps && lane == 0) load_stages(p, maps, smem, bars, rank);
+    if (warp == Traits::kConsumerWarps + 1 && lane == 0) load_keys(p, maps, smem, bars, rank);
+    if (warp == Traits::kConsumerWarps + 2) finish_gates(p, smem, bars, rank, lane);
+    __syncwarp();
+    cluster_sync();
     return;
   }
   if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
-    group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, slots, smem, bars, warp % 4, lane);
+    group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, smem, bars, rank, warp % 4, lane);
   } else {
     claim_registers<Traits::kMinusRegisters>();
-    group_gradients<T, kNorms, true>(p, kMinus, slots, smem, bars, warp - 8, lane);
+    group_gradients<T, kNorms, true>(p, kMinus, smem, bars, rank, warp - 8, lane);
   }
+  __syncwarp();
+  cluster_sync();
 }
 
 }  // namespace flash_qla::cuda::sm90

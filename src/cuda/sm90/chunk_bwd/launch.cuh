@@ -1,6 +1,8 @@
 // Starts the backward's kernels for one element type. Included by the instantiations alone.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
@@ -57,9 +59,10 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
     const auto kernel = p.q_inverse_norms == nullptr ? sm90_chunk_bwd_gradients_kernel<T, false>
                                                      : sm90_chunk_bwd_gradients_kernel<T, true>;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
-    const int64_t items = static_cast<int64_t>(p.chunk_bound) * p.Hq;
-    const unsigned blocks = static_cast<unsigned>(items < multiprocessors ? items : multiprocessors);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps));
+    const int64_t items = static_cast<int64_t>(p.pair_bound) * p.Hq, most = std::max(1, multiprocessors / 2);
+    const unsigned clusters = static_cast<unsigned>(std::min(items, most));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(
+        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps));
   }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }

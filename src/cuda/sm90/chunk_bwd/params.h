@@ -1,5 +1,6 @@
 // What the backward kernels are given. Names are those of docs/math.md; "chunk slot": chunks counted sequence by
-// sequence.
+// sequence. "Pair": two chunks of a sequence that follow one another, the first of an even number within the sequence;
+// the last chunk may be alone.
 #pragma once
 
 #include <cuda.h>
@@ -26,12 +27,19 @@ struct ChunkInfo {
   int32_t batch;     // batch entry (0 with cu_seqlens)
 };
 
+// The two chunks of a pair.
+struct alignas(16) PairInfo {
+  int32_t token;  // first token, within its batch entry
+  int32_t valid;  // tokens, 1 .. 128
+  int32_t slot;   // of the first chunk; the second one's follows
+  int32_t sequence;
+};
+
 // A piece of a sequence (segments.cuh). 32 bytes: two loads bring it.
 struct alignas(16) SegmentInfo {
-  int32_t n;                                 // sequence; -1: the slot is empty
-  int32_t index, count;                      // which of its sequence's segments
-  int32_t token, length, first_slot, batch;  // of the sequence
-  int32_t unused;
+  int32_t n;                                             // sequence; -1: the slot is empty
+  int32_t index, count;                                  // which of its sequence's segments
+  int32_t token, length, first_slot, batch, first_pair;  // of the sequence
 };
 static_assert(sizeof(SegmentInfo) == 32);
 
@@ -40,6 +48,7 @@ struct ChunkBackwardParams {
   int32_t Hq, Hv, group;  // group = Hv / Hq
   int32_t chunk_bound;    // chunk slots that the workspace has
   int32_t per_sequence;   // dense: chunks of one sequence; 0 with cu_seqlens
+  int32_t pair_bound;     // pairs that the workspace has
   // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
   int32_t segment_chunks, segment_bound;
   float scale;
@@ -73,6 +82,9 @@ struct ChunkBackwardParams {
   ChunkInfo* chunk_map;   // [chunk_bound]; with cu_seqlens alone
   int32_t* first_slot;    // [N] first chunk slot of each sequence; with cu_seqlens alone
   int32_t* total_chunks;  // [1]; with cu_seqlens alone
+  PairInfo* pair_map;     // [pair_bound]; with cu_seqlens alone
+  int32_t* first_pair;    // [N] first pair of each sequence; with cu_seqlens alone
+  int32_t* total_pairs;   // [1]; with cu_seqlens alone
   int32_t* small_count;   // [1] how many entries small_tiles has
   int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
@@ -83,8 +95,8 @@ struct ChunkBackwardParams {
   uint8_t* GA;               // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
   uint8_t* P;                // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
   float* gates;              // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
-  uint8_t* states;           // [chunk_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the chunk's start
-  uint8_t* state_grads;      // the same of dS at the chunk's end
+  uint8_t* states;           // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
+  uint8_t* state_grads;      // the same of dS at the pair's end
   uint8_t* v_new;            // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);

@@ -143,7 +143,7 @@ size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* para
     longest.chunk_bound = params->chunk_bound - params->N + 1;
   }
   if (choose(longest) == 0) return whole;
-  // An eighth of what the chunks take: segments shorter than 16 chunks would leave more.
+  // An eighth of what the chunks take: segments shorter than 24 chunks would leave more.
   constexpr size_t kLeastRoom = size_t{64} << 20;
   const size_t most = whole + std::max(kLeastRoom, whole / 8);
   int32_t segment = choose(*params);

@@ -1,5 +1,5 @@
-// With cu_seqlens: which tokens each chunk slot holds, found on the device, and zero gradients for the tokens before
-// the first sequence and after the last.
+// With cu_seqlens: which tokens each chunk slot and pair of chunks holds, found on the device, and zero gradients for
+// the tokens before the first sequence and after the last.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
@@ -53,7 +53,11 @@ __device__ __forceinline__ int sequence_of(const int32_t* first, int N, int slot
   return low;
 }
 
-// Block 0: running sums of the sequences' chunks and segments, then every slot finds its sequence by bisection.
+__device__ __forceinline__ int3 operator+(const int3& x, const int3& y) {
+  return make_int3(x.x + y.x, x.y + y.y, x.z + y.z);
+}
+
+// Block 0: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by bisection.
 __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
@@ -64,10 +68,10 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   if (threadIdx.x == 0) *p.small_count = 0;
   const bool packed = p.cu_seqlens != nullptr;
   if (!packed && p.segment_chunks == 0) return;
-  __shared__ int2 warp_total[kPlanThreads / 32];
-  __shared__ int2 carry;
+  __shared__ int3 warp_total[kPlanThreads / 32];
+  __shared__ int3 carry;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-  if (thread == 0) carry = make_int2(0, 0);
+  if (thread == 0) carry = make_int3(0, 0, 0);
   __syncthreads();
   for (int base = 0; base < p.N; base += kPlanThreads) {
     const int n = base + thread;
@@ -81,36 +85,52 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     }
     const int32_t chunks = (length + kChunk - 1) / kChunk;
     const int32_t segments = n < p.N && p.segment_chunks > 0 ? segments_of(p, chunks) : 0;
-    int2 sum = make_int2(chunks, segments);
+    const int32_t pairs = pairs_of(chunks);
+    int3 sum = make_int3(chunks, segments, pairs);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int2 other = make_int2(__shfl_up_sync(0xffffffffu, sum.x, step), __shfl_up_sync(0xffffffffu, sum.y, step));
-      if (lane >= step) sum = make_int2(sum.x + other.x, sum.y + other.y);
+      const int3 other = make_int3(__shfl_up_sync(0xffffffffu, sum.x, step), __shfl_up_sync(0xffffffffu, sum.y, step),
+                                   __shfl_up_sync(0xffffffffu, sum.z, step));
+      if (lane >= step) sum = sum + other;
     }
     if (lane == 31) warp_total[warp] = sum;
     __syncthreads();
-    int2 before = carry;
-    for (int w = 0; w < warp; ++w) before = make_int2(before.x + warp_total[w].x, before.y + warp_total[w].y);
+    int3 before = carry;
+    for (int w = 0; w < warp; ++w) before = before + warp_total[w];
     if (n < p.N) {
-      if (packed) p.first_slot[n] = min(before.x + sum.x - chunks, p.chunk_bound);
+      if (packed) {
+        p.first_slot[n] = min(before.x + sum.x - chunks, p.chunk_bound);
+        p.first_pair[n] = min(before.z + sum.z - pairs, p.pair_bound);
+      }
       if (p.segment_chunks > 0) p.first_segment[n] = min(before.y + sum.y - segments, p.segment_bound);
     }
     __syncthreads();
     // Offsets that overlap could overflow the sums: they need not grow past the bounds.
     if (thread == kPlanThreads - 1) {
-      carry = make_int2(min(before.x + sum.x, p.chunk_bound), min(before.y + sum.y, p.segment_bound));
+      carry = make_int3(min(before.x + sum.x, p.chunk_bound), min(before.y + sum.y, p.segment_bound),
+                        min(before.z + sum.z, p.pair_bound));
     }
     __syncthreads();
   }
-  const int2 total = carry;
+  const int3 total = carry;
   if (packed) {
-    if (thread == 0) *p.total_chunks = total.x;
+    if (thread == 0) {
+      *p.total_chunks = total.x;
+      *p.total_pairs = total.z;
+    }
     for (int slot = thread; slot < total.x; slot += kPlanThreads) {
       const int n = sequence_of(p.first_slot, p.N, slot);
       int32_t begin, length;
       sequence_range(p, n, &begin, &length);
       const int32_t offset = (slot - p.first_slot[n]) * kChunk;
       p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), n, 0};
+    }
+    for (int pair = thread; pair < total.z; pair += kPlanThreads) {
+      const int n = sequence_of(p.first_pair, p.N, pair);
+      const SequenceInfo sequence = sequence_info(p, n);
+      const int32_t chunk = 2 * (pair - sequence.first_pair);
+      p.pair_map[pair] = {sequence.token + chunk * kChunk, max(0, min(2 * kChunk, sequence.length - chunk * kChunk)),
+                          min(sequence.first_slot + chunk, p.chunk_bound - 1), n};
     }
   }
   if (p.segment_chunks == 0) return;
@@ -126,6 +146,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
       info.length = sequence.length;
       info.first_slot = sequence.first_slot;
       info.batch = sequence.batch;
+      info.first_pair = sequence.first_pair;
     }
     p.segment_map[segment] = info;
   }

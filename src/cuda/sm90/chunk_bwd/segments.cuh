@@ -37,7 +37,7 @@ __device__ __forceinline__ bool find_segment(const ChunkBackwardParams& p, int s
   s->n = x.x;
   s->index = x.y;
   s->count = x.z;
-  s->sequence = {x.w, y.x, y.y, y.z};
+  s->sequence = {x.w, y.x, y.y, y.z, y.w};
   s->begin = s->index * p.segment_chunks;
   s->end = min(s->begin + p.segment_chunks, s->sequence.chunks());
   return s->n >= 0;

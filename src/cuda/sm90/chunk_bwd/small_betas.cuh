@@ -1,14 +1,16 @@
 // dbeta and dv of the rows that the reverse pass left as Z (|beta| < small_beta), exactly and without a division:
-// dbeta = <Z, error>, error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j, and dv = beta Z. Such rows are rare
-// (most blocks look at 64 betas and leave), so this is plain code, a block a row at a time.
+// dbeta = <Z, error>, error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j, j from the start of the row's pair of
+// chunks, where S is, and dv = beta Z. Such rows are rare (most blocks look at 64 betas and leave), so this is plain
+// code, a block a row at a time.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
-constexpr int kSmallBetasThreads = kDim;  // one of V each
-constexpr int kSmallBetasBlocks = 528;    // four for each of an H200's multiprocessors
+constexpr int kSmallBetasThreads = kDim;  // one of V each, and a token of a pair each
+static_assert(kSmallBetasThreads >= 2 * kChunk);
+constexpr int kSmallBetasBlocks = 528;  // four for each of an H200's multiprocessors
 
 // Eight elements from memory, 16-byte aligned, times as many floats.
 template <typename T>
@@ -28,7 +30,7 @@ template <typename T>
 __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
-  __shared__ float key[kDim], coefficient[kChunk], warp_dots[kSmallBetasThreads / 32];
+  __shared__ float key[kDim], coefficient[2 * kChunk], warp_dots[kSmallBetasThreads / 32];
   const int thread = threadIdx.x, count = *p.small_count;
   for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
     const int64_t tile = p.small_tiles[entry];
@@ -36,8 +38,15 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
     const ChunkInfo chunk = chunk_info(p, slot);
     const float* gates = p.gates + tile * kGateVectors * kChunk;
     const float* betas = gates + 3 * kChunk;
-    const uint8_t* state = p.states + tile * kStateBytes;
-    const uint8_t* v_new = p.v_new + tile * kTokensBytes;
+    const SequenceInfo sequence = sequence_info(p, chunk.sequence);
+    const int place = slot - sequence.first_slot, early = place % 2 * kChunk;  // tokens of the pair before this chunk
+    const uint8_t* state =
+        p.states + (static_cast<int64_t>(sequence.first_pair + place / 2) * p.Hv + head) * kStateBytes;
+    // Of the pair's first chunk.
+    const int64_t first_tile = tile - (early > 0 ? p.Hv : 0);
+    const uint8_t* v_new = p.v_new + first_tile * kTokensBytes;
+    const float* first_gates = p.gates + first_tile * kGateVectors * kChunk;
+    const float early_decay = early > 0 ? first_gates[2 * kChunk - 1] : 1.0f;
     auto key_row = [&](int row) {
       return static_cast<const uint16_t*>(p.k.data) + row_offset(p.k, chunk.batch, chunk.token + row, head / p.group);
     };
@@ -60,19 +69,22 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
         const uint32_t at = (piece / 8) * kStateHalfBytes + tile_piece(0, thread, piece % 8);
         read += dot8<T>(state + at, key + 8 * piece);
       }
-      // G_ij (K K^T)_ij, a thread a token
-      if (thread < row) {
+      // G_ij (K K^T)_ij, a thread a token of the pair
+      if (thread < early + row) {
         float kk = 0.0f;
 #pragma unroll
-        for (int piece = 0; piece < kDim / 8; ++piece) kk += dot8<T>(key_row(thread) + 8 * piece, key + 8 * piece);
-        coefficient[thread] = kk * exp2_approx(gates[row] - gates[thread]);
+        for (int piece = 0; piece < kDim / 8; ++piece)
+          kk += dot8<T>(key_row(thread - early) + 8 * piece, key + 8 * piece);
+        coefficient[thread] = kk * (thread < early ? gates[kChunk + row] * first_gates[2 * kChunk + thread]
+                                                   : exp2_approx(gates[row] - gates[thread - early]));
       }
       __syncthreads();
       float error = load_element(p.v, row_offset(p.v, chunk.batch, chunk.token + row, head) + thread * p.v.stride[3]) -
-                    gates[kChunk + row] * read;
+                    gates[kChunk + row] * early_decay * read;
 #pragma unroll 8
-      for (int j = 0; j < row; ++j) {
-        const uint32_t at = (thread / 64) * kTileBytes + tile_piece(0, j, thread % 64 / 8) + thread % 8 * 2;
+      for (int j = 0; j < early + row; ++j) {
+        const int64_t at = j / kChunk * p.Hv * static_cast<int64_t>(kTokensBytes) + (thread / 64) * kTileBytes +
+                           tile_piece(0, j % kChunk, thread % 64 / 8) + thread % 8 * 2;
         error -= coefficient[j] * unpack2<T>(*reinterpret_cast<const uint16_t*>(v_new + at)).x;
       }
       const int64_t offset = row_offset(p.dv, chunk.batch, chunk.token + row, head) + thread;

@@ -1,5 +1,5 @@
-// The two serial passes, side by side in one launch: the forward one keeps S at each chunk's start and V', the reverse
-// one keeps dS at each chunk's end and writes dv. Neither needs the other, so a short batch fills twice the
+// The two serial passes, side by side in one launch: the forward one keeps S at each pair's start and V', the reverse
+// one keeps dS at each pair's end and writes dv. Neither needs the other, so a short batch fills twice the
 // multiprocessors.
 //
 // A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
@@ -46,7 +46,7 @@ struct StatesTraits {
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
   static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
-  static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 5;
+  static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 6;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
@@ -65,7 +65,9 @@ struct StatesBarriers {
   __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
   __device__ uint32_t state_full() const { return base + 32 * kMostStatesStages; }
   __device__ uint32_t state_empty() const { return state_full() + 8; }
-  __device__ uint32_t tokens_full() const { return state_full() + 16; }
+  // Of even and odd steps: the storing warp may be a step behind, and must not find two phases ended where it waits for
+  // one.
+  __device__ uint32_t tokens_full(int step) const { return state_full() + (step % 2 == 0 ? 16 : 40); }
   __device__ uint32_t P_full() const { return state_full() + 24; }
   __device__ uint32_t P_empty() const { return state_full() + 32; }
 };
@@ -189,6 +191,13 @@ struct StatesWork {
   __device__ bool has_tail(int step) const { return (chunk(step) + 1) * kChunk > sequence.length; }
   __device__ int64_t tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
+  }
+  __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
+    return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
+  }
+  // The pass is at an edge of a pair before it goes through chunk c: its state is kept.
+  __device__ bool keeps_state(int c) const {
+    return reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0;
   }
 };
 
@@ -343,7 +352,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
       store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
-    arrive_warp(bars.tokens_full(), at.lane);
+    arrive_warp(bars.tokens_full(step), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
@@ -479,7 +488,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
-    arrive_warp(bars.tokens_full(), at.lane);
+    arrive_warp(bars.tokens_full(step), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(dU);
@@ -509,16 +518,17 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
     const bool wanted = step >= work.warmup;
     mbarrier_wait(bars.state_full(), phase);
-    if (wanted && lane == 0) {
+    if (wanted && work.keeps_state(c) && lane == 0) {
       fence_proxy_async();
-      uint8_t* to = (kReverse ? p.state_grads : p.states) + tile * kStateBytes + work.half * kTileBytes;
+      uint8_t* to =
+          (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
       bulk_store(to, out, kTileBytes);
       bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       tma_store_commit();
       tma_store_wait_read();
     }
     arrive_warp(bars.state_empty(), lane);
-    mbarrier_wait(bars.tokens_full(), phase);
+    mbarrier_wait(bars.tokens_full(step), step >> 1 & 1);
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
         // The copy engine knows no sequence ends.
@@ -889,7 +899,8 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
     }
     mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.state_empty(), kWarpArrivals);
-    mbarrier_init(bars.tokens_full(), 4 * kWarpArrivals);
+    mbarrier_init(bars.tokens_full(0), 4 * kWarpArrivals);
+    mbarrier_init(bars.tokens_full(1), 4 * kWarpArrivals);
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();

@@ -1,8 +1,6 @@
 // The auxiliary warpgroups: the gates, A_g and P of a chunk, and the copy engine.
 #pragma once
 
-#include <type_traits>
-
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
@@ -14,11 +12,11 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// The gate vectors of one chunk from g and beta in the stage itself, by two warps, a half (0 or 1) of the vectors each;
-// lane l holds tokens 2l and 2l + 1. Every exponent is a difference, at most 0 for g <= 0.
+// The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
+// Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk.
 template <typename Traits>
 __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           int half, int lane) {
+                                           int lane) {
   const int block = lane >> 3;
   const float2 g = load_shared_f2(gate + Traits::kGateRaw + 8 * lane);
   // Sums within the lane's block of 16 tokens.
@@ -41,24 +39,35 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
+  using Element = typename Traits::Element;
+  const bool mild =
+      __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
+                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>));
   const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t natural = gate + 8 * lane;
-  if (half == 0) {
-    if constexpr (Traits::kSave) {
-      if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
-        float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
-        if (2 * lane < chunk.valid) out[0] = cx;
-        if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
-      }
+  if constexpr (Traits::kSave) {
+    if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
+      float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
+      if (2 * lane < chunk.valid) out[0] = cx;
+      if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
     }
-    const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
-    store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
-    store_shared_f2(permuted + Traits::kGateScaled, gamma_x * args.scale, gamma_y * args.scale);
-    store_shared_f2(permuted + Traits::kGateRest, exp2_approx((end3 - cx) * kLog2e), exp2_approx((end3 - cy) * kLog2e));
-    store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
-    return;
   }
   const float2 beta = load_shared_f2(natural + Traits::kGateBeta);
+  const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
+  const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
+  store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
+  const float factor_p = kWideExponents<Element> ? exp2_approx(-end3 * kLog2e) : 1.0f;
+  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? factor_p : 0.0f);
+  if (mild) {
+    const float out_x = kWideExponents<Element> ? gamma_x : exp2_approx((cx - end3) * kLog2e);
+    const float out_y = kWideExponents<Element> ? gamma_y : exp2_approx((cy - end3) * kLog2e);
+    store_shared_f2(permuted + Traits::kGateScaled, out_x * args.scale, out_y * args.scale);
+    store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
+    return;
+  }
+  store_shared_f2(permuted + Traits::kGateScaled, 1.0f, 1.0f);
+  store_shared_f2(permuted + Traits::kGateRest, rest_x, rest_y);
+  store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
   store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
@@ -68,46 +77,6 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float column_end = j == 0 ? end0 : j == 1 ? end1 : end2;
   if (lane < 16)
     store_shared_f1(gate + Traits::kGatePair + 4 * lane, i > j ? exp2_approx((row_end - column_end) * kLog2e) : 0.0f);
-}
-
-// base + count * bytes, in one instruction.
-__device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {
-  uint64_t sum;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(sum) : "r"(count), "r"(bytes), "l"(reinterpret_cast<uint64_t>(base)));
-  return reinterpret_cast<const void*>(sum);
-}
-
-// Every beta of a call without any.
-static __device__ const float kOne = 1.0f;
-
-// g and beta of a chunk into its gate stage, zeros past the end, by one warp; `barrier` counts its 32 lanes.
-template <typename Traits>
-__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           uint32_t barrier, int lane) {
-  const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* data = i == 0 ? args.g : args.beta;
-    const bool given = data != nullptr;
-    // Strides below 2^29 elements: the launcher has looked.
-    int token_bytes = 4 * static_cast<int>(i == 0 ? args.g_token_stride : args.beta_token_stride);
-    int head_bytes = 4 * static_cast<int>(i == 0 ? args.g_head_stride : args.beta_head_stride);
-    if (i == 1) {
-      data = given ? data : &kOne;
-      token_bytes = given ? token_bytes : 0;
-      head_bytes = given ? head_bytes : 0;
-    }
-    const uint32_t to = gate + (i == 0 ? Traits::kGateRaw : Traits::kGateBeta) + 4 * lane;
-    // With nothing to read, any mapped address does: zero bytes are taken from it.
-    const int valid = i == 0 && !given ? 0 : place.y;
-    const void* head = advance(i == 0 && !given ? args.q : data, valid == 0 ? 0 : place.w, head_bytes);
-#pragma unroll
-    for (int t = 0; t < kChunk; t += 32) {
-      const bool have = lane + t < valid;
-      copy_async_4(to + 4 * t, advance(head, have ? place.x + lane + t : 0, token_bytes), have);
-    }
-  }
-  copy_async_arrive(barrier);
 }
 
 // Zeros rows valid..63 of `halves` 64x64 swizzled half tiles, so that what follows the sequence in memory, Inf and NaN
@@ -121,75 +90,89 @@ __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int v
   fence_proxy_async();
 }
 
-// What a thread's entries of A_g or P are multiplied by: prepared while the product they belong to still runs.
-// G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the difference itself.
-template <typename Traits, bool kIsA>
-struct GateFactors {
-  float row0, row1;    // of its two rows
-  float4 column[3];    // of its columns left of the diagonal block
-  float2 diagonal[3];  // of the diagonal block: rows 0..7 and 8..15 in columns 0..7, rows 8..15 in columns 8..15
-
-  __device__ __forceinline__ void load(uint32_t gate, float scale, const LanePlace& at) {
-    row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
-    row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
-    const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
-    const float sum1 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + 32);
-    const uint32_t columns = gate + 64 * at.warp + 8 * at.q;
-    const float2 left = load_shared_f2(columns + Traits::kGateSum);
-    const float2 right = load_shared_f2(columns + Traits::kGateSum + 32);
-    float2 beta0 = make_float2(scale, scale), beta1 = beta0;
-    if constexpr (kIsA) {
-      beta0 = load_shared_f2(columns + Traits::kGateBeta);
-      beta1 = load_shared_f2(columns + Traits::kGateBeta + 32);
-    }
-    diagonal[0] = make_float2(exp2_approx(sum0 - left.x) * beta0.x, exp2_approx(sum0 - left.y) * beta0.y);
-    diagonal[1] = make_float2(exp2_approx(sum1 - left.x) * beta0.x, exp2_approx(sum1 - left.y) * beta0.y);
-    diagonal[2] = make_float2(exp2_approx(sum1 - right.x) * beta1.x, exp2_approx(sum1 - right.y) * beta1.y);
+// Of the blocks of A_g right of the diagonal the state groups read two; the inverse's transposed operands were there.
+__device__ __forceinline__ void clear_right_of_diagonal(uint32_t row_address, const LanePlace& at) {
+  if (!(at.warp & 1)) {
+    store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
   }
-  // With the others for P; for A_g, where registers do not suffice for all, after the diagonal block.
-  __device__ __forceinline__ void load_columns(uint32_t gate, const LanePlace& at) {
-    constexpr uint32_t kColumn = kIsA ? Traits::kGateColumnA : Traits::kGateColumnP;
-#pragma unroll
-    for (int b = 0; b < 3; ++b) column[b] = load_shared_f4(gate + kColumn + 80 * at.q + 16 * b);
-  }
-};
+}
 
 // Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma
 // operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in
-// columns 8..15.
+// columns 8..15. G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the
+// difference itself.
 template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], GateFactors<Traits, kIsA>& factors,
-                                            uint32_t tile, uint32_t gate, const LanePlace& at) {
+__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], float scale, uint32_t tile,
+                                            uint32_t gate, const LanePlace& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
   uint32_t diagonal[3];
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
-    diagonal[i] = pack2<Element>(y[i].x * factors.diagonal[i].x, y[i].y * factors.diagonal[i].y);
+    const float sum = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + (i > 0 ? 32 : 0));
+    const uint32_t columns = gate + 64 * at.warp + 8 * at.q + (i > 1 ? 32 : 0);
+    const float2 column = load_shared_f2(columns + Traits::kGateSum);
+    const float2 beta = kIsA ? load_shared_f2(columns + Traits::kGateBeta) : make_float2(scale, scale);
+    diagonal[i] = pack2<Element>(y[i].x * (exp2_approx(sum - column.x) * beta.x),
+                                 y[i].y * (exp2_approx(sum - column.y) * beta.y));
   }
-  pin(diagonal);  // its factors end here, the next ones begin
-  const float4 pair = load_shared_f4(gate + Traits::kGatePair + 16 * at.warp);
-  if constexpr (kIsA) factors.load_columns(gate, at);
-  // By a mask, not by a factor: above the diagonal the exponentials may have overflowed.
+  // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
   const int place = (at.lane >> 2) - 2 * at.q;
   const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
   store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
                   0u, diagonal[2] & mask);
-  // Of the blocks right of the diagonal the state groups read these two; the inverse's transposed operands were there.
-  if (kIsA && !(at.warp & 1)) {
-    store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
-  }
+  if constexpr (kIsA) clear_right_of_diagonal(row_address, at);
+  const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
+  const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     if (b < at.warp) {
-      const float block = b == 0 ? pair.x : b == 1 ? pair.y : pair.z;
-      const float f0 = factors.row0 * block, f1 = factors.row1 * block;
+      const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
+      const float4 column =
+          load_shared_f4(gate + (kIsA ? Traits::kGateColumnA : Traits::kGateColumnP) + 80 * at.q + 16 * b);
+      const float f0 = row0 * pair, f1 = row1 * pair;
       const float* z = x + 8 * b;
       store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
-                      pack2<Element>(z[0] * (f0 * factors.column[b].x), z[1] * (f0 * factors.column[b].y)),
-                      pack2<Element>(z[2] * (f1 * factors.column[b].x), z[3] * (f1 * factors.column[b].y)),
-                      pack2<Element>(z[4] * (f0 * factors.column[b].z), z[5] * (f0 * factors.column[b].w)),
-                      pack2<Element>(z[6] * (f1 * factors.column[b].z), z[7] * (f1 * factors.column[b].w)));
+                      pack2<Element>(z[0] * (f0 * column.x), z[1] * (f0 * column.y)),
+                      pack2<Element>(z[2] * (f1 * column.x), z[3] * (f1 * column.y)),
+                      pack2<Element>(z[4] * (f0 * column.z), z[5] * (f0 * column.w)),
+                      pack2<Element>(z[6] * (f1 * column.z), z[7] * (f1 * column.w)));
+    }
+  }
+}
+
+// The same where the decay is mild. A_g'': columns times those of kGateColumnA, of which `own` has the diagonal
+// block's. P'': rows times own.x and own.y.
+template <typename Traits, bool kIsA>
+__device__ __forceinline__ void store_mild(const float* x, const float2 (&y)[3], float4 own, uint32_t tile,
+                                           uint32_t gate, const LanePlace& at) {
+  using Element = typename Traits::Element;
+  const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
+  const float2 f0 = kIsA ? make_float2(own.x, own.y) : make_float2(own.x, own.x);
+  const float2 f1 = kIsA ? f0 : make_float2(own.y, own.y);
+  const float2 f2 = kIsA ? make_float2(own.z, own.w) : f1;
+  uint32_t diagonal[3] = {pack2<Element>(y[0].x * f0.x, y[0].y * f0.y), pack2<Element>(y[1].x * f1.x, y[1].y * f1.y),
+                          pack2<Element>(y[2].x * f2.x, y[2].y * f2.y)};
+  if constexpr (kIsA) {
+    clear_right_of_diagonal(row_address, at);  // in the block itself D has zeros above its diagonal
+  } else {
+    const int place = (at.lane >> 2) - 2 * at.q;
+    const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
+    diagonal[0] &= mask;
+    diagonal[2] &= mask;
+  }
+  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0], diagonal[1], 0u,
+                  diagonal[2]);
+#pragma unroll
+  for (int b = 0; b < 3; ++b) {
+    if (b < at.warp) {
+      const float4 column = kIsA ? load_shared_f4(gate + Traits::kGateColumnA + 80 * at.q + 16 * b) : own;
+      const float2 g0 = kIsA ? make_float2(column.x, column.y) : f0, g1 = kIsA ? g0 : f1;
+      const float2 g2 = kIsA ? make_float2(column.z, column.w) : f0, g3 = kIsA ? g2 : f1;
+      const float* z = x + 8 * b;
+      store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
+                      pack2<Element>(z[0] * g0.x, z[1] * g0.y), pack2<Element>(z[2] * g1.x, z[3] * g1.y),
+                      pack2<Element>(z[4] * g2.x, z[5] * g2.y), pack2<Element>(z[6] * g3.x, z[7] * g3.y));
     }
   }
 }
@@ -408,8 +391,6 @@ struct AuxRole {
     asm volatile("" : "+r"(value));
     return value;
   }
-  // The same, of a number that all lanes have, from the assembler as well, which costs a shuffle.
-  static __device__ uint32_t unknown(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
   __device__ int opaque_thread() const {
     if constexpr (Traits::kSave) {
       int number;
@@ -422,12 +403,8 @@ struct AuxRole {
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
   }
-  // Which of `stages` chunk m has. kStateOnly: m is the place of its record.
-  static __device__ uint32_t place(uint32_t m, uint32_t stages) {
-    return m % (Traits::kStateOnly ? Traits::kRound : stages);
-  }
   __device__ uint32_t stage_k(uint32_t m) const {
-    return smem() + Traits::kSmemK + place(m, Traits::kStagesK) * Traits::kStrideK;
+    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
   }
   __device__ uint32_t stage_q(uint32_t m) const {
     return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
@@ -436,19 +413,13 @@ struct AuxRole {
     return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
   }
   __device__ uint32_t stage_gate(uint32_t m) const {
-    return smem() + Traits::kSmemGate + place(opaque(m), Traits::kStagesGate) * Traits::kStrideGate;
+    return smem() + Traits::kSmemGate + opaque(m) % Traits::kStagesGate * Traits::kBytesGate;
   }
   __device__ uint32_t tile_a(uint32_t m) const {
-    return smem() + Traits::kSmemA + place(opaque(m), Traits::kStagesA) * Traits::kStrideA;
+    return smem() + Traits::kSmemA + opaque(m) % Traits::kStagesA * Traits::kBytesMatrix;
   }
-  __device__ uint32_t full_q(uint32_t m) const { return smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ); }
   __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (opaque(m) & 1); }
-  // Of chunk m, which is whose it is. kStateOnly: a round has an odd number of stages.
-  static __device__ uint32_t parity(uint32_t m) {
-    static_assert(!Traits::kStateOnly || Traits::kStages % 2 == 1);
-    return (Traits::kStateOnly ? m / Traits::kRound + m : m) & 1;
-  }
-  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + parity(opaque(m)), 128); }
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + (opaque(m) & 1), 128); }
 
   // The tensor map of Q, K, V or O. Where the parameters lie is asked of shared memory: the compiler would keep, and
   // spill, the address.
@@ -458,23 +429,30 @@ struct AuxRole {
     return reinterpret_cast<const CUtensorMap*>(maps) + i;
   }
 
-  // K, or Q, of a chunk; by one thread each.
+  // K, or Q, of a chunk; by one thread each. V comes with K where nothing else is kept of a chunk.
   __device__ void load_key_or_query(uint32_t m, bool query) const {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kBarriersQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
-    if (Traits::kCut && query && (c.flags & kSilentChunk)) {
-      mbarrier_arrive(barrier);  // no O, no Q; the barrier's rounds go on
-      return;
-    }
-    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
+    mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
     tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
+    if (with_v) tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_v(uint32_t m, uint32_t barrier) const {
     const ChunkRecord& c = record(m);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
     tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
+  }
+
+  // V into the stage that O of chunk m - 3 has left, by the thread that sent it, ahead of A_g: V comes late otherwise.
+  __device__ void fetch_v(uint32_t m) const {
+    if (opaque_thread() != kCopyThread) return;
+    m = opaque(m);
+    if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
+    tma_store_wait_read();
+    load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
   }
 
   // O of chunk m from its V stage to global memory, by the group of chunk m + 3; at a sequence's end: rows by hand.
@@ -504,12 +482,9 @@ struct AuxRole {
   __device__ void wait_o(uint32_t m) const {
     mbarrier_wait(smem() + Traits::kFullO + 8 * (opaque(m) & 1), (opaque(m) - 2) >> 1 & 1);
   }
-  // Until the state groups are done with chunk m - 2: its stages and P's tile are free.
-  __device__ void wait_done(uint32_t m) const {
-    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
-  }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
+  static constexpr int kListThread = 0;  // of group 0: writes the records, once its warp has solved its blocks
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
   __device__ void send_o(uint32_t m, int valid) const {
@@ -523,25 +498,23 @@ struct AuxRole {
     }
   }
 
+  // Until chunk m - 2 is done, if there is one.
+  __device__ void wait_done(uint32_t m) const {
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+  }
+  // K and Q into the stages of chunk m - 2, by the warps that have the least to do with A_g.
   __device__ void pass_stages_on(uint32_t m) const {
-    const int warp = opaque_thread() >> 5, lane = opaque_thread() & 31;
-    if (warp == 1) {
-      fetch_gates(m + 2);
-    } else if (warp == 2) {
-      // Two lanes, one each: half the instructions that one after the other would take.
-      if (lane < 2) load_key_or_query(m + 2 - lane, lane != 0);
-      // Thread 0 of group 0, told by either number: registers decide.
-    } else if (Traits::kCut ? threadIdx.x == 0 : warp == 0 && lane == 0 && opaque(m) % 2 == 0) {
-#pragma unroll 1
-      for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+    const int number = opaque_thread();
+    if (number == 0 || (!Traits::kStateOnly && number == 32)) {
+      wait_done(m);
+      load_key_or_query(number == 0 ? m + 2 : m + 1, number != 0);
     }
   }
 
-  // By one warp: g and beta on their way into a chunk's gate stage.
+  // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
-      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * (opaque(m) & 1),
-                         opaque_thread() & 31);
+      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
   }
 
   __device__ void save_a(const float (&a)[3][8], const uint32_t (&d)[4], const ChunkRecord& c,
@@ -575,57 +548,6 @@ struct AuxRole {
 
   static constexpr bool kPairs = std::is_same_v<Element, __nv_bfloat16>;
 
-  // Whether registers suffice for A_g's factors beside the inverse only once that is through.
-  static constexpr bool kLateFactors = Traits::kSave || Traits::kStateOnly;
-
-  // A_g of chunk m, whose K is there: in memory of this group's own.
-  __device__ void prepare_a(uint32_t m) {
-    {
-      float kkt[32];
-      const uint64_t k_rows = uniform_descriptor(stage_k(m));
-      start_product<Element>(kkt, k_rows, k_rows);
-      if constexpr (!Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) & 1), m / 2 & 1);
-      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
-      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
-      const int valid_o = Traits::kStateOnly ? 0 : record(m - 3).valid;  // for m < 3 of no chunk, and not used
-      wgmma_wait<0>();
-      pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-      sync(m);  // the diagonal blocks of M are there
-      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
-      // Two warps solve them; the others meanwhile store the rest of M and make the gates.
-      if (opaque_thread() < 64) {
-        solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
-      } else {
-        store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() >> 5 & 1, opaque_thread() & 31);
-      }
-    }
-    __syncwarp();
-    fence_proxy_async();
-    if constexpr (Traits::kStateOnly) m = unknown(m);
-    sync(m);  // D is there, and the gates
-    {
-      float a[3][8];
-      uint32_t d[4];
-      GateFactors<Traits, true> factors;
-      invert(
-          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
-          [&] {
-            if constexpr (!kLateFactors) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
-          });
-      m = opaque(m);
-      if constexpr (Traits::kSave) save_a(a, d, record(m), lane_place(opaque_thread()));
-      if constexpr (kLateFactors) factors.load(stage_gate(m), 1.0f, lane_place(opaque_thread()));
-      sync(m);  // the inverse has been read: A_g takes its tile
-      const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-      store_gated<Traits, true>(a[0], diagonal, factors, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
-    }
-    fence_proxy_async();
-    __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * place(m, Traits::kStagesA), opaque_thread() & 31);
-  }
-
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
   // memory of its own.
   __device__ void prepare(uint32_t m) {
@@ -635,31 +557,87 @@ struct AuxRole {
       clear_tail_rows(stage_k(m), 2, record(m).valid, opaque_thread());
       sync(m);
     }
-    prepare_a(m);
-    m = opaque(m);
-    if (opaque_thread() == kCopyThread) {
-      if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
-      tma_store_wait_read();  // O of chunk m - 3 has left it
-      load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
+    {
+      float kkt[32];
+      const uint64_t k_rows = uniform_descriptor(stage_k(m));
+      start_product<Element>(kkt, k_rows, k_rows);
+      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
+      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
+      const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
+      wgmma_wait<0>();
+      pin(kkt);
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+      sync(m);  // the diagonal blocks of M are there
+      // Two warps solve them, then one of these writes the chunk list; of the others, which store the rest of M, one
+      // sends O, one makes the gates.
+      if (opaque_thread() < 64) {
+        solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
+      } else {
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+        if (opaque_thread() >= 96) make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
+      }
+      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
+      if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
+#pragma unroll 1
+        for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
+      }
     }
-
-    if (Traits::kCut && (record(m).flags & kSilentChunk)) {
+    __syncwarp();
+    fence_proxy_async();
+    sync(m);  // D is there, and the gates
+    {
+      float a[3][8];
+      uint32_t d[4];
+      float4 own;
+      float mild;
+      auto load_factors = [&] {
+        m = __shfl_sync(0xffffffffu, m, 0);  // lest the tile's address be kept, and spilled, all through the inverse
+        mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
+        const LanePlace at = lane_place(opaque_thread());
+        own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
+      };
+      invert(
+          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
+          [&] {
+            if constexpr (!Traits::kSave) load_factors();
+          });
+      m = opaque(m);
+      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
+        save_a(a, d, record(m), lane_place(opaque_thread()));
+        load_factors();
+      }
+      sync(m);  // the inverse has been read: A_g takes its tile
+      if constexpr (!Traits::kStateOnly) fetch_v(m);
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+        const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+        store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+      } else {
+        const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+        store_gated<Traits, true>(a[0], diagonal, 1.0f, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+      }
+    }
+    fence_proxy_async();
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
+    m = opaque(m);
+    pass_stages_on(m);
+    if constexpr (Traits::kStateOnly) {
+      // No P: its barrier says that K, V and the gates are there.
       wait_done(m);
-      pass_stages_on(m);
       __syncwarp();
       mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
       return;
     }
-    // Q K^T and P. While that runs, a warp each passes on the stages of chunk m - 2.
-    mbarrier_wait(full_q(m), m / Traits::kBarriersQ & 1);
+
+    // Q K^T and P.
+    mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
     float qkt[32];
     start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
     m = opaque(m);
+    // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
     wait_done(m);
-    pass_stages_on(m);
-    GateFactors<Traits, false> factors;
-    factors.load(stage_gate(m), p.args.scale, lane_place(opaque_thread()));
-    factors.load_columns(stage_gate(m), lane_place(opaque_thread()));
+    const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
     wgmma_wait<0>();
     pin(qkt);
     {
@@ -670,8 +648,12 @@ struct AuxRole {
         const int first = i == 2 ? 6 : 2 * i;
         diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
       }
-      store_gated<Traits, false>(qkt, diagonal, factors,
-                                 smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix, stage_gate(m), at);
+      const uint32_t tile = smem() + Traits::kSmemP + opaque(group) * Traits::kBytesMatrix;
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+        store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
+      } else {
+        store_gated<Traits, false>(qkt, diagonal, p.args.scale, tile, stage_gate(m), at);
+      }
     }
     fence_proxy_async();
     if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid);
@@ -691,28 +673,17 @@ struct AuxRole {
     }
   }
 
-  // kStateOnly: the load warp brings the chunks; A_g is all that is made of them. Both groups wait for every chunk: a
-  // stage's barrier, seen every other time only, would not tell its rounds apart.
-  __device__ void run_states() {
-    uint32_t m = 0;
-#pragma unroll 1
-    for (;;) {
-      mbarrier_wait(smem() + Traits::kFullK + 8 * place(m, Traits::kStages), m / Traits::kRound);
-      if (record(m).valid < 0) return;
-      if (parity(m) == threadIdx.x / 128) prepare_a(m);  // the group asked anew: kept, its number is one too many
-      m = next_place<Traits>(unknown(m));
-    }
-  }
-
   __device__ void run() {
     if (opaque_thread() == 0) {
       load_key_or_query(group, false);
-      if (group == 0) load_key_or_query(0, true);
+      if (!Traits::kStateOnly && group == 0) load_key_or_query(0, true);
     }
-    if (opaque_thread() < 32) fetch_gates(group);
+    fetch_gates(group);
+    if (group == 0) fetch_gates(2);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
+    if constexpr (Traits::kStateOnly) return;
     // The last chunks' O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
 #pragma unroll 1

@@ -1,6 +1,10 @@
 // The numbered stream of chunks a block works through: records in shared memory, filled tile by tile by one thread.
 #pragma once
 
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
 #include <cstdint>
 
 #include "../../common/mbarrier.cuh"
@@ -19,6 +23,17 @@ inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;    // slot_out is a transition's, else (kStateOnly) a boundary state's
 inline constexpr int kCountedReader = 128;  // its tile starts from an initial state that is counted in `readers`
+
+// A chunk's decay is mild if no |c_C - c_t| exceeds kMildDecay (c_t: the sum of g up to token t, C the last). Then A_g
+// and P need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
+//   A_g'' = A diag(beta gC / gamma), O = diag(scale gamma) (Q S0 + P'' V''), P'' = lower(Q K^T) / gC, S1 = gC S0 + K^T
+//   V''.
+// bf16 has fp32's exponents, and e^50 either way leaves 10^16; there |c_C| is within it as well. In fp16 P'' might
+// overflow: O = diag(scale gamma / gC) (gC Q S0 + P'' V'') with P'' = lower(Q K^T), and V'' is kept off the subnormals.
+template <typename Element>
+inline constexpr bool kWideExponents = std::is_same_v<Element, __nv_bfloat16>;
+template <typename Element>
+inline constexpr float kMildDecay = kWideExponents<Element> ? 50.0f : 5.0f;
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {
@@ -109,13 +124,6 @@ __device__ __forceinline__ int transition_place(int group, int warp, int j, int 
   return (((group * 4 + warp) * 8 + (j >> 1)) * 2 + (row >> 2)) * 32 + ((j & 1) * 4 + column) * 4 + (row & 3);
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
-
-// kStateOnly: the place of the next chunk's record, from 0 on.
-template <typename Traits>
-__device__ __forceinline__ uint32_t next_place(uint32_t m) {
-  return m % Traits::kRound + 1 == static_cast<uint32_t>(Traits::kStages) ? (m ^ Traits::kRound) & Traits::kRound
-                                                                          : m + 1;
-}
 
 // Before a block's first tile. The plan must be there.
 template <typename Traits>
@@ -261,6 +269,38 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   walker.next.flags = r.flags & (kNoValues | kToTransition | kCountedReader);
   walker.next.chunk = r.chunk + 1;
   walker.next.position = r.position + 1;
+}
+
+// base + count * bytes, in one instruction.
+__device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {
+  uint64_t sum;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(sum) : "r"(count), "r"(bytes), "l"(reinterpret_cast<uint64_t>(base)));
+  return reinterpret_cast<const void*>(sum);
+}
+
+// Every beta of a call without any.
+static __device__ const float kOne = 1.0f;
+
+// g and beta of a chunk into its gate stage, zeros past the end, by 128 threads, all of which `barrier` counts.
+template <typename Traits>
+__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
+                                           uint32_t barrier, int thread) {
+  const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
+  const int token = thread % kChunk;
+  const bool is_beta = thread >= kChunk;
+  const float* data = is_beta ? args.beta : args.g;
+  const bool given = data != nullptr;
+  // Strides below 2^29 elements: the launcher has looked.
+  const int token_bytes = 4 * static_cast<int>(is_beta ? args.beta_token_stride : args.g_token_stride);
+  const int head_bytes = 4 * static_cast<int>(is_beta ? args.beta_head_stride : args.g_head_stride);
+  // With nothing to read, any mapped address does: zero bytes are taken from it.
+  const bool have = token < place.y && (given || is_beta);
+  const void* base = given ? static_cast<const void*>(data) : is_beta ? static_cast<const void*>(&kOne) : args.q;
+  const bool moves = have && given;
+  const void* head = advance(base, moves ? place.w : 0, head_bytes);
+  copy_async_4(gate + (is_beta ? Traits::kGateBeta : Traits::kGateRaw) + 4 * token,
+               advance(head, moves ? place.x + token : 0, token_bytes), have);
+  copy_async_arrive(barrier);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -14,7 +14,6 @@
 #include "chunk_stream.cuh"
 #include "combine.cuh"
 #include "kernel_params.h"
-#include "load_role.cuh"
 #include "state_role.cuh"
 #include "traits.h"
 
@@ -25,29 +24,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_chunk_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
   // The warpgroup by votes, so that the compiler knows it to be the same in all lanes: descriptors then stay in uniform
   // registers.
-  const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) +
-                    (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
-                    (Traits::kLoadGroups > 0 && __any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
-  // The thread's number in its group; the roles get it out of a shuffle, as one that the assembler cannot ask for anew.
+  const int group =
+      (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+  // The thread's number in its group. The auxiliary role gets it out of a shuffle, as one that the assembler cannot ask
+  // for anew; in the state role, what comes of such a number is kept through the loop, and spilled.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
-    // kStateOnly: K, V, and 32 lanes' g and beta.
-    for (int i = 0; i < Traits::kStagesK; ++i) {
-      mbarrier_init(smem() + Traits::kFullK + 8 * i, Traits::kStateOnly ? 33 : 1);
-    }
+    for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
     for (int i = 0; i < Traits::kBarriersQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
     }
-    for (int i = 0; i < Traits::kStagesDone; ++i) {
+    for (int i = 0; i < Traits::kStagesP; ++i) {
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
       mbarrier_init(smem() + Traits::kDone + 8 * i,
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
-    }
-    for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 32);  // the lanes that load g and beta
+    }
+    for (int i = 0; i < Traits::kStagesGate; ++i) {
+      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
     }
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
@@ -64,16 +60,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (Traits::kStateOnly || p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
-    if constexpr (!Traits::kStateOnly) {
 #pragma unroll 1
-      for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
-    }
+    for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
   }
   // Blocks of P right of the diagonal are never written: zero once.
-  if constexpr (!Traits::kStateOnly) {
-    for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
-      store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
-    }
+  for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
+    store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
   }
   fence_proxy_async();
   __syncthreads();
@@ -81,21 +73,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
+    role.run();
     if constexpr (Traits::kStateOnly) {
-      role.run_states();
       combine_boundaries<Traits>(p, threadIdx.x == 0,
                                  [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
                                    if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
                                  });
-    } else {
-      role.run();
+    } else if (threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
-      if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.wait;" ::: "memory");
     }
-  } else if (group < Traits::kAuxGroups + Traits::kStateGroups) {
+  } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups,
-                           lane_place(Traits::kSave ? thread : __shfl_sync(0xffffffffu, thread, thread & 31))};
+    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
     if constexpr (Traits::kStateOnly) {
       const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;
@@ -104,11 +94,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                                    multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
                                  });
     }
-  } else if constexpr (Traits::kLoadGroups > 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kLoadRegisters));
-    if (thread < 32) load_chunks<Traits>(p, thread);
-    named_barrier_sync(kLoadBarrier, 128);  // until all tiles are opened, which is what the next step asks
-    combine_boundaries<Traits>(p, false, [](CombineMemory&, const TransitionChain&, int, uint32_t) {});
   }
 }
 

@@ -10,9 +10,9 @@ namespace flash_qla::cuda::sm90 {
 // What the planner leaves for the kernels after it.
 struct SplitCounters {
   uint32_t state_ticket, output_ticket, half_ticket;  // next tile of each list
-  uint32_t states_done;                               // by warps: state tiles whose last state is in memory
-  uint32_t blocks_running;                            // that have had a state tile and may get more
-  uint32_t chain_ticket;                              // next piece of a chain
+  uint32_t states_done;                  // by warps: state tiles whose last state is in memory
+  uint32_t blocks_running;               // that have had a state tile and may get more
+  uint32_t chain_ticket;                 // next piece of a chain
   // Of the tiles that write O one kernel takes all, the other has none: whole heads, or halves of V each.
   int32_t state_tiles, output_tiles, half_tiles;
   int32_t chains;
@@ -50,13 +50,11 @@ ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_save();
 ChunkForwardKernel chunk_forward_bf16_split();
 ChunkForwardKernel chunk_forward_bf16_split_save();
-ChunkForwardKernel chunk_forward_bf16_cut();
 ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_save();
 ChunkForwardKernel chunk_forward_fp16_split();
 ChunkForwardKernel chunk_forward_fp16_split_save();
-ChunkForwardKernel chunk_forward_fp16_cut();
 ChunkForwardKernel chunk_forward_fp16_states();
 
 }  // namespace flash_qla::cuda::sm90

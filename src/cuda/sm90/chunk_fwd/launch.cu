@@ -139,15 +139,14 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save, bool cut) {
+ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
   const bool half = type == ElementType::kFloat16;
   if (split) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
-  if (save) return half ? chunk_forward_fp16_save() : chunk_forward_bf16_save();
-  return cut ? (half ? chunk_forward_fp16_cut() : chunk_forward_bf16_cut())
-             : (half ? chunk_forward_fp16() : chunk_forward_bf16());
+  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save())
+              : (half ? chunk_forward_fp16() : chunk_forward_bf16());
 }
 
 // A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
@@ -338,7 +337,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                      (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
                     args.start_lists != nullptr;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save, cut);
+  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
 
   ChunkForwardKernelParams params{};
   params.args = args;
@@ -353,7 +352,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return cudaErrorInvalidValue;
   }
   if (cut) {
-    const ChunkForwardKernel halves = choose_kernel(args.type, true, save, true);
+    const ChunkForwardKernel halves = choose_kernel(args.type, true, save);
     const bool may_halve = variant == ChunkForwardVariant::kAuto && decided.uncut_in_halves;
     return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
   }

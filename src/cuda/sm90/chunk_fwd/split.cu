@@ -161,14 +161,15 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int32_t key_head = part / parts, first_head = key_head * group + part % parts * kRoundHeads;
     const int32_t heads = min(kRoundHeads, (key_head + 1) * group - first_head);
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
+    const PlannedSequence s =
+        find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
     const CutSequence cuts(s, grid);
     const int32_t boundary = cuts.find(number, grid);
     if (boundary == 0) continue;
     const int32_t at = cuts.at(boundary);
 
-    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read
-    // soon by the tiles.
+    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read soon
+    // by the tiles.
     const int32_t row = (at - kRoundChunks) * kChunk + thread;
     if (thread < kRoundChunks * kChunk && row >= 0) {
       l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
@@ -462,8 +463,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
     __syncthreads();
     if (thread < kMergeChoices) {
-      const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
-                                                     thread, p.uncut_in_halves != 0);
+      const SplitEstimate estimate =
+          estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                          p.uncut_in_halves != 0);
       choice_steps[thread] = estimate.steps(p.sms);
       choice_early[thread] = estimate.early_tiles(p.sms);
     }
@@ -498,8 +500,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (pass == 1) break;
     // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
     if (warp < 2) {
-      const int first = warp == 0 ? 0 : kLengthBuckets,
-                per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
+      const int first = warp == 0 ? 0 : kLengthBuckets, per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
       int32_t sum = 0;
       for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
       int32_t inclusive = sum;

@@ -23,8 +23,8 @@ struct SplitKernelParams {
   SplitCapacity capacity;
   SplitCosts costs;
   int32_t uncut_in_halves;  // tiles without a cut are of half of V each, and another kernel's
-  Divisor by_heads;         // value heads
-  int32_t in_place;         // final states overwrite initial ones
+  Divisor by_heads;  // value heads
+  int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
 };
 

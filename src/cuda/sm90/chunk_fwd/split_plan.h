@@ -23,7 +23,7 @@ struct SplitCosts {
   float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
   float combine_step = 0.45f;  // one transition applied to a boundary state
   float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 5.0f;           // the planning kernels, and the launches that an unsplit call does without
+  float plan = 5.0f;          // the planning kernels, and the launches that an unsplit call does without
   float plan_uncut = 3.0f;     // ... where the lengths turn out to ask for no cut
 };
 
@@ -100,8 +100,7 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
   const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
   if (halves_pay(tiles, sms)) return edged * costs.half_step;
-  if (static_cast<float>(lengths.longest) <= average * 1.02f)
-    return static_cast<float>((tiles + sms - 1) / sms) * edged;
+  if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
   const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
   const float spread = tiles > sms ? even + average / 3 : even;
@@ -147,7 +146,10 @@ struct CutSequence {
 
   CutSequence() = default;
   FLASH_QLA_HOST_DEVICE CutSequence(const PlannedSequence& sequence, const SplitGrid& grid)
-      : sequence(sequence), chunks(chunks_in(sequence.length)), pieces(pieces_of(chunks, grid)), by_pieces(pieces) {
+      : sequence(sequence),
+        chunks(chunks_in(sequence.length)),
+        pieces(pieces_of(chunks, grid)),
+        by_pieces(pieces) {
     piece = by_pieces.divide(chunks);
     longer = chunks - piece * pieces;
   }
@@ -166,8 +168,8 @@ struct CutSequence {
     if (pieces <= 1 || window <= sequence.start || window - sequence.start >= sequence.length) return 0;
     // The first boundary at or after the window's start: a guess, and the one or two steps that it is off.
     const int32_t least = chunks_in(static_cast<int32_t>(window - sequence.start));
-    int32_t i =
-        static_cast<int32_t>(static_cast<float>(least) * static_cast<float>(pieces) / static_cast<float>(chunks));
+    int32_t i = static_cast<int32_t>(static_cast<float>(least) * static_cast<float>(pieces) /
+                                     static_cast<float>(chunks));
     i = i < 1 ? 1 : i < pieces ? i : pieces - 1;
     while (i > 1 && at(i - 1) >= least) --i;
     while (i < pieces && at(i) < least) ++i;
@@ -314,8 +316,7 @@ struct HeadPlan {
     const int32_t slot = heavy || from_heavy ? first_slot() + carry.slots + bits_set(round.heavy & below) : -1;
     const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
     if (!from_heavy) {
-      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence
-      // is.
+      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
       const int32_t found = from > 0 ? warmup_at(from) : 0, warmup = found < first ? found : first;
       const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
       sink.tile(tile(start, end, warmup, -1, from_start | to_end));

@@ -179,17 +179,37 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of a chunk into the V stage it no longer needs, for the auxiliary group to send.
-  __device__ void put_o(const float (&o)[32], uint32_t stage, uint32_t barrier) const {
-    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+  // O^T of chunk m - 1, tokens times `factor`, into the V stage it no longer needs, for the auxiliary group to send. A
+  // branch, lest the factors be applied before the products that this is to run under.
+  __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
+                        uint32_t barrier) const {
+    if (m > 0) {
+      const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float* x = o + 8 * b;
-      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
-                            pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
+      for (int b = 0; b < 4; ++b) {
+        const float* x = o + 8 * b;
+        const float4 f = factor[b];
+        store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                              pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                              pack2<Element>(x[6] * f.z, x[7] * f.w));
+      }
     }
     __syncwarp();
     mbarrier_arrive_warp(barrier, at.lane);
+  }
+
+  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last
+  // product of chunk m, when it has nothing else to do.
+  __device__ void fetch_gates(uint32_t m) const {
+    if (group != Traits::kStateGroups - 1) return;
+    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
+    const uint32_t ahead = m + Traits::kStagesGate - 1, stage = ahead % Traits::kStagesGate;
+    // Out of a shuffle, lest what comes of it be kept through the loop.
+    const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
+    if (record(ahead).valid >= 0) {
+      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemGate + stage * Traits::kBytesGate,
+                         smem() + Traits::kFullRaw + 8 * stage, thread);
+    }
   }
 
   __device__ void run() const {
@@ -199,43 +219,30 @@ struct StateRole {
     for (int i = 0; i < 64; ++i) s[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) o[i] = 0.0f;
+    float4 factor[4];  // of O, by tokens
+#pragma unroll
+    for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
-    int2 chunk_now = make_int2(0, 0);
-    if constexpr (!Traits::kStateOnly) chunk_now = load_chunk(0);
+    int2 chunk_now = load_chunk(0);
 #pragma unroll 1
-    for (;; m = Traits::kStateOnly ? next_place<Traits>(m) : m + 1) {
-      if constexpr (Traits::kStateOnly) {
-        mbarrier_wait(smem() + Traits::kFullK + 8 * stage_v, m / Traits::kRound);
-        chunk_now = load_chunk(m);
-      }
-      if (chunk_now.x < 0) break;
+    for (; chunk_now.x >= 0; ++m) {
       const ChunkRecord& chunk = record(m);
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
-      const bool silent = Traits::kCut && __any_sync(0xffffffffu, chunk_now.y & kSilentChunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
-      // kStateOnly: where the chunk's stage lies, out of an instruction whose result the compiler knows to be the same
-      // in all lanes, as it finds out by itself in the other variants.
-      uint32_t memory = 0;
-      if constexpr (Traits::kStateOnly) {
-        memory = __reduce_or_sync(0xffffffffu, smem() + stage_v * Traits::kBytesStage);
-      }
-      const auto tile = [&](uint32_t first, uint32_t stride, uint32_t stages) {
-        return Traits::kStateOnly ? memory + first : smem() + first + m % stages * stride;
-      };
-      const uint32_t k_tile = tile(Traits::kSmemK, Traits::kStrideK, Traits::kStagesK);
+      const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
       const uint32_t v_base = smem() + Traits::kSmemV;
-      const uint32_t gate = tile(Traits::kSmemGate, Traits::kStrideGate, Traits::kStagesGate);
+      const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
       const uint32_t columns = gate + 80 * at.q;
       // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
       // barrier.
-      if constexpr (!Traits::kStateOnly) mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
+      mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
       wgmma_wait<0>();
       pin(s);
-      if constexpr (!Traits::kStateOnly) pin(o);
+      pin(o);
       // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
       uint32_t packed[32];
 #pragma unroll
@@ -251,39 +258,36 @@ struct StateRole {
       }
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs. (The first time: zeros into a stage that is loaded after
-        // this.)
-        put_o(o, v_base + previous_v * Traits::kBytesV, smem() + Traits::kFullO + 8 * (m & 1));
-        if (!silent) {
-          wgmma_fence();
-          mma_rs_n64_init<Element>(o, packed, q_rows);
+        // O of the previous chunk leaves while S K runs.
+        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+        wgmma_fence();
+        mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-          for (int i = 1; i < 8; ++i) {
-            mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
-          }
-          wgmma_commit();
+        for (int i = 1; i < 8; ++i) {
+          mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
         }
+        wgmma_commit();
       }
       if constexpr (Traits::kSave) save_h(packed, chunk);
-      if constexpr (Traits::kStateOnly)
-        mbarrier_wait(smem() + Traits::kFullA + 8 * stage_v, m / Traits::kRound);  // gates and A_g
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
 #pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] *= last;
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
       uint32_t v[16];
       const uint32_t v_rows =
-          v_base + stage_v * Traits::kStrideV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+          v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
       if constexpr (Traits::kStateOnly) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = chunk_now.y & kNoValues ? 0u : v[i];
+        for (int i = 0; i < 16; ++i) v[i] = chunk.flags & kNoValues ? 0u : v[i];
       }
       wgmma_wait<0>();
       pin(u);
-      if constexpr (!Traits::kStateOnly) pin(o);
+      pin(o);
       pin(packed);
 
       // W^T = V^T - u^T diag(gamma)
@@ -300,16 +304,9 @@ struct StateRole {
         y = unpack2<Element>(v[4 * b + 3]);
         v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
       }
-      float4 factor[4];
-      if constexpr (!Traits::kStateOnly) {
-#pragma unroll
-        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-      }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
-      if constexpr (!Traits::kStateOnly) {
-        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
-      }
-      const uint64_t a_rows = wgmma_descriptor(tile(Traits::kSmemA, Traits::kStrideA, Traits::kStagesA));
+      mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
       float low[16], high[16];
       wgmma_fence();
       mma_rs_n32_init<Element>(low, v, a_rows);
@@ -319,19 +316,28 @@ struct StateRole {
       mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
       mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
       wgmma_commit();
-      if constexpr (!Traits::kStateOnly) {
+      // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
+      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
+      if (!Traits::kStateOnly && !mild) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
+          const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+          const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
+                                       gamma.w * p.args.scale);
           float* x = o + 8 * b;
-          x[0] *= factor[b].x, x[1] *= factor[b].y, x[2] *= factor[b].x, x[3] *= factor[b].y;
-          x[4] *= factor[b].z, x[5] *= factor[b].w, x[6] *= factor[b].z, x[7] *= factor[b].w;
+          x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
+          x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
         }
+      } else if (!Traits::kStateOnly && !kWideExponents<Element>) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
+      if constexpr (!Traits::kStateOnly) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-      int2 chunk_next = chunk_now;
-      if constexpr (!Traits::kStateOnly) chunk_next = load_chunk(m + 1);
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+      }
+      const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
       pin(high);
@@ -347,34 +353,38 @@ struct StateRole {
       if constexpr (!Traits::kStateOnly) {
         const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
         pin(o);
-        if (!silent) {
-          wgmma_fence();
+        wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
-        }
+        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+        wgmma_commit();
       }
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+      if (!mild) {
+        wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+        pin(o);
+        pin(corrected);
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float4 rest = factor[b];
-        const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-        v[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-        v[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-        v[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-        v[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        for (int b = 0; b < 4; ++b) {
+          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+          corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+          corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+          corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        }
       }
       const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, v + 4 * i, wgmma_advance(k_columns, 2048 * i));
+      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
+      fetch_gates(m);
       wgmma_wait<0>();
-      if constexpr (!Traits::kStateOnly) pin(o);
+      pin(o);
       pin(s);
       pin(corrected);
-      pin(v);
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (Traits::kStateOnly ? stage_v : slot), at.lane);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
@@ -391,7 +401,7 @@ struct StateRole {
         }
       }
       previous_v = stage_v;
-      if constexpr (!Traits::kStateOnly) stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
+      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
     if constexpr (Traits::kStateOnly) {
@@ -403,7 +413,7 @@ struct StateRole {
       return;
     }
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
-    put_o(o, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, smem() + Traits::kFullLast);
+    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m, smem() + Traits::kFullLast);
   }
 };
 

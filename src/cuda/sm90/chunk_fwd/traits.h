@@ -11,50 +11,48 @@ inline constexpr int kHeadDim = 128;  // K = V
 inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist. kCut_: for the pieces of
-// a split: silent chunks cost less, all others 1 % more, for a branch in the state groups' loop.
-template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false, bool kCut_ = false>
+// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
+template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
   static constexpr bool kStateOnly = kStateOnly_;
-  static constexpr bool kCut = kCut_;
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
-  // Without P and O chunks are through before the auxiliary groups could have asked for more: a warp of its own does so
-  // as soon as there is room. It brings three idle ones, as registers are shared out by warpgroups.
-  static constexpr int kLoadGroups = kStateOnly ? 1 : 0;
-  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups + kLoadGroups);
+  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
   // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
-  // share out, with a load group 96.
-  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
+  // share out.
+  static constexpr int kAuxRegisters = kStateOnly ? 96 : kStateGroups == 2 ? 64 : 128;
   static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
-  static constexpr int kLoadRegisters = 32;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
-  // is used. kStateOnly: all of a chunk is one stage, and there is room for five.
-  static constexpr int kStages = kStateOnly ? 5 : 0;
-  static constexpr int kStagesK = kStateOnly ? kStages : 4;
-  static constexpr int kStagesQ = kStateOnly ? 0 : 3;
-  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
-  // every second round, and could not tell one that is to come from one that is over.
-  static constexpr int kBarriersQ = kStateOnly ? 0 : 2 * kAuxGroups;
-  static constexpr int kStagesV = kStateOnly ? kStages : 3;
-  static constexpr int kStagesGate = kStateOnly ? kStages : 4;
-  static constexpr int kStagesP = kStateOnly ? 0 : 2;  // one for each auxiliary group
-  // Two for each: a chunk's inverse is made in the tile that its A_g then takes, while the state groups may still use
-  // the other.
-  static constexpr int kStagesA = kStateOnly ? kStages : 4;
-  static constexpr int kStagesDone = kStateOnly ? kStages : kStagesP;
+  // is used.
+  static constexpr int kStagesK = 4;
+  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have every
+  // second round, and could not tell one that is to come from one that is over.
+  static constexpr int kBarriersQ = 2 * kAuxGroups;
+  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
+  static constexpr int kStagesGate = 4;
+  static constexpr int kStagesP = 2;  // one for each auxiliary group
+  static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
+                                      // while the state groups may still use the other
 
   static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;  // [half][token][64], each half 64 rows of 128 B, swizzled
   static constexpr uint32_t kHalf = kChunk * 128;
   static constexpr uint32_t kBytesV = kChunk * kDv * 2;
   static constexpr uint32_t kBytesMatrix = kChunk * kChunk * 2;  // [row][column], 128 B rows, swizzled
+
+  static constexpr uint32_t kSmemK = 0;
+  static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
+  static constexpr uint32_t kSmemV = kSmemQ + kStagesQ * kBytesK;
+  static constexpr uint32_t kSmemA = kSmemV + kStagesV * kBytesV;
+  static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
+  static constexpr uint32_t kSmemGate = kSmemP + kStagesP * kBytesMatrix;
 
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
@@ -69,29 +67,13 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // c_t in log2 units, natural order
   static constexpr uint32_t kGateRaw = kGateSum + kChunk * 4;   // g_t as it comes
   static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
-  static constexpr uint32_t kBytesGate = kGatePair + 16 * 4;
+  static constexpr uint32_t kGateMild =
+      kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (aux_role.cuh), and this P's factor
+  static constexpr uint32_t kBytesGate = kGateMild + 16;        // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
-  static constexpr uint32_t kSmemK = 0;
-  static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
-  static constexpr uint32_t kSmemV = kStateOnly ? kSmemK + kBytesK : kSmemQ + kStagesQ * kBytesK;
-  static constexpr uint32_t kSmemA = kSmemV + (kStateOnly ? 1 : kStagesV) * kBytesV;
-  static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
-  static constexpr uint32_t kSmemGate = kStateOnly ? kSmemA + kBytesMatrix : kSmemP + kStagesP * kBytesMatrix;
-  // From one stage to the next. kStateOnly: all of a stage lies together, so that one address leads to all of it; tiles
-  // begin at multiples of 1024.
-  static constexpr uint32_t kBytesStage = (kSmemGate + kBytesGate + 1023) / 1024 * 1024;
-  static constexpr uint32_t kStrideK = kStateOnly ? kBytesStage : kBytesK;
-  static constexpr uint32_t kStrideV = kStateOnly ? kBytesStage : kBytesV;
-  static constexpr uint32_t kStrideA = kStateOnly ? kBytesStage : kBytesMatrix;
-  static constexpr uint32_t kStrideGate = kStateOnly ? kBytesStage : kBytesGate;
-
-  static constexpr uint32_t kSmemChunks = kStateOnly ? kStages * kBytesStage : kSmemGate + kStagesGate * kBytesGate;
+  static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
-  // kStateOnly: the record of stage s in every second round of the stages lies at s, in the others at 8 + s; that
-  // number stands for the chunk.
-  static constexpr uint32_t kRound = 8;
-  static_assert(kStages <= kRound && 2 * kRound <= kChunkRing);
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
   static constexpr uint32_t kBytesWalker = 80;
@@ -103,13 +85,13 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullA = kFullQ + 8 * kBarriersQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
-  static constexpr uint32_t kFullO = kDone + 8 * kStagesDone;
+  static constexpr uint32_t kFullO = kDone + 8 * kStagesP;
   static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
-  static constexpr uint32_t kTailCount = kFullRaw + 8 * kAuxGroups;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;     // kStateOnly: all warps
-  static constexpr uint32_t kMaps = kMeet + 8;                       // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesGate;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;      // kStateOnly: all warps
+  static constexpr uint32_t kMaps = kMeet + 8;                        // address of the tensor maps
+  static constexpr uint32_t kFullLast = kMaps + 8;                    // the last O, which no phase of kFullO may count
   static constexpr uint32_t kSmemBytes = kFullLast + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
