@@ -24,15 +24,9 @@ __device__ int bucket_of(int chunks) {
   return kPlanBuckets - 1 - (8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7));
 }
 
-// Block 0 sorts the sequences by length, roughly, longest first; the others clear what no sequence writes.
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
-  asm volatile("griddepcontrol.launch_dependents;");
+// The sequences sorted by length, roughly, longest first, by one block.
+__device__ void sort_sequences(const ChunkForwardArgs& args) {
   const int thread = threadIdx.x, n = args.num_sequences;
-  if (blockIdx.x > 0) {
-    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
-    return;
-  }
   __shared__ int next[kPlanBuckets];
   __shared__ int warp_chunks[kPlanThreads / 32];
   __shared__ int chunks_before;
@@ -84,6 +78,19 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
     __syncthreads();
   }
+}
+
+// Block 0 sorts the sequences; the others clear what no sequence writes.
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (blockIdx.x == 0) {
+    sort_sequences(args);
+  } else {
+    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
+  }
+  // None of this reads what was prepared, but whoever waits for this kernel waits for that as well.
+  if (args.prepared != 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __global__ void __launch_bounds__(kClearThreads)
@@ -346,14 +353,15 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {
-    plan_chunk_forward_kernel<<<1 + kClearBlocks, kPlanThreads, 0, stream>>>(args);
-    error = cudaGetLastError();
+    error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
+                          args, args.prepared != 0, stream);
     if (error != cudaSuccess) return error;
     params.ticket = static_cast<uint32_t*>(args.workspace);
     params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
   }
   // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
-  return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr, stream);
+  return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr || args.prepared != 0,
+                      stream);
 }
 
 }  // namespace flash_qla::cuda::sm90
