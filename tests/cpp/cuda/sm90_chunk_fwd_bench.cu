@@ -657,9 +657,9 @@ bool run_split(Case c) {
               ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
-  std::printf("spacing %d merge %d/%d tiles %d+%d+%d early %d chains %d%s\n", plan.spacing, plan.light_merge,
-              plan.heavy_merge, plan.state_tiles, plan.output_tiles, plan.half_tiles, plan.early_tiles, plan.chains,
-              planned ? "" : " (not planned)");
+  std::printf("spacing %d merge %d/%d tiles %d+%d+%d+%d chains %u%s\n", plan.spacing, plan.light_merge,
+              plan.heavy_merge, plan.states.tiles, plan.outputs.tiles, plan.outputs.dependent_tiles, plan.halves.tiles,
+              plan.progress.pieces / kCombineSlices, planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();
   return ok;

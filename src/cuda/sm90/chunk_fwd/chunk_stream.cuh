@@ -55,8 +55,8 @@ static_assert(sizeof(ChunkRecord) == 48);
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile to open next; of a list the one opened last
-  int32_t tiles;      // how many there are
+  int32_t tile;       // tile to open next; not of a list
+  int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles of a list so far
 };
@@ -132,26 +132,57 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   walker.opened = 0;
   if (p.list != nullptr) {
     walker.tile = 0;
-    walker.tiles = INT32_MAX;  // until the list is found to be empty
+    walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x);
     walker.tiles = p.tiles;
   }
 }
 
+// A number as it is in memory at this moment.
+__device__ __forceinline__ uint32_t load_now(const uint32_t* data) {
+  return *static_cast<const volatile uint32_t*>(data);
+}
+
+// The next tile of a split's list, or -1 after the last. walker.tiles: which of its two parts are not given out, 1
+// and 2.
+template <typename Traits>
+__device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
+  // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
+  constexpr int32_t kHalves = Traits::kStateGroups == 1 ? 2 : 1;
+  if constexpr (Traits::kStateOnly || Traits::kSave) {
+    // In the order of the list (with kSave there are no registers left to ask what is ready). Its size is read beside
+    // the ticket: one latency, not two.
+    const int32_t tiles = kHalves * (p.tickets->tiles + p.tickets->dependent_tiles);
+    const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    if (tile < tiles) return tile;
+    walker.tiles = 0;
+  } else {
+    while (walker.tiles != 0) {
+      bool dependent = walker.tiles == 2;
+      if (walker.tiles == 3) {
+        // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
+        const SplitProgress& progress = p.counters->progress;
+        dependent = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0 &&
+                    (p.readers == nullptr || load_now(&p.tickets->ticket) / kHalves >= progress.first_tiles);
+      }
+      const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u));
+      if (tile < kHalves * (&p.tickets->tiles)[dependent ? 1 : 0]) {
+        return dependent ? tile + kHalves * p.tickets->tiles : tile;
+      }
+      walker.tiles &= dependent ? ~2 : ~1;
+    }
+  }
+  return -1;
+}
+
 // Opens a tile of a sequence split.
 template <typename Traits>
 __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
-  while (walker.tile < walker.tiles) {
-    // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
-    // The size is read beside the ticket: one latency, not two.
-    const int32_t tiles = *p.list_size * (Traits::kStateGroups == 1 ? 2 : 1);
-    walker.tile = static_cast<int32_t>(atomicAdd(p.ticket, 1u));
-    if (walker.tile >= tiles) {
-      walker.tiles = 0;
-      return;
-    }
+  while (walker.tiles != 0) {
+    walker.tile = take_listed_tile<Traits>(p, walker);
+    if (walker.tile < 0) return;
     int32_t tile = walker.tile, half = 0;
     if constexpr (Traits::kStateGroups == 1) {
       half = tile & 1;

@@ -12,7 +12,7 @@ namespace flash_qla::cuda::sm90 {
 // auxiliary groups brings the transitions, 16 KB at a time.
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
-inline constexpr int kCombineSlices = kHeadDim / kCombineColumns;
+static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
 inline constexpr int kCombineStages = 8;        // two transitions: one is on its way while the other is used
 inline constexpr int kStageRows = 32;           // of M^T: two of its eight groups of 16
 inline constexpr int kStateRow = kHeadDim + 4;  // floats: eight rows of 16 bytes then are on different banks
@@ -45,16 +45,19 @@ template <typename Traits, typename Work>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, bool first, const Work& work) {
   static_assert(sizeof(CombineMemory) <= Traits::kSmemWalker);  // the walker and the barriers stay
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
-  const int units = p.counters->chains * kCombineSlices;
-  // A block that had no tile leaves its SM to the next kernel.
+  const SplitProgress& progress = p.counters->progress;
+  const int units = static_cast<int>(progress.pieces);
+  // A block that had no tile leaves its SM to the next kernel, but for as many as there are more pieces than tiles.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
-  if (units == 0 || !had_tiles) return;
+  const int missing = units - p.counters->states.tiles;
+  if (units == 0 || (!had_tiles && missing <= 0)) return;
   BlockMeeting meet{smem() + Traits::kMeet};
   meet();  // the tiles' shared memory is free
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
-    const bool needed = static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units;
+    const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
+                                  : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < missing;
     memory.unit = needed ? 0 : -1;
     if (needed) {
       for (int i = 0; i < kCombineStages; ++i) {
@@ -63,8 +66,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       }
       mbarrier_init_fence();
       // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-      const uint32_t all = static_cast<uint32_t>(p.counters->state_tiles) * kCombineWarps;
-      while (load_acquire(&p.counters->states_done) < all) __nanosleep(100);
+      while (load_acquire(&progress.states_left) != 0) __nanosleep(100);
     }
   }
   meet();
@@ -80,6 +82,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     work(memory, chain, unit % kCombineSlices, stages);
     stages += static_cast<uint32_t>(chain.transitions * kStagesPerTransition);
     meet();
+    if (first) atomicSub(&p.counters->progress.pieces_left, 1u);
   }
 }
 

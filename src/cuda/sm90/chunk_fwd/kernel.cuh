@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
-    for (int i = 0; i < Traits::kStagesQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
+    for (int i = 0; i < Traits::kBarriersQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
     }

@@ -7,25 +7,40 @@
 
 namespace flash_qla::cuda::sm90 {
 
+// A list of tiles, given out by tickets. First those that depend on nothing but the plan; then, of tiles that write O,
+// those that wait for boundary states, which have tickets of their own: they are taken from when these states are
+// there, or the others are all given out.
+struct TileList {
+  uint32_t ticket, dependent_ticket;
+  int32_t tiles, dependent_tiles;
+};
+
+// How far the boundary states are.
+struct SplitProgress {
+  uint32_t states_left;  // by warps: state tiles whose last state is not in memory yet
+  uint32_t pieces_left;  // of chains
+  uint32_t pieces;
+  uint32_t first_tiles;  // of those that write O: given out before any dependent one
+};
+
 // What the planner leaves for the kernels after it.
 struct SplitCounters {
-  uint32_t state_ticket, output_ticket, half_ticket;  // next tile of each list
-  uint32_t states_done;                  // by warps: state tiles whose last state is in memory
-  uint32_t blocks_running;               // that have had a state tile and may get more
-  uint32_t chain_ticket;                 // next piece of a chain
   // Of the tiles that write O one kernel takes all, the other has none: whole heads, or halves of V each.
-  int32_t state_tiles, output_tiles, half_tiles;
-  int32_t chains;
-  int32_t spacing, light_merge, heavy_merge, early_tiles;  // what was chosen; for tests
+  TileList states, outputs, halves;
+  SplitProgress progress;
+  uint32_t blocks_running;                    // that have had a state tile and may get more
+  uint32_t helpers;                           // blocks without a tile that may stay for the chains
+  uint32_t chain_ticket;                      // next piece of a chain
+  int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
 };
 
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
-  // With a sequence split: the tiles by their tickets, how many there are, and the boundary states and transitions by
-  // slot, in the order of the state groups' registers (boundary_place()).
+  // With a sequence split: the tiles by their tickets, and the boundary states and transitions by slot, in the order of
+  // the state groups' registers (boundary_place()) and of the combination (transition_place()).
   const Tile* list;  // null: no split
-  const int32_t* list_size;
+  TileList* tickets;
   float4* boundary_states;
   float4* transitions;
   const TransitionChain* chains;
@@ -34,7 +49,7 @@ struct ChunkForwardKernelParams {
   // initial state; null elsewhere.
   uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
-  uint32_t* ticket;             // tiles given out, with plan beyond the first of each block; with plan or list
+  uint32_t* ticket;             // with plan: tiles given out beyond the first of each block
   int32_t tiles;                // N * Hv, twice that with V split
 };
 

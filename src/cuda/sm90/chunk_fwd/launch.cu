@@ -24,15 +24,9 @@ __device__ int bucket_of(int chunks) {
   return kPlanBuckets - 1 - (8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7));
 }
 
-// Block 0 sorts the sequences by length, roughly, longest first; the others clear what no sequence writes.
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
-  asm volatile("griddepcontrol.launch_dependents;");
+// The sequences sorted by length, roughly, longest first, by one block.
+__device__ void sort_sequences(const ChunkForwardArgs& args) {
   const int thread = threadIdx.x, n = args.num_sequences;
-  if (blockIdx.x > 0) {
-    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
-    return;
-  }
   __shared__ int next[kPlanBuckets];
   __shared__ int warp_chunks[kPlanThreads / 32];
   __shared__ int chunks_before;
@@ -84,6 +78,19 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
     __syncthreads();
   }
+}
+
+// Block 0 sorts the sequences; the others clear what no sequence writes.
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (blockIdx.x == 0) {
+    sort_sequences(args);
+  } else {
+    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
+  }
+  // None of this reads what was prepared, but whoever waits for this kernel waits for that as well.
+  if (args.prepared != 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __global__ void __launch_bounds__(kClearThreads)
@@ -177,8 +184,8 @@ cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkFor
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or that
-// of half heads, a fifth that does its work where nothing is to be gained by a cut.
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or
+// that of half heads, a fifth that does its work where nothing is to be gained by a cut.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel,
                          const ChunkForwardKernel* uncut_kernel, int sms, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
@@ -187,7 +194,6 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   split.uncut_in_halves = uncut_kernel != nullptr;
-  split.by_heads = Divisor(args.num_value_heads);
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
@@ -202,18 +208,16 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   tiles.counters = counters;
   tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
   tiles.list = split.workspace.state_tiles;
-  tiles.list_size = &counters->state_tiles;
-  tiles.ticket = &counters->state_ticket;
-  error = launch_listed(
-      tiles, args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(), sms, stream);
+  tiles.tickets = &counters->states;
+  error = launch_listed(tiles,
+                        args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
+                        sms, stream);
 
   tiles.list = split.workspace.output_tiles;
-  tiles.list_size = &counters->output_tiles;
-  tiles.ticket = &counters->output_ticket;
+  tiles.tickets = &counters->outputs;
   if (error == cudaSuccess) error = launch_listed(tiles, kernel, sms, stream);
   if (error != cudaSuccess || uncut_kernel == nullptr) return error;
-  tiles.list_size = &counters->half_tiles;
-  tiles.ticket = &counters->half_ticket;
+  tiles.tickets = &counters->halves;
   return launch_listed(tiles, *uncut_kernel, sms, stream);
 }
 
@@ -254,8 +258,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   if (forced) return {{true, "cut wherever it is possible, as forced"}};
   if (args.split == SplitMode::kInvariant)
     return {{true, "each sequence cut by its own length; its gates decide on the device"}};
-  if (tiles >= kTilesPerSmUnsplit * sms)
-    return {{false, "sequences times value heads fill the card many times over"}};
+  if (tiles >= kTilesPerSmUnsplit * sms) return {{false, "sequences times value heads fill the card many times over"}};
   const bool dense = args.cu_seqlens == nullptr;
   const SplitCosts costs;
   const int32_t heads = args.num_value_heads;
@@ -279,8 +282,8 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
 
-// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the estimates
-// take some microseconds.
+// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the
+// estimates take some microseconds.
 const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
@@ -291,9 +294,8 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   };
   thread_local Key last_key{-1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
   thread_local DecidedSplit last;
-  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,
-                args.num_value_heads, sms,           args.force_split,
-                args.split,       args.cu_seqlens == nullptr};
+  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,        args.num_value_heads, sms,
+                args.force_split, args.split,        args.cu_seqlens == nullptr};
   if (!(key == last_key)) {
     last = work_out_split(args, sms);
     last_key = key;
@@ -351,14 +353,15 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {
-    plan_chunk_forward_kernel<<<1 + kClearBlocks, kPlanThreads, 0, stream>>>(args);
-    error = cudaGetLastError();
+    error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
+                          args, args.prepared != 0, stream);
     if (error != cudaSuccess) return error;
     params.ticket = static_cast<uint32_t*>(args.workspace);
     params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
   }
   // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
-  return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr, stream);
+  return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr || args.prepared != 0,
+                      stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -53,6 +53,9 @@ struct ChunkForwardArgs {
   const uint8_t* has_initial_state = nullptr;  // [N] 0: start from zero, the slot is not read; null: ones
   int64_t has_initial_state_stride = 1;        // elements
 
+  // Inputs are made by the kernel launched just before, which lets the next one start beside it.
+  int32_t prepared = 0;
+
   // Training: what the backward needs. Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
   void* a = nullptr;  // [T, Hv, 64] contiguous and 16-byte aligned, gate-free UT transform, q's type; null: not saved

@@ -129,6 +129,7 @@ class Call {
     take_gates(args, workspace);
     take_states(args, workspace);
     set_kept(args, workspace);
+    kernel_.prepared = prepares(gates_, before_);
   }
 
   static size_t workspace_size(const Arguments& args, const Problem& p) {

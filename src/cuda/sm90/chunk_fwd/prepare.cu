@@ -1,6 +1,7 @@
 #include "cuda/sm90/chunk_fwd/prepare.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "cuda/sm90/chunk_fwd/traits.h"
 
@@ -80,17 +81,20 @@ __device__ RowPlace row_place(const RowWork& work, int64_t row) {
   return {offset_of(work.from, i, j, head), offset_of(work.to, i, j, head)};
 }
 
-// Read once, written for a later kernel: neither is worth a place in L1.
-__device__ uint4 load_octet(const void* p) {
+// Read once: worth no place in L1, and the first to leave L2, so that what is written stays there for the kernel that
+// reads it and reaches memory beside that kernel's work.
+__device__ uint4 load_octet(const void* p, uint64_t policy) {
   uint4 x;
-  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-      : "l"(p));
+      : "l"(p), "l"(policy));
   return x;
 }
 
 __device__ void copy_octets(const RowWork& work, int64_t first_row) {
   const int lane = threadIdx.x % kRowLanes;
+  uint64_t first_to_leave;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
   uint4 x[kRowsPerLane];
   int64_t to[kRowsPerLane];
 #pragma unroll
@@ -100,7 +104,7 @@ __device__ void copy_octets(const RowWork& work, int64_t first_row) {
     if (row >= work.rows) continue;
     const RowPlace place = row_place(work, row);
     to[i] = place.to + 8 * lane;
-    x[i] = load_octet(static_cast<const uint16_t*>(work.from.data) + place.from + 8 * lane);
+    x[i] = load_octet(static_cast<const uint16_t*>(work.from.data) + place.from + 8 * lane, first_to_leave);
   }
 #pragma unroll
   for (int i = 0; i < kRowsPerLane; ++i) {
@@ -169,6 +173,8 @@ __device__ void copy_gates(const GateWork& work) {
 }
 
 __global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_prepare_kernel(const __grid_constant__ Work work) {
+  // Whoever may start meanwhile waits for the rows itself.
+  asm volatile("griddepcontrol.launch_dependents;");
   if (blockIdx.x < work.gates.blocks) return copy_gates(work.gates);
   int copy = work.copies - 1;
   while (copy > 0 && blockIdx.x < work.rows[copy].first_block) --copy;
@@ -190,6 +196,12 @@ bool in_octets(const DeviceTensor& t, const RowCopy& copy) {
 }
 
 }  // namespace
+
+bool prepares(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies]) {
+  if ((gates.log_decay != nullptr || gates.beta != nullptr) && gates.B * gates.T * gates.Hv > 0) return true;
+  return std::any_of(std::begin(copies), std::end(copies),
+                     [](const RowCopy& copy) { return copy.to.data != nullptr && copy.d0 * copy.d1 * copy.heads > 0; });
+}
 
 Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies], cudaStream_t stream) {
   Work work{};

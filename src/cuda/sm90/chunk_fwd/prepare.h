@@ -25,6 +25,8 @@ struct GateCopy {
 inline constexpr int kMostRowCopies = 4;
 
 // Does all of it with one kernel; nothing where there is nothing to do.
+// Whether it launches anything.
+bool prepares(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies]);
 Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies], cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

@@ -150,26 +150,23 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ float decay[kRoundChunks][kRoundHeads], total[kRoundChunks][kRoundHeads];
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int group = args.num_value_heads / args.num_key_heads;
-  const int parts = (group + kRoundHeads - 1) / kRoundHeads;
-  const int units_per_boundary = args.num_key_heads * parts;
-  const int32_t units = p.capacity.boundaries * units_per_boundary;
   const int32_t limit = warmup_limit(grid);
 #pragma unroll 1
-  for (int32_t unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += units_blocks) {
-    const int32_t number = unit / units_per_boundary, part = unit % units_per_boundary;
-    const int32_t key_head = part / parts, first_head = key_head * group + part % parts * kRoundHeads;
-    const int32_t heads = min(kRoundHeads, (key_head + 1) * group - first_head);
+  for (int32_t unit = static_cast<int32_t>(blockIdx.x); unit < p.units; unit += units_blocks) {
+    const int32_t number = p.by_boundary_units.divide(unit);
+    const int32_t rest = unit - number * static_cast<int32_t>(p.by_boundary_units.by);
+    const int32_t key_head = p.by_parts.divide(rest);
+    const int32_t first_head = key_head * p.group + (rest - key_head * p.parts) * kRoundHeads;
+    const int32_t heads = min(kRoundHeads, (key_head + 1) * p.group - first_head);
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const PlannedSequence s =
-        find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
+    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
     const CutSequence cuts(s, grid);
     const int32_t boundary = cuts.find(number, grid);
     if (boundary == 0) continue;
     const int32_t at = cuts.at(boundary);
 
-    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read soon
-    // by the tiles.
+    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read
+    // soon by the tiles.
     const int32_t row = (at - kRoundChunks) * kChunk + thread;
     if (thread < kRoundChunks * kChunk && row >= 0) {
       l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
@@ -210,8 +207,9 @@ __global__ void __launch_bounds__(kPlanThreads)
       const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
       const int reached = first_chunk_where(gates <= args.decay_threshold, lane);
       const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
-      const bool open = warmup < 0 && static_cast<float>(limit) * gates_of_round <=
-                                          static_cast<float>((round + 1) * kRoundChunks) * args.decay_threshold;
+      const bool open =
+          warmup < 0 && static_cast<float>(limit) * gates_of_round <=
+                            static_cast<float>(min((round + 1) * kRoundChunks, at)) * args.decay_threshold;
       if (!open && warmup < 0) warmup = 0;
       const int needed = static_cast<int>(
           __reduce_max_sync(0xffffffffu, open ? static_cast<uint32_t>(min(reached + 2, kRoundChunks)) : 0u));
@@ -243,26 +241,23 @@ __global__ void __launch_bounds__(kPlanThreads)
         }
       }
       growth = warp_sum(growth);
-      if (lane == 0) total[j][h] = gate + growth;
+      if (lane == 0) total[j][h] = decay[j][h] + growth;
       __syncthreads();
       const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
       const int32_t w = round * kRoundChunks + c + 1;
       const int found = first_chunk_where(c < needed && w <= min(limit, at) && sums <= args.decay_threshold, lane);
       sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
-      if (warmup < 0) {
-        if (found < kRoundChunks) {
-          warmup = round * kRoundChunks + found + 1;
-        } else if (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at)) {
-          // Keys that grow made the gates fall short within the chunks that were read.
-          warmup = 0;
-        }
+      if (warmup < 0 && found < kRoundChunks) warmup = round * kRoundChunks + found + 1;
+      if (warmup < 0 && (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at))) {
+        // The start came first, or keys that grow made the gates fall short within the chunks that were read.
+        warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
     }
     if (thread < heads) {
       p.workspace.warmups[number * args.num_value_heads + first_head + thread] = static_cast<uint8_t>(max(warmup, 0));
     }
-    if (unit + units_blocks < units) __syncthreads();  // the sums of this unit have been read
+    if (unit + units_blocks < p.units) __syncthreads();  // the sums of this unit have been read
   }
 }
 
@@ -305,7 +300,6 @@ struct TileSink {
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
   int32_t* chains_used;
   SplitWorkspace workspace;
-  int32_t early, free, dependent;  // of the tiles that write O
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
     if (!place) return;
@@ -313,9 +307,7 @@ struct TileSink {
       uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
       for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
     }
-    Tile* to = t.flags & kTileToSlot ? workspace.state_tiles + n
-                                     : workspace.output_tiles + output_place(n, early, free, dependent);
-    *to = t;
+    (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
   }
   __device__ void chain(const TransitionChain& c) const {
     if (place) workspace.chains[atomicAdd(chains_used, 1)] = c;
@@ -367,7 +359,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   __shared__ int32_t warp_chunks[kListWarps];
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
-  __shared__ int32_t choice_early[kMergeChoices];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
   __shared__ HeadSummary summaries[kMostSummaries];
@@ -427,7 +418,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
 
   SplitMerge merge;
   bool cut = grid.spacing > 0;
-  int32_t early = INT32_MAX;  // free tiles that go before the dependent ones
   const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
   if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
     // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
@@ -463,11 +453,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
     __syncthreads();
     if (thread < kMergeChoices) {
-      const SplitEstimate estimate =
-          estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
-                          p.uncut_in_halves != 0);
+      const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
+                                                     thread, p.uncut_in_halves != 0);
       choice_steps[thread] = estimate.steps(p.sms);
-      choice_early[thread] = estimate.early_tiles(p.sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.
@@ -485,11 +473,10 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
     }
     merge = merge_choice(best);
-    early = choice_early[best];
     cut = best != kMergeChoices - 1;
   }
 
-  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws, 0, 0, 0};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws};
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
@@ -500,7 +487,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (pass == 1) break;
     // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
     if (warp < 2) {
-      const int first = warp == 0 ? 0 : kLengthBuckets, per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
+      const int first = warp == 0 ? 0 : kLengthBuckets,
+                per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
       int32_t sum = 0;
       for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
       int32_t inclusive = sum;
@@ -521,21 +509,20 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
     __syncthreads();
     sink.place = true;
-    sink.early = max(first_tiles, min(early, free_tiles));
-    sink.free = free_tiles;
-    sink.dependent = list_sizes[1] - free_tiles;
   }
   if (thread == 0) {
     const bool halves = !cut && p.uncut_in_halves != 0;
     SplitCounters counters{};
-    counters.state_tiles = list_sizes[0];
-    counters.output_tiles = halves ? 0 : list_sizes[1];
-    counters.half_tiles = halves ? list_sizes[1] : 0;
-    counters.chains = chains_used;
+    counters.states.tiles = list_sizes[0];
+    counters.outputs.tiles = halves ? 0 : free_tiles;
+    counters.outputs.dependent_tiles = list_sizes[1] - free_tiles;  // none where nothing is cut
+    counters.halves.tiles = halves ? free_tiles : 0;
+    counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
+    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
+    counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
-    counters.early_tiles = sink.early;
     *ws.counters = counters;
   }
 }
@@ -566,13 +553,16 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   return used;
 }
 
-cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stream) {
+cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
-  const int group = args.num_value_heads / args.num_key_heads;
-  const int64_t units =
-      static_cast<int64_t>(params.capacity.boundaries) * args.num_key_heads * ((group + kRoundHeads - 1) / kRoundHeads);
-  const int64_t blocks = std::clamp<int64_t>(units, 1, static_cast<int64_t>(kClassifyBlocksPerSm) * params.sms) +
-                         (args.cu_seqlens != nullptr ? kClearBlocks : 0);
+  params.group = args.num_value_heads / args.num_key_heads;
+  params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
+  params.by_parts = Divisor(params.parts);
+  params.by_boundary_units = Divisor(args.num_key_heads * params.parts);
+  params.by_heads = Divisor(args.num_value_heads);
+  params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
+  const int blocks =
+      std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + (args.cu_seqlens != nullptr ? kClearBlocks : 0);
   if (args.type == ElementType::kFloat16) {
     classify_boundaries_kernel<__half><<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(params);
   } else {

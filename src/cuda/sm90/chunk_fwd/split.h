@@ -23,6 +23,9 @@ struct SplitKernelParams {
   SplitCapacity capacity;
   SplitCosts costs;
   int32_t uncut_in_halves;  // tiles without a cut are of half of V each, and another kernel's
+  // A boundary's value heads are looked at a few of a key head at a time: a unit each.
+  int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
+  Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
   int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
@@ -33,6 +36,6 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
                      SplitWorkspace* workspace);
 
 // Classifies the boundaries, then lists the tiles: two kernels.
-cudaError_t launch_split_plan(const SplitKernelParams& params, cudaStream_t stream);
+cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

@@ -23,8 +23,8 @@ struct SplitCosts {
   float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
   float combine_step = 0.45f;  // one transition applied to a boundary state
   float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 5.0f;          // the planning kernels, and the launches that an unsplit call does without
-  float plan_uncut = 3.0f;     // ... where the lengths turn out to ask for no cut
+  float plan = 6.5f;           // the planning kernels, and the launches that an unsplit call does without
+  float plan_uncut = 4.0f;     // ... where the lengths turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -100,7 +100,8 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
   const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
   if (halves_pay(tiles, sms)) return edged * costs.half_step;
-  if (static_cast<float>(lengths.longest) <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * edged;
+  if (static_cast<float>(lengths.longest) <= average * 1.02f)
+    return static_cast<float>((tiles + sms - 1) / sms) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
   const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
   const float spread = tiles > sms ? even + average / 3 : even;
@@ -118,9 +119,13 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
   }
   const int64_t work = lengths.chunks * heads;
   if (!forced) {
-    // The best that any split can do: even work, if every cut were free.
+    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are
+    // computed twice more for states and transitions.
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
-    const float best = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms) + costs.plan;
+    const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
+    const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
+    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.5f * costs.state_step) + costs.phase;
+    const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
   }
   // 64-bit divisions take long on the device, and are seldom needed.
@@ -146,10 +151,7 @@ struct CutSequence {
 
   CutSequence() = default;
   FLASH_QLA_HOST_DEVICE CutSequence(const PlannedSequence& sequence, const SplitGrid& grid)
-      : sequence(sequence),
-        chunks(chunks_in(sequence.length)),
-        pieces(pieces_of(chunks, grid)),
-        by_pieces(pieces) {
+      : sequence(sequence), chunks(chunks_in(sequence.length)), pieces(pieces_of(chunks, grid)), by_pieces(pieces) {
     piece = by_pieces.divide(chunks);
     longer = chunks - piece * pieces;
   }
@@ -168,8 +170,8 @@ struct CutSequence {
     if (pieces <= 1 || window <= sequence.start || window - sequence.start >= sequence.length) return 0;
     // The first boundary at or after the window's start: a guess, and the one or two steps that it is off.
     const int32_t least = chunks_in(static_cast<int32_t>(window - sequence.start));
-    int32_t i = static_cast<int32_t>(static_cast<float>(least) * static_cast<float>(pieces) /
-                                     static_cast<float>(chunks));
+    int32_t i =
+        static_cast<int32_t>(static_cast<float>(least) * static_cast<float>(pieces) / static_cast<float>(chunks));
     i = i < 1 ? 1 : i < pieces ? i : pieces - 1;
     while (i > 1 && at(i - 1) >= least) --i;
     while (i < pieces && at(i) < least) ++i;
@@ -190,6 +192,12 @@ FLASH_QLA_HOST_DEVICE inline int32_t boundary_capacity(SplitMode mode, bool forc
 
 // --- light and heavy ---
 
+// Whether a warm-up that does not come to the threshold is one from the sequence's start, which leaves nothing out:
+// where that is near, and the head decays as one that does not need transitions.
+FLASH_QLA_HOST_DEVICE constexpr bool reaches_start(int32_t position, int32_t limit, float threshold, float sum) {
+  return position <= limit && static_cast<float>(limit) * sum <= static_cast<float>(position) * threshold;
+}
+
 // Chunks of warm-up that a start at `position` needs to leave the state before them out; 0: no warm-up of up to `limit`
 // chunks does. decay(c): sum over the tokens of chunk c of g + log max(1, |1 - beta |k|^2|). NaN is heavy.
 template <typename Decay>
@@ -199,7 +207,7 @@ FLASH_QLA_HOST_DEVICE int32_t warmup_chunks(int32_t position, int32_t limit, flo
     sum += decay(position - w);
     if (sum <= threshold) return w;
   }
-  return 0;
+  return reaches_start(position, limit, threshold, sum) ? position : 0;
 }
 
 FLASH_QLA_HOST_DEVICE constexpr int32_t warmup_limit(const SplitGrid& grid) {
@@ -316,7 +324,8 @@ struct HeadPlan {
     const int32_t slot = heavy || from_heavy ? first_slot() + carry.slots + bits_set(round.heavy & below) : -1;
     const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
     if (!from_heavy) {
-      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
+      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence
+      // is.
       const int32_t found = from > 0 ? warmup_at(from) : 0, warmup = found < first ? found : first;
       const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
       sink.tile(tile(start, end, warmup, -1, from_start | to_end));
@@ -444,14 +453,6 @@ struct SplitEstimate {
            costs.combine_step * static_cast<float>(longest_chain);
   }
 
-  // Free tiles that start before then, on SMs that state tiles leave: they are put before the dependent ones.
-  FLASH_QLA_HOST_DEVICE int32_t early_tiles(int32_t sms) const {
-    if (dependent_tiles == 0 || free_tiles == 0) return free_tiles;
-    const float room = static_cast<float>(sms) * ready(sms) - state_work;
-    const int32_t tiles = static_cast<int32_t>(room * static_cast<float>(free_tiles) / free_work);
-    return tiles < free_tiles ? tiles : free_tiles;
-  }
-
   // Steps until the last tile ends.
   FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
     if (free_tiles == 0) return 0.0f;
@@ -571,12 +572,6 @@ FLASH_QLA_HOST_DEVICE inline int32_t tile_bucket(const Tile& t, bool in_place) {
   const bool first = in_place && (t.flags & (kTileFromStart | kTileToEnd)) == kTileFromStart;
   const int32_t list = t.flags & kTileToSlot ? 0 : t.flags & kTileFromSlot ? 3 : first ? 1 : 2;
   return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
-}
-
-// Where the n-th tile in the order of the buckets goes in the list of tiles that write O: `early` free ones, the
-// dependent ones, then the rest.
-FLASH_QLA_HOST_DEVICE constexpr int32_t output_place(int32_t n, int32_t early, int32_t free, int32_t dependent) {
-  return n < early ? n : n < free ? n + dependent : n - free + early;
 }
 
 // --- workspace ---

@@ -408,7 +408,7 @@ struct StateRole {
       __syncwarp();
       if (at.lane == 0 && tiles > 0) {
         __threadfence();
-        atomicAdd(&p.counters->states_done, tiles);
+        atomicSub(&p.counters->progress.states_left, tiles);
       }
       return;
     }

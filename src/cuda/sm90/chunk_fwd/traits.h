@@ -33,6 +33,9 @@ struct ChunkForwardTraits {
   // is used.
   static constexpr int kStagesK = 4;
   static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have every
+  // second round, and could not tell one that is to come from one that is over.
+  static constexpr int kBarriersQ = 2 * kAuxGroups;
   static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
@@ -79,7 +82,7 @@ struct ChunkForwardTraits {
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFullK = kSmemBarriers;
   static constexpr uint32_t kFullQ = kFullK + 8 * kStagesK;
-  static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
+  static constexpr uint32_t kFullA = kFullQ + 8 * kBarriersQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
   static constexpr uint32_t kFullO = kDone + 8 * kStagesP;
