@@ -67,9 +67,9 @@ class Checker {
     for (size_t i = 0; i < got.size(); ++i) {
       const auto& [name, buffer] = got[i];
       if (!buffer->present()) continue;
-      // With one key of norm one and beta 1 a token replaces the whole state, and the norm of a single key is a constant
-      // but for its epsilon: gradients are then zero, or small, as differences of terms of order one. Two oracles in
-      // fp64 agree on such terms, not on the digits that are left of their difference.
+      // With one key of norm one and beta 1 a token replaces the whole state, and the norm of a single key is a
+      // constant but for its epsilon: gradients are then zero, or small, as differences of terms of order one. Two
+      // oracles in fp64 agree on such terms, not on the digits that are left of their difference.
       const bool cancels = exact_bound > 0.0 && drawn.in.shape.K == 1;
       const double error = relative_error(*buffer, *wanted[i].second, head_dim(name),
                                           exact_bound > 0.0 ? 0.0 : expected.least_norm(name), cancels ? 1.0 : 1e-6);

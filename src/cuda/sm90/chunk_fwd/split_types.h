@@ -45,7 +45,7 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == 32);
 
-inline constexpr int32_t kStateWarps = 8;       // that make and store a state tile's last state, each its own rows
+inline constexpr int32_t kStateWarps = 8;      // that make and store a state tile's last state, each its own rows
 inline constexpr int32_t kCombineSlices = 16;  // pieces that a chain is taken in, of eight columns of V
 
 // Boundary states first_slot + 1 .. first_slot + transitions follow from first_slot, one transition each.

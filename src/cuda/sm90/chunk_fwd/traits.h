@@ -33,8 +33,8 @@ struct ChunkForwardTraits {
   // is used.
   static constexpr int kStagesK = 4;
   static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
-  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have every
-  // second round, and could not tell one that is to come from one that is over.
+  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
+  // every second round, and could not tell one that is to come from one that is over.
   static constexpr int kBarriersQ = 2 * kAuxGroups;
   static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
