@@ -47,17 +47,15 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
   const SplitProgress& progress = p.counters->progress;
   const int units = static_cast<int>(progress.pieces);
-  // A block that had no tile leaves its SM to the next kernel, but for as many as there are more pieces than tiles.
+  // A block that had no tile leaves its SM to the next kernel.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
-  const int missing = units - p.counters->states.tiles;
-  if (units == 0 || (!had_tiles && missing <= 0)) return;
+  if (units == 0 || !had_tiles) return;
   BlockMeeting meet{smem() + Traits::kMeet};
   meet();  // the tiles' shared memory is free
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
-    const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
-                                  : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < missing;
+    const bool needed = static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units;
     memory.unit = needed ? 0 : -1;
     if (needed) {
       for (int i = 0; i < kCombineStages; ++i) {
