@@ -365,6 +365,8 @@ TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   EXPECT_TRUE(pays(48, 4, 8192));
   EXPECT_TRUE(pays(8, 1, 2048));
   EXPECT_FALSE(pays(32, 1, 2048));
+  EXPECT_FALSE(pays(32, 1, 4096));
+  EXPECT_FALSE(pays(16, 1, 2048));
   for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
   for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;
   EXPECT_FALSE(pays(64, 1, 32768));

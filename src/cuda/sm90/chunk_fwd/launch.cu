@@ -267,7 +267,8 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const int32_t all = static_cast<int32_t>(divide_up(longest, kSplitChunk));
   const int32_t each = dense ? all : static_cast<int32_t>(divide_up(all, args.num_sequences));
   const LengthSummary equal{static_cast<int64_t>(args.num_sequences) * each, args.num_sequences, each};
-  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  const SplitPromise promise =
+      promise_of_plan(equal, heads, sms, costs, dense || args.num_sequences == 1 ? kLeastGain : kLeastGainAnyLengths);
   if (promise.pays) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
