@@ -47,15 +47,21 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
   const SplitProgress& progress = p.counters->progress;
   const int units = static_cast<int>(progress.pieces);
-  // A block that had no tile leaves its SM to the next kernel.
+  // A block that had no tile leaves its SM to the next kernel. But as many stay as there are more pieces than tiles, on
+  // SMs that no tile needs before the boundary states are there: with more of them 32 heads of 4,096 tokens took 0.15
+  // to 0.16 ms in place of 0.13 without a cut.
   const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
-  if (units == 0 || !had_tiles) return;
+  const TileList& states = p.counters->states;
+  const int idle = static_cast<int>(gridDim.x) - states.tiles - p.counters->outputs.tiles;
+  const int helpers = min(units - states.tiles, idle);
+  if (units == 0 || (!had_tiles && helpers <= 0)) return;
   BlockMeeting meet{smem() + Traits::kMeet};
   meet();  // the tiles' shared memory is free
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
-    const bool needed = static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units;
+    const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
+                                  : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < helpers;
     memory.unit = needed ? 0 : -1;
     if (needed) {
       for (int i = 0; i < kCombineStages; ++i) {

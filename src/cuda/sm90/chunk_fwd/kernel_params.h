@@ -29,6 +29,7 @@ struct SplitCounters {
   TileList states, outputs, halves;
   SplitProgress progress;
   uint32_t blocks_running;                    // that have had a state tile and may get more
+  uint32_t helpers;                           // blocks without a tile that may stay for the chains
   uint32_t chain_ticket;                      // next piece of a chain
   int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
 };
