@@ -620,6 +620,41 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// One captured graph of a call, replayed with its inputs set to one drawn pattern after another: the bits of direct
+// calls. set_inputs(i) copies pattern i's to the call's, in the stream.
+template <typename SetInputs>
+void soak_replays(Checker& checker, const std::string& what, RepeatedCall& repeated, size_t patterns,
+                  const SetInputs& set_inputs, int replays, Random& random, Arena& arena, cudaStream_t stream) {
+  std::vector<std::vector<char*>> expected;
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the stream does not wait for uploads
+  for (size_t i = 0; i < patterns; ++i) {
+    expected.push_back(repeated.take_results(arena));
+    set_inputs(i);
+    repeated.poison(stream);
+    repeated.run(stream);
+    repeated.keep(expected[i], stream);
+  }
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  repeated.run(stream);
+  check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+  check_cuda(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
+  if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
+  for (int i = 0; i < replays; ++i) {
+    const size_t pattern = static_cast<size_t>(random.integer(0, static_cast<int64_t>(patterns) - 1));
+    set_inputs(pattern);
+    repeated.poison(stream);
+    check_cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
+    repeated.compare(expected[pattern], stream);
+  }
+  if (const auto words = repeated.different(); words > 0) {
+    checker.fail(what, "sm90", std::to_string(words) + " words differ in the replays");
+  }
+  check_cuda(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
+  check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+}
+
 // Ten thousand replays of captured graphs whose lengths change in place: [512] + [6] * (N - 1), which has hung others'
 // kernels, and drawn ones, empty sequences included.
 inline int64_t test_sm90_soak(const Settings& settings, Arena& arena) {
@@ -669,39 +704,16 @@ inline int64_t test_sm90_soak(const Settings& settings, Arena& arena) {
     const Tensor cu_seqlens = repeated.arguments().cu_seqlens;
     const size_t offset_bytes = call.in.cu_seqlens.bytes().size();
     std::vector<void*> offsets;
-    std::vector<std::vector<char*>> expected;
+    for (ForwardCall& pattern : drawn) {
+      pattern.in.cu_seqlens.upload(arena);
+      offsets.push_back(pattern.in.cu_seqlens.device().data);
+    }
     const auto set_lengths = [&](size_t i) {
       check_cuda(cudaMemcpyAsync(cu_seqlens.data, offsets[i], offset_bytes, cudaMemcpyDeviceToDevice, stream),
                  "cudaMemcpyAsync");
     };
-    for (size_t i = 0; i < drawn.size(); ++i) {
-      drawn[i].in.cu_seqlens.upload(arena);
-      offsets.push_back(drawn[i].in.cu_seqlens.device().data);
-      expected.push_back(repeated.take_results(arena));
-      set_lengths(i);
-      repeated.poison(stream);
-      repeated.run(stream);
-      repeated.keep(expected[i], stream);
-    }
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    repeated.run(stream);
-    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-    check_cuda(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
-    if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
-    for (int i = 0; i < replays; ++i) {
-      const size_t pattern = static_cast<size_t>(random.integer(0, patterns - 1));
-      set_lengths(pattern);
-      repeated.poison(stream);
-      check_cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
-      repeated.compare(expected[pattern], stream);
-    }
-    if (const auto words = repeated.different(); words > 0) {
-      checker.fail(std::to_string(N) + " sequences", "sm90", std::to_string(words) + " words differ in the replays");
-    }
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
+    soak_replays(checker, std::to_string(N) + " sequences", repeated, drawn.size(), set_lengths, replays, random, arena,
+                 stream);
   }
   cudaStreamDestroy(stream);
   return checker.finish();

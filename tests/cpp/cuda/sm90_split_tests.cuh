@@ -177,7 +177,6 @@ inline int64_t test_sm90_split_soak(const Settings& settings, Arena& arena) {
     }
     arena.reset();
     RepeatedCall repeated(call, arena);
-    std::vector<std::vector<char*>> expected;
     const auto set_inputs = [&](size_t i) {
       for (const auto& [to, from] :
            {std::pair<const Tensor&, Buffer&>{repeated.arguments().cu_seqlens, drawn[i].in.cu_seqlens},
@@ -186,35 +185,11 @@ inline int64_t test_sm90_split_soak(const Settings& settings, Arena& arena) {
                    "cudaMemcpyAsync");
       }
     };
-    for (size_t i = 0; i < drawn.size(); ++i) {
-      drawn[i].in.cu_seqlens.upload(arena);
-      drawn[i].in.g.upload(arena);
-      expected.push_back(repeated.take_results(arena));
-      check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the stream does not wait for the copies
-      set_inputs(i);
-      repeated.poison(stream);
-      repeated.run(stream);
-      repeated.keep(expected[i], stream);
+    for (ForwardCall& pattern : drawn) {
+      pattern.in.cu_seqlens.upload(arena);
+      pattern.in.g.upload(arena);
     }
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    repeated.run(stream);
-    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-    check_cuda(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
-    if (!repeated.status().ok()) checker.fail("run", "sm90", repeated.status().message());
-    for (int i = 0; i < replays; ++i) {
-      const size_t pattern = static_cast<size_t>(random.integer(0, patterns - 1));
-      set_inputs(pattern);
-      repeated.poison(stream);
-      check_cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
-      repeated.compare(expected[pattern], stream);
-    }
-    if (const auto words = repeated.different(); words > 0) {
-      checker.fail(cases[c].name, "sm90", std::to_string(words) + " words differ in the replays");
-    }
-    check_cuda(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
-    check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    soak_replays(checker, cases[c].name, repeated, drawn.size(), set_inputs, replays, random, arena, stream);
   }
   check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
   return checker.finish();
