@@ -25,6 +25,11 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   return value;
 }
 
+// Adds to a counter that load_acquire() reads; what this thread has written or observed comes before it.
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t by) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
+}
+
 // The other way; joins the issuing thread's current bulk group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(global)),

@@ -38,6 +38,11 @@ __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk
 // Until the sources of all committed stores have been read: their shared memory may be written again.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// Until all committed stores but the latest group's are in memory.
+__device__ __forceinline__ void tma_store_wait_before_latest() {
+  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
+}
+
 __device__ __forceinline__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Brings `bytes` (a multiple of 16) from a 16-byte aligned global address into L2.

@@ -68,9 +68,12 @@ struct GradientsTraits {
   // What the groups know of an item. Who loads is at most three heads ahead of them, and they two of who makes dg.
   static constexpr uint32_t kItems = kReceived + 16;
   static constexpr int kItemSlots = 8;
-  static constexpr uint32_t kCount = kItems + kItemSlots * 32;  // how many items there are
-  static constexpr uint32_t kBarriers = kCount + 8;
-  static constexpr uint32_t kBarrierCount = 2 * (kStages + 3) + 1 + 3 * 2;
+  // Which items the cluster has taken. One is taken while the last head of the one before is loaded; all who read here
+  // have read the one before that then.
+  static constexpr uint32_t kTaken = kItems + kItemSlots * 32;
+  static constexpr int kTakenSlots = 4;
+  static constexpr uint32_t kBarriers = kTaken + kTakenSlots * 4;
+  static constexpr uint32_t kBarrierCount = 2 * (kStages + 3) + 2 + 3 * 2 + kTakenSlots;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;
   static_assert(kBarriers % 8 == 0 && kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -101,6 +104,9 @@ struct GradientsBarriers {
   __device__ uint32_t sums_full(uint32_t parity) const { return tail() + 8 + 8 * parity; }
   __device__ uint32_t sums_empty(uint32_t parity) const { return tail() + 24 + 8 * parity; }
   __device__ uint32_t received(uint32_t parity) const { return tail() + 40 + 8 * parity; }
+  // The early block's stages want the next item; the cluster has taken its index-th item.
+  __device__ uint32_t wanted() const { return tail() + 56; }
+  __device__ uint32_t taken(uint32_t index) const { return wanted() + 8 + 8 * (index % GradientsTraits::kTakenSlots); }
 };
 
 // A warp's arrival on a barrier of both blocks (mbarrier_arrive_warp).
@@ -113,6 +119,8 @@ __device__ __forceinline__ void arrive_both(uint32_t barrier, int lane) {
   }
 }
 
+constexpr uint32_t kNoItem = 0xffffffffu;  // in place of pair * Hq + key head: there are no more
+
 // An item in shared memory, written by the thread that loads before the first stage of the item is full.
 struct GradientsItem {
   uint32_t base;
@@ -122,6 +130,8 @@ struct GradientsItem {
     store_shared_u4(base, make_uint4(chunk.token, chunk.valid, chunk.sequence, key_head));
     store_shared_u4(base + 16, make_uint4(late_valid, tails, 0, 0));
   }
+  __device__ void store_end() const { store_shared_u4(base, make_uint4(0, 0, 0, kNoItem)); }
+  __device__ bool is_end() const { return load_shared_u1(base + 12) == kNoItem; }
   __device__ ChunkInfo chunk(const ChunkBackwardParams& p) const {
     const uint4 x = load_shared_u4(base);
     const int32_t sequence = static_cast<int32_t>(x.z);
@@ -268,21 +278,55 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
-// The items of a cluster: pairs from both ends in turns (the serial passes end there, and the L2 cache still has some
-// of what they wrote last), the key heads of a pair side by side.
-__device__ __forceinline__ uint32_t count_items(const ChunkBackwardParams& p) {
-  const int clusters = static_cast<int>(gridDim.x) / 2, cluster = static_cast<int>(blockIdx.x) / 2;
-  return (total_pairs(p) * p.Hq - cluster + clusters - 1) / clusters;
+// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs: they go
+// through `units` pieces (sequences, segments) at the same time, a piece from both ends, so that its middle is done
+// first. 0: one piece after another. The key heads of a pair are side by side.
+__device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint32_t units) {
+  const uint32_t total = static_cast<uint32_t>(total_pairs(p)), heads = static_cast<uint32_t>(p.Hq);
+  const uint32_t unit = units == 0 ? total : (total + units - 1) / units;  // pairs; the last piece may have fewer
+  while (true) {
+    const uint32_t ticket = atomicAdd(p.next_item, 1u), turn = ticket / heads;
+    uint32_t pair = turn;
+    if (units > 0) {
+      const uint32_t step = turn / units;
+      if (step >= unit) return kNoItem;
+      pair = (turn - step * units) * unit + unit / 2 + (step % 2 == 0 ? step / 2 : -(step + 1) / 2);
+    } else if (turn >= total) {
+      return kNoItem;
+    }
+    if (pair < total) return pair * heads + ticket - turn * heads;
+  }
 }
 
-__device__ __forceinline__ void find_item(const ChunkBackwardParams& p, uint32_t index, int* pair, int* key_head) {
-  const int at = static_cast<int>(blockIdx.x / 2 + index * (gridDim.x / 2)), turn = at / p.Hq;
-  *key_head = at - turn * p.Hq;
-  *pair = turn % 2 == 0 ? total_pairs(p) - 1 - turn / 2 : turn / 2;
+// The same thread: one item after another, told to both blocks.
+__device__ __forceinline__ void take_items(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
+                                           const GradientsBarriers& bars) {
+  using Traits = GradientsTraits;
+  for (uint32_t index = 0;; ++index) {
+    const uint32_t item = take_item(p, units);
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      store_cluster_u1(cluster_address(smem + Traits::kTaken + index % Traits::kTakenSlots * 4, rank), item,
+                       cluster_address(bars.taken(index), rank));
+    }
+    if (item == kNoItem) return;
+    mbarrier_wait(bars.wanted(), index % 2);
+  }
 }
 
-// From shared memory each time: it is needed once an item.
-__device__ __forceinline__ uint32_t items_in(uint32_t smem) { return load_shared_u1(smem + GradientsTraits::kCount); }
+// Those who load: which item that is.
+__device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBarriers& bars, uint32_t index) {
+  using Traits = GradientsTraits;
+  mbarrier_wait(bars.taken(index), index / Traits::kTakenSlots % 2);
+  return load_shared_u1(smem + Traits::kTaken + index % Traits::kTakenSlots * 4);
+}
+
+// One thread: until the passes have left all that the copy engine is to load of an item.
+__device__ __forceinline__ void wait_until_left(const ChunkBackwardParams& p, uint32_t item) {
+  const uint32_t all = kPairCount * static_cast<uint32_t>(p.group);
+  while (load_acquire(p.progress + item) < all) {
+  }
+  fence_proxy_async_all();
+}
 
 __device__ __forceinline__ bool has_late_chunk(const PairInfo& pair) { return pair.valid > kChunk; }
 
@@ -301,9 +345,18 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
                                             const GradientsBarriers& bars, uint32_t rank) {
   using Traits = GradientsTraits;
   uint32_t turn = 0;
-  for (uint32_t index = 0; index < items_in(smem); ++index) {
-    int pair_index, key_head;
-    find_item(p, index, &pair_index, &key_head);
+  for (uint32_t index = 0;; ++index) {
+    mbarrier_arrive_expect(bars.taken(index), 4);
+    const uint32_t taken = taken_item(smem, bars, index);
+    if (taken == kNoItem) {
+      mbarrier_wait(bars.empty(0), (turn % 2) ^ 1);
+      GradientsItem(smem, index).store_end();
+      mbarrier_arrive(bars.full(0));
+      return;
+    }
+    wait_until_left(p, taken);
+    int pair_index = static_cast<int>(taken) / p.Hq;
+    const int key_head = static_cast<int>(taken) - pair_index * p.Hq;
     const PairInfo pair = pair_info(p, pair_index);
     const ChunkInfo chunk = chunk_of(p, pair, rank);
     int slot = pair.slot + (rank == kLate && has_late_chunk(pair) ? 1 : 0);
@@ -335,6 +388,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
         if (half == 0) {
           bulk_load_cluster(smem + Traits::kGates + turn % 2 * Traits::kHeadGates + rank * kGateBytes,
                             p.gates + tile * kGateVectors * kChunk, kGateBytes, bar, kBothBlocks);
+          if (rank == kEarly && head + 1 == end) mbarrier_arrive(bars.wanted());
         }
       }
     }
@@ -345,9 +399,10 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
 __device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
                                           const GradientsBarriers& bars, uint32_t rank) {
   using Traits = GradientsTraits;
-  for (uint32_t index = 0; index < items_in(smem); ++index) {
-    int pair_index, key_head;
-    find_item(p, index, &pair_index, &key_head);
+  for (uint32_t index = 0;; ++index) {
+    const uint32_t taken = taken_item(smem, bars, index);
+    if (taken == kNoItem) return;
+    const int pair_index = static_cast<int>(taken) / p.Hq, key_head = static_cast<int>(taken) - pair_index * p.Hq;
     const ChunkInfo chunk = chunk_of(p, pair_info(p, pair_index), rank);
     const uint32_t bar = bars.keys_full(), to = smem + rank * Traits::kKeys;
     mbarrier_wait(bars.keys_empty(), (index % 2) ^ 1);
@@ -381,12 +436,14 @@ __device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p
 __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
                                              uint32_t rank, int lane) {
   using Traits = GradientsTraits;
-  for (uint32_t turn = 0; turn < items_in(smem) * p.group; ++turn) {
+  for (uint32_t turn = 0;; ++turn) {
+    asm volatile("" : "+r"(smem), "+r"(lane));  // as for the groups: few registers
     const uint32_t parity = turn % 2, phase = turn / 2 % 2;
     const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes;
     mbarrier_wait(bars.sums_full(parity), phase);
     const uint32_t index = turn / p.group;
     const GradientsItem item(smem, index);
+    if (item.is_end()) return;
     const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
     // What is known of the chunk is read where it is needed: few registers.
     if (p.dbeta.data != nullptr) store_beta_gradient(p, item.chunk(p), head, sums + 3 * kChunk * 4, lane);
@@ -698,9 +755,14 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
   using Traits = GradientsTraits;
   const uint32_t keys = smem + rank * Traits::kKeys, sQ = keys + Traits::kQ, sK = keys + Traits::kK;
   uint32_t turn = 0;
-  for (uint32_t index = 0; index < items_in(smem); ++index) {
+  for (uint32_t index = 0;; ++index) {
     mbarrier_wait(bars.full(0), turn % 2);
     const GradientsItem item(smem, index);
+    if (item.is_end()) {  // who makes dg is to see it too
+      mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1);
+      mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
+      return;
+    }
     if (item.late_valid() < kChunk) {
       const int thread = group * 128 + 32 * warp + lane, valid = item.valid();
       mbarrier_wait(bars.keys_full(), index % 2);
@@ -781,9 +843,10 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 template <typename T, bool kNorms>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
                              1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
-                                                                     const __grid_constant__ ChunkBackwardMaps maps) {
+                                                                     const __grid_constant__ ChunkBackwardMaps maps,
+                                                                     uint32_t units) {
+  // Beside the passes: its blocks come when all of theirs have started (states.cuh), and wait for each item.
   launch_dependents();
-  wait_for_predecessors();
   using Traits = GradientsTraits;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
@@ -792,7 +855,6 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   const uint32_t rank = __shfl_sync(0xffffffffu, cluster_rank(), 0);
 
   if (threadIdx.x == 0) {
-    store_shared_f1(smem + Traits::kCount, __uint_as_float(count_items(p)));
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
       mbarrier_init(bars.empty(i), 2 * Traits::kConsumerWarps * kWarpArrivals);
@@ -807,6 +869,8 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
       mbarrier_init(bars.sums_empty(parity), kWarpArrivals);
       mbarrier_init(bars.received(parity), 1);
     }
+    mbarrier_init(bars.wanted(), 1);
+    for (uint32_t slot = 0; slot < Traits::kTakenSlots; ++slot) mbarrier_init(bars.taken(slot), 1);
     mbarrier_init_fence();
   }
   cluster_sync();
@@ -817,6 +881,10 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     if (warp == Traits::kConsumerWarps && lane == 0) load_stages(p, maps, smem, bars, rank);
     if (warp == Traits::kConsumerWarps + 1 && lane == 0) load_keys(p, maps, smem, bars, rank);
     if (warp == Traits::kConsumerWarps + 2) finish_gates(p, smem, bars, rank, lane);
+    if (warp == Traits::kConsumerWarps + 3) {
+      if (rank == kEarly && lane == 0) take_items(p, units, smem, bars);
+      wait_for_predecessors();  // for the kernel after this one, which waits for this one alone
+    }
     __syncwarp();
     cluster_sync();
     return;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
@@ -38,7 +39,8 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
   auto launch = [&](unsigned blocks, bool second_round) {
-    return launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
+    if (getenv("SINGLE")) return launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
+    return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
   if (p.segment_chunks == 0) return launch(4u * static_cast<unsigned>(p.N) * p.Hv, false);  // passes and halves of V
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
@@ -61,8 +63,11 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
     FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
     const int64_t items = static_cast<int64_t>(p.pair_bound) * p.Hq, most = std::max(1, multiprocessors / 2);
     const unsigned clusters = static_cast<unsigned>(std::min(items, most));
+    const char* env = getenv("UNITS");
+    const int64_t blocks = p.segment_chunks > 0 ? 4ll*p.segment_bound*p.Hv : 4ll*p.N*p.Hv;
+    uint32_t units = env && *env ? atoi(env) : blocks > multiprocessors && p.segment_chunks == 0 ? 0 : p.segment_chunks == 0 ? p.N : p.segment_bound;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(
-        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps));
+        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps, units));
   }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }

@@ -502,6 +502,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   finish_state(dS, p, work, p.dh0, at);
 }
 
+// One thread, when all that this block leaves of chunk c is in memory: counts it for the gradients.
+__device__ __forceinline__ void count_chunk(const ChunkBackwardParams& p, const StatesWork& work, int c) {
+  const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
+  add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head,
+              alone ? 2 : 1);
+}
+
 // One warp: what goes out, to memory; it gives the stages back.
 template <bool kFused, bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
@@ -518,16 +525,23 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
     const bool wanted = step >= work.warmup;
     mbarrier_wait(bars.state_full(), phase);
-    if (wanted && work.keeps_state(c) && lane == 0) {
-      fence_proxy_async();
-      uint8_t* to =
-          (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
-      bulk_store(to, out, kTileBytes);
-      bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
-      tma_store_commit();
+    if (wanted && lane == 0) {
+      if (work.keeps_state(c)) {
+        fence_proxy_async();
+        uint8_t* to =
+            (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
+        bulk_store(to, out, kTileBytes);
+        bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+      }
+      tma_store_commit();  // a group in each step, even if there is nothing in it
       tma_store_wait_read();
     }
     arrive_warp(bars.state_empty(), lane);
+    // A step later its stores have had the time that they take.
+    if (step > work.warmup && lane == 0) {
+      tma_store_wait_before_latest();
+      count_chunk(p, work, work.chunk(step - 1));
+    }
     mbarrier_wait(bars.tokens_full(step), step >> 1 & 1);
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
@@ -551,7 +565,10 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
     }
     arrive_warp(bars.empty(cursor.stage), lane);
   }
-  if (lane == 0) tma_store_wait_all();
+  if (lane == 0) {
+    tma_store_wait_all();
+    if (work.steps > work.warmup) count_chunk(p, work, work.chunk(work.steps - 1));
+  }
 }
 
 // One thread: the tensors' tiles into the stages.
@@ -621,10 +638,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     after = load(step + 2);
     const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
     const bool small = keeps && any_small_beta(raw, p.small_beta, work.info(c).valid, lane);
-    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
-    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
-    arrive_warp(bars.gates(cursor.stage), lane);
-    if (keeps) {
+    if (keeps) {  // before the groups know of the gates: they say that the chunk is done
       const int64_t tile = work.tile(p, c);
       float2* kept = reinterpret_cast<float2*>(p.gates + tile * kGateVectors * kChunk) + lane;
       kept[0] = gates.cumsum;
@@ -633,6 +647,9 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       kept[3 * kChunk / 2] = gates.beta;
       if (small && lane == 0) note_small_beta(p, static_cast<int>(tile));
     }
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
+    arrive_warp(bars.gates(cursor.stage), lane);
   }
 }
 
@@ -878,8 +895,10 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps,
                                                                   bool second_round) {
-  launch_dependents();
+  // In this order: the gradients' blocks, which wait for what these count, come when all of these have started, and
+  // find the counters as the kernels before have left them.
   wait_for_predecessors();
+  launch_dependents();
   using Traits = StatesTraits<kFused>;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
