@@ -436,15 +436,20 @@ __device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p
 __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
                                              uint32_t rank, int lane) {
   using Traits = GradientsTraits;
-  for (uint32_t turn = 0;; ++turn) {
+  uint32_t index = 0;
+  int member = 0;  // of the group
+  for (uint32_t turn = 0;; ++turn, ++member) {
+    if (member == p.group) {
+      member = 0;
+      ++index;
+    }
     asm volatile("" : "+r"(smem), "+r"(lane));  // as for the groups: few registers
     const uint32_t parity = turn % 2, phase = turn / 2 % 2;
     const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes;
     mbarrier_wait(bars.sums_full(parity), phase);
-    const uint32_t index = turn / p.group;
     const GradientsItem item(smem, index);
     if (item.is_end()) return;
-    const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
+    const int head = item.key_head() * p.group + member;
     // What is known of the chunk is read where it is needed: few registers.
     if (p.dbeta.data != nullptr) store_beta_gradient(p, item.chunk(p), head, sums + 3 * kChunk * 4, lane);
     float d_cumsum[2];
