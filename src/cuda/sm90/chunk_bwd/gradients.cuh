@@ -436,20 +436,15 @@ __device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p
 __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
                                              uint32_t rank, int lane) {
   using Traits = GradientsTraits;
-  uint32_t index = 0;
-  int member = 0;  // of the group
-  for (uint32_t turn = 0;; ++turn, ++member) {
-    if (member == p.group) {
-      member = 0;
-      ++index;
-    }
-    asm volatile("" : "+r"(smem), "+r"(lane));  // as for the groups: few registers
-    const uint32_t parity = turn % 2, phase = turn / 2 % 2;
+  for (uint32_t turn = 0;; ++turn) {
+    asm volatile("" : "+r"(smem), "+r"(rank), "+r"(lane));  // as for the groups: few registers
+    const uint32_t parity = turn % 2;
     const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes;
-    mbarrier_wait(bars.sums_full(parity), phase);
+    mbarrier_wait(bars.sums_full(parity), turn / 2 % 2);
+    const uint32_t index = turn / p.group;
     const GradientsItem item(smem, index);
     if (item.is_end()) return;
-    const int head = item.key_head() * p.group + member;
+    const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
     // What is known of the chunk is read where it is needed: few registers.
     if (p.dbeta.data != nullptr) store_beta_gradient(p, item.chunk(p), head, sums + 3 * kChunk * 4, lane);
     float d_cumsum[2];
@@ -471,7 +466,8 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
                        __float_as_uint(rank == kEarly ? last : last + rows),
                        cluster_address(bars.received(parity), rank ^ 1));
     }
-    mbarrier_wait(bars.received(parity), phase);
+    asm volatile("" : "+r"(turn));
+    mbarrier_wait(bars.received(parity), turn / 2 % 2);
     const float received = load_shared_f1(smem + Traits::kReceived + parity * 4);
     if (p.dg.data != nullptr) store_gate_gradient(p, item.chunk(p), head, d_cumsum, last + received, lane);
   }
