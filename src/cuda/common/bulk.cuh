@@ -25,7 +25,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   return value;
 }
 
-// Adds to a counter that load_acquire() reads; what this thread has written or observed comes before it.
+// Adds to a counter that load_acquire() reads; what this thread has written or observed comes before it. It waits until
+// all that can be seen, which takes about a microsecond.
 __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t by) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
 }

@@ -290,7 +290,7 @@ __device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint
     if (units > 0) {
       const uint32_t step = turn / units;
       if (step >= unit) return kNoItem;
-      pair = (turn - step * units) * unit + unit / 2 + (step % 2 == 0 ? step / 2 : -(step + 1) / 2);
+      pair = (turn - step * units) * unit + unit / 2 + (step % 2 == 0 ? step / 2 : 0u - (step + 1) / 2);
     } else if (turn >= total) {
       return kNoItem;
     }

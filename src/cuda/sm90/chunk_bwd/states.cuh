@@ -5,7 +5,8 @@
 // A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
 // transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one warpgroup: packed, they are the A operand of the
 // next product, and S never waits for shared memory. Two more warpgroups run ahead: one makes G o A of A where that
-// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores.
+// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores, one counts
+// what is stored.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -18,7 +19,7 @@ constexpr int kMostStatesStages = 6;
 
 template <bool kFused>
 struct StatesTraits {
-  static constexpr int kThreads = kFused ? 4 * 128 : 128 + 64;
+  static constexpr int kThreads = kFused ? 4 * 128 : 128 + 96;
   // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
   static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
 
@@ -47,7 +48,8 @@ struct StatesTraits {
   static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
   static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 6;
-  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
+  static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
+  static constexpr uint32_t kBytes = 1024 + kStored + 8;              // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -502,11 +504,17 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   finish_state(dS, p, work, p.dh0, at);
 }
 
-// One thread, when all that this block leaves of chunk c is in memory: counts it for the gradients.
-__device__ __forceinline__ void count_chunk(const ChunkBackwardParams& p, const StatesWork& work, int c) {
-  const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
-  add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head,
-              alone ? 2 : 1);
+// One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
+// them is in memory (`stored`, in shared memory: of how many steps that is so). Counting waits for memory, longer now
+// and then than a step takes.
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t stored) {
+  for (int step = work.warmup; step < work.steps; ++step) {
+    while (load_shared_acquire(stored) <= static_cast<uint32_t>(step)) __nanosleep(100);
+    const int c = work.chunk(step);
+    const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
+    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head,
+                alone ? 2 : 1);
+  }
 }
 
 // One warp: what goes out, to memory; it gives the stages back.
@@ -514,7 +522,7 @@ template <bool kFused, bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
   using Traits = StatesTraits<kFused>;
-  const uint32_t out = smem + Traits::kOut;
+  const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
@@ -533,14 +541,14 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         bulk_store(to, out, kTileBytes);
         bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       }
-      tma_store_commit();  // a group in each step, even if there is nothing in it
+      tma_store_commit();  // two groups in each step, even if there is nothing in them
       tma_store_wait_read();
     }
     arrive_warp(bars.state_empty(), lane);
-    // A step later its stores have had the time that they take.
-    if (step > work.warmup && lane == 0) {
-      tma_store_wait_before_latest();
-      count_chunk(p, work, work.chunk(step - 1));
+    // What was left two steps ago has had the time that it takes. Since then: two groups, and the one above.
+    if (lane == 0 && step > 0) {
+      tma_store_wait_but<3>();
+      store_shared_release(stored, step - 1);
     }
     mbarrier_wait(bars.tokens_full(step), step >> 1 & 1);
     if (wanted) {
@@ -559,6 +567,8 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         } else {
           bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, kTileBytes);
         }
+      }
+      if (lane == 0) {
         tma_store_commit();
         tma_store_wait_read();
       }
@@ -567,7 +577,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   }
   if (lane == 0) {
     tma_store_wait_all();
-    if (work.steps > work.warmup) count_chunk(p, work, work.chunk(work.steps - 1));
+    store_shared_release(stored, work.steps);
   }
 }
 
@@ -795,8 +805,9 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     if constexpr (kFused) release_registers<Traits::kCopyRegisters>();
     if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
     if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
+    if (warp == kCopyWarp + 2 && lane == 0) count_chunks(p, work, smem + Traits::kStored);
     if constexpr (kFused) {
-      if (warp == kCopyWarp + 2) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+      if (warp == kCopyWarp + 3) make_gate_stages<kReverse>(p, work, smem, bars, lane);
     }
   } else if (warp >= 8) {
     if constexpr (kFused) {
@@ -923,6 +934,7 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
+    store_shared_release(smem + Traits::kStored, 0);
   }
   __syncthreads();
 
