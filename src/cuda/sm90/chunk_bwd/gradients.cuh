@@ -19,6 +19,7 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_bwd/device.cuh"
+#include "cuda/sm90/chunk_bwd/order.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -278,22 +279,15 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
-// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs: they go
-// through `units` pieces (sequences, segments) at the same time, a piece from both ends, so that its middle is done
-// first. 0: one piece after another. The key heads of a pair are side by side.
+// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs (order.cuh;
+// no units: one after another), the key heads of a pair side by side.
 __device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint32_t units) {
   const uint32_t total = static_cast<uint32_t>(total_pairs(p)), heads = static_cast<uint32_t>(p.Hq);
-  const uint32_t unit = units == 0 ? total : (total + units - 1) / units;  // pairs; the last piece may have fewer
+  const uint32_t places = units == 0 ? total : units * piece_length(units, total);
   while (true) {
     const uint32_t ticket = atomicAdd(p.next_item, 1u), turn = ticket / heads;
-    uint32_t pair = turn;
-    if (units > 0) {
-      const uint32_t step = turn / units;
-      if (step >= unit) return kNoItem;
-      pair = (turn - step * units) * unit + unit / 2 + (step % 2 == 0 ? step / 2 : 0u - (step + 1) / 2);
-    } else if (turn >= total) {
-      return kNoItem;
-    }
+    if (turn >= places) return kNoItem;
+    const uint32_t pair = units == 0 ? turn : inner_first(turn, units, total);
     if (pair < total) return pair * heads + ticket - turn * heads;
   }
 }
@@ -881,11 +875,12 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     release_registers<Traits::kLoadRegisters>();
     if (warp == Traits::kConsumerWarps && lane == 0) load_stages(p, maps, smem, bars, rank);
     if (warp == Traits::kConsumerWarps + 1 && lane == 0) load_keys(p, maps, smem, bars, rank);
-    if (warp == Traits::kConsumerWarps + 2) finish_gates(p, smem, bars, rank, lane);
-    if (warp == Traits::kConsumerWarps + 3) {
-      if (rank == kEarly && lane == 0) take_items(p, units, smem, bars);
-      wait_for_predecessors();  // for the kernel after this one, which waits for this one alone
+    if (warp == Traits::kConsumerWarps + 2) {
+      finish_gates(p, smem, bars, rank, lane);
+      // For the kernel after this one, which waits for this one alone.
+      wait_for_predecessors();
     }
+    if (warp == Traits::kConsumerWarps + 3 && rank == kEarly && lane == 0) take_items(p, units, smem, bars);
     __syncwarp();
     cluster_sync();
     return;

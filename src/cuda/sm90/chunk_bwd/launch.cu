@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/generic/launch.h"
 #include "cuda/sm90/chunk_bwd/combine.cuh"
@@ -25,6 +26,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->first_pair = workspace.take<int32_t>(p->N);
   p->total_pairs = workspace.take<int32_t>(1);
   p->progress = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
+  p->prepared = workspace.take<uint32_t>(static_cast<int64_t>(p->chunk_bound) * p->Hq);
   p->next_item = workspace.take<uint32_t>(1);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
@@ -125,6 +127,12 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
   return p.segment_chunks == 0 && p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
 }
 
+// Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
+// the passes take them.
+bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
+  return !p.fused && p.segment_chunks == 0 && 8ll * p.N * p.Hv <= multiprocessors;
+}
+
 }  // namespace
 
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
@@ -137,6 +145,7 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = params->fused || gains_by_fusing(*params);
+  params->beside = leaves_half_idle(*params, 132) && !getenv("NOBESIDE");
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }

@@ -18,6 +18,9 @@ cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+// Of passes over whole sequences: two passes, two halves of V.
+inline int64_t states_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
+
 template <typename T>
 cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));
@@ -26,10 +29,15 @@ cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& 
 }
 
 template <typename T>
-cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, PrepareSmem::kBytes));
-  return launch_chained(sm90_chunk_bwd_prepare_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kPrepareThreads,
-                        PrepareSmem::kBytes, stream, p, maps);
+cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
+                           cudaStream_t stream) {
+  using Traits = PrepareTraits;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
+  const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * p.Hq;
+  const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : 0);
+  return launch_chained(sm90_chunk_bwd_prepare_kernel<T>,
+                        static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups)),
+                        Traits::kThreads, Traits::kBytes, stream, p, maps);
 }
 
 template <typename T, bool kFused>
@@ -42,7 +50,7 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
     if (getenv("SINGLE")) return launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
-  if (p.segment_chunks == 0) return launch(4u * static_cast<unsigned>(p.N) * p.Hv, false);  // passes and halves of V
+  if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
       launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
@@ -80,7 +88,7 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
 
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
-  if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, stream));
+  if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
     FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, multiprocessors, stream)
                                            : launch_states<T, false>(p, maps, multiprocessors, stream));

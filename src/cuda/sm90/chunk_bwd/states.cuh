@@ -508,12 +508,15 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 // them is in memory (`stored`, in shared memory: of how many steps that is so). Counting waits for memory, longer now
 // and then than a step takes.
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t stored) {
+  uint32_t uncounted = 0;
   for (int step = work.warmup; step < work.steps; ++step) {
-    while (load_shared_acquire(stored) <= static_cast<uint32_t>(step)) __nanosleep(100);
     const int c = work.chunk(step);
     const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
-    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head,
-                alone ? 2 : 1);
+    uncounted += alone ? 2 : 1;
+    if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
+    while (load_shared_acquire(stored) <= static_cast<uint32_t>(step)) __nanosleep(100);
+    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head, uncounted);
+    uncounted = 0;
   }
 }
 
@@ -581,6 +584,13 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   }
 }
 
+// One thread: until prepare.cuh has left what the copy engine is to load of a (chunk, key head).
+__device__ __forceinline__ void wait_until_prepared(const ChunkBackwardParams& p, int64_t index) {
+  while (load_acquire(p.prepared + index) == 0) {
+  }
+  fence_proxy_async_all();
+}
+
 // One thread: the tensors' tiles into the stages.
 template <bool kFused, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
@@ -591,6 +601,10 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    if constexpr (!kFused) {
+      if (p.beside) wait_until_prepared(p, static_cast<int64_t>(work.sequence.first_slot + work.chunk(step)) * p.Hq +
+                                               work.key_head);
+    }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
     mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
     if constexpr (kReverse) {
@@ -805,7 +819,11 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     if constexpr (kFused) release_registers<Traits::kCopyRegisters>();
     if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
     if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
-    if (warp == kCopyWarp + 2 && lane == 0) count_chunks(p, work, smem + Traits::kStored);
+    if (warp == kCopyWarp + 2) {
+      if (lane == 0) count_chunks(p, work, smem + Traits::kStored);
+      // For the kernel after this one, which waits for this one alone.
+      if (p.beside) wait_for_predecessors();
+    }
     if constexpr (kFused) {
       if (warp == kCopyWarp + 3) make_gate_stages<kReverse>(p, work, smem, bars, lane);
     }
@@ -908,7 +926,7 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
                                                                   bool second_round) {
   // In this order: the gradients' blocks, which wait for what these count, come when all of these have started, and
   // find the counters as the kernels before have left them.
-  wait_for_predecessors();
+  if (!p.beside) wait_for_predecessors();
   launch_dependents();
   using Traits = StatesTraits<kFused>;
   extern __shared__ uint8_t raw[];
