@@ -1,4 +1,4 @@
-// Between the passes over segments (segments.cuh): which of them belong to which round, and after the first round the
+// Between the passes over segments (segments.cuh): how they reach their edges, which of them belong to which round, and after the first round the
 // states at exact edges, one segment after another.
 #pragma once
 
@@ -18,6 +18,13 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, pieces = p.segment_bound * p.Hv;
   // Blocks, in pairs of halves of V: bound to the first round, to the second, and free. A thread has a run of pieces,
   // so that the free ones are numbered in order.
+  for (int i = thread; i < 2 * pieces; i += kRoundsThreads) {
+    const int segment = i / 2 / p.Hv, head = i / 2 % p.Hv;
+    const bool reverse = i % 2 == 1;
+    Segment s;
+    if (find_segment(p, segment, &s)) warmup_of(p, segment, head, reverse) = find_warmup(p, s, head, reverse);
+  }
+  __syncthreads();
   const int each = (pieces + kRoundsThreads - 1) / kRoundsThreads;
   const int begin = min(thread * each, pieces), end = min(begin + each, pieces);
   int3 sum = make_int3(0, 0, 0);

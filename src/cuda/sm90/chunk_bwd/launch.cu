@@ -35,6 +35,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
     p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
+    p->log_growths = workspace.take<float>(tiles);
     p->warmups = workspace.take<int32_t>(2 * pieces);
     p->rounds = workspace.take<int32_t>(2 * pieces);
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
@@ -124,7 +125,12 @@ namespace {
 bool gains_by_fusing(const ChunkBackwardParams& p) {
   constexpr int32_t kLeastBlocks = 100, kMostBlocks = 132;  // multiprocessors of an H200
   const int32_t blocks = 4 * p.Hv;
-  return p.segment_chunks == 0 && p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+  return p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+}
+
+// Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
+bool makes_own_tiles(const ChunkBackwardParams& p) {
+  return (p.fused || gains_by_fusing(p)) && p.segment_chunks == 0;
 }
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
@@ -138,13 +144,13 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
   copy.solves_A = params.A.data == nullptr;
-  copy.fused = params.fused || gains_by_fusing(params);
+  copy.fused = makes_own_tiles(params);
   return take_all(&copy, nullptr);
 }
 
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
-  params->fused = params->fused || gains_by_fusing(*params);
+  params->fused = makes_own_tiles(*params);
   params->beside = leaves_half_idle(*params, 132) && !getenv("NOBESIDE");
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);

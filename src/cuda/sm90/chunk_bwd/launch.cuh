@@ -52,8 +52,6 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   };
   if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));

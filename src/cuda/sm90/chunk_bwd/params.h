@@ -95,6 +95,7 @@ struct ChunkBackwardParams {
   int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone
+  float* log_growths;        // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
   int32_t* rounds;           // [segment_bound, Hv, 2]: which round a pass that warms up belongs to
   float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)

@@ -1,5 +1,5 @@
 // Chunk-parallel preparation: gate vectors, G o A and P of every chunk and value head, for serial passes that do not
-// make them themselves (states.cuh). A piece of work is a (chunk, key head), its value heads one after another; the
+// make them themselves (states.cuh), and for segments how much a chunk lets a state grow or decay (segments.cuh). A piece of work is a (chunk, key head), its value heads one after another; the
 // four warpgroups of a block work by themselves. Where the passes leave half of the device idle this runs beside them,
 // on the other half, and they wait for each chunk.
 #pragma once
@@ -23,9 +23,11 @@ struct PrepareTraits {
   static constexpr uint32_t kGroupBytes = kGates + kGateHeads * kGateBytes;
   static_assert(kGroupBytes % 1024 == 0, "the tiles' alignment");
 
+  // Of all: a barrier and four sums each.
   static constexpr uint32_t kBarriers = kGroups * kGroupBytes;
+  static constexpr uint32_t kSums = kBarriers + kGroups * 8;
   // 1024: the tiles' alignment, made up by hand. More than half of a multiprocessor's: one block each.
-  static constexpr uint32_t kBytes = 1024 + kBarriers + kGroups * 8;
+  static constexpr uint32_t kBytes = 1024 + kSums + kGroups * 16;
 };
 
 // `bytes` from shared to global memory, by the whole group.
@@ -67,6 +69,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   const uint32_t aligned = (smem_address(raw_smem) + 1023u) & ~1023u, smem = aligned + group * Traits::kGroupBytes;
   const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK, sTile = smem + Traits::kTile;
   const uint32_t sGates = smem + Traits::kGates, barrier = aligned + Traits::kBarriers + group * 8;
+  const uint32_t sSums = aligned + Traits::kSums + group * 16;
   auto sync = [&] { named_barrier_sync(1 + group, Traits::kGroupThreads); };
 
   const uint32_t step = gridDim.x * Traits::kGroups;
@@ -141,6 +144,21 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
     }
     wgmma_commit();
+    // |k|^2 of a row by two threads, under the products.
+    float square = 0.0f;
+    if (p.segment_chunks > 0) {
+#pragma unroll 2
+      for (int piece = 0; piece < 8; ++piece) {
+        const uint4 x = load_shared_u4(tile_piece(sK + thread % 2 * kTileBytes, thread / 2, piece));
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 pair = unpack2<T>(words[w]);
+          square += pair.x * pair.x + pair.y * pair.y;
+        }
+      }
+      square += __shfl_xor_sync(0xffffffffu, square, 1);
+    }
     at += step;
     next = find_prepare_work(p, &at, step);
     wgmma_wait<0>();
@@ -159,6 +177,12 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       const uint32_t gates = sGates + member % Traits::kGateHeads * kGateBytes;
       copy_out(p.gates + tile * kGateVectors * kChunk, gates, kGateBytes, thread);
+      if (p.segment_chunks > 0) {
+        const float factor = fabsf(1.0f - load_shared_f1(gates + kBetaOffset + thread / 2 * 4) * square);
+        // NaN stays; an odd thread has its neighbour's row.
+        const float growth = warp_sum(factor <= 1.0f || thread % 2 == 1 ? 0.0f : logf(factor));
+        if (lane == 0) store_shared_f1(sSums + warp * 4, growth);
+      }
 
       // P
       const float c_row[2] = {load_shared_f1(gates + row * 4), load_shared_f1(gates + row * 4 + 32)};
@@ -178,6 +202,12 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
                         packed[2], packed[3]);
       }
       sync();
+      if (p.segment_chunks > 0 && thread == 0) {
+        constexpr float kLog2E = 1.4426950408889634f;
+        const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2E;
+        p.log_growths[tile] = g + ((load_shared_f1(sSums) + load_shared_f1(sSums + 4)) +
+                                   (load_shared_f1(sSums + 8) + load_shared_f1(sSums + 12)));
+      }
       copy_out(p.P + tile * kTileBytes, sTile, kTileBytes, thread);
 
 #pragma unroll
