@@ -38,6 +38,10 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->log_growths = workspace.take<float>(tiles);
     p->warmups = workspace.take<int32_t>(2 * pieces);
     p->rounds = workspace.take<int32_t>(2 * pieces);
+    const int64_t chains = int64_t{2} * p->N * p->Hv;
+    p->chain_listed = workspace.take<int32_t>(chains);
+    p->chain_count = workspace.take<int32_t>(1);
+    p->chains = workspace.take<int32_t>(chains);
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
   }
   p->small_count = workspace.take<int32_t>(1);
@@ -174,12 +178,13 @@ cudaError_t launch_rounds(const ChunkBackwardParams& p, int multiprocessors, cud
   return launch_chained(sm90_chunk_bwd_rounds_kernel, 1, kRoundsThreads, 0, stream, p, multiprocessors);
 }
 
-cudaError_t launch_combine(const ChunkBackwardParams& p, cudaStream_t stream) {
+cudaError_t launch_combine(const ChunkBackwardParams& p, int multiprocessors, cudaStream_t stream) {
+  using Traits = CombineTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
-  return launch_chained(sm90_chunk_bwd_combine_kernel,
-                        2u * static_cast<unsigned>(p.N) * p.Hv * (kDim / kCombineColumns), kCombineThreads,
-                        kCombineBytes, stream, p);
+      cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
+  const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
+  return launch_chained(sm90_chunk_bwd_combine_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
+                        Traits::kThreads, Traits::kBytes, stream, p);
 }
 
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,

@@ -60,12 +60,12 @@ __device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int 
   return (static_cast<int64_t>(segment) * p.Hv + head) * kEdgesOfSegment + edge;
 }
 
-// M is needed where an exact edge follows an exact edge.
-__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment,
-                                                 int head) {
+// M is needed where an exact edge follows an exact edge, in a direction.
+__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment, int head,
+                                                 bool reverse) {
   if (s.index == 0 || s.index + 1 == s.count) return false;
-  return (warmup_of(p, segment, head, false) == kExact && warmup_of(p, segment + 1, head, false) == kExact) ||
-         (warmup_of(p, segment, head, true) == kExact && warmup_of(p, segment - 1, head, true) == kExact);
+  return warmup_of(p, segment, head, reverse) == kExact &&
+         warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
 }
 
 // How a pass goes through a segment.
@@ -90,14 +90,21 @@ __device__ __forceinline__ SegmentPass segment_pass(const ChunkBackwardParams& p
 __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const Segment& s, int head, bool reverse) {
   const int most = reverse ? s.sequence.chunks() - s.end : s.begin;
   if (most == 0) return 0;
-  float sum = 0.0f;
-  for (int w = 1; w <= min(most, kMostWarmup); ++w) {
-    const int c = reverse ? s.end - 1 + w : s.begin - w;
-    sum += p.log_growths[static_cast<int64_t>(s.sequence.first_slot + c) * p.Hv + head];
-    // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
-    if (sum <= kWarmupBound || w == most) return w;
+  float growths[kMostWarmup];  // all on their way at once
+#pragma unroll
+  for (int w = 1; w <= kMostWarmup; ++w) {
+    const int c = reverse ? s.end - 1 + min(w, most) : s.begin - min(w, most);
+    growths[w - 1] = p.log_growths[static_cast<int64_t>(s.sequence.first_slot + c) * p.Hv + head];
   }
-  return kExact;
+  float sum = 0.0f;
+  int warmup = kExact;
+#pragma unroll
+  for (int w = 1; w <= kMostWarmup; ++w) {
+    sum += growths[w - 1];
+    // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
+    if (warmup == kExact && w <= most && (sum <= kWarmupBound || w == most)) warmup = w;
+  }
+  return warmup;
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -891,7 +891,7 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
     work->warmup = work->steps;
     work->start = kStateIdentity;
     work->finish = edge_index(p, segment, head, kEdgeTransition);
-    return needs_transition(p, s, segment, head);
+    return needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true);
   }
   const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
   const SegmentPass at = segment_pass(p, s, segment, head, reverse);
