@@ -25,6 +25,15 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   return value;
 }
 
+// A counter alone: what was written before it can be seen after acquire_loads().
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void acquire_loads() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Adds to a counter that load_acquire() reads; what this thread has written or observed comes before it. It waits until
 // all that can be seen, which takes about a microsecond.
 __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t by) {

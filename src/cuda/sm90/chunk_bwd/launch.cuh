@@ -35,9 +35,10 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
   const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * p.Hq;
   const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : 0);
-  return launch_chained(sm90_chunk_bwd_prepare_kernel<T>,
-                        static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups)),
-                        Traits::kThreads, Traits::kBytes, stream, p, maps);
+  const unsigned pairs = static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;
+  // In clusters of two, as all that is to fit beside clusters of two.
+  return launch_chained<2>(sm90_chunk_bwd_prepare_kernel<T>, 2 * pairs, Traits::kThreads, Traits::kBytes, stream, p,
+                           maps);
 }
 
 template <typename T, bool kFused>

@@ -584,11 +584,28 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   }
 }
 
-// One thread: until prepare.cuh has left what the copy engine is to load of a (chunk, key head).
-__device__ __forceinline__ void wait_until_prepared(const ChunkBackwardParams& p, int64_t index) {
-  while (load_acquire(p.prepared + index) == 0) {
+// One thread: until prepare.cuh has left what the copy engine is to load of a step. Returns the first step for which
+// that is not known: asking takes as long as a step, so it is done for several at once.
+__device__ __forceinline__ int wait_until_prepared(const ChunkBackwardParams& p, const StatesWork& work, int step) {
+  constexpr int kSteps = 8;
+  int known = step;
+  while (known == step) {
+    uint32_t done[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int slot = work.sequence.first_slot + work.chunk(min(step + i, work.steps - 1));
+      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
+    }
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      all &= done[i] != 0;
+      known += all;
+    }
   }
+  acquire_loads();
   fence_proxy_async_all();
+  return known;
 }
 
 // One thread: the tensors' tiles into the stages.
@@ -596,14 +613,14 @@ template <bool kFused, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
   using Traits = StatesTraits<kFused>;
+  [[maybe_unused]] int prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     if constexpr (!kFused) {
-      if (p.beside) wait_until_prepared(p, static_cast<int64_t>(work.sequence.first_slot + work.chunk(step)) * p.Hq +
-                                               work.key_head);
+      if (p.beside && step >= prepared) prepared = wait_until_prepared(p, work, step);
     }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
     mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
