@@ -149,8 +149,8 @@ __device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumn
 
 // F and R become what leaves each segment, in the chains that the rounds kernel has listed: (sequence, value head,
 // direction), a block some columns of V.
-__global__ __launch_bounds__(CombineTraits::kThreads, 1) void sm90_chunk_bwd_combine_kernel(
-    const ChunkBackwardParams p) {
+__global__ __launch_bounds__(CombineTraits::kThreads,
+                             1) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
   using Traits = CombineTraits;
@@ -185,8 +185,8 @@ __global__ __launch_bounds__(CombineTraits::kThreads, 1) void sm90_chunk_bwd_com
       __syncthreads();
       if (thread < turns) {
         const int segment = segment_of(thread);
-        needed[thread] =
-            warmup_of(p, segment, head, reverse) == kExact && warmup_of(p, segment + direction, head, reverse) == kExact;
+        needed[thread] = warmup_of(p, segment, head, reverse) == kExact &&
+                         warmup_of(p, segment + direction, head, reverse) == kExact;
       }
       __syncthreads();
       auto next_needed = [&](int turn) {

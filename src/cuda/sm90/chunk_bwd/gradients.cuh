@@ -279,15 +279,15 @@ __device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p
   }
 }
 
-// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs (order.cuh;
-// no units: one after another), the key heads of a pair side by side.
+// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs
+// (order.cuh), the key heads of a pair side by side.
 __device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint32_t units) {
   const uint32_t total = static_cast<uint32_t>(total_pairs(p)), heads = static_cast<uint32_t>(p.Hq);
-  const uint32_t places = units == 0 ? total : units * piece_length(units, total);
+  const uint32_t places = units * piece_length(units, total);
   while (true) {
     const uint32_t ticket = atomicAdd(p.next_item, 1u), turn = ticket / heads;
     if (turn >= places) return kNoItem;
-    const uint32_t pair = units == 0 ? turn : inner_first(turn, units, total);
+    const uint32_t pair = inner_first(turn, units, total);
     if (pair < total) return pair * heads + ticket - turn * heads;
   }
 }

@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/generic/launch.h"
 #include "cuda/sm90/chunk_bwd/combine.cuh"
@@ -133,9 +132,7 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
-bool makes_own_tiles(const ChunkBackwardParams& p) {
-  return (p.fused || gains_by_fusing(p)) && p.segment_chunks == 0;
-}
+bool makes_own_tiles(const ChunkBackwardParams& p) { return (p.fused || gains_by_fusing(p)) && p.segment_chunks == 0; }
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
 // the passes take them.
@@ -155,7 +152,6 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
-  params->beside = leaves_half_idle(*params, 132) && !getenv("NOBESIDE");
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }
@@ -187,16 +183,21 @@ cudaError_t launch_combine(const ChunkBackwardParams& p, int multiprocessors, cu
                         Traits::kThreads, Traits::kBytes, stream, p);
 }
 
-cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
                                   const ChunkBackwardStage& stage, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  ChunkBackwardParams p = params;
+  p.beside = leaves_half_idle(p, multiprocessors);
   if (stage.plan) {
     // Not chained to what the stream has before it: five calls in a row over one sequence of 32,768 tokens and 32 heads
     // took 1.92 ms each with the kernels of two calls in one chain, 1.77 without, and one call alone 1.63.
     sm90_chunk_bwd_plan_kernel<<<p.cu_seqlens == nullptr ? 1 : 1 + kPaddingBlocks, kPlanThreads, 0, stream>>>(p);
     FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
-  return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, stream)
-                                      : launch_chunk_backward_fp16(p, maps, stage, stream);
+  return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, multiprocessors, stream)
+                                      : launch_chunk_backward_fp16(p, maps, stage, multiprocessors, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
@@ -35,7 +34,8 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
   const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * p.Hq;
   const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : 0);
-  const unsigned pairs = static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;
+  const unsigned pairs =
+      static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;
   // In clusters of two, as all that is to fit beside clusters of two.
   return launch_chained<2>(sm90_chunk_bwd_prepare_kernel<T>, 2 * pairs, Traits::kThreads, Traits::kBytes, stream, p,
                            maps);
@@ -48,7 +48,7 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
   auto launch = [&](unsigned blocks, bool second_round) {
-    if (getenv("SINGLE")) return launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
+    // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
   if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
@@ -70,9 +70,9 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
     FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
     const int64_t items = static_cast<int64_t>(p.pair_bound) * p.Hq, most = std::max(1, multiprocessors / 2);
     const unsigned clusters = static_cast<unsigned>(std::min(items, most));
-    const char* env = getenv("UNITS");
-    const int64_t blocks = p.segment_chunks > 0 ? 4ll*p.segment_bound*p.Hv : 4ll*p.N*p.Hv;
-    uint32_t units = env && *env ? atoi(env) : blocks > multiprocessors && p.segment_chunks == 0 ? 0 : p.segment_chunks == 0 ? p.N : p.segment_bound;
+    // Pieces that the passes go through at the same time (order.cuh). Of several waves of sequences the last one is
+    // what is waited for, so they are taken as one piece, from its middle.
+    const uint32_t units = p.segment_chunks > 0 ? p.segment_bound : states_blocks(p) <= multiprocessors ? p.N : 1;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(
         launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps, units));
   }
@@ -81,11 +81,7 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
 
 template <typename T>
 cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                        const ChunkBackwardStage& stage, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-
+                                        const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream) {
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {

@@ -71,8 +71,8 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
 
 // The instantiations, one file each.
 cudaError_t launch_chunk_backward_bf16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                       const ChunkBackwardStage& stage, cudaStream_t stream);
+                                       const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream);
 cudaError_t launch_chunk_backward_fp16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                       const ChunkBackwardStage& stage, cudaStream_t stream);
+                                       const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

@@ -1,7 +1,8 @@
 // Chunk-parallel preparation: gate vectors, G o A and P of every chunk and value head, for serial passes that do not
-// make them themselves (states.cuh), and for segments how much a chunk lets a state grow or decay (segments.cuh). A piece of work is a (chunk, key head), its value heads one after another; the
-// four warpgroups of a block work by themselves. Where the passes leave half of the device idle this runs beside them,
-// on the other half, and they wait for each chunk.
+// make them themselves (states.cuh), and for segments how much a chunk lets a state grow or decay (segments.cuh). A
+// piece of work is a (chunk, key head), its value heads one after another; the four warpgroups of a block work by
+// themselves. Where the passes leave half of the device idle this runs beside them, on the other half, and they wait
+// for each chunk.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/gates.cuh"
@@ -10,7 +11,7 @@
 namespace flash_qla::cuda::sm90 {
 
 struct PrepareTraits {
-  static constexpr int kGroups = 4;        // warpgroups of a block
+  static constexpr int kGroups = 4;          // warpgroups of a block
   static constexpr int kGroupThreads = 128;  // they own the 64 x 64 products
   static constexpr int kThreads = kGroups * kGroupThreads;
 

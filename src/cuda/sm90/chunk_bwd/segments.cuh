@@ -85,8 +85,8 @@ __device__ __forceinline__ SegmentPass segment_pass(const ChunkBackwardParams& p
   return pass;
 }
 
-// The shortest window before an edge (behind it for the reverse pass) over which what is left out stays below the bound;
-// kExact if there is none.
+// The shortest window before an edge (behind it for the reverse pass) over which what is left out stays below the
+// bound; kExact if there is none.
 __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const Segment& s, int head, bool reverse) {
   const int most = reverse ? s.sequence.chunks() - s.end : s.begin;
   if (most == 0) return 0;
