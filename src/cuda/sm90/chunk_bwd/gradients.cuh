@@ -317,8 +317,7 @@ __device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBar
 // One thread: until the passes have left all that the copy engine is to load of an item.
 __device__ __forceinline__ void wait_until_left(const ChunkBackwardParams& p, uint32_t item) {
   const uint32_t all = kPairCount * static_cast<uint32_t>(p.group);
-  while (load_acquire(p.progress + item) < all) {
-  }
+  while (load_acquire(p.progress + item) < all) __nanosleep(200);
   fence_proxy_async_all();
 }
 

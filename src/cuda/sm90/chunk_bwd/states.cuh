@@ -19,7 +19,7 @@ constexpr int kMostStatesStages = 6;
 
 template <bool kFused>
 struct StatesTraits {
-  static constexpr int kThreads = kFused ? 4 * 128 : 128 + 96;
+  static constexpr int kThreads = kFused ? 4 * 128 : 2 * 128;
   // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
   static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
 
@@ -49,7 +49,8 @@ struct StatesTraits {
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
   static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
-  static constexpr uint32_t kBytes = 1024 + kStored + 8;              // 1024: the tiles' alignment
+  static constexpr uint32_t kPrepared = kStored + 4;                  // steps whose tiles prepare.cuh has left
+  static constexpr uint32_t kBytes = 1024 + kPrepared + 4;            // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -584,28 +585,31 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   }
 }
 
-// One thread: until prepare.cuh has left what the copy engine is to load of a step. Returns the first step for which
-// that is not known: asking takes as long as a step, so it is done for several at once.
-__device__ __forceinline__ int wait_until_prepared(const ChunkBackwardParams& p, const StatesWork& work, int step) {
-  constexpr int kSteps = 8;
-  int known = step;
-  while (known == step) {
+// One thread of a warp of its own: tells the one below for how many steps prepare.cuh has left what the copy engine is
+// to load. To ask takes as long as a step.
+__device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, const StatesWork& work,
+                                               uint32_t prepared) {
+  constexpr int kSteps = 8;  // asked for at once
+  for (int known = 0; known < work.steps;) {
     uint32_t done[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int slot = work.sequence.first_slot + work.chunk(min(step + i, work.steps - 1));
+      const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
       done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
     }
+    if (done[0] == 0) {
+      __nanosleep(100);
+      continue;
+    }
+    acquire_loads();
     bool all = true;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       all &= done[i] != 0;
       known += all;
     }
+    store_shared_release(prepared, known);
   }
-  acquire_loads();
-  fence_proxy_async_all();
-  return known;
 }
 
 // One thread: the tensors' tiles into the stages.
@@ -613,14 +617,18 @@ template <bool kFused, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
   using Traits = StatesTraits<kFused>;
-  [[maybe_unused]] int prepared = 0;  // steps
+  [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     if constexpr (!kFused) {
-      if (p.beside && step >= prepared) prepared = wait_until_prepared(p, work, step);
+      if (p.beside && static_cast<uint32_t>(step) >= prepared) {
+        while ((prepared = load_shared_acquire(smem + Traits::kPrepared)) <= static_cast<uint32_t>(step)) {
+        }
+        fence_proxy_async_all();
+      }
     }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
     mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
@@ -841,8 +849,12 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
       // For the kernel after this one, which waits for this one alone.
       if (p.beside) wait_for_predecessors();
     }
-    if constexpr (kFused) {
-      if (warp == kCopyWarp + 3) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+    if (warp == kCopyWarp + 3) {
+      if constexpr (kFused) {
+        make_gate_stages<kReverse>(p, work, smem, bars, lane);
+      } else {
+        if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kPrepared);
+      }
     }
   } else if (warp >= 8) {
     if constexpr (kFused) {
@@ -970,6 +982,7 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
     store_shared_release(smem + Traits::kStored, 0);
+    store_shared_release(smem + Traits::kPrepared, 0);
   }
   __syncthreads();
 
