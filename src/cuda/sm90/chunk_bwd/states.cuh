@@ -198,9 +198,10 @@ struct StatesWork {
   __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
   }
-  // The pass is at an edge of a pair before it goes through chunk c: its state is kept.
-  __device__ bool keeps_state(int c) const {
-    return reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0;
+  // The pass is at an edge of a pair before the step-th turn, which somebody wants: its state is kept.
+  __device__ bool keeps_state(int step) const {
+    const int c = chunk(step);
+    return step >= warmup && (reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0);
   }
 };
 
@@ -259,6 +260,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   const uint32_t out = smem + Traits::kOut;
   float S[64];
   start_state(S, p, work, p.initial_state, at);
+  uint32_t kept = 1;  // the phase of state_empty that has to have ended: before the first state one has
 
   StatesCursor<Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step) {
@@ -267,7 +269,6 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV;
     const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
-    const uint32_t out_phase = (step & 1) ^ 1;
     uint32_t packed[32];
     pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
@@ -309,9 +310,12 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
         }
       }
     }
-    mbarrier_wait(bars.state_empty(), out_phase);
-    put_state(out, packed, at);
-    arrive_warp(bars.state_full(), at.lane);
+    if (work.keeps_state(step)) {
+      mbarrier_wait(bars.state_empty(), kept);
+      put_state(out, packed, at);
+      arrive_warp(bars.state_full(), at.lane);
+      kept ^= 1;
+    }
     wgmma_wait<0>();
     pin(packed);
     pin(u);
@@ -374,6 +378,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   const uint32_t out = smem + Traits::kOut;
   float dS[64];
   start_state(dS, p, work, p.dht, at);
+  uint32_t kept = 1;
 
   StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < work.steps; ++step) {
@@ -383,7 +388,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
     const uint32_t sGA = base + Traits::kRevGA, sP = kFused ? smem + Traits::kP : base + Traits::kRevP;
     const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
-    const uint32_t out_phase = (step & 1) ^ 1;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
       if constexpr (kFused) {  // those who prepare it zero its last rows
@@ -436,9 +440,12 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     add_outer_half<T>(dS, scaled, sQ, 0);
     wgmma_commit();
-    mbarrier_wait(bars.state_empty(), out_phase);
-    put_state(out, packed, at);
-    arrive_warp(bars.state_full(), at.lane);
+    if (work.keeps_state(step)) {
+      mbarrier_wait(bars.state_empty(), kept);
+      put_state(out, packed, at);
+      arrive_warp(bars.state_full(), at.lane);
+      kept ^= 1;
+    }
     if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
@@ -527,32 +534,26 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
                                             StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
   using Traits = StatesTraits<kFused>;
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
+  uint32_t kept = 0;  // phase of state_full
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
-    const int c = work.chunk(step), phase = step & 1;
+    const int c = work.chunk(step);
     const ChunkInfo chunk = work.info(c);
     const int64_t tile = work.tile(p, c);
     const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
-    const bool wanted = step >= work.warmup;
-    mbarrier_wait(bars.state_full(), phase);
-    if (wanted && lane == 0) {
-      if (work.keeps_state(c)) {
+    const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
+    if (keeps) {
+      mbarrier_wait(bars.state_full(), kept);
+      kept ^= 1;
+      if (lane == 0) {
         fence_proxy_async();
         uint8_t* to =
             (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
         bulk_store(to, out, kTileBytes);
         bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       }
-      tma_store_commit();  // two groups in each step, even if there is nothing in them
-      tma_store_wait_read();
-    }
-    arrive_warp(bars.state_empty(), lane);
-    // What was left two steps ago has had the time that it takes. Since then: two groups, and the one above.
-    if (lane == 0 && step > 0) {
-      tma_store_wait_but<3>();
-      store_shared_release(stored, step - 1);
     }
     mbarrier_wait(bars.tokens_full(step), step >> 1 & 1);
     if (wanted) {
@@ -573,11 +574,17 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         }
       }
       if (lane == 0) {
-        tma_store_commit();
+        tma_store_commit();  // a group a step
         tma_store_wait_read();
       }
     }
     arrive_warp(bars.empty(cursor.stage), lane);
+    if (keeps) arrive_warp(bars.state_empty(), lane);
+    // What was left two steps ago has had the time that it takes.
+    if (lane == 0 && step > 0) {
+      tma_store_wait_but<2>();
+      store_shared_release(stored, step - 1);
+    }
   }
   if (lane == 0) {
     tma_store_wait_all();
