@@ -15,11 +15,13 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   launch_dependents();
   wait_for_predecessors();
   __shared__ int3 warp_total[kRoundsThreads / 32];
+  __shared__ int listed[2];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, pieces = p.segment_bound * p.Hv;
   // Blocks, in pairs of halves of V: bound to the first round, to the second, and free. A thread has a run of pieces,
   // so that the free ones are numbered in order.
   for (int i = thread; i < 2 * p.N * p.Hv; i += kRoundsThreads) p.chain_listed[i] = 0;
   if (thread == 0) *p.chain_count = 0;
+  if (thread < 2) listed[thread] = 0;
   for (int i = thread; i < 2 * pieces; i += kRoundsThreads) {
     const int segment = i / 2 / p.Hv, head = i / 2 % p.Hv;
     const bool reverse = i % 2 == 1;
@@ -76,17 +78,33 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
       }
     }
   }
+  // The order within a list changes no result.
+  auto list = [&](int round, int piece, Pass pass) {
+    round_list(p, round)[atomicAdd(&listed[round], 1)] = list_entry(piece, pass);
+  };
   for (int piece = begin; piece < end; ++piece) {
     const int segment = piece / p.Hv, head = piece % p.Hv;
     Segment s;
     if (!find_segment(p, segment, &s)) continue;
+    if (needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true)) {
+      list(0, piece, kTransitionPass);
+    }
     for (int reverse = 0; reverse < 2; ++reverse) {
-      const SegmentPass pass = segment_pass(p, s, segment, head, reverse);
-      const bool free = pass.warmup != kExact && !pass.feeds;
-      round_of(p, segment, head, reverse) = free && free_before >= free_in_first ? 1 : 0;
-      free_before += free;
+      const SegmentPass at = segment_pass(p, s, segment, head, reverse);
+      const Pass pass = reverse ? kReversePass : kForwardPass;
+      if (at.warmup == kExact) {
+        if (at.feeds) list(0, piece, pass);
+        list(1, piece, pass);
+      } else if (at.feeds) {
+        list(0, piece, pass);
+      } else {
+        list(free_before >= free_in_first ? 1 : 0, piece, pass);
+        ++free_before;
+      }
     }
   }
+  __syncthreads();
+  if (thread < 2) p.round_counts[thread] = listed[thread];
 }
 
 struct CombineTraits {

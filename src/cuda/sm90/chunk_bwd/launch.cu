@@ -36,7 +36,8 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
     p->log_growths = workspace.take<float>(tiles);
     p->warmups = workspace.take<int32_t>(2 * pieces);
-    p->rounds = workspace.take<int32_t>(2 * pieces);
+    p->round_lists = workspace.take<int32_t>(2 * 3 * pieces);
+    p->round_counts = workspace.take<int32_t>(2);
     const int64_t chains = int64_t{2} * p->N * p->Hv;
     p->chain_listed = workspace.take<int32_t>(chains);
     p->chain_count = workspace.take<int32_t>(1);

@@ -97,7 +97,8 @@ struct ChunkBackwardParams {
   int32_t* first_segment;    // [N]; with segments alone
   float* log_growths;        // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
-  int32_t* rounds;           // [segment_bound, Hv, 2]: which round a pass that warms up belongs to
+  int32_t* round_lists;      // [2, segment_bound * Hv * 3]: the passes of each round (segments.cuh)
+  int32_t* round_counts;     // [2]: how many
   int32_t *chain_listed, *chain_count, *chains;  // [N, Hv, 2] flags, [1], [N * Hv * 2]: what is combined (combine.cuh)
   float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused

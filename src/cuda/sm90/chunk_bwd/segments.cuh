@@ -49,9 +49,17 @@ __device__ __forceinline__ int32_t& warmup_of(const ChunkBackwardParams& p, int 
   return p.warmups[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
 }
 
-// Which round a pass that does not start at an exact edge belongs to: 0 or 1.
-__device__ __forceinline__ int32_t& round_of(const ChunkBackwardParams& p, int segment, int head, bool reverse) {
-  return p.rounds[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
+// What a round goes through, listed one after another so that no block that has nothing to do comes before one that
+// has.
+enum Pass : int { kReversePass, kForwardPass, kTransitionPass };
+struct SegmentWork {
+  int piece;  // segment * Hv + head
+  Pass pass;
+};
+__device__ __forceinline__ int32_t list_entry(int piece, Pass pass) { return piece * 3 + pass; }
+__device__ __forceinline__ SegmentWork segment_work(int32_t entry) { return {entry / 3, static_cast<Pass>(entry % 3)}; }
+__device__ __forceinline__ int32_t* round_list(const ChunkBackwardParams& p, int round) {
+  return p.round_lists + static_cast<int64_t>(round) * 3 * p.segment_bound * p.Hv;
 }
 
 // What the first round leaves of a segment: F, R and M, [128 of V][128 of K] each (M: [column][row]).

@@ -96,26 +96,37 @@ struct Lane {
 // S^T from memory, or zeros.
 __device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& t, bool v_first, int64_t n, int head,
                                            int v0, const Lane& at) {
+  if (t.data == nullptr) {
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int v = v0 + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
-      S[4 * j + i] = t.data == nullptr ? 0.0f : load_element(t, state_offset(t, v_first, n, head, k, v));
-    }
+    for (int i = 0; i < 64; ++i) S[i] = 0.0f;
+    return;
   }
+  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
+  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
+  with_type(t.type, [&](auto type) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        S[4 * j + i] = load_element_of<type()>(t, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride);
+      }
+    }
+  });
 }
 
 __device__ __forceinline__ void store_state(const float (&S)[64], const StridedTensor& t, bool v_first, int64_t n,
                                             int head, int v0, const Lane& at) {
+  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
+  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
+  with_type(t.type, [&](auto type) {
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+    for (int j = 0; j < 16; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int v = v0 + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
-      store_element(t, state_offset(t, v_first, n, head, k, v), S[4 * j + i]);
+      for (int i = 0; i < 4; ++i) {
+        store_element_of<type()>(t, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride, S[4 * j + i]);
+      }
     }
-  }
+  });
 }
 
 // Packed S^T (A operand order) to its tiles [2 halves of K][64 of V][64 of K].
@@ -902,32 +913,28 @@ __device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p,
   return true;
 }
 
-// Segments. Blocks: segment x value head x (reverse, forward, transition) x half of V; the second round has no
-// transitions. False: nothing to do.
+// Segments. Blocks: what the rounds kernel has listed x half of V. False: nothing to do.
 __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, bool second_round, StatesWork* work) {
-  enum Pass : int { kReversePass, kForwardPass, kTransition };
-  const int passes = second_round ? 2 : 3;
-  int index = blockIdx.x;
-  work->half = index % 2;
-  index /= 2;
-  const int pass = index % passes;
-  index /= passes;
-  const int head = index % p.Hv, segment = index / p.Hv;
+  work->half = blockIdx.x % 2;
+  const int index = blockIdx.x / 2, round = static_cast<int>(second_round);
+  if (index >= p.round_counts[round]) return false;
+  const SegmentWork listed = segment_work(round_list(p, round)[index]);
+  const int head = listed.piece % p.Hv, segment = listed.piece / p.Hv;
   Segment s;
   if (!find_segment(p, segment, &s)) return false;
   work->head = head;
   work->n = s.n;
   work->sequence = s.sequence;
-  const bool reverse = pass == kReversePass;
+  const bool reverse = listed.pass == kReversePass;
   work->reverse = reverse;
   work->warmup = 0;
   work->steps = s.end - s.begin;
   work->first = reverse ? s.end - 1 : s.begin;
-  if (pass == kTransition) {
+  if (listed.pass == kTransitionPass) {
     work->warmup = work->steps;
     work->start = kStateIdentity;
     work->finish = edge_index(p, segment, head, kEdgeTransition);
-    return needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true);
+    return true;
   }
   const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
   const SegmentPass at = segment_pass(p, s, segment, head, reverse);
@@ -936,15 +943,13 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
     if (second_round) {
       work->start = edge_index(p, segment + (reverse ? 1 : -1), head, edge);
       work->finish = left_behind;
-      return true;
+    } else {  // F or R, for the segment after it
+      work->warmup = work->steps;
+      work->start = kStateZero;
+      work->finish = edge_index(p, segment, head, edge);
     }
-    // F or R, for the segment after it
-    work->warmup = work->steps;
-    work->start = kStateZero;
-    work->finish = edge_index(p, segment, head, edge);
-    return at.feeds;
+    return true;
   }
-  if (round_of(p, segment, head, reverse) != static_cast<int>(second_round)) return false;
   work->finish = at.feeds ? edge_index(p, segment, head, edge) : left_behind;
   const int warmup = at.warmup;
   work->warmup = warmup;
