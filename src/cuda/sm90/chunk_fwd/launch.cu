@@ -151,8 +151,8 @@ ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
               : (half ? chunk_forward_fp16() : chunk_forward_bf16());
 }
 
-// A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
-constexpr double kSplitStep = 0.76;
+// A step of a pair of blocks takes about this share of a whole tile's (measured: docs/design/sm90_forward.md).
+constexpr double kSplitStep = 0.68;
 
 bool split_pays(int64_t tiles, int sms) {
   const int64_t whole = (tiles + sms - 1) / sms, split = (2 * tiles + sms - 1) / sms;

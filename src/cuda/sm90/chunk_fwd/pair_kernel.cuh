@@ -12,8 +12,8 @@
 #include "chunk_stream.cuh"
 #include "kernel_params.h"
 #include "pair_places.cuh"
+#include "pair_state.cuh"
 #include "pair_traits.h"
-#include "state_role.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -171,34 +171,31 @@ struct PairServiceRole {
     }
   }
 
-  __device__ void load(const CUtensorMap* map, uint32_t stage, uint32_t barrier, const ChunkRecord& c) const {
-    mbarrier_arrive_expect(barrier, Traits::kBytesK);
-    mbarrier_arrive_expect_cluster(at_pair.in_other_block(barrier), Traits::kBytesK);
-    tma_load_4d_cluster(stage, map, barrier, 0, c.row, 0, c.key_head, kBothBlocks);
-  }
-
   // K and Q of the block's own chunks into both blocks, by one thread, in the order in which their stages become free.
   __device__ void load_keys_and_queries() const {
 #pragma unroll 1
     for (uint32_t m = at_pair.rank;; m += 2) {
       at_pair.wait_record(m);
       const bool more = at_pair.record(m).valid >= 0;
-      if (more) {
-        at_pair.wait_done(m, Traits::kStagesK);
-        load(&p.k, at_pair.stage_k(m), at_pair.full_k(m), at_pair.record(m));
-      }
-      if (m >= 2) {
-        at_pair.wait_done(m - 2, Traits::kStagesQ);
-        load(&p.q, at_pair.stage_q(m - 2), at_pair.full_q(m - 2), at_pair.record(m - 2));
+      // The same code for both: instructions are short of room.
+#pragma unroll 1
+      for (int query = more ? 0 : 1; query < (m >= 2 ? 2 : 1); ++query) {
+        const uint32_t chunk = query ? m - 2 : m;
+        at_pair.wait_done(chunk, query ? Traits::kStagesQ : Traits::kStagesK);
+        const ChunkRecord& c = at_pair.record(chunk);
+        const uint32_t barrier = query ? at_pair.full_q(chunk) : at_pair.full_k(chunk);
+        mbarrier_arrive_expect(barrier, Traits::kBytesK);
+        mbarrier_arrive_expect_cluster(at_pair.in_other_block(barrier), Traits::kBytesK);
+        tma_load_4d_cluster(query ? at_pair.stage_q(chunk) : at_pair.stage_k(chunk), query ? &p.q : &p.k, barrier, 0,
+                            c.row, 0, c.key_head, kBothBlocks);
       }
       if (!more) return;
     }
   }
 
   // O of chunk m to global memory; at a sequence's end row by row.
-  __device__ void store_o(uint32_t m, bool last) const {
-    mbarrier_wait(smem() + (last ? Traits::kFullLast : Traits::kFullO + 8 * ((m + 1) & 1)),
-                  last ? 0 : (m + 1) >> 1 & 1);
+  __device__ void store_o(uint32_t m) const {
+    mbarrier_wait(at_pair.full_o(m), m / Traits::kBarriersO & 1);
     const ChunkRecord& c = at_pair.record(m);
     if (c.valid < kChunk) {
       Element* out =
@@ -246,7 +243,7 @@ struct PairServiceRole {
     for (uint32_t m = 0; after_last < Traits::kStagesV; ++m) {
       if (after_last == 0) at_pair.wait_record(m);
       if (after_last > 0 || at_pair.record(m).valid < 0) ++after_last;
-      if (m >= Traits::kStagesV) store_o(m - Traits::kStagesV, after_last == Traits::kStagesV);
+      if (m >= Traits::kStagesV) store_o(m - Traits::kStagesV);
       if (after_last == 0) load_v(m, tails);
     }
     if (lane == 0) tma_store_wait_all();
@@ -314,8 +311,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(at_pair.full_p(i), (at_pair.own(i) ? 4 * kWarpArrivals : 4) + 1);
     }
     for (uint32_t i = 0; i < Traits::kBarriersGate; ++i) mbarrier_init(at_pair.full_gate(2 * i), kWarpArrivals);
-    for (uint32_t i = 0; i < 2; ++i) mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals);
-    mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals);
+    for (uint32_t i = 0; i < Traits::kBarriersO; ++i) mbarrier_init(at_pair.full_o(i), 4 * kWarpArrivals);
     mbarrier_init(smem() + Traits::kTailV, 1);
     for (uint32_t i = 0; i < Traits::kChunkRing; ++i) mbarrier_init(at_pair.full_record(i), 1);
     mbarrier_init_fence();
@@ -340,7 +336,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PairAuxRole<Traits>{p, at_pair, group, thread}.run();
   } else if (group == Traits::kAuxGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits>{p, 0, lane_place(thread), rank}.run();
+    PairStateRole<Traits>{{p, 0, lane_place(__shfl_sync(0xffffffffu, thread, thread & 31))}, at_pair}.run();
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kServiceRegisters));
     const int duty = __shfl_sync(0xffffffffu, thread / 32, 0);

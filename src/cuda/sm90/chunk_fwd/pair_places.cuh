@@ -52,12 +52,20 @@ struct PairPlaces {
   __device__ static uint32_t full_gate(uint32_t m) {
     return smem() + Traits::kFullGate + 8 * ((m >> 1) % Traits::kBarriersGate);
   }
+  __device__ static uint32_t full_o(uint32_t m) { return smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO); }
   __device__ static uint32_t full_record(uint32_t m) {
     return smem() + Traits::kFullRecord + 8 * (m % Traits::kChunkRing);
   }
   __device__ static void wait_k(uint32_t m) { mbarrier_wait(full_k(m), m / Traits::kBarriers & 1); }
   __device__ static void wait_q(uint32_t m) { mbarrier_wait(full_q(m), m / Traits::kBarriers & 1); }
   __device__ static void wait_p(uint32_t m) { mbarrier_wait(full_p(m), m / Traits::kStagesP & 1); }
+  // Whether all that a state warp waits for is there.
+  __device__ static bool ready(uint32_t m) {
+    const bool k = mbarrier_test(full_k(m), m / Traits::kBarriers & 1);
+    const bool q = mbarrier_test(full_q(m), m / Traits::kBarriers & 1);
+    const bool p = mbarrier_test(full_p(m), m / Traits::kStagesP & 1);
+    return k & q & p;
+  }
   __device__ static void wait_record(uint32_t m) { mbarrier_wait(full_record(m), m / Traits::kChunkRing & 1); }
   // Until both blocks' state groups are through with chunk m - back, if there is one.
   __device__ static void wait_done(uint32_t m, uint32_t back) {

@@ -80,8 +80,9 @@ struct PairForwardTraits {
   static constexpr uint32_t kFullGate = kFullP + 8 * kStagesP;
   static constexpr int kBarriersGate = 4;  // by a block's own chunks: two for each auxiliary group
   static constexpr uint32_t kFullO = kFullGate + 8 * kBarriersGate;
-  static constexpr uint32_t kFullLast = kFullO + 16;
-  static constexpr uint32_t kTailV = kFullLast + 8;
+  // The state warps may be two chunks ahead of the warp that waits for O: V's next but two needs O to be gone.
+  static constexpr int kBarriersO = 4;
+  static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRecord = kTailV + 8;
   static constexpr uint32_t kSmemBytes = kFullRecord + 8 * kChunkRing;
   static_assert(kSmemBytes <= 227 * 1024);

@@ -7,7 +7,6 @@
 #include "../../common/wgmma.cuh"
 #include "chunk_stream.cuh"
 #include "lane_place.cuh"
-#include "pair_places.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -52,10 +51,6 @@ struct StateRole {
   const ChunkForwardKernelParams& p;
   int group;  // which 64 rows of V
   LanePlace at;
-  uint32_t rank = 0;  // of the block, in a pair
-
-  static constexpr bool kPair = Traits::kBlocks == 2;
-  __device__ PairPlaces<Traits> at_pair() const { return {rank}; }
 
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
@@ -69,13 +64,6 @@ struct StateRole {
                  : "r"(smem() + Traits::kSmemChunks + m % Traits::kChunkRing * Traits::kBytesRecord)
                  : "memory");
     return chunk;
-  }
-  __device__ uint32_t stage_gate(uint32_t m) const {
-    if constexpr (kPair) {
-      return at_pair().state_gate(m);
-    } else {
-      return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
-    }
   }
   __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
 
@@ -237,27 +225,20 @@ struct StateRole {
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
-    if constexpr (kPair) at_pair().wait_record(0);
     int2 chunk_now = load_chunk(0);
-    if constexpr (kPair) {
-      if (chunk_now.x >= 0) {
-        at_pair().wait_k(0);
-        at_pair().wait_q(0);
-      }
-    }
 #pragma unroll 1
     for (; chunk_now.x >= 0; ++m) {
       const ChunkRecord& chunk = record(m);
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
-      const uint32_t slot = m % Traits::kStagesP;
+      const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
       const uint32_t v_base = smem() + Traits::kSmemV;
-      const uint32_t gate = stage_gate(m);
+      const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
       const uint32_t columns = gate + 80 * at.q;
       // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
       // barrier.
-      mbarrier_wait(smem() + Traits::kFullP + 8 * slot, m / Traits::kStagesP & 1);
+      mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
       wgmma_wait<0>();
       pin(s);
@@ -324,9 +305,7 @@ struct StateRole {
         v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
       }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
-      if constexpr (!kPair) {
-        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
-      }
+      mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
       float low[16], high[16];
       wgmma_fence();
@@ -358,7 +337,6 @@ struct StateRole {
 #pragma unroll
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       }
-      if constexpr (kPair) at_pair().wait_record(m + 1);
       const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
@@ -401,24 +379,12 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
-      if constexpr (kPair) {
-        // Those of the other block's chunks no warp of this one has waited for.
-        if (chunk_next.x >= 0) {
-          at_pair().wait_k(m + 1);
-          at_pair().wait_q(m + 1);
-        }
-      } else {
-        fetch_gates(m);
-      }
+      fetch_gates(m);
       wgmma_wait<0>();
       pin(o);
       pin(s);
       pin(corrected);
-      if constexpr (kPair) {
-        at_pair().arrive_done(m, at.lane);
-      } else {
-        mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
-      }
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
