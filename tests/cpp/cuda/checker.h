@@ -17,7 +17,8 @@ struct Settings {
   int64_t gigabytes = 24;  // of device memory: what the large cases take
   bool small = false;
   bool twice = true;
-  std::string only;  // runs the tests whose name contains it
+  bool kernels = false;  // prints which kernels were launched, and tails of sizes
+  std::string only;      // runs the tests whose name contains it
   // Longest batch row and largest K * V of a drawn case. The small ones still reach every kernel: K = 256 with V = 8.
   int64_t longest() const { return small ? 70 : 400; }
   int64_t largest_state() const { return small ? 256 * 8 : 256 * 256; }

@@ -5,12 +5,14 @@
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
 //
-//   generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--gigabytes G] [--small] [--once]
+//   generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--gigabytes G] [--small] [--once] [--kernels]
 //
 // prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
 // the second runs, --only the groups whose names (in run()) do not contain NAME; --gigabytes is the memory taken on the
-// device, of which all groups but the large ones need a few.
+// device, of which all groups but the large ones need a few. --kernels prints the names of the library's kernels, after
+// each group those that have been launched for the first time, and the sizes that its calls had.
 #include "checker.h"
+#include "launches.h"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 
@@ -281,6 +283,9 @@ int64_t test_large(const Settings& settings, Arena& arena) {
 }
 
 int run(const Settings& settings) {
+  if (settings.kernels) {
+    for (const std::string& name : kernels_of_the_program()) std::printf("the program has %s\n", name.c_str());
+  }
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     std::printf("no GPU: nothing was tested\n");
@@ -319,6 +324,7 @@ int run(const Settings& settings) {
     groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
   }
+  std::set<std::string> told;
   const bool hopper = on_hopper();
   int64_t failures = 0, done = 0;
   for (const Group& group : groups) {
@@ -329,6 +335,12 @@ int run(const Settings& settings) {
     } else {
       failures += group.test();
     }
+    if (!settings.kernels) continue;
+    for (const std::string& name : launched_kernels()) {
+      if (told.insert(name).second) std::printf("launched %s\n", name.c_str());
+    }
+    Tails::print();
+    std::fflush(stdout);
   }
   if (done == 0) {
     std::fprintf(stderr, "--only names no group\n");
@@ -360,9 +372,12 @@ int main(int argc, char** argv) {
       settings.small = true;
     } else if (flag == "--once") {
       settings.twice = false;
+    } else if (flag == "--kernels") {
+      settings.kernels = true;
     } else {
       std::fprintf(stderr,
-                   "usage: generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--small] [--once]\n");
+                   "usage: generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--small] [--once] "
+                   "[--kernels]\n");
       return 2;
     }
   }
