@@ -229,6 +229,30 @@ int64_t test_sm90_head_halves(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// One sequence whose heads nearly fill the card: the serial passes then make what other calls leave to kernels of their
+// own (docs/design/sm90_backward.md).
+int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
+  Checker checker("one sequence of 32 heads, sm90", settings, arena);
+  Random random(29);
+  Shape s;
+  s.Hq = 16;
+  s.Hv = 32;
+  s.K = s.V = 128;
+  s.T = 321;
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool options : {false, true}) {
+      s.dtype = type;
+      Features f;
+      f.initial_state = !options;
+      f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
+      BackwardCall call;
+      call.draw(s, f, !options, true, !options, random);
+      checker.check(options ? "all options" : "cumsum and states", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    }
+  }
+  return checker.finish();
+}
+
 int64_t test_large(const Settings& settings, Arena& arena) {
   Checker checker("large", settings, arena);
   Random random(11);
@@ -317,7 +341,8 @@ int run(const Settings& settings) {
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
       {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
-      {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }}};
+      {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
+      {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }}};
   if (!settings.small) {
     groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
