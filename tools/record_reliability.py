@@ -66,8 +66,8 @@ def read_pytest_text(text: str) -> list:
 
 
 def read_sanitizer(text: str) -> list:
-    """One record for each run of a tool; a run without a summary did not end, and one in which no group of cases ended (no
-    memory left, say) found nothing because it looked at nothing: both have no number of reports."""
+    """One record for each run of a tool; a run without a summary did not end, and one whose program failed, or in which no group
+    of cases ended (no memory left, say), has not looked at everything: these have no number of reports."""
     records = []
     starts = [*SANITIZER.finditer(text)]
     for start, end in zip(starts, [*(s.start() for s in starts[1:]), len(text)]):
@@ -76,7 +76,7 @@ def read_sanitizer(text: str) -> list:
         cases = [int(m["cases"]) for m in CASES.finditer(part)]
         records.append({
             "tool": start["tool"], "command": start["command"].strip(), "cases": sum(cases),
-            "reports": None if summary is None or not cases else int(summary.group(1) or summary.group(2)),
+            "reports": None if summary is None or not cases or "application returned an error" in part else int(summary.group(1) or summary.group(2)),
             "seconds": None if seconds is None else int(seconds.group(1))})
     return records
 

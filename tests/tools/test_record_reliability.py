@@ -43,6 +43,8 @@ def test_a_sanitizer_that_did_not_end_is_not_clean(tmp_path):
 def test_a_sanitizer_whose_program_ran_nothing_is_not_clean(tmp_path):
     report, code = record(tmp_path, CLEAN.replace("a: 8 cases, 0 failed, 1.0 s\n", "cudaMalloc: out of memory\n"))
     assert report["sanitizers"][0]["reports"] is None and code == 1
+    report, code = record(tmp_path, CLEAN.replace("=========", "========= Target application returned an error\n=========", 1))
+    assert report["sanitizers"][0]["reports"] is None and code == 1
 
 
 def seen(tool, launched, tails, end="========= ERROR SUMMARY: 0 errors\n"):

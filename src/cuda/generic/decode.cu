@@ -424,41 +424,6 @@ class TokenStage {
   RawGates gates_;
 };
 
-// What a thread goes on with once its block's tokens are in shared memory.
-struct Begun {
-  bool skipped;          // the row has no slot to read: nothing was loaded, and all of the block's threads agree
-  uint64_t destination;  // the thread's place in row 0
-  RawIndex last;         // of the row that gets the last state
-};
-
-// Loads a thread's part of its row's state, kAccesses vectors that are `step` elements apart (none where it is not
-// `inside`), beside the tokens and their values, which go to shared memory. Ends with a barrier, unless skipped.
-template <int kKeys, bool kOneToken, int kColumns, class Use, class State, int kAccesses>
-__device__ __forceinline__ Begun begin_row(const DecodeParams& p, const Place& place, int64_t place_in_state,
-                                           int64_t step, bool inside, SharedToken<kKeys>* s_tokens, float* s_values,
-                                           Vector<State> (&raw)[kAccesses]) {
-  const int64_t n = place.n;
-  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, place.head, place.slice * kColumns);
-  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, place.head, place_in_state),
-                       state_address<State>(p.destination, place.head, place_in_state)};
-  stage.find_first(at);
-  begin_after_predecessors(at);
-  // The state waits for the slot's index: that goes first, and the tokens fill the time.
-  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
-  stage.load_first(at);
-  const int64_t slot = read_slot(p.pool, raw_slot);
-  if (slot == kSkipRow) return {true, at.destination, RawIndex{}};
-  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
-    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) raw[a] = load_vector<State, Use::kStreams>(from + a * step);
-  }
-  const RawIndex last = load_last_row(p, n);
-  stage.store_all(s_tokens, s_values);
-  __syncthreads();
-  return {false, at.destination, last};
-}
-
 // [V, K] states: the keys of a column lie side by side. A warp has all keys of some columns.
 template <class State, int kKeys, class Use>
 struct Columns {
@@ -504,13 +469,30 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   constexpr int kStep = kGroups * kKeys;  // between accesses
   const int64_t place_in_state = static_cast<int64_t>(column0 + warp_column + group) * kKeys + key0;
 
-  Vector<State> raw[kAccesses] = {};
-  const Begun begun =
-      begin_row<kKeys, kOneToken, kColumns, Use>(p, place, place_in_state, kStep, inside, s_tokens, s_values, raw);
-  if (begun.skipped) {
+  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
+                       state_address<State>(p.destination, head, place_in_state)};
+  stage.find_first(at);
+  begin_after_predecessors(at);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
+  stage.load_first(at);
+  const int64_t slot = read_slot(p.pool, raw_slot);
+  if (slot == kSkipRow) {
     for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
     return;
   }
+  Vector<State> raw[kAccesses] = {};
+  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
+    }
+  }
+  const RawIndex raw_last = load_last_row(p, n);
+  stage.store_all(s_tokens, s_values);
+  __syncthreads();
   if (!inside) return;
 
   float state[kAccesses][kVector];
@@ -518,7 +500,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
   const auto keep = [&](int64_t row) {
     if (row < 0) return;
-    State* to = reinterpret_cast<State*>(begun.destination) + row * p.destination.row;
+    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
       store_vector<State, Use::kStreams>(to + a * kStep, pack<State>(state[a]));
@@ -550,7 +532,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     }
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
-  keep(last_row(p, n, begun.last));
+  keep(last_row(p, n, raw_last));
 }
 
 // [K, V] states: the values of a key lie side by side. A block has some columns, and its warps share the keys.
@@ -598,20 +580,37 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   };
   const int64_t place_in_state = static_cast<int64_t>(key0) * p.V + column0 + lane * kVector;
 
-  Vector<State> raw[kAccesses] = {};
-  const Begun begun =
-      begin_row<kKeys, kOneToken, kColumns, Use>(p, place, place_in_state, p.V, inside, s_tokens, s_values, raw);
-  if (begun.skipped) {
+  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
+                       state_address<State>(p.destination, head, place_in_state)};
+  stage.find_first(at);
+  begin_after_predecessors(at);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.pool, n, at.index);
+  stage.load_first(at);
+  const int64_t slot = read_slot(p.pool, raw_slot);
+  if (slot == kSkipRow) {
     for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
     return;
   }
+  Vector<State> raw[kAccesses] = {};
+  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
+    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) {
+      raw[a] = load_vector<State, Use::kStreams>(from + static_cast<int64_t>(a) * p.V);
+    }
+  }
+  const RawIndex raw_last = load_last_row(p, n);
+  stage.store_all(s_tokens, s_values);
+  __syncthreads();
 
   float state[kAccesses][kVector];
 #pragma unroll
   for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
   const auto keep = [&](int64_t row) {
     if (row < 0 || !inside) return;
-    State* to = reinterpret_cast<State*>(begun.destination) + row * p.destination.row;
+    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
       store_vector<State, Use::kStreams>(to + static_cast<int64_t>(a) * p.V, pack<State>(state[a]));
@@ -661,7 +660,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
     }
     if (p.pool.per_token) keep(write_slot(p.pool, n, t));
   }
-  keep(last_row(p, n, begun.last));
+  keep(last_row(p, n, raw_last));
 }
 
 // Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
