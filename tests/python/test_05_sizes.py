@@ -17,6 +17,7 @@ def test_rung5_sequences_times_heads_beyond_65535(dtype):
     check(make_inputs(Hq=2, Hv=4, K=8, V=8, dtype=dtype, seqlens=[i % 4 for i in range(16_500)], state=dtype == torch.float32))
 
 
+@pytest.mark.early
 def test_rung5_65536_sequences_of_one_token():
     check(make_inputs(Hq=1, Hv=1, K=8, V=8, seqlens=[1] * 65_536, state=False))
 
