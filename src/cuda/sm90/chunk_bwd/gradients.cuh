@@ -241,19 +241,28 @@ __device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dot
   }
 }
 
-// The accumulator's rows to [b, token + i, head, :], rounded.
+// The accumulator's rows to [b, token + i, head, :], rounded, by way of 4 KB of shared memory for each warp (two halves of
+// 16 rows): as whole rows, and by a loop, which the accumulator's registers do not allow.
 template <typename T>
 __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
-                                           const float (&acc)[64], int warp, int lane) {
+                                           const float (&acc)[64], uint32_t place, int warp, int lane) {
   if (t.data == nullptr) return;
+  constexpr uint32_t kHalf = 16 * 128;
+  const uint32_t first = tile_piece(place, lane & 15, lane >> 4);  // as in load_rows
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = 16 * warp + lane / 4 + 8 * h;
-    if (row >= chunk.valid) continue;
-    uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(t.data) +
-                                               row_offset(t, chunk.batch, chunk.token + row, head) + 2 * (lane % 4));
-#pragma unroll
-    for (int j = 0; j < 16; ++j) to[4 * j] = pack2<T>(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+  for (int j = 0; j < 8; ++j) {
+    const float* x = acc + 8 * j;
+    store_matrix_x4((first ^ (2 * (j % 4) << 4)) + j / 4 * kHalf, pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
+                    pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+  }
+  __syncwarp();
+  int row = lane >> 4;
+  auto* to = static_cast<uint16_t*>(t.data) + row_offset(t, chunk.batch, chunk.token + 16 * warp + row, head) +
+             8 * (lane & 15);
+#pragma unroll 1
+  for (; row < min(16, chunk.valid - 16 * warp); row += 2, to += 2 * t.stride[1]) {
+    const uint4 piece = load_shared_u4(tile_piece(place + (lane >> 3 & 1) * kHalf, row, lane & 7));
+    *reinterpret_cast<uint4*>(to) = piece;
   }
 }
 
@@ -787,39 +796,41 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
                       group == kQuery ? p.q_inverse_norms : p.k_inverse_norms, p, item.chunk(p), item.key_head(), warp,
                       lane);
     }
-    // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
+    // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB, 8 of them a warp's.
     static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
-    const uint32_t mine = keys + (32 * warp + lane) * 16;
-    if (!kIsMinus && group == kPlus) {
-      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        store_shared_u4(mine + i * 128 * 16,
-                        make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
-                                   __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
-      }
-      named_barrier_arrive(kMeetBarrier, 2 * 128);
-    } else {
-      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-    }
+    const uint32_t warps_place = keys + warp * (kTokensBytes / 2), mine = warps_place + lane * 16;
     if constexpr (kIsMinus) {
+      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
       named_barrier_sync(kMeetBarrier, 2 * 128);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const float4 x = load_shared_f4(mine + i * 128 * 16);
+        const float4 x = load_shared_f4(mine + i * 32 * 16);
         acc[4 * i] += x.x;
         acc[4 * i + 1] += x.y;
         acc[4 * i + 2] += x.z;
         acc[4 * i + 3] += x.w;
         if (i % 4 == 3) pin(acc);  // else all 64 are on their way at once, in as many registers
       }
+      __syncwarp();
+      store_rows<T>(p.dk, item.chunk(p), item.key_head(), acc, warps_place, warp, lane);
+    } else {
+      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
+      if (group == kPlus) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          store_shared_u4(mine + i * 32 * 16,
+                          make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
+                                     __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
+        }
+        named_barrier_arrive(kMeetBarrier, 2 * 128);
+      } else {
+        const uint32_t others_k = smem + (rank ^ 1) * Traits::kKeys + Traits::kK;
+        store_rows<T>(p.dq, item.chunk(p), item.key_head(), acc, others_k + warp * (kTokensBytes / 4), warp, lane);
+      }
     }
     fence_proxy_async();  // the copy engine writes here next
     __syncwarp();
     arrive_both(bars.keys_empty(), lane);
-    if (group != kPlus) {
-      store_rows<T>(group == kMinus ? p.dk : p.dq, item.chunk(p), item.key_head(), acc, warp, lane);
-    }
   }
 }
 
