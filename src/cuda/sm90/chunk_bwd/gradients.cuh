@@ -28,6 +28,7 @@ struct GradientsTraits {
   // In all what 4 * 128 threads start with, 128 each.
   static constexpr int kLoadRegisters = 32, kLowerRegisters = 176, kMinusRegisters = 128;
   static constexpr int kConsumerWarps = kGroups * 4;
+  static constexpr int kInnerWarps = 2;  // for <dS, S>: what the load warps' group has left
 
   // A stage is one half of V of one value head: dO, V' of the early chunk and (late block) of the late one, dv (8 KB
   // each), S and dS (16 KB each). Halves, because two of them fit where one head would.
@@ -56,14 +57,15 @@ struct GradientsTraits {
   // Both chunks' gates, of two heads: they are needed after the stages.
   static constexpr uint32_t kGates = kStageRing + kStages * kStage;
   static constexpr uint32_t kHeadGates = 2 * kGateBytes;
-  // Row sums of the three groups, <dv, V'> and beta, and the minus group's warps' parts of the last token's term, two
-  // heads deep; the other block's sum.
+  // Row sums of the three groups, <dv, V'>, beta and the row sums of diag(gP / gamma) V' dS^T, and the two parts of
+  // gP <dS, S>, two heads deep; the other block's sum.
   static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
-  static constexpr uint32_t kSumsBytes = 5 * kChunk * 4;
+  static constexpr uint32_t kStateSums = 5 * kChunk * 4;  // in a head's sums
+  static constexpr uint32_t kSumsBytes = 6 * kChunk * 4;
   // The three groups' row sums as they run on over the heads of an item.
   static constexpr uint32_t kRunning = kSums + 2 * kSumsBytes;
   static constexpr uint32_t kLast = kRunning + 3 * kChunk * 4;
-  static constexpr uint32_t kLastBytes = 4 * 4;
+  static constexpr uint32_t kLastBytes = kInnerWarps * 4;
   static constexpr uint32_t kReceived = kLast + 2 * kLastBytes;
   // What the groups know of an item. Who loads is at most three heads ahead of them, and they two of who makes dg.
   static constexpr uint32_t kItems = kReceived + 16;
@@ -266,13 +268,13 @@ __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkIn
   }
 }
 
-// <dS, S> over a tile, this thread's part. Loops stay loops in this kernel: two programs run side by side,
-// and together they should fit the instruction cache (about 2000 instructions).
+// <dS, S> over a tile, the part of this one of `threads` threads. Loops stay loops in this kernel: two programs run side
+// by side, and together they should fit the instruction cache (about 2000 instructions).
 template <typename T>
-__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int thread) {
+__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32_t thread, uint32_t threads) {
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (uint32_t at = thread * 16; at < kTileBytes; at += 128 * 16) {
+  for (uint32_t at = thread * 16; at < kTileBytes; at += threads * 16) {
     const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -441,8 +443,9 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
       d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
       if (2 * lane + i >= item.valid()) d_cumsum[i] = 0.0f;
     }
-    const float4 parts = load_shared_f4(smem + Traits::kLast + parity * Traits::kLastBytes);
-    const float last = (parts.x + parts.y) + (parts.z + parts.w);
+    const float2 inner = load_shared_f2(smem + Traits::kLast + parity * Traits::kLastBytes);
+    const float2 state_sums = load_shared_f2(sums + Traits::kStateSums + lane * 8);
+    const float last = inner.x + inner.y + warp_sum(state_sums.x + state_sums.y);
     const float rows = warp_sum(d_cumsum[0] + d_cumsum[1]);
     __syncwarp();
     mbarrier_arrive_warp(bars.sums_empty(parity), lane);
@@ -499,12 +502,13 @@ struct HeadWork {
   __device__ float before(int group, int h) const {
     return turn == index * p.group ? 0.0f : load_shared_f1(running(group, h));
   }
-  // The rows' sums over this head alone.
-  __device__ void keep_sums(int group, const float (&dots)[2]) const {
+  // The rows' sums over this head alone: what was added up to `first` counts with plus, what came after it with minus.
+  __device__ void keep_sums(int group, const float (&first)[2], const float (&dots)[2]) const {
     if ((lane & 3) == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        store_shared_f1(sums() + static_cast<uint32_t>(group * kChunk + row(h)) * 4, dots[h] - before(group, h));
+        store_shared_f1(sums() + static_cast<uint32_t>(group * kChunk + row(h)) * 4,
+                        first[h] - before(group, h) - (dots[h] - first[h]));
         store_shared_f1(running(group, h), dots[h]);
       }
     }
@@ -521,6 +525,9 @@ struct HeadWork {
     constexpr int kOwn = 32;
     float product[kOwn + 32], factor[2];
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
+    if (plus && rank == kEarly && warp == 0 && lane == 0) {
+      mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
+    }
     const uint32_t gates = own_gates(), group_barrier = kStagingBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
     for (int i = 0; i < kOwn + 32; ++i) product[i] = 0.0f;
@@ -675,11 +682,9 @@ struct HeadWork {
     }
   }
 
-  // The minus group's first part, diag(gP / gamma) V' dS^T. This thread's part of gP <dS, S> (half of K a block).
-  __device__ __forceinline__ float minus_of_state(float (&acc)[64]) const {
+  // The minus group's first part, diag(gP / gamma) V' dS^T.
+  __device__ __forceinline__ void minus_of_state(float (&acc)[64]) const {
     using Traits = GradientsTraits;
-    if (rank == kEarly && warp == 0 && lane == 0) mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
-    float inner = 0.0f;
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t stage = open(half), ratios = own_gates() + kRatioOffset;
@@ -691,48 +696,77 @@ struct HeadWork {
       wgmma_fence();
       add_product<T>(acc, x, stage + Traits::kGrad);
       wgmma_commit();
-      const uint32_t tile = stage + rank * kTileBytes;
-      inner += state_product<T>(tile + Traits::kState, tile + Traits::kGrad, 32 * warp + lane);
       wgmma_wait<0>();
       pin(x);
       pin(acc);
       release(half);
     }
-    return inner * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
   }
 
-  // Its second part, dP^T Q + D^T K of the chunk's own rows, and in the early block of the late chunk's. `dots` are the
-  // row sums after the first part: their sum over the rows belongs to the last token too, as `inner` does.
-  __device__ __forceinline__ void minus_of_products(float (&acc)[64], const float (&dots)[2], float inner) const {
-    using Traits = GradientsTraits;
-    if ((lane & 3) == 0) inner += dots[0] - before(kMinus, 0) + dots[1] - before(kMinus, 1);
-    inner = warp_sum(inner);
+  // Its row sums: over the rows they belong to the last token too.
+  __device__ __forceinline__ void keep_state_sums(const float (&dots)[2]) const {
     open_sums();
-    if (lane == 0) store_shared_f1(last() + warp * 4, inner);
-#pragma unroll 1
-    for (int late_rows = 0; late_rows < (rank == kLate ? 1 : 2); ++late_rows) {
-      const bool own = late_rows == 0;
-      mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
-      uint32_t dP[16], D[16];
-      load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
-      load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
-      __syncwarp();
-      if (kWarpArrivals == 32 || lane == 0) {
-        mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
-                                    : cluster_address(bars.late_rows_empty(), kLate));
+    if ((lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        store_shared_f1(sums() + GradientsTraits::kStateSums + row(h) * 4, dots[h] - before(kMinus, h));
       }
-      const uint32_t keys = smem + (rank == kLate || !own ? Traits::kKeys : 0);
-      wgmma_fence();
-      add_product<T>(acc, dP, keys + Traits::kQ);
-      add_product<T>(acc, D, keys + Traits::kK);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(dP);
-      pin(D);
-      pin(acc);
     }
   }
+
+  // dP^T Q + D^T K, of the chunk's own rows (the minus group) or, in the early block, of the late chunk's (the plus
+  // group, which has more time there).
+  __device__ __forceinline__ void add_transposed(bool own, float (&acc)[64]) const {
+    using Traits = GradientsTraits;
+    mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
+    uint32_t dP[16], D[16];
+    load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
+    load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
+    __syncwarp();
+    if (kWarpArrivals == 32 || lane == 0) {
+      mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
+                                  : cluster_address(bars.late_rows_empty(), kLate));
+    }
+    const uint32_t keys = smem + (own ? rank : kLate) * Traits::kKeys;
+    wgmma_fence();
+    add_product<T>(acc, dP, keys + Traits::kQ);
+    add_product<T>(acc, D, keys + Traits::kK);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dP);
+    pin(D);
+    pin(acc);
+  }
+
+  // gP <dS, S>, by kInnerWarps warps; half of K a block.
+  __device__ __forceinline__ void inner_product() const {
+    using Traits = GradientsTraits;
+    float inner = 0.0f;
+#pragma unroll 1
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t tile = open(half) + rank * kTileBytes;
+      inner += state_product<T>(tile + Traits::kState, tile + Traits::kGrad, 32 * warp + lane, 32 * Traits::kInnerWarps);
+      release(half);
+    }
+    inner = warp_sum(inner) * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
+    open_sums();
+    if (lane == 0) store_shared_f1(last() + warp * 4, inner);
+    __syncwarp();
+    mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
+  }
 };
+
+// Two warps: <dS, S> of every head.
+template <typename T>
+__device__ __forceinline__ void inner_products(const ChunkBackwardParams& p, uint32_t smem,
+                                               const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
+  uint32_t turn = 0;
+  for (uint32_t index = 0; index < items_in(smem); ++index) {
+    for (const uint32_t end = turn + p.group; turn < end; ++turn) {
+      HeadWork<T>{p, bars, smem, index, turn, rank, warp, lane}.inner_product();
+    }
+  }
+}
 
 // A group through all items of its block. One code for the three of them as far as they do the same: what two
 // multiprocessors run should fit the cache of instructions that they share (about 2000). kNorms: q and k were normalised
@@ -769,26 +803,39 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       asm volatile("" : "+r"(warp), "+r"(lane));
       const HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
-      if constexpr (kIsMinus) {
-        // One copy of the row sums' code, which the compiler would make two of if it knew the first round.
-        float inner = 0.0f;
-        uint32_t part = 0;
-        asm volatile("" : "+r"(part));
+      // In the early block the plus group sees to the late rows' part of the minus group's work: after the row sums of
+      // its own, which it is not among.
+      const bool two_parts = kIsMinus || (group == kPlus && rank == kEarly);
+      float first[2] = {};
+      // One copy of the row sums' code, which the compiler would make two of if it knew the first round.
+      uint32_t part = 0;
+      asm volatile("" : "+r"(part));
 #pragma unroll 1
-        do {
+      do {
+        if constexpr (kIsMinus) {
           if (part == 0) {
-            inner = work.minus_of_state(acc);
+            work.minus_of_state(acc);
             mbarrier_wait(bars.keys_full(), index % 2);
           } else {
-            work.minus_of_products(acc, dots, inner);
+            work.keep_state_sums(dots);
+            work.add_transposed(true, acc);
           }
-          row_dots<T>(dots, acc, own_rows, warp, lane);
-        } while (part++ == 0);
-      } else {
-        work.lower(group == kPlus, acc);
+        } else {
+          if (part == 0) {
+            work.lower(group == kPlus, acc);
+          } else {
+            first[0] = dots[0];
+            first[1] = dots[1];
+            work.add_transposed(false, acc);
+          }
+        }
         row_dots<T>(dots, acc, own_rows, warp, lane);
+      } while (part++ == 0 && two_parts);
+      if (kIsMinus || !two_parts) {
+        first[0] = dots[0];
+        first[1] = dots[1];
       }
-      work.keep_sums(group, dots);
+      work.keep_sums(group, first, dots);
     } while (++turn < end);
 
     if constexpr (kNorms) {
@@ -851,7 +898,8 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     store_shared_f1(smem + Traits::kCount, __uint_as_float(count_items(p)));
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
-      mbarrier_init(bars.empty(i), 2 * Traits::kConsumerWarps * kWarpArrivals);
+      const uint32_t warps = Traits::kConsumerWarps + (i < Traits::kStages ? Traits::kInnerWarps : 0);
+      mbarrier_init(bars.empty(i), 2 * warps * kWarpArrivals);
     }
     mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
     mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
@@ -859,7 +907,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     mbarrier_init(bars.late_rows_empty(), 4 * kWarpArrivals);
     mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     for (uint32_t parity = 0; parity < 2; ++parity) {
-      mbarrier_init(bars.sums_full(parity), Traits::kConsumerWarps * kWarpArrivals);
+      mbarrier_init(bars.sums_full(parity), (Traits::kConsumerWarps + Traits::kInnerWarps) * kWarpArrivals);
       mbarrier_init(bars.sums_empty(parity), kWarpArrivals);
       mbarrier_init(bars.received(parity), 1);
     }
@@ -872,6 +920,10 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     release_registers<Traits::kLoadRegisters>();
     if (warp == Traits::kConsumerWarps && elect_one()) load_stages(p, maps, smem, bars, rank);
     if (warp == Traits::kConsumerWarps + 1) finish_gates(p, smem, bars, rank, lane);
+    if (warp >= Traits::kConsumerWarps + 2) {
+      static_assert(Traits::kInnerWarps == 2);
+      inner_products<T>(p, smem, bars, rank, warp - Traits::kConsumerWarps - 2, lane);
+    }
   } else if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
     group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, smem, bars, rank, warp % 4, lane);
