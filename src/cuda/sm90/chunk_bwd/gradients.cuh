@@ -243,27 +243,29 @@ __device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dot
   }
 }
 
-// The accumulator's rows to [b, token + i, head, :], rounded, by way of 4 KB of shared memory for each warp (two halves of
-// 16 rows): as whole rows, and by a loop, which the accumulator's registers do not allow.
+// The accumulator's rows, rounded, to the warp's 4 KB of shared memory (two halves of 16 rows).
 template <typename T>
-__device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
-                                           const float (&acc)[64], uint32_t place, int warp, int lane) {
-  if (t.data == nullptr) return;
-  constexpr uint32_t kHalf = 16 * 128;
+__device__ __forceinline__ void gather_rows(const float (&acc)[64], uint32_t place, int lane) {
   const uint32_t first = tile_piece(place, lane & 15, lane >> 4);  // as in load_rows
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float* x = acc + 8 * j;
-    store_matrix_x4((first ^ (2 * (j % 4) << 4)) + j / 4 * kHalf, pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
+    store_matrix_x4((first ^ (2 * (j % 4) << 4)) + j / 4 * (16 * 128), pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
                     pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
   }
-  __syncwarp();
+}
+
+// From there to [b, token + row, head, :]: by a loop, which the accumulator's registers do not allow, and whole rows.
+__device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head, uint32_t place,
+                                           int warp, int lane) {
+  if (t.data == nullptr) return;
+  place += (lane >> 3 & 1) * (16 * 128);
   int row = lane >> 4;
   auto* to = static_cast<uint16_t*>(t.data) + row_offset(t, chunk.batch, chunk.token + 16 * warp + row, head) +
              8 * (lane & 15);
 #pragma unroll 1
   for (; row < min(16, chunk.valid - 16 * warp); row += 2, to += 2 * t.stride[1]) {
-    const uint4 piece = load_shared_u4(tile_piece(place + (lane >> 3 & 1) * kHalf, row, lane & 7));
+    const uint4 piece = load_shared_u4(tile_piece(place, row, lane & 7));
     *reinterpret_cast<uint4*>(to) = piece;
   }
 }
@@ -274,40 +276,31 @@ template <typename T>
 __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32_t thread, uint32_t threads) {
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (uint32_t at = thread * 16; at < kTileBytes; at += threads * 16) {
-    const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
-    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  for (uint32_t at = thread * 8; at < kTileBytes; at += threads * 8) {
+    const float2 a = load_shared_f2(sS + at), b = load_shared_f2(sDS + at);
+    const uint32_t x[2] = {__float_as_uint(a.x), __float_as_uint(a.y)};
+    const uint32_t y[2] = {__float_as_uint(b.x), __float_as_uint(b.y)};
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < 2; ++w) {
       const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
-      sum[w % 2] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w % 2]));
+      sum[w] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w]));
     }
   }
   return sum[0] + sum[1];
 }
 
-// dg of a chunk from the row sums d_cumsum of the lane's tokens 2l and 2l + 1. later: what counts at all of the chunk's
-// tokens besides.
-__device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                                    const float (&d_cumsum)[2], float later, int lane) {
-  float sum = d_cumsum[0] + d_cumsum[1];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float other = __shfl_down_sync(0xffffffffu, sum, step);
-    if (lane + step < 32) sum += other;
+// Whether a token's gate gets no gradient: g of the lane's row is clamped, or it is a sequence's first token without a
+// state before it, which has nothing to forget (exactly 0, which as a sum of terms that cancel it would be but for their
+// rounding; NaN stays).
+__device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
+                                                     int row, float d_g) {
+  if (row == 0 && p.initial_state.data == nullptr && d_g == d_g &&
+      sequence_info(p, chunk.sequence).token == chunk.token) {
+    return true;
   }
-  float d_g = sum + later;
-  // Without a state before it a sequence's first token has nothing to forget: exactly 0 (NaN stays), which as a sum of
-  // terms that cancel it would be but for their rounding.
-  const bool has_first = p.initial_state.data == nullptr && sequence_info(p, chunk.sequence).token == chunk.token;
-#pragma unroll 1
-  for (int row = 2 * lane; row < min(2 * lane + 2, chunk.valid); ++row, d_g -= d_cumsum[0]) {
-    constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
-    const bool clamped = !p.g_is_cumsum && p.g.data != nullptr &&
-                         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
-    store_element(p.dg, row_offset(p.dg, chunk.batch, chunk.token + row, head),
-                  clamped ? 0.0f : d_g * (has_first && row == 0 ? 0.0f : 1.0f));
-  }
+  constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
+  return !p.g_is_cumsum && p.g.data != nullptr && row < chunk.valid &&
+         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
 }
 
 // The items of a cluster: pairs from both ends in turns (the serial passes end there, and the L2 cache still has some
@@ -411,53 +404,61 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
   }
 }
 
-// dbeta = <Z, V'> / beta = <dv, V'> / beta^2, from <dv, V'> and beta; small betas come later (small_betas.cuh).
-__device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                                    uint32_t dots, int lane) {
-#pragma unroll 1
-  for (int row = lane; row < chunk.valid; row += 32) {
-    const float beta = load_shared_f1(dots + kChunk * 4 + row * 4);
-    if (fabsf(beta) < p.small_beta) continue;
-    store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row, head),
-                  __fdividef(load_shared_f1(dots + row * 4), beta * beta));
-  }
-}
-
-// One warp: dg and dbeta of the block's chunk, a head at a time, from what the groups leave.
+// One warp: dg and dbeta of the block's chunk, a head at a time, from what the groups leave; lane l has tokens 2l and
+// 2l + 1. Little code, for what it takes of the cache: loops stay loops, and both leave by the same stores.
 __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
                                              uint32_t rank, int lane) {
   using Traits = GradientsTraits;
-  for (uint32_t turn = 0; turn < items_in(smem) * p.group; ++turn) {
-    const uint32_t parity = turn % 2, phase = turn / 2 % 2;
-    const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes;
-    mbarrier_wait(bars.sums_full(parity), phase);
-    const uint32_t index = turn / p.group;
-    const GradientsItem item(smem, index);
-    const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
-    // What is known of the chunk is read where it is needed: few registers.
-    if (p.dbeta.data != nullptr) store_beta_gradient(p, item.chunk(p), head, sums + 3 * kChunk * 4, lane);
-    float d_cumsum[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t at = sums + (2 * lane + i) * 4;
-      d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
-      if (2 * lane + i >= item.valid()) d_cumsum[i] = 0.0f;
+  uint32_t turn = 0;
+  for (uint32_t index = 0; index < items_in(smem); ++index) {
+    for (; turn < (index + 1) * p.group; ++turn) {
+      asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));  // what follows from them is made again for each head: few registers
+      const uint32_t parity = turn % 2, phase = turn / 2 % 2;
+      const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes + lane * 8;
+      mbarrier_wait(bars.sums_full(parity), phase);
+      const float2 query = load_shared_f2(sums), plus = load_shared_f2(sums + kChunk * 4),
+                   minus = load_shared_f2(sums + 2 * kChunk * 4), of_state = load_shared_f2(sums + Traits::kStateSums);
+      const int valid = GradientsItem(smem, index).valid(), row = 2 * lane;
+      const float first = row < valid ? query.x + plus.x - minus.x : 0.0f;
+      // Sum over this lane's tokens and all later ones; lane 0's is that of the chunk, as its `last` is.
+      float suffix = first + (row + 1 < valid ? query.y + plus.y - minus.y : 0.0f), last = of_state.x + of_state.y;
+#pragma unroll 1
+      for (int step = 1; step < 32; step *= 2) {
+        const float later = __shfl_down_sync(0xffffffffu, suffix, step);
+        last += __shfl_down_sync(0xffffffffu, last, step);
+        if (lane + step < 32) suffix += later;
+      }
+      const float2 inner = load_shared_f2(smem + Traits::kLast + parity * Traits::kLastBytes);
+      last = __shfl_sync(0xffffffffu, last, 0) + (inner.x + inner.y);
+      if (lane == 0) {
+        mbarrier_arrive_expect(bars.received(parity), 4);
+        store_cluster_u1(cluster_address(smem + Traits::kReceived + parity * 4, rank ^ 1),
+                         __float_as_uint(rank == kEarly ? last : last + suffix),
+                         cluster_address(bars.received(parity), rank ^ 1));
+      }
+      mbarrier_wait(bars.received(parity), phase);
+      suffix += last + load_shared_f1(smem + Traits::kReceived + parity * 4);
+
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {  // dbeta and dg of the first token, dbeta and dg of the second one
+        asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
+        const GradientsItem item(smem, index);
+        const ChunkInfo chunk = item.chunk(p);
+        const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
+        const int token = row + i / 2;
+        const bool is_gate = i % 2 != 0;
+        const float b = load_shared_f1(sums + 4 * kChunk * 4 + i / 2 * 4);
+        // dbeta = <Z, V'> / beta = <dv, V'> / beta^2; small betas come later (small_betas.cuh).
+        float value = is_gate ? suffix : __fdividef(load_shared_f1(sums + 3 * kChunk * 4 + i / 2 * 4), b * b);
+        if (i == 1) suffix -= first;
+        const StridedTensor& t = is_gate ? p.dg : p.dbeta;
+        if (t.data == nullptr || token >= valid || (!is_gate && fabsf(b) < p.small_beta)) continue;
+        if (is_gate && has_no_gate_gradient(p, chunk, head, token, value)) value = 0.0f;
+        store_element(t, row_offset(t, chunk.batch, chunk.token + token, head), value);
+      }
+      __syncwarp();
+      mbarrier_arrive_warp(bars.sums_empty(parity), lane);
     }
-    const float2 inner = load_shared_f2(smem + Traits::kLast + parity * Traits::kLastBytes);
-    const float2 state_sums = load_shared_f2(sums + Traits::kStateSums + lane * 8);
-    const float last = inner.x + inner.y + warp_sum(state_sums.x + state_sums.y);
-    const float rows = warp_sum(d_cumsum[0] + d_cumsum[1]);
-    __syncwarp();
-    mbarrier_arrive_warp(bars.sums_empty(parity), lane);
-    if (lane == 0) {
-      mbarrier_arrive_expect(bars.received(parity), 4);
-      store_cluster_u1(cluster_address(smem + Traits::kReceived + parity * 4, rank ^ 1),
-                       __float_as_uint(rank == kEarly ? last : last + rows),
-                       cluster_address(bars.received(parity), rank ^ 1));
-    }
-    mbarrier_wait(bars.received(parity), phase);
-    const float received = load_shared_f1(smem + Traits::kReceived + parity * 4);
-    if (p.dg.data != nullptr) store_gate_gradient(p, item.chunk(p), head, d_cumsum, last + received, lane);
   }
 }
 
@@ -502,18 +503,19 @@ struct HeadWork {
   __device__ float before(int group, int h) const {
     return turn == index * p.group ? 0.0f : load_shared_f1(running(group, h));
   }
-  // The rows' sums over this head alone: what was added up to `first` counts with plus, what came after it with minus.
-  __device__ void keep_sums(int group, const float (&first)[2], const float (&dots)[2]) const {
-    if ((lane & 3) == 0) {
+  // The rows' sums over this head alone, after its first and after its second part. The minus group's first ones go to a
+  // place of their own; the plus group's second part counts with minus.
+  __device__ void keep_sums(int group, bool second, const float (&dots)[2]) const {
+    if ((lane & 3) != 0) return;
+    const bool of_state = group == kMinus && !second, others = group == kPlus && second;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        store_shared_f1(sums() + static_cast<uint32_t>(group * kChunk + row(h)) * 4,
-                        first[h] - before(group, h) - (dots[h] - first[h]));
-        store_shared_f1(running(group, h), dots[h]);
-      }
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t to =
+          sums() + (of_state ? GradientsTraits::kStateSums : static_cast<uint32_t>(group) * kChunk * 4) + row(h) * 4;
+      const float sum = dots[h] - (others ? load_shared_f1(running(group, h)) : before(group, h));
+      store_shared_f1(to, others ? load_shared_f1(to) - sum : sum);
+      if (!of_state) store_shared_f1(running(group, h), dots[h]);
     }
-    __syncwarp();
-    mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
   }
 
   // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
@@ -523,7 +525,7 @@ struct HeadWork {
     // Products with the own chunk's V', in the late block after those with the early chunk's (in the early one after
     // what nobody uses: one code for both blocks).
     constexpr int kOwn = 32;
-    float product[kOwn + 32], factor[2];
+    float product[kOwn + 32];
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
     if (plus && rank == kEarly && warp == 0 && lane == 0) {
       mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
@@ -546,10 +548,8 @@ struct HeadWork {
       float row_factor[2];
       const float gamma_early = rank == kLate ? load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
-        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-        factor[h] = !plus ? p.scale : fabsf(beta) < p.small_beta ? -beta : -1.0f;
-        row_factor[h] = factor[h] * gamma_early * load_shared_f1(gates + kGammaOffset + row(h) * 4);
+      for (int h = 0; h < 2; ++h) {
+        row_factor[h] = factor_of(plus, gates, h) * gamma_early * load_shared_f1(gates + kGammaOffset + row(h) * 4);
       }
       uint32_t x[16];
       load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
@@ -563,6 +563,7 @@ struct HeadWork {
       release(half);
     }
     open_sums();
+    const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
     if (plus) keep_diagonal(product + kOwn, gates);
 
     // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T).
@@ -640,6 +641,12 @@ struct HeadWork {
     pin(acc);
   }
 
+  // Of row(h): scale, or -rho. dv of a small beta is Z, and rho = beta what is missing; else rho = 1.
+  __device__ __forceinline__ float factor_of(bool plus, uint32_t gates, int h) const {
+    const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+    return !plus ? p.scale : fabsf(beta) < p.small_beta ? -beta : -1.0f;
+  }
+
   // A operand registers as the warp's rows of a tile.
   __device__ __forceinline__ void store_rows_of(uint32_t tile, const uint32_t (&x)[16]) const {
     const uint32_t first = tile_piece(tile, 16 * warp + (lane & 15), lane >> 4);  // as in load_rows
@@ -700,17 +707,6 @@ struct HeadWork {
       pin(x);
       pin(acc);
       release(half);
-    }
-  }
-
-  // Its row sums: over the rows they belong to the last token too.
-  __device__ __forceinline__ void keep_state_sums(const float (&dots)[2]) const {
-    open_sums();
-    if ((lane & 3) == 0) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        store_shared_f1(sums() + GradientsTraits::kStateSums + row(h) * 4, dots[h] - before(kMinus, h));
-      }
     }
   }
 
@@ -793,7 +789,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       mbarrier_arrive_warp(bars.tail(), lane);
       mbarrier_wait(bars.tail(), item.tails() % 2);
     }
-    float acc[64], dots[2] = {};
+    float acc[64], dots[2];
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
 
@@ -806,36 +802,29 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       // In the early block the plus group sees to the late rows' part of the minus group's work: after the row sums of
       // its own, which it is not among.
       const bool two_parts = kIsMinus || (group == kPlus && rank == kEarly);
-      float first[2] = {};
-      // One copy of the row sums' code, which the compiler would make two of if it knew the first round.
       uint32_t part = 0;
-      asm volatile("" : "+r"(part));
 #pragma unroll 1
       do {
         if constexpr (kIsMinus) {
           if (part == 0) {
             work.minus_of_state(acc);
             mbarrier_wait(bars.keys_full(), index % 2);
+            work.open_sums();
           } else {
-            work.keep_state_sums(dots);
             work.add_transposed(true, acc);
           }
         } else {
           if (part == 0) {
             work.lower(group == kPlus, acc);
           } else {
-            first[0] = dots[0];
-            first[1] = dots[1];
             work.add_transposed(false, acc);
           }
         }
         row_dots<T>(dots, acc, own_rows, warp, lane);
+        work.keep_sums(group, part != 0, dots);
       } while (part++ == 0 && two_parts);
-      if (kIsMinus || !two_parts) {
-        first[0] = dots[0];
-        first[1] = dots[1];
-      }
-      work.keep_sums(group, first, dots);
+      __syncwarp();
+      mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
     } while (++turn < end);
 
     if constexpr (kNorms) {
@@ -846,6 +835,19 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB, 8 of them a warp's.
     static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
     const uint32_t warps_place = keys + warp * (kTokensBytes / 2), mine = warps_place + lane * 16;
+    // The fence, after which the copy engine may write here, waits for all that is on its way: stores come later. Those
+    // that read here are done before the arrival: a store has its value by then.
+    const auto leave_keys = [&] {
+      __syncwarp();
+      arrive_both(bars.keys_empty(), lane);
+    };
+    const auto leave_rows = [&](const StridedTensor& t, uint32_t place) {
+      gather_rows<T>(acc, place, lane);
+      fence_proxy_async();
+      __syncwarp();
+      store_rows(t, item.chunk(p), item.key_head(), place, warp, lane);
+      leave_keys();
+    };
     if constexpr (kIsMinus) {
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
       named_barrier_sync(kMeetBarrier, 2 * 128);
@@ -859,7 +861,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         if (i % 4 == 3) pin(acc);  // else all 64 are on their way at once, in as many registers
       }
       __syncwarp();
-      store_rows<T>(p.dk, item.chunk(p), item.key_head(), acc, warps_place, warp, lane);
+      leave_rows(p.dk, warps_place);
     } else {
       named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
       if (group == kPlus) {
@@ -870,14 +872,13 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
                                      __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
         }
         named_barrier_arrive(kMeetBarrier, 2 * 128);
+        fence_proxy_async();
+        leave_keys();
       } else {
         const uint32_t others_k = smem + (rank ^ 1) * Traits::kKeys + Traits::kK;
-        store_rows<T>(p.dq, item.chunk(p), item.key_head(), acc, others_k + warp * (kTokensBytes / 4), warp, lane);
+        leave_rows(p.dq, others_k + warp * (kTokensBytes / 4));
       }
     }
-    fence_proxy_async();  // the copy engine writes here next
-    __syncwarp();
-    arrive_both(bars.keys_empty(), lane);
   }
 }
 
