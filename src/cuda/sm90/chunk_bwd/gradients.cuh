@@ -276,14 +276,13 @@ template <typename T>
 __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32_t thread, uint32_t threads) {
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (uint32_t at = thread * 8; at < kTileBytes; at += threads * 8) {
-    const float2 a = load_shared_f2(sS + at), b = load_shared_f2(sDS + at);
-    const uint32_t x[2] = {__float_as_uint(a.x), __float_as_uint(a.y)};
-    const uint32_t y[2] = {__float_as_uint(b.x), __float_as_uint(b.y)};
+  for (uint32_t at = thread * 16; at < kTileBytes; at += threads * 16) {
+    const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
+    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < 4; ++w) {
       const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
-      sum[w] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w]));
+      sum[w % 2] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w % 2]));
     }
   }
   return sum[0] + sum[1];
@@ -520,7 +519,7 @@ struct HeadWork {
 
   // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
   // strictly lower) are one code: two groups running the same instructions fetch them once.
-  __device__ __forceinline__ void lower(bool plus, float (&acc)[64]) const {
+  __device__ __forceinline__ void lower(bool plus, float (&acc)[64]) {
     using Traits = GradientsTraits;
     // Products with the own chunk's V', in the late block after those with the early chunk's (in the early one after
     // what nobody uses: one code for both blocks).
@@ -562,6 +561,7 @@ struct HeadWork {
       pin(acc);
       release(half);
     }
+    asm volatile("" : "+r"(warp), "+r"(lane));  // what follows from them is made again: few registers in the loop
     open_sums();
     const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
     if (plus) keep_diagonal(product + kOwn, gates);
@@ -793,11 +793,10 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
 
-    const uint32_t end = turn + p.group;
     do {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
       asm volatile("" : "+r"(warp), "+r"(lane));
-      const HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
+      HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
       // In the early block the plus group sees to the late rows' part of the minus group's work: after the row sums of
       // its own, which it is not among.
@@ -825,7 +824,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       } while (part++ == 0 && two_parts);
       __syncwarp();
       mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
-    } while (++turn < end);
+    } while (++turn < (index + 1) * p.group);
 
     if constexpr (kNorms) {
       through_norm<T>(acc, dots, keys + (group == kQuery ? Traits::kQ : Traits::kK),
