@@ -77,6 +77,20 @@ __device__ __forceinline__ uint32_t load_shared_u1(uint32_t smem) {
   return v;
 }
 
+// True in one lane of the warp, all of whose lanes are here. To the compiler that is one thread: after `lane == 0` it wraps
+// each instruction of the copy engine in a loop over the lanes that might have come.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Counts in a named barrier without waiting for it.
 __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
