@@ -797,8 +797,8 @@ struct HeadWork {
   }
 };
 
-// Two warps: <dS, S> of every head. In the early block a thread of theirs takes the next item, once an item's first head
-// is done.
+// Two warps: <dS, S> of every head. In the early block a thread of theirs takes the next item, once an item's first
+// head is done.
 template <typename T>
 __device__ __forceinline__ void inner_products(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
                                                const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {

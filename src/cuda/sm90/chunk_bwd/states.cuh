@@ -49,8 +49,8 @@ struct StatesTraits {
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
   static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
-  static constexpr uint32_t kPrepared = kStored + 4;                  // steps whose tiles prepare.cuh has left
-  static constexpr uint32_t kBytes = 1024 + kPrepared + 4;            // 1024: the tiles' alignment
+  static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
+  static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -524,16 +524,22 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 }
 
 // One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
-// them is in memory (`stored`, in shared memory: of how many steps that is so). Counting waits for memory, longer now
-// and then than a step takes.
-__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t stored) {
+// them is in memory. Counting waits for memory, longer now and then than a step takes.
+template <bool kFused>
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
+  using Traits = StatesTraits<kFused>;
+  const bool keeps_gates = kFused && work.reverse && work.half == 0;
+  auto wait_for = [](uint32_t steps, int step) {
+    while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
+  };
   uint32_t uncounted = 0;
   for (int step = work.warmup; step < work.steps; ++step) {
     const int c = work.chunk(step);
     const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
     uncounted += alone ? 2 : 1;
     if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
-    while (load_shared_acquire(stored) <= static_cast<uint32_t>(step)) __nanosleep(100);
+    wait_for(smem + Traits::kStored, step);
+    if (keeps_gates) wait_for(smem + Traits::kMade, step);
     add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head, uncounted);
     uncounted = 0;
   }
@@ -643,7 +649,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     if constexpr (!kFused) {
       if (p.beside && static_cast<uint32_t>(step) >= prepared) {
-        while ((prepared = load_shared_acquire(smem + Traits::kPrepared)) <= static_cast<uint32_t>(step)) {
+        while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
         }
         fence_proxy_async_all();
       }
@@ -705,7 +711,10 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     after = load(step + 2);
     const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
     const bool small = keeps && any_small_beta(raw, p.small_beta, work.info(c).valid, lane);
-    if (keeps) {  // before the groups know of the gates: they say that the chunk is done
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
+    arrive_warp(bars.gates(cursor.stage), lane);
+    if (keeps) {
       const int64_t tile = work.tile(p, c);
       float2* kept = reinterpret_cast<float2*>(p.gates + tile * kGateVectors * kChunk) + lane;
       kept[0] = gates.cumsum;
@@ -713,10 +722,9 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       kept[kChunk] = gates.ratio;
       kept[3 * kChunk / 2] = gates.beta;
       if (small && lane == 0) note_small_beta(p, static_cast<int>(tile));
+      __syncwarp();
+      if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
     }
-    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
-    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
-    arrive_warp(bars.gates(cursor.stage), lane);
   }
 }
 
@@ -863,7 +871,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
     if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
     if (warp == kCopyWarp + 2) {
-      if (lane == 0) count_chunks(p, work, smem + Traits::kStored);
+      if (lane == 0) count_chunks<kFused>(p, work, smem);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside) wait_for_predecessors();
     }
@@ -871,7 +879,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
       if constexpr (kFused) {
         make_gate_stages<kReverse>(p, work, smem, bars, lane);
       } else {
-        if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kPrepared);
+        if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kMade);
       }
     }
   } else if (warp >= 8) {
@@ -994,7 +1002,7 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
     store_shared_release(smem + Traits::kStored, 0);
-    store_shared_release(smem + Traits::kPrepared, 0);
+    store_shared_release(smem + Traits::kMade, 0);
   }
   __syncthreads();
 
