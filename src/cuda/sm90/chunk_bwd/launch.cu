@@ -124,7 +124,7 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
     const int64_t in_rounds = segments * p.Hv * 11 / 2, both = std::max<int64_t>(2, waves(in_rounds));
     const double left = static_cast<double>(both * multiprocessors - in_rounds) / multiprocessors;
     const double steps = static_cast<double>(both * (length + 12) + ceil_div(longest, length) * 4 / 3 + 16) +
-                         after(left * 0.7 * (length + 12));
+                         after(left * 0.5 * (length + 12));
     if (steps < best) {
       best = steps;
       best_length = length;
