@@ -47,7 +47,7 @@ struct StatesTraits {
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
   static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
-  static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 6;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 4;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
   static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
@@ -62,17 +62,17 @@ constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named
 // neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
 struct StatesBarriers {
   uint32_t base;
-  __device__ uint32_t loaded(int stage) const { return base + 32 * stage; }
-  __device__ uint32_t gates(int stage) const { return base + 32 * stage + 8; }
-  __device__ uint32_t gated(int stage) const { return base + 32 * stage + 16; }
-  __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
-  __device__ uint32_t state_full() const { return base + 32 * kMostStatesStages; }
+  __device__ uint32_t loaded(int stage) const { return base + 40 * stage; }
+  __device__ uint32_t gates(int stage) const { return base + 40 * stage + 8; }
+  __device__ uint32_t gated(int stage) const { return base + 40 * stage + 16; }
+  __device__ uint32_t empty(int stage) const { return base + 40 * stage + 24; }
+  // A stage's own, for the storing warp may be several steps behind, but never by a whole round of the stages, which it
+  // gives back.
+  __device__ uint32_t tokens_full(int stage) const { return base + 40 * stage + 32; }
+  __device__ uint32_t state_full() const { return base + 40 * kMostStatesStages; }
   __device__ uint32_t state_empty() const { return state_full() + 8; }
-  // Of even and odd steps: the storing warp may be a step behind, and must not find two phases ended where it waits for
-  // one.
-  __device__ uint32_t tokens_full(int step) const { return state_full() + (step % 2 == 0 ? 16 : 40); }
-  __device__ uint32_t P_full() const { return state_full() + 24; }
-  __device__ uint32_t P_empty() const { return state_full() + 32; }
+  __device__ uint32_t P_full() const { return state_full() + 16; }
+  __device__ uint32_t P_empty() const { return state_full() + 24; }
 };
 
 // A place in the ring of stages.
@@ -370,7 +370,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
       store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
-    arrive_warp(bars.tokens_full(step), at.lane);
+    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
@@ -509,7 +509,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
-    arrive_warp(bars.tokens_full(step), at.lane);
+    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(dU);
@@ -572,7 +572,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
       }
     }
-    mbarrier_wait(bars.tokens_full(step), step >> 1 & 1);
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
         // The copy engine knows no sequence ends.
@@ -993,11 +993,10 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
       mbarrier_init(bars.gates(i), kWarpArrivals);
       mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
       mbarrier_init(bars.empty(i), 5 * kWarpArrivals);
+      mbarrier_init(bars.tokens_full(i), 4 * kWarpArrivals);
     }
     mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.state_empty(), kWarpArrivals);
-    mbarrier_init(bars.tokens_full(0), 4 * kWarpArrivals);
-    mbarrier_init(bars.tokens_full(1), 4 * kWarpArrivals);
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
