@@ -41,7 +41,8 @@ for name in memcheck synccheck initcheck; do
   tool "$name" split_repeats --only "sm90 split, repeats" &
   tool "$name" split_soak --only "sm90 split, soak" &
   tool "$name" batch --only "sm90 forward, batch" &
-  tool "$name" forward --only "sm90 forward" --cases 4 &
+  tool "$name" forward --only "sm90 forward, drawn" --cases 12 &
+  tool "$name" forward_repeats --only "sm90 forward, repeats" &
 done
 tool racecheck generic_a --only generic --only-case 40,66,74,88,108,120,134,137 &
 tool racecheck generic_b --only generic --only-case 6,78,90,97,99,121,130,142 &
