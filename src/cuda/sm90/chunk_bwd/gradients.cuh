@@ -8,13 +8,13 @@
 //   minus   the part whose gate enters with -:        diag(gP / gamma) V' dS^T + dP^T Q + D^T K
 // with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T) over the pair: S is the state at its start,
 // dS its gradient at its end, gP the decay of all of it. Of the blocks of dP and D, [late rows, early columns] is made
-// by the late block, which needs it for dq and plus, and handed to the early one's minus group. Then the gradient of
-// the gate's cumsum at token i is
+// by the late block, which needs it for dq and plus, and handed to the early one: its part of minus is made there by
+// the plus group, which has more time. Then the gradient of the gate's cumsum at token i is
 //   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the pair's last token + gP <dS, S> + sum_i <k_i, (diag(gP /
 //   gamma) V' dS^T)_i>.
 // Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
 // later sum cancels as it would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that
-// the others leave; a warp of its own makes the gate's gradient, for which the blocks exchange one sum a head.
+// the others leave; two warps make <dS, S>, and one the gate's gradient, for which the blocks exchange one sum a head.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -164,8 +164,8 @@ struct RowFactor<__nv_bfloat16> {
   __device__ explicit RowFactor(float f) {
     const float truncated = __uint_as_float(__float_as_uint(f) & 0xffff0000u);
     high = __byte_perm(__float_as_uint(f), 0, 0x3232);
-    // A millionth of the factor more, so that the second part has the first one's sign and is not 0: an infinite element
-    // stays infinite. An infinite factor has no rest.
+    // A millionth of the factor more, so that the second part has the first one's sign and is not 0: an infinite
+    // element stays infinite. An infinite factor has no rest.
     const float rest = fmaf(truncated, 0x1p-20f, isfinite(f) ? f - truncated : 0.0f);
     low = pack2<__nv_bfloat16>(rest, rest);
   }
@@ -207,7 +207,7 @@ __device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x
 template <typename T>
 __device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64], uint32_t sX, int warp, int lane) {
   const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);  // as in load_rows
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // two chains a row
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};                                    // two chains a row
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     uint32_t x[4];
@@ -270,8 +270,8 @@ __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkIn
   }
 }
 
-// <dS, S> over a tile, the part of this one of `threads` threads. Loops stay loops in this kernel: two programs run side
-// by side, and together they should fit the instruction cache (about 2000 instructions).
+// <dS, S> over a tile, the part of this one of `threads` threads. Loops stay loops in this kernel: two programs run
+// side by side, and together they should fit the instruction cache (about 2000 instructions).
 template <typename T>
 __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32_t thread, uint32_t threads) {
   float sum[2] = {0.0f, 0.0f};
@@ -289,8 +289,8 @@ __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32
 }
 
 // Whether a token's gate gets no gradient: g of the lane's row is clamped, or it is a sequence's first token without a
-// state before it, which has nothing to forget (exactly 0, which as a sum of terms that cancel it would be but for their
-// rounding; NaN stays).
+// state before it, which has nothing to forget (exactly 0, which as a sum of terms that cancel it would be but for
+// their rounding; NaN stays).
 __device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
                                                      int row, float d_g) {
   if (row == 0 && p.initial_state.data == nullptr && d_g == d_g &&
@@ -372,7 +372,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     for (const uint32_t end = turn + p.group; turn < end; ++turn) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        // What is known of the item is read again each time, and what follows from the rank is made again: few registers.
+        // What is known of the item is read again each time, and what follows from the rank is made again: few
+        // registers.
         asm volatile("" : "+r"(rank));
         const ChunkInfo chunk = item.chunk(p);
         const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
@@ -389,8 +390,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
           bulk_load(to + Traits::kVLate, v_new, kTileBytes, bar);
         }
         tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
-        const int64_t from =
-            (static_cast<int64_t>(item.pair()) * p.Hv + head) * kStateBytes + rank * kStateHalfBytes + half * kTileBytes;
+        const int64_t from = (static_cast<int64_t>(item.pair()) * p.Hv + head) * kStateBytes + rank * kStateHalfBytes +
+                             half * kTileBytes;
         bulk_load_cluster(to + Traits::kState + rank * kTileBytes, p.states + from, kTileBytes, bar, kBothBlocks);
         bulk_load_cluster(to + Traits::kGrad + rank * kTileBytes, p.state_grads + from, kTileBytes, bar, kBothBlocks);
         if (half == 0) {
@@ -411,7 +412,8 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
   uint32_t turn = 0;
   for (uint32_t index = 0; index < items_in(smem); ++index) {
     for (; turn < (index + 1) * p.group; ++turn) {
-      asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));  // what follows from them is made again for each head: few registers
+      // What follows from these is made again for each head: few registers.
+      asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
       const uint32_t parity = turn % 2, phase = turn / 2 % 2;
       const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes + lane * 8;
       mbarrier_wait(bars.sums_full(parity), phase);
@@ -502,8 +504,8 @@ struct HeadWork {
   __device__ float before(int group, int h) const {
     return turn == index * p.group ? 0.0f : load_shared_f1(running(group, h));
   }
-  // The rows' sums over this head alone, after its first and after its second part. The minus group's first ones go to a
-  // place of their own; the plus group's second part counts with minus.
+  // The rows' sums over this head alone, after its first and after its second part. The minus group's first ones go to
+  // a place of their own; the plus group's second part counts with minus.
   __device__ void keep_sums(int group, bool second, const float (&dots)[2]) const {
     if ((lane & 3) != 0) return;
     const bool of_state = group == kMinus && !second, others = group == kPlus && second;
@@ -561,7 +563,8 @@ struct HeadWork {
       pin(acc);
       release(half);
     }
-    asm volatile("" : "+r"(warp), "+r"(lane));  // what follows from them is made again: few registers in the loop
+    // What follows from these is made again: few registers in the loop.
+    asm volatile("" : "+r"(warp), "+r"(lane));
     open_sums();
     const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
     if (plus) keep_diagonal(product + kOwn, gates);
@@ -619,13 +622,15 @@ struct HeadWork {
         const float2 c = load_shared_f2(columns + 8 * j * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          // Blocks of rows of this warp: 2 warp + h.
-          const uint32_t whole = j - h < 0 ? ~0u : j - h >= 6 ? 0u : warp > (j - h) / 2 ? ~0u : 0u;
-          const uint32_t part = j - h < 1 ? ~0u : j - h >= 7 ? 0u : warp > (j - h - 1) / 2 ? ~0u : 0u;
+          // The blocks of rows of this warp are 2 warp + h. Column block j counts whole if it is before that, and at
+          // all if the one before it is; from 0 to 3 warps there are, so that some are known.
+          const int at = j - h, before_it = at - 1;
+          const uint32_t whole = (at < 0) ? ~0u : (at >= 6) ? 0u : (warp > at / 2) ? ~0u : 0u;
+          const uint32_t part = (at < 1) ? ~0u : (at >= 7) ? 0u : (warp > before_it / 2) ? ~0u : 0u;
           const float* x = product + kOwn + 4 * j + 2 * h;
-          packed[2 * j + h] =
-              (pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1]) &
-               ((triangle | whole) & part)) ^ sign[h];
+          packed[2 * j + h] = (pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1]) &
+                               ((triangle | whole) & part)) ^
+                              sign[h];
         }
       }
     }
@@ -741,7 +746,8 @@ struct HeadWork {
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t tile = open(half) + rank * kTileBytes;
-      inner += state_product<T>(tile + Traits::kState, tile + Traits::kGrad, 32 * warp + lane, 32 * Traits::kInnerWarps);
+      inner +=
+          state_product<T>(tile + Traits::kState, tile + Traits::kGrad, 32 * warp + lane, 32 * Traits::kInnerWarps);
       release(half);
     }
     inner = warp_sum(inner) * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
@@ -765,8 +771,8 @@ __device__ __forceinline__ void inner_products(const ChunkBackwardParams& p, uin
 }
 
 // A group through all items of its block. One code for the three of them as far as they do the same: what two
-// multiprocessors run should fit the cache of instructions that they share (about 2000). kNorms: q and k were normalised
-// (a kernel of its own: what the other does not execute would still take its registers).
+// multiprocessors run should fit the cache of instructions that they share (about 2000). kNorms: q and k were
+// normalised (a kernel of its own: what the other does not execute would still take its registers).
 template <typename T, bool kNorms, bool kIsMinus>
 __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, uint32_t smem,
                                                 const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
