@@ -77,8 +77,8 @@ __device__ __forceinline__ uint32_t load_shared_u1(uint32_t smem) {
   return v;
 }
 
-// True in one lane of the warp, all of whose lanes are here. To the compiler that is one thread: after `lane == 0` it wraps
-// each instruction of the copy engine in a loop over the lanes that might have come.
+// True in one lane of the warp, all of whose lanes are here. To the compiler that is one thread: after `lane == 0` it
+// wraps each instruction of the copy engine in a loop over the lanes that might have come.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(

@@ -8,13 +8,13 @@
 //   minus   the part whose gate enters with -:        diag(gP / gamma) V' dS^T + dP^T Q + D^T K
 // with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T) over the pair: S is the state at its start,
 // dS its gradient at its end, gP the decay of all of it. Of the blocks of dP and D, [late rows, early columns] is made
-// by the late block, which needs it for dq and plus, and handed to the early one's minus group. Then the gradient of
-// the gate's cumsum at token i is
+// by the late block, which needs it for dq and plus, and handed to the early one: its part of minus is made there by
+// the plus group, which has more time. Then the gradient of the gate's cumsum at token i is
 //   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the pair's last token + gP <dS, S> + sum_i <k_i, (diag(gP /
 //   gamma) V' dS^T)_i>.
 // Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
 // later sum cancels as it would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that
-// the others leave; a warp of its own makes the gate's gradient, for which the blocks exchange one sum a head.
+// the others leave; two warps make <dS, S>, and one the gate's gradient, for which the blocks exchange one sum a head.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -452,9 +452,8 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
   uint32_t turn = 0;
   for (uint32_t index = 0;; ++index) {
     for (; turn < (index + 1) * p.group; ++turn) {
-      asm volatile(""
-                   : "+r"(index), "+r"(rank),
-                     "+r"(lane));  // what follows from them is made again for each head: few registers
+      // What follows from these is made again for each head: few registers.
+      asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
       const uint32_t parity = turn % 2, phase = turn / 2 % 2;
       const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes + lane * 8;
       mbarrier_wait(bars.sums_full(parity), phase);
@@ -605,7 +604,8 @@ struct HeadWork {
       pin(acc);
       release(half);
     }
-    asm volatile("" : "+r"(warp), "+r"(lane));  // what follows from them is made again: few registers in the loop
+    // What follows from these is made again: few registers in the loop.
+    asm volatile("" : "+r"(warp), "+r"(lane));
     open_sums();
     const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
     if (plus) keep_diagonal(product + kOwn, gates);
@@ -663,9 +663,11 @@ struct HeadWork {
         const float2 c = load_shared_f2(columns + 8 * j * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          // Blocks of rows of this warp: 2 warp + h.
-          const uint32_t whole = j - h<0 ? ~0u : j - h >= 6 ? 0u : warp>(j - h) / 2 ? ~0u : 0u;
-          const uint32_t part = j - h<1 ? ~0u : j - h >= 7 ? 0u : warp>(j - h - 1) / 2 ? ~0u : 0u;
+          // The blocks of rows of this warp are 2 warp + h. Column block j counts whole if it is before that, and at
+          // all if the one before it is; from 0 to 3 warps there are, so that some are known.
+          const int at = j - h, before_it = at - 1;
+          const uint32_t whole = (at < 0) ? ~0u : (at >= 6) ? 0u : (warp > at / 2) ? ~0u : 0u;
+          const uint32_t part = (at < 1) ? ~0u : (at >= 7) ? 0u : (warp > before_it / 2) ? ~0u : 0u;
           const float* x = product + kOwn + 4 * j + 2 * h;
           packed[2 * j + h] = (pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1]) &
                                ((triangle | whole) & part)) ^
@@ -827,7 +829,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
                                                 const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
   using Traits = GradientsTraits;
   uint32_t turn = 0;
-  for (uint32_t index = 0;; ++index) {
+  for (uint32_t index = 0;; index = __shfl_sync(0xffffffffu, index + 1, 0)) {
+    // The shuffle says that the index is the warp's: it is kept in a uniform register, others are full as an item ends.
     mbarrier_wait(bars.full(0), turn % 2);
     const uint32_t keys = smem + rank * Traits::kKeys, other_keys = smem + Traits::kKeys;
     const GradientsItem item(smem, index);
@@ -910,6 +913,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     if constexpr (kIsMinus) {
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
       named_barrier_sync(kMeetBarrier, 2 * 128);
+      asm volatile("" : "+r"(lane));  // what follows from it is made again
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const float4 x = load_shared_f4(mine + i * 32 * 16);
