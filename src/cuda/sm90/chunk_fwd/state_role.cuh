@@ -202,7 +202,7 @@ struct StateRole {
   // product of chunk m, when it has nothing else to do.
   __device__ void fetch_gates(uint32_t m) const {
     if (group != Traits::kStateGroups - 1) return;
-    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
+    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) % Traits::kBarriersDone), (m - 1) / Traits::kBarriersDone & 1);
     const uint32_t ahead = m + Traits::kStagesGate - 1, stage = ahead % Traits::kStagesGate;
     // Out of a shuffle, lest what comes of it be kept through the loop.
     const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
@@ -384,7 +384,7 @@ struct StateRole {
       pin(o);
       pin(s);
       pin(corrected);
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;

@@ -1,0 +1,591 @@
+// The auxiliary warps with one duty each: copies; gates and the chunk list; the inverse, every second chunk a warp; the
+// products K K^T and Q K^T.
+#pragma once
+
+#include "../../common/fragment.cuh"
+#include "../../common/mbarrier.cuh"
+#include "../../common/tma.cuh"
+#include "../../common/wgmma.cuh"
+#include "aux_role.cuh"
+#include "chunk_stream.cuh"
+#include "lane_place.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+// Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m, and whoever
+// has seen done(m) sees record m + 4.
+template <typename Traits>
+inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
+
+template <typename Traits>
+struct DutyRole {
+  using Element = typename Traits::Element;
+  const ChunkForwardKernelParams& p;
+  int thread;  // of those that share the duty
+
+  // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
+  // here.
+  template <typename Number>
+  static __device__ Number opaque(Number value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+  __device__ int lane() const { return opaque(thread); }  // of a duty of one warp
+  __device__ const ChunkRecord& record(uint32_t m) const {
+    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  }
+  __device__ uint32_t stage_k(uint32_t m) const {
+    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+  }
+  __device__ uint32_t stage_q(uint32_t m) const {
+    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+  }
+  __device__ uint32_t stage_v(uint32_t m) const {
+    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
+  }
+  __device__ uint32_t stage_gate(uint32_t m) const {
+    return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+  }
+  __device__ uint32_t tile_a(uint32_t m) const {
+    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
+  }
+  __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (m & 1); }
+  __device__ void wait_done(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), m / Traits::kBarriersDone & 1);
+  }
+  __device__ void wait_gates(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+  }
+  __device__ void wait_raw(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+  }
+};
+
+// One warp: K, Q and V into their stages, O out of V's.
+template <typename Traits>
+struct CopyRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::p;
+  using Base::record;
+
+  __device__ void load_k(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < 0) return;
+    const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    tma_load_4d(this->stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
+  }
+  __device__ void load_q(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < 0) return;
+    const uint32_t barrier = smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ);
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    tma_load_4d(this->stage_q(m), &p.q, barrier, 0, c.row, 0, c.key_head);
+  }
+  // At a sequence's end V comes through a barrier of its own: its tail is cleared before it is passed on.
+  __device__ void load_v(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < 0) return;
+    const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : smem() + Traits::kTailV + 8 * (m & 1);
+    mbarrier_arrive_expect(barrier, Traits::kBytesV);
+    tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+  }
+
+  // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand.
+  __device__ void store_o(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < kChunk) {
+      constexpr int kPieces = Traits::kDv / 8;
+      Element* out =
+          static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
+      for (int i = this->lane(); i < c.valid * kPieces; i += 32) {
+        const int row = i / kPieces, piece = i % kPieces;
+        const uint4 value = load_shared_u4(this->stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 +
+                                           (((piece & 7) ^ (row & 7)) << 4));
+        *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) = value;
+      }
+      __syncwarp();
+    } else if (this->lane() == 0 && !(c.flags & kSilentChunk)) {
+      fence_proxy_async();
+      tma_store_4d(&p.o, this->stage_v(m), 0, c.row, c.half, c.head);
+      tma_store_commit();
+    }
+  }
+
+  __device__ void run() const {
+    if (this->lane() == 0) {
+#pragma unroll 1
+      for (uint32_t m = 0; m < 4; ++m) {
+        if (record(m).valid < 0) break;
+        load_k(m);
+        if (m < 3) load_q(m);
+        if (m < 2) load_v(m);
+      }
+    }
+    uint32_t m = 0;
+#pragma unroll 1
+    for (; record(m).valid >= 0; ++m) {
+      // The state groups have V and P of chunk m, and have left O of chunk m - 1.
+      mbarrier_wait(smem() + Traits::kFullO + 8 * (m & 1), m >> 1 & 1);
+      if (m > 0) store_o(m - 1);
+      if (this->lane() == 0) {
+        tma_store_wait_read();
+        load_v(m + 2);
+      }
+      this->wait_done(m);
+      if (this->lane() == 0) {
+        load_k(m + 4);
+        load_q(m + 3);
+      }
+      __syncwarp();
+    }
+    if (m > 0) {
+      mbarrier_wait(smem() + Traits::kFullLast, 0);
+      store_o(m - 1);
+    }
+    if (this->lane() == 0) tma_store_wait_all();
+  }
+};
+
+// One warp: the gates of every chunk, and the chunk list.
+template <typename Traits>
+struct GateRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Base::p;
+  using Base::record;
+
+  __device__ void run() const {
+#pragma unroll 1
+    for (uint32_t m = 0; record(m).valid >= 0; ++m) {
+      this->wait_raw(m);
+      make_gates<Traits>(p.args, record(m), this->stage_gate(m), this->lane());
+      __syncwarp();
+      mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
+      if (this->lane() == 0) produce_chunk<Traits>(p, m + kFirstRecords<Traits>);
+      __syncwarp();
+    }
+  }
+};
+
+// One warp to each chunk in turn: from -M, which the tile holds transposed, tile[column][row], to A_g in its place.
+// What the tile holds is U = -M^T: blocks U_ji, j < i, right of the diagonal, and on it what D is solved from. With
+// E = D^T all products run on transposes, rows j, columns i:
+//   Y01 = E0 U01, Y23 = E2 U23, T1i = E1 U1i, T0i = E0 U0i + Y01 T1i,
+//   A01 = Y01 E1, A23 = Y23 E3, Aj2 = Tj2 E2, Aj3 = Tj3 E3 + Tj2 A23,
+// three products one after the other. fp16 throughout; mma.sync waits for the wgmma of other warps, so what does not
+// depend on each other goes together.
+template <typename Traits>
+struct InverseRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::p;
+  using Base::record;
+
+  // A 16x16 matrix of fp16 in mma fragments: as a left operand (rows lane / 4 and + 8 of the left, then of the right
+  // eight columns), which is a result's form as well; as a right operand (the left eight columns' upper and lower
+  // eight rows, then the right ones').
+  struct Left {
+    uint32_t x[4];
+  };
+  struct Right {
+    uint32_t x[4];
+  };
+  static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
+
+  static __device__ void multiply_add(Left& d, const Left& a, const Right& b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+                   : "+r"(d.x[2 * half]), "+r"(d.x[2 * half + 1])
+                   : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
+    }
+  }
+  static __device__ Left multiply(const Left& a, const Right& b) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add(d, a, b);
+    return d;
+  }
+
+  // D of all four diagonal blocks in the place of -M; as solve_diagonal_blocks(), two chains side by side.
+  static __device__ void solve(uint32_t tile, int lane) {
+    const int column = lane & 15, block = lane >> 4;
+    const uint32_t rows = tile + 16 * block * 128;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = rows + ((block ^ i) << 5);
+    uint32_t x[2][8];
+    const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
+#pragma unroll
+    for (int k = 0; k < 15; ++k) {
+      uint4 m[2][2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t row = pairs[((k & 7) >> 1) ^ (2 * r)] + k * 128 + r * 4096;
+        if (k < 7) m[r][0] = load_shared_u4(row + 16 * (k & 1));
+        m[r][1] = load_shared_u4(row + 16 * (~k & 1));
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t values[8] = {m[r][0].x, m[r][0].y, m[r][0].z, m[r][0].w,
+                                    m[r][1].x, m[r][1].y, m[r][1].z, m[r][1].w};
+        const uint32_t known = __byte_perm(x[r][k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
+#pragma unroll
+        for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
+          x[r][i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[r][i]);
+        }
+      }
+    }
+    __syncwarp();  // D takes the place of what the other lanes have been reading
+    const uint32_t address = rows + column * 128 + (((2 * block) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t place = (address ^ (r * 64)) + r * 4096;
+      store_shared_u4(place, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
+      store_shared_u4(place ^ 16, make_uint4(x[r][4], x[r][5], x[r][6], x[r][7]));
+    }
+    __syncwarp();
+  }
+
+  static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
+    const float2 values = unpack2<__half>(pair);
+    return pack2<Element>(values.x * x, values.y * y);
+  }
+
+  __device__ void invert(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+    solve(this->tile_a(m), this->lane());
+
+    m = this->opaque(m);
+    // Out of a shuffle: the assembler would keep, and spill, what it made of the number above.
+    const int lane = __shfl_sync(0xffffffffu, this->lane(), this->lane());
+    const uint32_t tile = this->tile_a(m);
+    // Where the lane's eight elements of block (0, 0) lie when the four 8x8 matrices come by columns, and by rows; the
+    // column of another block is an exclusive or.
+    const uint32_t by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    const uint32_t by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+    auto left = [&](int j, int i) {
+      Left a;
+      load_matrix_x4((by_columns ^ (i << 5)) + j * 2048, a.x);
+      return a;
+    };
+    auto left_transposed = [&](int j, int i) {
+      Left a;
+      load_matrix_x4_trans((by_rows ^ (i << 5)) + j * 2048, a.x[0], a.x[1], a.x[2], a.x[3]);
+      return a;
+    };
+    auto right = [&](int j, int i) {
+      Right b;
+      load_matrix_x4_trans((by_columns ^ (i << 5)) + j * 2048, b.x[0], b.x[1], b.x[2], b.x[3]);
+      return b;
+    };
+    auto right_transposed = [&](int j, int i) {
+      Right b;
+      load_matrix_x4((by_rows ^ (i << 5)) + j * 2048, b.x);
+      return b;
+    };
+    const Left e0 = left(0, 0), e2 = left(2, 2), e1 = left(1, 1);
+    const Right e1_transposed = right_transposed(1, 1);
+    const Left y01 = multiply(e0, right(0, 1));
+    const Left y23 = multiply(e2, right(2, 3));
+    const Left t12_transposed = multiply(left_transposed(1, 2), e1_transposed);
+    const Left t13_transposed = multiply(left_transposed(1, 3), e1_transposed);
+    Left t02 = multiply(e0, right(0, 2));
+    Left t03 = multiply(e0, right(0, 3));
+    const Left t12 = multiply(e1, right(1, 2));
+    const Left t13 = multiply(e1, right(1, 3));
+    const Right e1_right = right(1, 1);
+
+    // Blocks are stored under products that do not need them.
+    this->wait_gates(m);
+    const uint32_t gate = this->stage_gate(m);
+    const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
+    // By columns of A_g: rows of what the fragments hold.
+    const uint32_t column_factors = gate + Traits::kGateColumnA + ((lane >> 3) * 20 + ((lane >> 2) & 1)) * 4;
+    auto store_mild = [&](const Left& a, int j, int i) {
+      const float low = load_shared_f1(column_factors + 16 * j), high = load_shared_f1(column_factors + 16 * j + 8);
+      store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, scaled(a.x[0], low, low),
+                            i == j ? 0u : scaled(a.x[1], high, high), scaled(a.x[2], low, low),
+                            scaled(a.x[3], high, high));
+    };
+    // The two blocks right of the diagonal that the state groups read.
+    store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
+    store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
+    if (mild) {
+      store_mild(e0, 0, 0);
+      store_mild(e1, 1, 1);
+    }
+    const Right e3_right = right(3, 3);
+    const Left a23_transposed = multiply(left_transposed(3, 3), right_of_transpose(y23));
+    multiply_add(t02, y01, right_of_transpose(t12_transposed));
+    multiply_add(t03, y01, right_of_transpose(t13_transposed));
+    const Left a01 = multiply(y01, e1_right);
+    const Left a23 = multiply(y23, e3_right);
+    const Right e2_right = right(2, 2);
+    Left a13 = multiply(t13, e3_right);
+    const Left a12 = multiply(t12, e2_right);
+    if (mild) {
+      store_mild(e2, 2, 2);
+      store_mild(left(3, 3), 3, 3);
+    }
+    const Right a23_right = right_of_transpose(a23_transposed);
+    Left a03 = multiply(t03, e3_right);
+    const Left a02 = multiply(t02, e2_right);
+    multiply_add(a13, t12, a23_right);
+    multiply_add(a03, t02, a23_right);
+    if (mild) {
+      store_mild(a01, 0, 1);
+      store_mild(a23, 2, 3);
+      store_mild(a12, 1, 2);
+      store_mild(a02, 0, 2);
+      store_mild(a13, 1, 3);
+      store_mild(a03, 0, 3);
+    } else {
+      const int other_lane = __shfl_sync(0xffffffffu, lane, this->lane());  // likewise
+      const int q = other_lane & 3, g = other_lane >> 2;
+      auto store_diagonal = [&](int j) {
+        Left a;
+        load_matrix_x4(
+            tile + j * 2048 + (other_lane & 15) * 128 + (((2 * j + (other_lane >> 4)) ^ (other_lane & 7)) << 4), a.x);
+        const uint32_t rows = gate + 64 * j + 8 * q, columns = gate + 64 * j + 4 * g;
+        const float2 sum0 = load_shared_f2(rows + Traits::kGateSum),
+                     sum1 = load_shared_f2(rows + Traits::kGateSum + 32);
+        const float low = load_shared_f1(columns + Traits::kGateSum),
+                    high = load_shared_f1(columns + Traits::kGateSum + 32);
+        const float beta_low = load_shared_f1(columns + Traits::kGateBeta);
+        const float beta_high = load_shared_f1(columns + Traits::kGateBeta + 32);
+        // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
+        const uint32_t mask = (2 * q >= g ? 0xffffu : 0u) | (2 * q + 1 >= g ? 0xffff0000u : 0u);
+        store_matrix_x4_trans(
+            (by_rows ^ (j << 5)) + j * 2048,
+            mask & scaled(a.x[0], exp2_approx(sum0.x - low) * beta_low, exp2_approx(sum0.y - low) * beta_low), 0u,
+            scaled(a.x[2], exp2_approx(sum1.x - low) * beta_low, exp2_approx(sum1.y - low) * beta_low),
+            mask & scaled(a.x[3], exp2_approx(sum1.x - high) * beta_high, exp2_approx(sum1.y - high) * beta_high));
+      };
+      auto store = [&](const Left& a, int j, int i) {
+        const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * i + 4 * j);
+        const float low = load_shared_f1(column_factors + 16 * j) * pair;
+        const float high = load_shared_f1(column_factors + 16 * j + 8) * pair;
+        const float2 row0 = load_shared_f2(gate + Traits::kGateRow + 64 * i + 8 * q);
+        const float2 row1 = load_shared_f2(gate + Traits::kGateRow + 64 * i + 8 * q + 32);
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, scaled(a.x[0], row0.x * low, row0.y * low),
+                              scaled(a.x[1], row0.x * high, row0.y * high), scaled(a.x[2], row1.x * low, row1.y * low),
+                              scaled(a.x[3], row1.x * high, row1.y * high));
+      };
+      store_diagonal(0);
+      store_diagonal(1);
+      store_diagonal(2);
+      store_diagonal(3);
+      store(a01, 0, 1);
+      store(a02, 0, 2);
+      store(a03, 0, 3);
+      store(a12, 1, 2);
+      store(a13, 1, 3);
+      store(a23, 2, 3);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), lane);
+  }
+
+  __device__ void run(uint32_t first) const {
+#pragma unroll 1
+    for (uint32_t m = first; record(m).valid >= 0; m += 2) invert(m);
+  }
+};
+
+// One warpgroup: K K^T, -M in fp16, transposed, for the inverse; Q K^T and P.
+template <typename Traits>
+struct ProductRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::p;
+  using Base::record;
+  using Base::thread;
+  static constexpr int kBarrier = 1;
+
+  using Base::opaque;
+  __device__ LanePlace place() const { return lane_place(opaque(thread)); }
+  __device__ void sync() const { named_barrier_sync(kBarrier, 128); }
+
+  // K of chunk m, if there is one, with its tail cleared.
+  __device__ void wait_key(uint32_t m, int valid) const {
+    if (valid < 0) return;
+    mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
+    if (valid < kChunk) {
+      clear_tail_rows(this->stage_k(m), 2, valid, thread);
+      sync();
+    }
+  }
+
+  // beta of the thread's rows in chunk m, if there is one.
+  __device__ float2 load_beta(uint32_t m, int valid) const {
+    if (valid >= 0) this->wait_raw(m);
+    const uint32_t beta = this->stage_gate(m) + Traits::kGateBeta + 4 * place().row;
+    return make_float2(load_shared_f1(beta), load_shared_f1(beta + 32));
+  }
+
+  // -M, M = lower(diag(beta) K K^T), in fp16.
+  static __device__ void pack_m(const float (&x)[32], float2 beta, uint32_t (&packed)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float factor = i & 1 ? -beta.y : -beta.x;
+      packed[i] = pack2<__half>(factor * x[2 * i], factor * x[2 * i + 1]);
+    }
+    pin(packed);
+  }
+  __device__ void store_m(const uint32_t (&packed)[16], uint32_t m) const {
+    const LanePlace at = place();
+    const uint32_t address = this->tile_a(m) + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const uint32_t* x = packed + 4 * b;
+      if (b <= at.warp) store_matrix_x4_trans(address + b * 2048, x[0], x[1], x[2], x[3]);
+    }
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), at.lane);
+  }
+
+  // P: G_ij scale where the decay is not mild, with the factors of store_gated() in aux_role.cuh.
+  __device__ void pack_gated(const float (&x)[32], uint32_t gate, uint32_t (&packed)[16]) const {
+    const LanePlace at = place();
+    const float scale = p.args.scale;
+    const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
+    const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
+    const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
+    const float sum1 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + 32);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* z = x + 8 * b;
+      if (b == at.warp) {
+        const float2 c0 = load_shared_f2(gate + Traits::kGateSum + 64 * b + 8 * at.q);
+        const float2 c1 = load_shared_f2(gate + Traits::kGateSum + 64 * b + 8 * at.q + 32);
+        packed[4 * b] =
+            pack2<Element>(z[0] * (exp2_approx(sum0 - c0.x) * scale), z[1] * (exp2_approx(sum0 - c0.y) * scale));
+        packed[4 * b + 1] =
+            pack2<Element>(z[2] * (exp2_approx(sum1 - c0.x) * scale), z[3] * (exp2_approx(sum1 - c0.y) * scale));
+        packed[4 * b + 2] = 0u;
+        packed[4 * b + 3] =
+            pack2<Element>(z[6] * (exp2_approx(sum1 - c1.x) * scale), z[7] * (exp2_approx(sum1 - c1.y) * scale));
+      } else {
+        const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
+        const float4 column = load_shared_f4(gate + Traits::kGateColumnP + 80 * at.q + 16 * b);
+        const float f0 = row0 * pair, f1 = row1 * pair;
+        packed[4 * b] = pack2<Element>(z[0] * (f0 * column.x), z[1] * (f0 * column.y));
+        packed[4 * b + 1] = pack2<Element>(z[2] * (f1 * column.x), z[3] * (f1 * column.y));
+        packed[4 * b + 2] = pack2<Element>(z[4] * (f0 * column.z), z[5] * (f0 * column.w));
+        packed[4 * b + 3] = pack2<Element>(z[6] * (f1 * column.z), z[7] * (f1 * column.w));
+      }
+    }
+  }
+  __device__ void store_p(const uint32_t (&packed)[16], uint32_t m) const {
+    const LanePlace at = place();
+    const uint32_t row =
+        smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix + (16 * at.warp + (at.lane & 15)) * 128;
+    // Above the diagonal by a mask, not by a factor: there an exponential may have overflowed.
+    const int above = (at.lane >> 2) - 2 * at.q;
+    const uint32_t mask = (above >= 0 ? 0xffffu : 0u) | (above > 0 ? 0xffff0000u : 0u);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (b <= at.warp) {
+        const uint32_t keep = b == at.warp ? mask : 0xffffffffu;
+        const uint32_t* x = packed + 4 * b;
+        store_matrix_x4(row + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4), x[0] & keep, x[1],
+                        b == at.warp ? 0u : x[2], x[3] & keep);
+      }
+    }
+    fence_proxy_async();
+  }
+
+  // At a sequence's end: V comes through a barrier of its own, and is passed on once its tail is cleared.
+  __device__ void clear_tail_v(uint32_t m, int valid) const {
+    uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[m & 1];
+    mbarrier_wait(smem() + Traits::kTailV + 8 * (m & 1), tails & 1);
+    clear_tail_rows(this->stage_v(m), Traits::kStateGroups, valid, thread);
+    sync();
+    if (thread == 0) {
+      ++tails;
+      mbarrier_arrive(this->full_p(m));
+    }
+  }
+
+  __device__ void run() const {
+#pragma unroll 1
+    for (uint32_t m = 0; m + 1 < Traits::kStagesGate; ++m) {
+      if (record(m).valid >= 0) {
+        load_gates<Traits>(p.args, record(m), this->stage_gate(m), smem() + Traits::kFullRaw + 8 * m, thread);
+      }
+    }
+    int valid = record(0).valid, valid1 = record(1).valid;
+    if (valid < 0) return;
+    float x[32];
+    uint32_t packed[16];
+    // M is made two chunks ahead of P: K K^T of chunk 0 and 1 first.
+    wait_key(0, valid);
+    float2 beta = load_beta(0, valid);
+    start_product<Element>(x, uniform_descriptor(this->stage_k(0)), uniform_descriptor(this->stage_k(0)));
+    wgmma_wait<0>();
+    pin(x);
+    pack_m(x, beta, packed);
+    wait_key(1, valid1);
+    beta = load_beta(1, valid1);
+    start_product<Element>(x, uniform_descriptor(this->stage_k(1)), uniform_descriptor(this->stage_k(1)));
+    store_m(packed, 0);
+    wgmma_wait<0>();
+    pin(x);
+    // x is K K^T of chunk m + 1.
+#pragma unroll 1
+    for (uint32_t m = 0; valid >= 0; ++m) {
+      pack_m(x, beta, packed);
+      mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
+      start_product<Element>(x, uniform_descriptor(this->stage_q(m)), uniform_descriptor(this->stage_k(m)));
+      store_m(packed, m + 1);
+      const int valid2 = record(m + 2).valid;
+      this->wait_gates(m);
+      const float mild = load_shared_f1(this->stage_gate(m) + Traits::kGateMild);
+      wgmma_wait<0>();
+      pin(x);
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
+      } else {
+        pack_gated(x, this->stage_gate(m), packed);
+      }
+      pin(packed);
+      wait_key(m + 2, valid2);
+      start_product<Element>(x, uniform_descriptor(this->stage_k(m + 2)), uniform_descriptor(this->stage_k(m + 2)));
+      if (m >= 2) this->wait_done(m - 2);
+      store_p(packed, m);
+      if (valid < kChunk) clear_tail_v(m, valid);
+      __syncwarp();
+      mbarrier_arrive_warp(this->full_p(m), thread & 31);
+      beta = load_beta(m + 2, valid2);
+      wgmma_wait<0>();
+      pin(x);
+      valid = valid1;
+      valid1 = valid2;
+    }
+  }
+};
+
+// What an auxiliary warp does. thread: in its warpgroup.
+template <typename Traits>
+__device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
+  if (group == 1) {
+    ProductRole<Traits>{{p, thread}}.run();
+    return;
+  }
+  const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
+  thread &= 31;
+  if (warp == 0) {
+    CopyRole<Traits>{{p, thread}}.run();
+  } else if (warp == 1) {
+    GateRole<Traits>{{p, thread}}.run();
+  } else {
+    InverseRole<Traits>{{p, thread}}.run(static_cast<uint32_t>(warp - 2));
+  }
+}
+
+}  // namespace flash_qla::cuda::sm90
