@@ -12,13 +12,13 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
+// The gate vectors of one chunk from g and beta as they came, by one warp; lane l holds tokens 2l and 2l + 1.
 // Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk.
 template <typename Traits>
 __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           int lane) {
+                                           uint32_t raw, int lane) {
   const int block = lane >> 3;
-  const float2 g = load_shared_f2(gate + Traits::kGateRaw + 8 * lane);
+  const float2 g = load_shared_f2(raw + Traits::kRawG + 8 * lane);
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
   float cy = cx + (g.y < kGateFloor ? kGateFloor : g.y);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
       if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
     }
   }
-  const float2 beta = load_shared_f2(natural + Traits::kGateBeta);
+  const float2 beta = load_shared_f2(raw + Traits::kRawBeta + 8 * lane);
   const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
   const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
@@ -575,7 +575,7 @@ struct AuxRole {
         solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        if (opaque_thread() >= 96) make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
+        if (opaque_thread() >= 96) make_gates<Traits>(p.args, record(m), stage_gate(m), stage_gate(m), opaque_thread() & 31);
       }
       if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
       if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {

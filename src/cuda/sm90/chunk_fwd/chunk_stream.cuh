@@ -302,6 +302,14 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   walker.next.position = r.position + 1;
 }
 
+// Records that are there before the first chunk. With duties, record m + 7 follows the gates of chunk m: whoever has seen
+// P of chunk m, or its end, sees record m + 6.
+template <typename Traits>
+inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 7 : 4;
+// A state group fetches g and beta of this many chunks further on.
+template <typename Traits>
+inline constexpr uint32_t kFetchAhead = Traits::kDuties ? 5 : 3;
+
 // base + count * bytes, in one instruction.
 __device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {
   uint64_t sum;
@@ -312,9 +320,9 @@ __device__ __forceinline__ const void* advance(const void* base, int count, int 
 // Every beta of a call without any.
 static __device__ const float kOne = 1.0f;
 
-// g and beta of a chunk into its gate stage, zeros past the end, by 128 threads, all of which `barrier` counts.
+// g and beta of a chunk into their stage, zeros past the end, by 128 threads, all of which `barrier` counts.
 template <typename Traits>
-__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
+__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t raw,
                                            uint32_t barrier, int thread) {
   const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
   const int token = thread % kChunk;
@@ -329,7 +337,7 @@ __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const C
   const void* base = given ? static_cast<const void*>(data) : is_beta ? static_cast<const void*>(&kOne) : args.q;
   const bool moves = have && given;
   const void* head = advance(base, moves ? place.w : 0, head_bytes);
-  copy_async_4(gate + (is_beta ? Traits::kGateBeta : Traits::kGateRaw) + 4 * token,
+  copy_async_4(raw + (is_beta ? Traits::kRawBeta : Traits::kRawG) + 4 * token,
                advance(head, moves ? place.x + token : 0, token_bytes), have);
   copy_async_arrive(barrier);
 }

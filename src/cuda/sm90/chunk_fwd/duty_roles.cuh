@@ -12,11 +12,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m, and whoever
-// has seen done(m) sees record m + 4.
-template <typename Traits>
-inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
-
 template <typename Traits>
 struct DutyRole {
   using Element = typename Traits::Element;
@@ -46,6 +41,9 @@ struct DutyRole {
   __device__ uint32_t stage_gate(uint32_t m) const {
     return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
   }
+  __device__ uint32_t stage_raw(uint32_t m) const {
+    return smem() + Traits::kSmemRaw + m % Traits::kStagesRaw * Traits::kBytesRaw;
+  }
   __device__ uint32_t tile_a(uint32_t m) const {
     return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
   }
@@ -57,7 +55,7 @@ struct DutyRole {
     mbarrier_wait(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
   }
   __device__ void wait_raw(uint32_t m) const {
-    mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+    mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw), m / Traits::kStagesRaw & 1);
   }
 };
 
@@ -159,7 +157,8 @@ struct GateRole : DutyRole<Traits> {
 #pragma unroll 1
     for (uint32_t m = 0; record(m).valid >= 0; ++m) {
       this->wait_raw(m);
-      make_gates<Traits>(p.args, record(m), this->stage_gate(m), this->lane());
+      if (m >= Traits::kStagesGate) this->wait_done(m - Traits::kStagesGate);
+      make_gates<Traits>(p.args, record(m), this->stage_gate(m), this->stage_raw(m), this->lane());
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       if (this->lane() == 0) produce_chunk<Traits>(p, m + kFirstRecords<Traits>);
@@ -350,12 +349,13 @@ struct InverseRole : DutyRole<Traits> {
         load_matrix_x4(
             tile + j * 2048 + (other_lane & 15) * 128 + (((2 * j + (other_lane >> 4)) ^ (other_lane & 7)) << 4), a.x);
         const uint32_t rows = gate + 64 * j + 8 * q, columns = gate + 64 * j + 4 * g;
+        const uint32_t beta = this->stage_raw(m) + Traits::kRawBeta + 64 * j + 4 * g;
         const float2 sum0 = load_shared_f2(rows + Traits::kGateSum),
                      sum1 = load_shared_f2(rows + Traits::kGateSum + 32);
         const float low = load_shared_f1(columns + Traits::kGateSum),
                     high = load_shared_f1(columns + Traits::kGateSum + 32);
-        const float beta_low = load_shared_f1(columns + Traits::kGateBeta);
-        const float beta_high = load_shared_f1(columns + Traits::kGateBeta + 32);
+        const float beta_low = load_shared_f1(beta);
+        const float beta_high = load_shared_f1(beta + 32);
         // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
         const uint32_t mask = (2 * q >= g ? 0xffffu : 0u) | (2 * q + 1 >= g ? 0xffff0000u : 0u);
         store_matrix_x4_trans(
@@ -423,7 +423,7 @@ struct ProductRole : DutyRole<Traits> {
   // beta of the thread's rows in chunk m, if there is one.
   __device__ float2 load_beta(uint32_t m, int valid) const {
     if (valid >= 0) this->wait_raw(m);
-    const uint32_t beta = this->stage_gate(m) + Traits::kGateBeta + 4 * place().row;
+    const uint32_t beta = this->stage_raw(m) + Traits::kRawBeta + 4 * place().row;
     return make_float2(load_shared_f1(beta), load_shared_f1(beta + 32));
   }
 
@@ -513,9 +513,9 @@ struct ProductRole : DutyRole<Traits> {
 
   __device__ void run() const {
 #pragma unroll 1
-    for (uint32_t m = 0; m + 1 < Traits::kStagesGate; ++m) {
+    for (uint32_t m = 0; m < kFetchAhead<Traits>; ++m) {
       if (record(m).valid >= 0) {
-        load_gates<Traits>(p.args, record(m), this->stage_gate(m), smem() + Traits::kFullRaw + 8 * m, thread);
+        load_gates<Traits>(p.args, record(m), this->stage_raw(m), smem() + Traits::kFullRaw + 8 * m, thread);
       }
     }
     int valid = record(0).valid, valid1 = record(1).valid;

@@ -198,16 +198,19 @@ struct StateRole {
     mbarrier_arrive_warp(barrier, at.lane);
   }
 
-  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last
-  // product of chunk m, when it has nothing else to do.
+  // g and beta of a later chunk on their way, into the stage of one that is over: by the last state group under the
+  // last product of chunk m, when it has nothing else to do.
   __device__ void fetch_gates(uint32_t m) const {
     if (group != Traits::kStateGroups - 1) return;
-    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) % Traits::kBarriersDone), (m - 1) / Traits::kBarriersDone & 1);
-    const uint32_t ahead = m + Traits::kStagesGate - 1, stage = ahead % Traits::kStagesGate;
+    // With duties the stage is that of chunk m - 3, whose A_g and P this warp has used.
+    if (!Traits::kDuties && m >= 1) {
+      mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) % Traits::kBarriersDone), (m - 1) / Traits::kBarriersDone & 1);
+    }
+    const uint32_t ahead = m + kFetchAhead<Traits>, stage = ahead % Traits::kStagesRaw;
     // Out of a shuffle, lest what comes of it be kept through the loop.
     const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
     if (record(ahead).valid >= 0) {
-      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemGate + stage * Traits::kBytesGate,
+      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
                          smem() + Traits::kFullRaw + 8 * stage, thread);
     }
   }

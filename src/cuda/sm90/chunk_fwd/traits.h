@@ -47,6 +47,8 @@ struct ChunkForwardTraits {
   static constexpr int kBarriersDone = kDuties ? 4 : 2;
   static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
+  // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
+  static constexpr int kStagesRaw = kDuties ? 8 : kStagesGate;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
                                       // while the state groups may still use the other
@@ -81,7 +83,12 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kBytesGate = kGateMild + 16;        // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
-  static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
+  static constexpr uint32_t kSmemRaw = kSmemGate + (kDuties ? kStagesGate * kBytesGate : 0);
+  static constexpr uint32_t kBytesRaw = kDuties ? 2 * kChunk * 4 : kBytesGate;
+  static constexpr uint32_t kRawG = kDuties ? 0 : kGateRaw;
+  static constexpr uint32_t kRawBeta = kDuties ? kChunk * 4 : kGateBeta;
+
+  static constexpr uint32_t kSmemChunks = kSmemRaw + kStagesRaw * kBytesRaw;
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
@@ -97,7 +104,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullO = kDone + 8 * kBarriersDone;
   static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
-  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesGate;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;  // uses of each kTailV so far, 4 bytes each
   static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;      // kStateOnly: all warps
   static constexpr uint32_t kMaps = kMeet + 8;                        // address of the tensor maps
   static constexpr uint32_t kFullLast = kMaps + 8;                    // the last O, which no phase of kFullO may count
