@@ -514,7 +514,7 @@ struct AuxRole {
   // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
-      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
+      load_gates<Traits, 128>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
   }
 
   __device__ void save_a(const float (&a)[3][8], const uint32_t (&d)[4], const ChunkRecord& c,

@@ -153,14 +153,27 @@ struct GateRole : DutyRole<Traits> {
   using Base::p;
   using Base::record;
 
+  // g and beta of a chunk, if there is one, on their way.
+  __device__ void fetch(uint32_t m) const {
+    if (record(m).valid < 0) return;
+    load_gates<Traits, 32>(p.args, record(m), this->stage_raw(m),
+                           smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw), this->lane());
+  }
+
   __device__ void run() const {
+    static_assert(Traits::kStagesRaw == 2 * Traits::kStagesGate);
+#pragma unroll 1
+    for (uint32_t m = 0; m < Traits::kStagesGate && record(m).valid >= 0; ++m) fetch(m);
 #pragma unroll 1
     for (uint32_t m = 0; record(m).valid >= 0; ++m) {
-      this->wait_raw(m);
+      // The stages of chunk m - 4 are free then: that of its gates for this chunk's, that of its g and beta for chunk
+      // m + 4.
       if (m >= Traits::kStagesGate) this->wait_done(m - Traits::kStagesGate);
+      this->wait_raw(m);
       make_gates<Traits>(p.args, record(m), this->stage_gate(m), this->stage_raw(m), this->lane());
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
+      fetch(m + Traits::kStagesGate);
       if (this->lane() == 0) produce_chunk<Traits>(p, m + kFirstRecords<Traits>);
       __syncwarp();
     }
@@ -191,6 +204,7 @@ struct InverseRole : DutyRole<Traits> {
     uint32_t x[4];
   };
   static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
+  static __device__ Left left_of_transpose(const Right& b) { return {{b.x[0], b.x[2], b.x[1], b.x[3]}}; }
 
   static __device__ void multiply_add(Left& d, const Left& a, const Right& b) {
 #pragma unroll
@@ -206,46 +220,45 @@ struct InverseRole : DutyRole<Traits> {
     return d;
   }
 
-  // D of all four diagonal blocks in the place of -M; as solve_diagonal_blocks(), two chains side by side.
+  // (I + M)^-1 of the eight 8x8 blocks on the diagonal in the place of -M, by substitution in pairs of fp16: a lane owns
+  // one column of four blocks' 32, then of the other four's. Column k of -M is row k of the tile: 16 bytes of it.
   static __device__ void solve(uint32_t tile, int lane) {
-    const int column = lane & 15, block = lane >> 4;
-    const uint32_t rows = tile + 16 * block * 128;
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = rows + ((block ^ i) << 5);
-    uint32_t x[2][8];
+    const int column = lane & 7, block = lane >> 3;
+    const uint32_t base = tile + block * (1024 + 16);
+    uint32_t x[2][4];
     const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
+    for (int i = 0; i < 4; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
 #pragma unroll
-    for (int k = 0; k < 15; ++k) {
-      uint4 m[2][2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t row = pairs[((k & 7) >> 1) ^ (2 * r)] + k * 128 + r * 4096;
-        if (k < 7) m[r][0] = load_shared_u4(row + 16 * (k & 1));
-        m[r][1] = load_shared_u4(row + 16 * (~k & 1));
-      }
+    for (int k = 0; k < 7; ++k) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t values[8] = {m[r][0].x, m[r][0].y, m[r][0].z, m[r][0].w,
-                                    m[r][1].x, m[r][1].y, m[r][1].z, m[r][1].w};
+        const uint4 m = load_shared_u4((base ^ ((k ^ (4 * r)) << 4)) + k * 128 + r * 4096);
+        const uint32_t values[4] = {m.x, m.y, m.z, m.w};
         const uint32_t known = __byte_perm(x[r][k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
 #pragma unroll
-        for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
+        for (int i = (k >> 1) + (k & 1); i < 4; ++i) {
           x[r][i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[r][i]);
         }
       }
     }
-    __syncwarp();  // D takes the place of what the other lanes have been reading
-    const uint32_t address = rows + column * 128 + (((2 * block) ^ (lane & 7)) << 4);
+    __syncwarp();  // the solution takes the place of what the other lanes have been reading
+    const uint32_t place = (base ^ (column << 4)) + column * 128;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t place = (address ^ (r * 64)) + r * 4096;
-      store_shared_u4(place, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
-      store_shared_u4(place ^ 16, make_uint4(x[r][4], x[r][5], x[r][6], x[r][7]));
+      store_shared_u4((place ^ (r * 64)) + r * 4096, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
     }
     __syncwarp();
+  }
+
+  // Of one 16x8 by 8x8 product the upper eight rows.
+  static __device__ uint32_t multiply_small(uint32_t a, uint32_t b) {
+    uint32_t d, unused;
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%3, %3};"
+        : "=r"(d), "=r"(unused)
+        : "r"(a), "r"(0u), "r"(b));
+    return d;
   }
 
   static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
@@ -280,24 +293,19 @@ struct InverseRole : DutyRole<Traits> {
       load_matrix_x4_trans((by_columns ^ (i << 5)) + j * 2048, b.x[0], b.x[1], b.x[2], b.x[3]);
       return b;
     };
-    auto right_transposed = [&](int j, int i) {
-      Right b;
-      load_matrix_x4((by_rows ^ (i << 5)) + j * 2048, b.x);
-      return b;
-    };
-    const Left e0 = left(0, 0), e2 = left(2, 2), e1 = left(1, 1);
-    const Right e1_transposed = right_transposed(1, 1);
-    const Left y01 = multiply(e0, right(0, 1));
-    const Left y23 = multiply(e2, right(2, 3));
-    const Left t12_transposed = multiply(left_transposed(1, 2), e1_transposed);
-    const Left t13_transposed = multiply(left_transposed(1, 3), e1_transposed);
-    Left t02 = multiply(e0, right(0, 2));
-    Left t03 = multiply(e0, right(0, 3));
-    const Left t12 = multiply(e1, right(1, 2));
-    const Left t13 = multiply(e1, right(1, 3));
-    const Right e1_right = right(1, 1);
-
-    // Blocks are stored under products that do not need them.
+    // E of the 16x16 blocks on the diagonal: what was solved are the two 8x8 blocks of each; right of the first comes
+    // E' U E'', as below.
+    Left e[4];
+    Right e_right[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      e[j] = left(j, j);
+      e_right[j] = right(j, j);
+      e[j].x[1] = 0u;
+      e[j].x[2] = multiply_small(e[j].x[0], e_right[j].x[2]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) e[j].x[2] = multiply_small(e[j].x[2], e_right[j].x[3]);
     this->wait_gates(m);
     const uint32_t gate = this->stage_gate(m);
     const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
@@ -309,29 +317,45 @@ struct InverseRole : DutyRole<Traits> {
                             i == j ? 0u : scaled(a.x[1], high, high), scaled(a.x[2], low, low),
                             scaled(a.x[3], high, high));
     };
+    if (mild) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) store_mild(e[j], j, j);
+    } else {
+      // For later, lest registers be kept for it.
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
+                        __uint_as_float(e[j].x[2]));
+      }
+    }
+#pragma unroll
+    for (int j = 1; j < 4; ++j) {
+      e_right[j].x[1] = 0u;
+      e_right[j].x[2] = transpose_8x8(e[j].x[2]);
+    }
+    const Left y23 = multiply(e[2], right(2, 3));
+    const Left y01 = multiply(e[0], right(0, 1));
+    const Right e1_transposed = right_of_transpose(e[1]);
+    const Left t12_transposed = multiply(left_transposed(1, 2), e1_transposed);
+    const Left t13_transposed = multiply(left_transposed(1, 3), e1_transposed);
+    Left t02 = multiply(e[0], right(0, 2));
+    Left t03 = multiply(e[0], right(0, 3));
+    const Left t12 = multiply(e[1], right(1, 2));
+    const Left t13 = multiply(e[1], right(1, 3));
     // The two blocks right of the diagonal that the state groups read.
     store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
     store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
-    if (mild) {
-      store_mild(e0, 0, 0);
-      store_mild(e1, 1, 1);
-    }
-    const Right e3_right = right(3, 3);
-    const Left a23_transposed = multiply(left_transposed(3, 3), right_of_transpose(y23));
+
+    const Left a23_transposed = multiply(left_of_transpose(e_right[3]), right_of_transpose(y23));
     multiply_add(t02, y01, right_of_transpose(t12_transposed));
     multiply_add(t03, y01, right_of_transpose(t13_transposed));
-    const Left a01 = multiply(y01, e1_right);
-    const Left a23 = multiply(y23, e3_right);
-    const Right e2_right = right(2, 2);
-    Left a13 = multiply(t13, e3_right);
-    const Left a12 = multiply(t12, e2_right);
-    if (mild) {
-      store_mild(e2, 2, 2);
-      store_mild(left(3, 3), 3, 3);
-    }
+    const Left a01 = multiply(y01, e_right[1]);
+    const Left a23 = multiply(y23, e_right[3]);
+    Left a13 = multiply(t13, e_right[3]);
+    const Left a12 = multiply(t12, e_right[2]);
     const Right a23_right = right_of_transpose(a23_transposed);
-    Left a03 = multiply(t03, e3_right);
-    const Left a02 = multiply(t02, e2_right);
+    Left a03 = multiply(t03, e_right[3]);
+    const Left a02 = multiply(t02, e_right[2]);
     multiply_add(a13, t12, a23_right);
     multiply_add(a03, t02, a23_right);
     if (mild) {
@@ -374,6 +398,7 @@ struct InverseRole : DutyRole<Traits> {
                               scaled(a.x[1], row0.x * high, row0.y * high), scaled(a.x[2], row1.x * low, row1.y * low),
                               scaled(a.x[3], row1.x * high, row1.y * high));
       };
+      __syncwarp();
       store_diagonal(0);
       store_diagonal(1);
       store_diagonal(2);
@@ -512,12 +537,6 @@ struct ProductRole : DutyRole<Traits> {
   }
 
   __device__ void run() const {
-#pragma unroll 1
-    for (uint32_t m = 0; m < kFetchAhead<Traits>; ++m) {
-      if (record(m).valid >= 0) {
-        load_gates<Traits>(p.args, record(m), this->stage_raw(m), smem() + Traits::kFullRaw + 8 * m, thread);
-      }
-    }
     int valid = record(0).valid, valid1 = record(1).valid;
     if (valid < 0) return;
     float x[32];

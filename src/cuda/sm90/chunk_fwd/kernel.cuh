@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
     }
     for (int i = 0; i < Traits::kStagesRaw; ++i) {
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
+      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, Traits::kDuties ? 32 : 128);  // threads that load g and beta
     }
     for (int i = 0; i < Traits::kStagesGate; ++i) {
       mbarrier_init(smem() + Traits::kFullGate + 8 * i, kWarpArrivals);

@@ -198,19 +198,16 @@ struct StateRole {
     mbarrier_arrive_warp(barrier, at.lane);
   }
 
-  // g and beta of a later chunk on their way, into the stage of one that is over: by the last state group under the
-  // last product of chunk m, when it has nothing else to do.
+  // Without duties: g and beta of chunk m + 3 on their way into the stage of chunk m - 1, by the last state group under
+  // the last product of chunk m, when it has nothing else to do.
   __device__ void fetch_gates(uint32_t m) const {
     if (group != Traits::kStateGroups - 1) return;
-    // With duties the stage is that of chunk m - 3, whose A_g and P this warp has used.
-    if (!Traits::kDuties && m >= 1) {
-      mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) % Traits::kBarriersDone), (m - 1) / Traits::kBarriersDone & 1);
-    }
-    const uint32_t ahead = m + kFetchAhead<Traits>, stage = ahead % Traits::kStagesRaw;
+    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
+    const uint32_t ahead = m + Traits::kStagesRaw - 1, stage = ahead % Traits::kStagesRaw;
     // Out of a shuffle, lest what comes of it be kept through the loop.
     const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
     if (record(ahead).valid >= 0) {
-      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
+      load_gates<Traits, 128>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
                          smem() + Traits::kFullRaw + 8 * stage, thread);
     }
   }
@@ -225,7 +222,6 @@ struct StateRole {
     float4 factor[4];  // of O, by tokens
 #pragma unroll
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
     int2 chunk_now = load_chunk(0);
@@ -235,7 +231,10 @@ struct StateRole {
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-      const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
+      // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is not, and
+      // then each product's descriptor is moved from a vector register.
+      const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+      const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
       const uint32_t v_base = smem() + Traits::kSmemV;
       const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
       const uint32_t columns = gate + 80 * at.q;
@@ -382,7 +381,7 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
-      fetch_gates(m);
+      if constexpr (!Traits::kDuties) fetch_gates(m);
       wgmma_wait<0>();
       pin(o);
       pin(s);
@@ -403,9 +402,6 @@ struct StateRole {
                            first_row(chunk), at.q);
         }
       }
-      previous_v = stage_v;
-      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
-      stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
     if constexpr (Traits::kStateOnly) {
       __syncwarp();
@@ -416,7 +412,8 @@ struct StateRole {
       return;
     }
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
-    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m, smem() + Traits::kFullLast);
+    put_o(o, factor, smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,
+          smem() + Traits::kFullLast);
   }
 };
 
