@@ -204,19 +204,33 @@ struct InverseRole : DutyRole<Traits> {
     uint32_t x[4];
   };
   static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
-  static __device__ Left left_of_transpose(const Right& b) { return {{b.x[0], b.x[2], b.x[1], b.x[3]}}; }
 
+  // One half of D += A B: eight columns.
+  static __device__ void multiply_add_half(uint32_t& low, uint32_t& high, const Left& a, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+                 : "+r"(low), "+r"(high)
+                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+  }
+  // ... of which the lower eight rows of B are zeros.
+  static __device__ void multiply_add_upper(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1, uint32_t b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+                 : "+r"(low), "+r"(high)
+                 : "r"(a0), "r"(a1), "r"(b));
+  }
   static __device__ void multiply_add(Left& d, const Left& a, const Right& b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
-                   : "+r"(d.x[2 * half]), "+r"(d.x[2 * half + 1])
-                   : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
-    }
+    multiply_add_half(d.x[0], d.x[1], a, b.x[0], b.x[1]);
+    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
   }
   static __device__ Left multiply(const Left& a, const Right& b) {
     Left d{{0u, 0u, 0u, 0u}};
     multiply_add(d, a, b);
+    return d;
+  }
+  // ... with a right operand that has zeros below its diagonal: b.x[1] is not used.
+  static __device__ Left multiply_triangular(const Left& a, const Right& b) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add_upper(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
+    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
     return d;
   }
 
@@ -251,13 +265,10 @@ struct InverseRole : DutyRole<Traits> {
     __syncwarp();
   }
 
-  // Of one 16x8 by 8x8 product the upper eight rows.
+  // The product of two 8x8 matrices.
   static __device__ uint32_t multiply_small(uint32_t a, uint32_t b) {
-    uint32_t d, unused;
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%3, %3};"
-        : "=r"(d), "=r"(unused)
-        : "r"(a), "r"(0u), "r"(b));
+    uint32_t d = 0u, unused = 0u;
+    multiply_add_upper(d, unused, a, 0u, b);
     return d;
   }
 
@@ -330,7 +341,6 @@ struct InverseRole : DutyRole<Traits> {
     }
 #pragma unroll
     for (int j = 1; j < 4; ++j) {
-      e_right[j].x[1] = 0u;
       e_right[j].x[2] = transpose_8x8(e[j].x[2]);
     }
     const Left y23 = multiply(e[2], right(2, 3));
@@ -346,16 +356,16 @@ struct InverseRole : DutyRole<Traits> {
     store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
     store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
 
-    const Left a23_transposed = multiply(left_of_transpose(e_right[3]), right_of_transpose(y23));
+    const Left a23_transposed = multiply(Left{{e_right[3].x[0], e_right[3].x[2], 0u, e_right[3].x[3]}}, right_of_transpose(y23));
     multiply_add(t02, y01, right_of_transpose(t12_transposed));
     multiply_add(t03, y01, right_of_transpose(t13_transposed));
-    const Left a01 = multiply(y01, e_right[1]);
-    const Left a23 = multiply(y23, e_right[3]);
-    Left a13 = multiply(t13, e_right[3]);
-    const Left a12 = multiply(t12, e_right[2]);
+    const Left a01 = multiply_triangular(y01, e_right[1]);
+    const Left a23 = multiply_triangular(y23, e_right[3]);
+    Left a13 = multiply_triangular(t13, e_right[3]);
+    const Left a12 = multiply_triangular(t12, e_right[2]);
     const Right a23_right = right_of_transpose(a23_transposed);
-    Left a03 = multiply(t03, e_right[3]);
-    const Left a02 = multiply(t02, e_right[2]);
+    Left a03 = multiply_triangular(t03, e_right[3]);
+    const Left a02 = multiply_triangular(t02, e_right[2]);
     multiply_add(a13, t12, a23_right);
     multiply_add(a03, t02, a23_right);
     if (mild) {
