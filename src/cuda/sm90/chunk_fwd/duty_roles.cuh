@@ -112,6 +112,7 @@ struct CopyRole : DutyRole<Traits> {
   }
 
   __device__ void run() const {
+    if (record(0).valid < 0) return;
     if (this->lane() == 0) {
 #pragma unroll 1
       for (uint32_t m = 0; m < 4; ++m) {
@@ -121,26 +122,26 @@ struct CopyRole : DutyRole<Traits> {
         if (m < 2) load_v(m);
       }
     }
-    uint32_t m = 0;
+    // V announces itself on P's barrier, which it shares with the next chunk but one.
+    mbarrier_wait(this->full_p(0), 0);
+    if (this->lane() == 0) load_v(2);
 #pragma unroll 1
-    for (; record(m).valid >= 0; ++m) {
-      // The state groups have V and P of chunk m, and have left O of chunk m - 1.
-      mbarrier_wait(smem() + Traits::kFullO + 8 * (m & 1), m >> 1 & 1);
-      if (m > 0) store_o(m - 1);
-      if (this->lane() == 0) {
-        tma_store_wait_read();
-        load_v(m + 2);
-      }
+    for (uint32_t m = 0; record(m).valid >= 0; ++m) {
+      mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
+      store_o(m);
       this->wait_done(m);
       if (this->lane() == 0) {
         load_k(m + 4);
         load_q(m + 3);
       }
+      if (record(m + 3).valid >= 0) {
+        mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
+        if (this->lane() == 0) {
+          tma_store_wait_read();
+          load_v(m + 3);
+        }
+      }
       __syncwarp();
-    }
-    if (m > 0) {
-      mbarrier_wait(smem() + Traits::kFullLast, 0);
-      store_o(m - 1);
     }
     if (this->lane() == 0) tma_store_wait_all();
   }

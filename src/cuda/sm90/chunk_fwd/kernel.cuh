@@ -43,8 +43,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
       mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
-      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
+    }
+    for (int i = 0; i < Traits::kBarriersO; ++i) {
+      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     for (int i = 0; i < Traits::kStagesRaw; ++i) {
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, Traits::kDuties ? 32 : 128);  // threads that load g and beta

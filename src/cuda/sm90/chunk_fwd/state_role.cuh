@@ -179,21 +179,22 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of chunk m - 1, tokens times `factor`, into the V stage it no longer needs, for the auxiliary group to send. A
-  // branch, lest the factors be applied before the products that this is to run under.
+  // O^T of a chunk, tokens times `factor`, into the V stage it no longer needs, to be sent from there.
+  __device__ void store_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage) const {
+    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = o + 8 * b;
+      const float4 f = factor[b];
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                            pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                            pack2<Element>(x[6] * f.z, x[7] * f.w));
+    }
+  }
+  // Without duties: of chunk m - 1. A branch, lest the factors be applied before the products that this is to run under.
   __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
                         uint32_t barrier) const {
-    if (m > 0) {
-      const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float* x = o + 8 * b;
-        const float4 f = factor[b];
-        store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
-                              pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
-                              pack2<Element>(x[6] * f.z, x[7] * f.w));
-      }
-    }
+    if (m > 0) store_o(o, factor, stage);
     __syncwarp();
     mbarrier_arrive_warp(barrier, at.lane);
   }
@@ -261,7 +262,7 @@ struct StateRole {
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
         // O of the previous chunk leaves while S K runs.
-        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+        if constexpr (!Traits::kDuties) put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -335,7 +336,7 @@ struct StateRole {
         for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
-      if constexpr (!Traits::kStateOnly) {
+      if constexpr (!Traits::kStateOnly && !Traits::kDuties) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       }
@@ -381,7 +382,18 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
-      if constexpr (!Traits::kDuties) fetch_gates(m);
+      if constexpr (Traits::kDuties) {
+        // O leaves while the state's update runs.
+#pragma unroll
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        wgmma_wait<1>();
+        pin(o);
+        store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+        __syncwarp();
+        mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), at.lane);
+      } else {
+        fetch_gates(m);
+      }
       wgmma_wait<0>();
       pin(o);
       pin(s);
@@ -411,6 +423,7 @@ struct StateRole {
       }
       return;
     }
+    if constexpr (Traits::kDuties) return;
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
     put_o(o, factor, smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,
           smem() + Traits::kFullLast);

@@ -45,6 +45,7 @@ struct ChunkForwardTraits {
   // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
   // that one for it.
   static constexpr int kBarriersDone = kDuties ? 4 : 2;
+  static constexpr int kBarriersO = kDuties ? 4 : 2;  // likewise
   static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
   // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
@@ -102,7 +103,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
   static constexpr uint32_t kFullO = kDone + 8 * kBarriersDone;
-  static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
+  static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;  // uses of each kTailV so far, 4 bytes each
   static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;      // kStateOnly: all warps
