@@ -213,6 +213,9 @@ struct StateRole {
     }
   }
 
+  // By the chunk's parity: the first group may be one chunk further than the second, but not two.
+  static __device__ uint32_t lag_barrier(uint32_t m) { return 2 + (m & 1); }
+
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
     float o[32];  // O^T: rows V, columns tokens
@@ -243,9 +246,12 @@ struct StateRole {
       // barrier.
       mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
+      // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores, and
+      // then leave them idle, at the same time.
+      if (Traits::kDuties && group == 1) named_barrier_sync(lag_barrier(m), 256);
       wgmma_wait<0>();
       pin(s);
-      pin(o);
+      if constexpr (!Traits::kDuties) pin(o);
       // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
       uint32_t packed[32];
 #pragma unroll
@@ -272,12 +278,8 @@ struct StateRole {
         wgmma_commit();
       }
       if constexpr (Traits::kSave) save_h(packed, chunk);
-      // Under both products: gC S0, and V in the accumulator's layout.
+      // Under both products: V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
-#pragma unroll
-        for (int i = 0; i < 64; ++i) s[i] *= last;
-      }
       uint32_t v[16];
       const uint32_t v_rows =
           v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
@@ -293,6 +295,7 @@ struct StateRole {
       pin(o);
       pin(packed);
 
+      if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
       // W^T = V^T - u^T diag(gamma)
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -319,6 +322,11 @@ struct StateRole {
       mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
       mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
       wgmma_commit();
+      // Under it gC S0, in a branch, lest this sink between the products below.
+      if (__any_sync(0xffffffffu, last != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
       // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
       if (!Traits::kStateOnly && !mild) {
