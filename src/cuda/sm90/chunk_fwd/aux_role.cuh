@@ -575,7 +575,8 @@ struct AuxRole {
         solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        if (opaque_thread() >= 96) make_gates<Traits>(p.args, record(m), stage_gate(m), stage_gate(m), opaque_thread() & 31);
+        if (opaque_thread() >= 96)
+          make_gates<Traits>(p.args, record(m), stage_gate(m), stage_gate(m), opaque_thread() & 31);
       }
       if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
       if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {

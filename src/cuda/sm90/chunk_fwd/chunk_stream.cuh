@@ -302,8 +302,8 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   walker.next.position = r.position + 1;
 }
 
-// Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m: whoever has seen
-// P of chunk m, or its end, sees record m + 4.
+// Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m: whoever has
+// seen P of chunk m, or its end, sees record m + 4.
 template <typename Traits>
 inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
 // base + count * bytes, in one instruction.

@@ -212,8 +212,8 @@ struct InverseRole : DutyRole<Traits> {
                  : "+r"(low), "+r"(high)
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
   }
-  // ... of which the lower eight rows of B are zeros.
-  static __device__ void multiply_add_upper(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1, uint32_t b) {
+  // ... by eight rows of B: a0 and a1 are the columns of A that meet them.
+  static __device__ void multiply_add_eight(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1, uint32_t b) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
                  : "+r"(low), "+r"(high)
                  : "r"(a0), "r"(a1), "r"(b));
@@ -227,16 +227,16 @@ struct InverseRole : DutyRole<Traits> {
     multiply_add(d, a, b);
     return d;
   }
-  // ... with a right operand that has zeros below its diagonal: b.x[1] is not used.
+  // ... with an upper triangular right operand.
   static __device__ Left multiply_triangular(const Left& a, const Right& b) {
     Left d{{0u, 0u, 0u, 0u}};
-    multiply_add_upper(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
+    multiply_add_eight(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
     multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
     return d;
   }
 
-  // (I + M)^-1 of the eight 8x8 blocks on the diagonal in the place of -M, by substitution in pairs of fp16: a lane owns
-  // one column of four blocks' 32, then of the other four's. Column k of -M is row k of the tile: 16 bytes of it.
+  // (I + M)^-1 of the eight 8x8 blocks on the diagonal in the place of -M, by substitution in pairs of fp16: a lane
+  // owns one column of four blocks' 32, then of the other four's. Column k of -M is row k of the tile: 16 bytes of it.
   static __device__ void solve(uint32_t tile, int lane) {
     const int column = lane & 7, block = lane >> 3;
     const uint32_t base = tile + block * (1024 + 16);
@@ -266,10 +266,17 @@ struct InverseRole : DutyRole<Traits> {
     __syncwarp();
   }
 
+  // A E^T, the upper triangular E as a left operand.
+  static __device__ Left multiply_transpose(const Left& a, const Left& e) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add_half(d.x[0], d.x[1], a, e.x[0], e.x[2]);
+    multiply_add_eight(d.x[2], d.x[3], a.x[2], a.x[3], e.x[3]);
+    return d;
+  }
   // The product of two 8x8 matrices.
   static __device__ uint32_t multiply_small(uint32_t a, uint32_t b) {
     uint32_t d = 0u, unused = 0u;
-    multiply_add_upper(d, unused, a, 0u, b);
+    multiply_add_eight(d, unused, a, 0u, b);
     return d;
   }
 
@@ -278,18 +285,48 @@ struct InverseRole : DutyRole<Traits> {
     return pack2<Element>(values.x * x, values.y * y);
   }
 
+  // Training: block (i, j) of A, whose transpose `a` holds; the block right of the diagonal in its place is zeros.
+  __device__ void save_block(const Left& a, int j, int i, const ChunkRecord& c, int lane) const {
+    if constexpr (Traits::kSave) {
+      if (p.args.a == nullptr || (c.flags & kSilentChunk)) return;
+      lane = __shfl_sync(0xffffffffu, lane, this->lane());  // lest addresses be kept from block to block
+      const int q = lane & 3;
+      auto row_of = [&](int row) {
+        return reinterpret_cast<uint2*>(
+            static_cast<Element*>(p.args.a) +
+            ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk + 2 * paired_word(q));
+      };
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = (lane >> 2) + 8 * h;
+        const uint2 words = pair_words(scaled(transpose_8x8(a.x[2 * h]), 1.0f, 1.0f),
+                                       scaled(transpose_8x8(a.x[2 * h + 1]), 1.0f, 1.0f), q);
+        if (16 * i + row < c.valid) row_of(16 * i + row)[4 * j] = words;
+        if (i != j && 16 * j + row < c.valid) row_of(16 * j + row)[4 * i] = make_uint2(0u, 0u);
+      }
+    }
+  }
+
   __device__ void invert(uint32_t m) const {
     mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
     solve(this->tile_a(m), this->lane());
 
     m = this->opaque(m);
-    // Out of a shuffle: the assembler would keep, and spill, what it made of the number above.
-    const int lane = __shfl_sync(0xffffffffu, this->lane(), this->lane());
     const uint32_t tile = this->tile_a(m);
     // Where the lane's eight elements of block (0, 0) lie when the four 8x8 matrices come by columns, and by rows; the
     // column of another block is an exclusive or.
-    const uint32_t by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-    const uint32_t by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+    int lane;
+    uint32_t by_columns, by_rows;
+    const uint32_t gate = this->stage_gate(m);
+    uint32_t column_factors;  // by columns of A_g: rows of what the fragments hold
+    auto find_place = [&] {
+      // Out of a shuffle: the assembler would keep, and spill, what it made of the number before.
+      lane = __shfl_sync(0xffffffffu, this->lane(), this->lane());
+      by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+      by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+      column_factors = gate + Traits::kGateColumnA + ((lane >> 3) * 20 + ((lane >> 2) & 1)) * 4;
+    };
+    find_place();
     auto left = [&](int j, int i) {
       Left a;
       load_matrix_x4((by_columns ^ (i << 5)) + j * 2048, a.x);
@@ -319,16 +356,16 @@ struct InverseRole : DutyRole<Traits> {
 #pragma unroll
     for (int j = 0; j < 4; ++j) e[j].x[2] = multiply_small(e[j].x[2], e_right[j].x[3]);
     this->wait_gates(m);
-    const uint32_t gate = this->stage_gate(m);
     const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
-    // By columns of A_g: rows of what the fragments hold.
-    const uint32_t column_factors = gate + Traits::kGateColumnA + ((lane >> 3) * 20 + ((lane >> 2) & 1)) * 4;
     auto store_mild = [&](const Left& a, int j, int i) {
       const float low = load_shared_f1(column_factors + 16 * j), high = load_shared_f1(column_factors + 16 * j + 8);
       store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, scaled(a.x[0], low, low),
                             i == j ? 0u : scaled(a.x[1], high, high), scaled(a.x[2], low, low),
                             scaled(a.x[3], high, high));
     };
+#pragma unroll
+    for (int j = 0; j < 4; ++j) save_block(e[j], j, j, record(m), lane);
+    if constexpr (Traits::kSave) find_place();
     if (mild) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) store_mild(e[j], j, j);
@@ -346,18 +383,14 @@ struct InverseRole : DutyRole<Traits> {
     }
     const Left y23 = multiply(e[2], right(2, 3));
     const Left y01 = multiply(e[0], right(0, 1));
-    const Right e1_transposed = right_of_transpose(e[1]);
-    const Left t12_transposed = multiply(left_transposed(1, 2), e1_transposed);
-    const Left t13_transposed = multiply(left_transposed(1, 3), e1_transposed);
+    const Left t12_transposed = multiply_transpose(left_transposed(1, 2), e[1]);
+    const Left t13_transposed = multiply_transpose(left_transposed(1, 3), e[1]);
     Left t02 = multiply(e[0], right(0, 2));
     Left t03 = multiply(e[0], right(0, 3));
     const Left t12 = multiply(e[1], right(1, 2));
     const Left t13 = multiply(e[1], right(1, 3));
-    // The two blocks right of the diagonal that the state groups read.
-    store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
-    store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
-
-    const Left a23_transposed = multiply(Left{{e_right[3].x[0], e_right[3].x[2], 0u, e_right[3].x[3]}}, right_of_transpose(y23));
+    const Left a23_transposed =
+        multiply(Left{{e_right[3].x[0], e_right[3].x[2], 0u, e_right[3].x[3]}}, right_of_transpose(y23));
     multiply_add(t02, y01, right_of_transpose(t12_transposed));
     multiply_add(t03, y01, right_of_transpose(t13_transposed));
     const Left a01 = multiply_triangular(y01, e_right[1]);
@@ -369,6 +402,15 @@ struct InverseRole : DutyRole<Traits> {
     const Left a02 = multiply_triangular(t02, e_right[2]);
     multiply_add(a13, t12, a23_right);
     multiply_add(a03, t02, a23_right);
+    // The two blocks right of the diagonal that the state groups read.
+    store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
+    store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
+    save_block(a01, 0, 1, record(m), lane);
+    save_block(a02, 0, 2, record(m), lane);
+    save_block(a03, 0, 3, record(m), lane);
+    save_block(a12, 1, 2, record(m), lane);
+    save_block(a13, 1, 3, record(m), lane);
+    save_block(a23, 2, 3, record(m), lane);
     if (mild) {
       store_mild(a01, 0, 1);
       store_mild(a23, 2, 3);
@@ -377,12 +419,10 @@ struct InverseRole : DutyRole<Traits> {
       store_mild(a13, 1, 3);
       store_mild(a03, 0, 3);
     } else {
-      const int other_lane = __shfl_sync(0xffffffffu, lane, this->lane());  // likewise
-      const int q = other_lane & 3, g = other_lane >> 2;
+      find_place();
+      const int q = lane & 3, g = lane >> 2;
       auto store_diagonal = [&](int j) {
-        Left a;
-        load_matrix_x4(
-            tile + j * 2048 + (other_lane & 15) * 128 + (((2 * j + (other_lane >> 4)) ^ (other_lane & 7)) << 4), a.x);
+        const Left a = left(j, j);
         const uint32_t rows = gate + 64 * j + 8 * q, columns = gate + 64 * j + 4 * g;
         const uint32_t beta = this->stage_raw(m) + Traits::kRawBeta + 64 * j + 4 * g;
         const float2 sum0 = load_shared_f2(rows + Traits::kGateSum),

@@ -191,7 +191,8 @@ struct StateRole {
                             pack2<Element>(x[6] * f.z, x[7] * f.w));
     }
   }
-  // Without duties: of chunk m - 1. A branch, lest the factors be applied before the products that this is to run under.
+  // Without duties: of chunk m - 1. A branch, lest the factors be applied before the products that this is to run
+  // under.
   __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
                         uint32_t barrier) const {
     if (m > 0) store_o(o, factor, stage);
@@ -209,7 +210,7 @@ struct StateRole {
     const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
     if (record(ahead).valid >= 0) {
       load_gates<Traits, 128>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
-                         smem() + Traits::kFullRaw + 8 * stage, thread);
+                              smem() + Traits::kFullRaw + 8 * stage, thread);
     }
   }
 
@@ -235,8 +236,8 @@ struct StateRole {
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-      // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is not, and
-      // then each product's descriptor is moved from a vector register.
+      // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is not,
+      // and then each product's descriptor is moved from a vector register.
       const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
       const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
       const uint32_t v_base = smem() + Traits::kSmemV;
@@ -268,7 +269,8 @@ struct StateRole {
       wgmma_commit();
       if constexpr (!Traits::kStateOnly) {
         // O of the previous chunk leaves while S K runs.
-        if constexpr (!Traits::kDuties) put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+        if constexpr (!Traits::kDuties)
+          put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
         wgmma_fence();
         mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll

@@ -1,10 +1,7 @@
 // Compile-time shape of the fused Hopper forward: tile sizes, shared-memory map, barriers, register budgets.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
-#include <type_traits>
 
 namespace flash_qla::cuda::sm90 {
 
@@ -24,8 +21,7 @@ struct ChunkForwardTraits {
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   // One duty to each auxiliary warp (duty_roles.cuh), for every chunk.
-  static constexpr bool kDuties =
-      !kSave_ && !kStateOnly_ && kStateGroups_ == 2 && std::is_same_v<Element_, __nv_bfloat16>;
+  static constexpr bool kDuties = !kStateOnly_ && kStateGroups_ == 2;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -45,7 +41,7 @@ struct ChunkForwardTraits {
   // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
   // that one for it.
   static constexpr int kBarriersDone = kDuties ? 4 : 2;
-  static constexpr int kBarriersO = kDuties ? 4 : 2;  // likewise
+  static constexpr int kBarriersO = kDuties ? 4 : 2;   // likewise
   static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
   static constexpr int kStagesGate = 4;
   // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
@@ -106,11 +102,11 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;      // kStateOnly: all warps
-  static constexpr uint32_t kMaps = kMeet + 8;                        // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                    // the last O, which no phase of kFullO may count
-  static constexpr uint32_t kFullM = kFullLast + 8;                   // kDuties: M of a chunk
-  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;        // kDuties: its gates
+  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;     // kStateOnly: all warps
+  static constexpr uint32_t kMaps = kMeet + 8;                       // address of the tensor maps
+  static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
+  static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
+  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
   static constexpr uint32_t kSmemBytes = kFullGate + 8 * kStagesGate;
   static_assert(kSmemBytes <= 227 * 1024);
 };
