@@ -285,28 +285,6 @@ struct InverseRole : DutyRole<Traits> {
     return pack2<Element>(values.x * x, values.y * y);
   }
 
-  // Training: block (i, j) of A, whose transpose `a` holds; the block right of the diagonal in its place is zeros.
-  __device__ void save_block(const Left& a, int j, int i, const ChunkRecord& c, int lane) const {
-    if constexpr (Traits::kSave) {
-      if (p.args.a == nullptr || (c.flags & kSilentChunk)) return;
-      lane = __shfl_sync(0xffffffffu, lane, this->lane());  // lest addresses be kept from block to block
-      const int q = lane & 3;
-      auto row_of = [&](int row) {
-        return reinterpret_cast<uint2*>(
-            static_cast<Element*>(p.args.a) +
-            ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk + 2 * paired_word(q));
-      };
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = (lane >> 2) + 8 * h;
-        const uint2 words = pair_words(scaled(transpose_8x8(a.x[2 * h]), 1.0f, 1.0f),
-                                       scaled(transpose_8x8(a.x[2 * h + 1]), 1.0f, 1.0f), q);
-        if (16 * i + row < c.valid) row_of(16 * i + row)[4 * j] = words;
-        if (i != j && 16 * j + row < c.valid) row_of(16 * j + row)[4 * i] = make_uint2(0u, 0u);
-      }
-    }
-  }
-
   __device__ void invert(uint32_t m) const {
     mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
     solve(this->tile_a(m), this->lane());
@@ -363,9 +341,6 @@ struct InverseRole : DutyRole<Traits> {
                             i == j ? 0u : scaled(a.x[1], high, high), scaled(a.x[2], low, low),
                             scaled(a.x[3], high, high));
     };
-#pragma unroll
-    for (int j = 0; j < 4; ++j) save_block(e[j], j, j, record(m), lane);
-    if constexpr (Traits::kSave) find_place();
     if (mild) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) store_mild(e[j], j, j);
@@ -405,12 +380,6 @@ struct InverseRole : DutyRole<Traits> {
     // The two blocks right of the diagonal that the state groups read.
     store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
     store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
-    save_block(a01, 0, 1, record(m), lane);
-    save_block(a02, 0, 2, record(m), lane);
-    save_block(a03, 0, 3, record(m), lane);
-    save_block(a12, 1, 2, record(m), lane);
-    save_block(a13, 1, 3, record(m), lane);
-    save_block(a23, 2, 3, record(m), lane);
     if (mild) {
       store_mild(a01, 0, 1);
       store_mild(a23, 2, 3);

@@ -247,9 +247,6 @@ struct StateRole {
       // barrier.
       mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
-      // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores, and
-      // then leave them idle, at the same time.
-      if (Traits::kDuties && group == 1) named_barrier_sync(lag_barrier(m), 256);
       wgmma_wait<0>();
       pin(s);
       if constexpr (!Traits::kDuties) pin(o);
@@ -260,6 +257,12 @@ struct StateRole {
       if constexpr (Traits::kSave) save_listed(s, chunk);
       float u[32];
       const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+      if constexpr (Traits::kDuties) {
+        // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
+        // and then leave them idle, at the same time.
+        pin(packed);
+        if (group == 1) named_barrier_sync(lag_barrier(m), 256);
+      }
       wgmma_fence();
       mma_rs_n64_init<Element>(u, packed, k_rows);
 #pragma unroll
@@ -280,8 +283,12 @@ struct StateRole {
         wgmma_commit();
       }
       if constexpr (Traits::kSave) save_h(packed, chunk);
-      // Under both products: V in the accumulator's layout.
+      // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
+#pragma unroll
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
       uint32_t v[16];
       const uint32_t v_rows =
           v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
@@ -324,11 +331,6 @@ struct StateRole {
       mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
       mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
       wgmma_commit();
-      // Under it gC S0, in a branch, lest this sink between the products below.
-      if (__any_sync(0xffffffffu, last != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < 64; ++i) s[i] *= last;
-      }
       // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
       if (!Traits::kStateOnly && !mild) {

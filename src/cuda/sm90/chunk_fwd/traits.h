@@ -21,7 +21,7 @@ struct ChunkForwardTraits {
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   // One duty to each auxiliary warp (duty_roles.cuh), for every chunk.
-  static constexpr bool kDuties = !kStateOnly_ && kStateGroups_ == 2;
+  static constexpr bool kDuties = !kSave_ && !kStateOnly_ && kStateGroups_ == 2;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
