@@ -171,7 +171,10 @@ struct GateRole : DutyRole<Traits> {
       // m + 4.
       if (m >= Traits::kStagesGate) this->wait_done(m - Traits::kStagesGate);
       this->wait_raw(m);
-      make_gates<Traits>(p.args, record(m), this->stage_gate(m), this->stage_raw(m), this->lane());
+      const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
+      make_gates<Traits>(
+          p.args, record(m), load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); },
+          gate, gate, this->lane());
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       fetch(m + Traits::kStagesGate);
