@@ -84,6 +84,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
 // included, meets no product. By `threads` threads; the caller synchronises.
 __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int valid, int thread, int threads = 128) {
   const int per_half = (kChunk - valid) * 8;
+#pragma unroll 1
   for (int i = thread; i < per_half * halves; i += threads) {
     const int half = i >= per_half;
     store_shared_u4(tile + half * kChunk * 128 + valid * 128 + (i - half * per_half) * 16, make_uint4(0, 0, 0, 0));

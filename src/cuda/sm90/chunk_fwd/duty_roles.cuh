@@ -173,8 +173,8 @@ struct GateRole : DutyRole<Traits> {
       this->wait_raw(m);
       const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
       make_gates<Traits>(
-          p.args, record(m), load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); },
-          gate, gate, this->lane());
+          p.args, record(m), load_shared_f2(raw + Traits::kRawG),
+          [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate, gate, this->lane());
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       fetch(m + Traits::kStagesGate);
@@ -184,13 +184,9 @@ struct GateRole : DutyRole<Traits> {
   }
 };
 
-// One warp to each chunk in turn: from -M, which the tile holds transposed, tile[column][row], to A_g in its place.
-// What the tile holds is U = -M^T: blocks U_ji, j < i, right of the diagonal, and on it what D is solved from. With
-// E = D^T all products run on transposes, rows j, columns i:
-//   Y01 = E0 U01, Y23 = E2 U23, T1i = E1 U1i, T0i = E0 U0i + Y01 T1i,
-//   A01 = Y01 E1, A23 = Y23 E3, Aj2 = Tj2 E2, Aj3 = Tj3 E3 + Tj2 A23,
-// three products one after the other. fp16 throughout; mma.sync waits for the wgmma of other warps, so what does not
-// depend on each other goes together.
+// One warp to each chunk in turn: from -M, which the tile holds transposed, tile[column][row], to A_g in its place. The
+// bits are those of invert() in aux_role.cuh: the same products of the same numbers in the same order, here by
+// mma.sync.
 template <typename Traits>
 struct InverseRole : DutyRole<Traits> {
   using Base = DutyRole<Traits>;
@@ -199,93 +195,89 @@ struct InverseRole : DutyRole<Traits> {
   using Base::record;
 
   // A 16x16 matrix of fp16 in mma fragments: as a left operand (rows lane / 4 and + 8 of the left, then of the right
-  // eight columns), which is a result's form as well; as a right operand (the left eight columns' upper and lower
-  // eight rows, then the right ones').
+  // eight columns), which is a result's form as well; as a right operand (the upper and lower eight rows of the left,
+  // then of the right eight columns, transposed).
   struct Left {
     uint32_t x[4];
   };
   struct Right {
     uint32_t x[4];
   };
-  static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
-
-  // One half of D += A B: eight columns.
-  static __device__ void multiply_add_half(uint32_t& low, uint32_t& high, const Left& a, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
-                 : "+r"(low), "+r"(high)
-                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+  struct Sum {
+    float x[8];
+  };
+  static __device__ void multiply_add(Sum& d, const Left& a, const Right& b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* x = d.x + 4 * half;
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
+    }
   }
-  // ... by eight rows of B: a0 and a1 are the columns of A that meet them.
-  static __device__ void multiply_add_eight(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1, uint32_t b) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
-                 : "+r"(low), "+r"(high)
-                 : "r"(a0), "r"(a1), "r"(b));
-  }
-  static __device__ void multiply_add(Left& d, const Left& a, const Right& b) {
-    multiply_add_half(d.x[0], d.x[1], a, b.x[0], b.x[1]);
-    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
-  }
-  static __device__ Left multiply(const Left& a, const Right& b) {
-    Left d{{0u, 0u, 0u, 0u}};
+  static __device__ Sum multiply(const Left& a, const Right& b) {
+    Sum d{{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
     multiply_add(d, a, b);
     return d;
   }
-  // ... with an upper triangular right operand.
-  static __device__ Left multiply_triangular(const Left& a, const Right& b) {
-    Left d{{0u, 0u, 0u, 0u}};
-    multiply_add_eight(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
-    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
-    return d;
+  static __device__ Left rounded(const Sum& d) {
+    Left a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.x[i] = pack2<__half>(d.x[2 * i], d.x[2 * i + 1]);
+    return a;
+  }
+  static __device__ Right as_right(const Left& a) {
+    Right b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.x[i] = transpose_8x8(a.x[i]);
+    return b;
   }
 
-  // (I + M)^-1 of the eight 8x8 blocks on the diagonal in the place of -M, by substitution in pairs of fp16: a lane
-  // owns one column of four blocks' 32, then of the other four's. Column k of -M is row k of the tile: 16 bytes of it.
+  // D of all four diagonal blocks in the place of -M.
   static __device__ void solve(uint32_t tile, int lane) {
-    const int column = lane & 7, block = lane >> 3;
-    const uint32_t base = tile + block * (1024 + 16);
-    uint32_t x[2][4];
+    if constexpr (!kSolveInPairs<Element>) {
+      solve_diagonal_blocks<false>(tile, 0, lane);
+      solve_diagonal_blocks<false>(tile, 2, lane);
+      __syncwarp();
+      return;
+    }
+    // As solve_diagonal_blocks<true>(), two chains side by side.
+    const int column = lane & 15, block = lane >> 4;
+    const uint32_t rows = tile + 16 * block * 128;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = rows + ((block ^ i) << 5);
+    uint32_t x[2][8];
     const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
+    for (int i = 0; i < 8; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
 #pragma unroll
-    for (int k = 0; k < 7; ++k) {
+    for (int k = 0; k < 15; ++k) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint4 m = load_shared_u4((base ^ ((k ^ (4 * r)) << 4)) + k * 128 + r * 4096);
-        const uint32_t values[4] = {m.x, m.y, m.z, m.w};
+        const uint32_t row = pairs[((k & 7) >> 1) ^ (2 * r)] + k * 128 + r * 4096;
+        uint4 m[2];
+        if (k < 7) m[0] = load_shared_u4(row + 16 * (k & 1));
+        m[1] = load_shared_u4(row + 16 * (~k & 1));
+        const uint32_t values[8] = {m[0].x, m[0].y, m[0].z, m[0].w, m[1].x, m[1].y, m[1].z, m[1].w};
         const uint32_t known = __byte_perm(x[r][k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
 #pragma unroll
-        for (int i = (k >> 1) + (k & 1); i < 4; ++i) {
+        for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
           x[r][i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[r][i]);
         }
       }
     }
-    __syncwarp();  // the solution takes the place of what the other lanes have been reading
-    const uint32_t place = (base ^ (column << 4)) + column * 128;
+    __syncwarp();  // D takes the place of what the other lanes have been reading
+    const uint32_t address = rows + column * 128 + (((2 * block) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_shared_u4((place ^ (r * 64)) + r * 4096, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
+      const uint32_t place = (address ^ (r * 64)) + r * 4096;
+      store_shared_u4(place, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
+      store_shared_u4(place ^ 16, make_uint4(x[r][4], x[r][5], x[r][6], x[r][7]));
     }
     __syncwarp();
-  }
-
-  // A E^T, the upper triangular E as a left operand.
-  static __device__ Left multiply_transpose(const Left& a, const Left& e) {
-    Left d{{0u, 0u, 0u, 0u}};
-    multiply_add_half(d.x[0], d.x[1], a, e.x[0], e.x[2]);
-    multiply_add_eight(d.x[2], d.x[3], a.x[2], a.x[3], e.x[3]);
-    return d;
-  }
-  // The product of two 8x8 matrices.
-  static __device__ uint32_t multiply_small(uint32_t a, uint32_t b) {
-    uint32_t d = 0u, unused = 0u;
-    multiply_add_eight(d, unused, a, 0u, b);
-    return d;
-  }
-
-  static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
-    const float2 values = unpack2<__half>(pair);
-    return pack2<Element>(values.x * x, values.y * y);
   }
 
   __device__ void invert(uint32_t m) const {
@@ -293,149 +285,135 @@ struct InverseRole : DutyRole<Traits> {
     solve(this->tile_a(m), this->lane());
 
     m = this->opaque(m);
-    const uint32_t tile = this->tile_a(m);
-    // Where the lane's eight elements of block (0, 0) lie when the four 8x8 matrices come by columns, and by rows; the
-    // column of another block is an exclusive or.
+    const uint32_t tile = this->tile_a(m), gate = this->stage_gate(m);
+    // Where the lane's eight elements of block (0, 0) of the tile lie when the four 8x8 matrices come by rows; the
+    // column of another block is an exclusive or. by_columns: of A_g, which is not transposed.
     int lane;
-    uint32_t by_columns, by_rows;
-    const uint32_t gate = this->stage_gate(m);
-    uint32_t column_factors;  // by columns of A_g: rows of what the fragments hold
+    uint32_t by_rows, by_columns;
     auto find_place = [&] {
       // Out of a shuffle: the assembler would keep, and spill, what it made of the number before.
       lane = __shfl_sync(0xffffffffu, this->lane(), this->lane());
-      by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
       by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
-      column_factors = gate + Traits::kGateColumnA + ((lane >> 3) * 20 + ((lane >> 2) & 1)) * 4;
+      by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
     };
     find_place();
-    auto left = [&](int j, int i) {
-      Left a;
-      load_matrix_x4((by_columns ^ (i << 5)) + j * 2048, a.x);
-      return a;
-    };
-    auto left_transposed = [&](int j, int i) {
+    // Block (i, j) of -M below the diagonal, of D on it.
+    auto left = [&](int i, int j) {
       Left a;
       load_matrix_x4_trans((by_rows ^ (i << 5)) + j * 2048, a.x[0], a.x[1], a.x[2], a.x[3]);
       return a;
     };
-    auto right = [&](int j, int i) {
+    auto right = [&](int i, int j) {
       Right b;
-      load_matrix_x4_trans((by_columns ^ (i << 5)) + j * 2048, b.x[0], b.x[1], b.x[2], b.x[3]);
+      load_matrix_x4((by_rows ^ (i << 5)) + j * 2048, b.x);
       return b;
     };
-    // E of the 16x16 blocks on the diagonal: what was solved are the two 8x8 blocks of each; right of the first comes
-    // E' U E'', as below.
-    Left e[4];
-    Right e_right[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      e[j] = left(j, j);
-      e_right[j] = right(j, j);
-      e[j].x[1] = 0u;
-      e[j].x[2] = multiply_small(e[j].x[0], e_right[j].x[2]);
+    // X = -D M, I + X + X^2 + X^3 without its diagonal.
+    Left x10, x20, x21, x30, x31, x32;
+    {
+      const Left d1 = left(1, 1);
+      x10 = rounded(multiply(d1, right(1, 0)));
     }
+    {
+      const Left d2 = left(2, 2);
+      x20 = rounded(multiply(d2, right(2, 0)));
+      x21 = rounded(multiply(d2, right(2, 1)));
+    }
+    {
+      const Right r10 = as_right(x10);
+      const Sum square20 = multiply(x21, r10);
+      const Left d3 = left(3, 3);
+      x32 = rounded(multiply(d3, right(3, 2)));
+      x31 = rounded(multiply(d3, right(3, 1)));
+      const Left y31 = rounded(multiply(x32, as_right(x21)));
+      Sum square30 = multiply(x31, r10);
+      multiply_add(square30, x32, as_right(x20));
+      const Sum cube = multiply(y31, r10);
+      x30 = rounded(multiply(d3, right(3, 0)));
+      const Left y20 = rounded(square20);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) e[j].x[2] = multiply_small(e[j].x[2], e_right[j].x[3]);
-    this->wait_gates(m);
-    const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
-    auto store_mild = [&](const Left& a, int j, int i) {
-      const float low = load_shared_f1(column_factors + 16 * j), high = load_shared_f1(column_factors + 16 * j + 8);
-      store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, scaled(a.x[0], low, low),
-                            i == j ? 0u : scaled(a.x[1], high, high), scaled(a.x[2], low, low),
-                            scaled(a.x[3], high, high));
-    };
-    if (mild) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) store_mild(e[j], j, j);
-    } else {
-      // For later, lest registers be kept for it.
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
-                        __uint_as_float(e[j].x[2]));
+      for (int i = 0; i < 4; ++i) {
+        x20.x[i] = add2(y20.x[i], x20.x[i]);
+        x31.x[i] = add2(y31.x[i], x31.x[i]);
+        x30.x[i] =
+            add2(pack2<__half>(square30.x[2 * i] + cube.x[2 * i], square30.x[2 * i + 1] + cube.x[2 * i + 1]), x30.x[i]);
       }
     }
+
+    // A = (I + ..) D, block by block, with the factors of store_mild() and store_gated() in aux_role.cuh.
+    this->wait_gates(m);
+    find_place();
+    auto store = [&](int i, int j, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+      store_matrix_x4((by_columns ^ (j << 5)) + i * 2048, a0, a1, a2, a3);
+    };
+    if (__any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f)) {
+      const uint32_t columns = gate + Traits::kGateColumnA + 80 * (lane & 3);
+      auto finish = [&](const Left& y, int i, int j) {
+        const Sum a = multiply(y, right(j, j));
+        const float4 f = load_shared_f4(columns + 16 * j);
+        store(i, j, pack2<Element>(a.x[0] * f.x, a.x[1] * f.y), pack2<Element>(a.x[2] * f.x, a.x[3] * f.y),
+              pack2<Element>(a.x[4] * f.z, a.x[5] * f.w), pack2<Element>(a.x[6] * f.z, a.x[7] * f.w));
+      };
+      finish(x10, 1, 0);
+      finish(x20, 2, 0);
+      finish(x30, 3, 0);
+      finish(x21, 2, 1);
+      finish(x31, 3, 1);
+      finish(x32, 3, 2);
 #pragma unroll
-    for (int j = 1; j < 4; ++j) {
-      e_right[j].x[2] = transpose_8x8(e[j].x[2]);
-    }
-    const Left y23 = multiply(e[2], right(2, 3));
-    const Left y01 = multiply(e[0], right(0, 1));
-    const Left t12_transposed = multiply_transpose(left_transposed(1, 2), e[1]);
-    const Left t13_transposed = multiply_transpose(left_transposed(1, 3), e[1]);
-    Left t02 = multiply(e[0], right(0, 2));
-    Left t03 = multiply(e[0], right(0, 3));
-    const Left t12 = multiply(e[1], right(1, 2));
-    const Left t13 = multiply(e[1], right(1, 3));
-    const Left a23_transposed =
-        multiply(Left{{e_right[3].x[0], e_right[3].x[2], 0u, e_right[3].x[3]}}, right_of_transpose(y23));
-    multiply_add(t02, y01, right_of_transpose(t12_transposed));
-    multiply_add(t03, y01, right_of_transpose(t13_transposed));
-    const Left a01 = multiply_triangular(y01, e_right[1]);
-    const Left a23 = multiply_triangular(y23, e_right[3]);
-    Left a13 = multiply_triangular(t13, e_right[3]);
-    const Left a12 = multiply_triangular(t12, e_right[2]);
-    const Right a23_right = right_of_transpose(a23_transposed);
-    Left a03 = multiply_triangular(t03, e_right[3]);
-    const Left a02 = multiply_triangular(t02, e_right[2]);
-    multiply_add(a13, t12, a23_right);
-    multiply_add(a03, t02, a23_right);
-    // The two blocks right of the diagonal that the state groups read.
-    store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
-    store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
-    if (mild) {
-      store_mild(a01, 0, 1);
-      store_mild(a23, 2, 3);
-      store_mild(a12, 1, 2);
-      store_mild(a02, 0, 2);
-      store_mild(a13, 1, 3);
-      store_mild(a03, 0, 3);
+      for (int i = 0; i < 4; ++i) {
+        const Left d = left(i, i);
+        const float4 f = load_shared_f4(columns + 16 * i);
+        const float2 d0 = unpack2<__half>(d.x[0]), d1 = unpack2<__half>(d.x[1]), d3 = unpack2<__half>(d.x[3]);
+        __syncwarp();  // A_g takes the place of what other lanes have been reading
+        store(i, i, pack2<Element>(d0.x * f.x, d0.y * f.y), pack2<Element>(d1.x * f.x, d1.y * f.y), 0u,
+              pack2<Element>(d3.x * f.z, d3.y * f.w));
+      }
     } else {
-      find_place();
       const int q = lane & 3, g = lane >> 2;
-      auto store_diagonal = [&](int j) {
-        const Left a = left(j, j);
-        const uint32_t rows = gate + 64 * j + 8 * q, columns = gate + 64 * j + 4 * g;
-        const uint32_t beta = this->stage_raw(m) + Traits::kRawBeta + 64 * j + 4 * g;
-        const float2 sum0 = load_shared_f2(rows + Traits::kGateSum),
-                     sum1 = load_shared_f2(rows + Traits::kGateSum + 32);
-        const float low = load_shared_f1(columns + Traits::kGateSum),
-                    high = load_shared_f1(columns + Traits::kGateSum + 32);
-        const float beta_low = load_shared_f1(beta);
-        const float beta_high = load_shared_f1(beta + 32);
-        // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
-        const uint32_t mask = (2 * q >= g ? 0xffffu : 0u) | (2 * q + 1 >= g ? 0xffff0000u : 0u);
-        store_matrix_x4_trans(
-            (by_rows ^ (j << 5)) + j * 2048,
-            mask & scaled(a.x[0], exp2_approx(sum0.x - low) * beta_low, exp2_approx(sum0.y - low) * beta_low), 0u,
-            scaled(a.x[2], exp2_approx(sum1.x - low) * beta_low, exp2_approx(sum1.y - low) * beta_low),
-            mask & scaled(a.x[3], exp2_approx(sum1.x - high) * beta_high, exp2_approx(sum1.y - high) * beta_high));
-      };
-      auto store = [&](const Left& a, int j, int i) {
+      auto finish = [&](const Left& y, int i, int j) {
+        const Sum a = multiply(y, right(j, j));
         const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * i + 4 * j);
-        const float low = load_shared_f1(column_factors + 16 * j) * pair;
-        const float high = load_shared_f1(column_factors + 16 * j + 8) * pair;
-        const float2 row0 = load_shared_f2(gate + Traits::kGateRow + 64 * i + 8 * q);
-        const float2 row1 = load_shared_f2(gate + Traits::kGateRow + 64 * i + 8 * q + 32);
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, scaled(a.x[0], row0.x * low, row0.y * low),
-                              scaled(a.x[1], row0.x * high, row0.y * high), scaled(a.x[2], row1.x * low, row1.y * low),
-                              scaled(a.x[3], row1.x * high, row1.y * high));
+        const float f0 = load_shared_f1(gate + Traits::kGateRow + 64 * i + 4 * g) * pair;
+        const float f1 = load_shared_f1(gate + Traits::kGateRow + 64 * i + 4 * g + 32) * pair;
+        const float4 f = load_shared_f4(gate + Traits::kGateColumnA + 80 * q + 16 * j);
+        store(i, j, pack2<Element>(a.x[0] * (f0 * f.x), a.x[1] * (f0 * f.y)),
+              pack2<Element>(a.x[2] * (f1 * f.x), a.x[3] * (f1 * f.y)),
+              pack2<Element>(a.x[4] * (f0 * f.z), a.x[5] * (f0 * f.w)),
+              pack2<Element>(a.x[6] * (f1 * f.z), a.x[7] * (f1 * f.w)));
       };
-      __syncwarp();
-      store_diagonal(0);
-      store_diagonal(1);
-      store_diagonal(2);
-      store_diagonal(3);
-      store(a01, 0, 1);
-      store(a02, 0, 2);
-      store(a03, 0, 3);
-      store(a12, 1, 2);
-      store(a13, 1, 3);
-      store(a23, 2, 3);
+      finish(x10, 1, 0);
+      finish(x20, 2, 0);
+      finish(x30, 3, 0);
+      finish(x21, 2, 1);
+      finish(x31, 3, 1);
+      finish(x32, 3, 2);
+      // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
+      const uint32_t mask = (g >= 2 * q ? 0xffffu : 0u) | (g > 2 * q ? 0xffff0000u : 0u);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Left d = left(i, i);
+        uint32_t diagonal[3];
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          const float2 y = unpack2<__half>(d.x[k == 2 ? 3 : k]);
+          const float sum = load_shared_f1(gate + Traits::kGateSum + 64 * i + 4 * g + (k > 0 ? 32 : 0));
+          const uint32_t place = 64 * i + 8 * q + (k > 1 ? 32 : 0);
+          const float2 column = load_shared_f2(gate + Traits::kGateSum + place);
+          const float2 beta = load_shared_f2(this->stage_raw(m) + Traits::kRawBeta + place);
+          diagonal[k] = pack2<Element>(y.x * (exp2_approx(sum - column.x) * beta.x),
+                                       y.y * (exp2_approx(sum - column.y) * beta.y));
+        }
+        __syncwarp();
+        store(i, i, diagonal[0] & mask, diagonal[1], 0u, diagonal[2] & mask);
+      }
     }
+    // The two blocks right of the diagonal that the state groups read.
+    store(0, 1, 0u, 0u, 0u, 0u);
+    store(2, 3, 0u, 0u, 0u, 0u);
     fence_proxy_async();
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), lane);
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());
   }
 
   __device__ void run(uint32_t first) const {
