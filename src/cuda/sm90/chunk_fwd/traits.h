@@ -1,7 +1,10 @@
 // Compile-time shape of the fused Hopper forward: tile sizes, shared-memory map, barriers, register budgets.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_qla::cuda::sm90 {
 
@@ -21,8 +24,10 @@ struct ChunkForwardTraits {
   static constexpr int kBlocks = 1;  // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
-  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk.
-  static constexpr bool kDuties = !kSave_ && !kStateOnly_ && kStateGroups_ == 2;
+  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
+  // slowly, nor in fp16, whose substitution in fp32 is too much for one.
+  static constexpr bool kDuties =
+      !kSave_ && !kStateOnly_ && kStateGroups_ == 2 && std::is_same_v<Element_, __nv_bfloat16>;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
