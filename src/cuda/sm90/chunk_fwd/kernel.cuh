@@ -46,7 +46,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
     }
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
-    mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -74,12 +73,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
     role.run();
-    if constexpr (Traits::kStateOnly) {
-      combine_boundaries<Traits>(p, threadIdx.x == 0,
-                                 [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
-                                   if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
-                                 });
-    } else if (threadIdx.x == 0) {
+    if (!Traits::kStateOnly && threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
       asm volatile("griddepcontrol.wait;" ::: "memory");
     }
@@ -88,11 +82,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
     if constexpr (Traits::kStateOnly) {
-      const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;
-      combine_boundaries<Traits>(p, false,
-                                 [&](CombineMemory& memory, const TransitionChain& chain, int slice, uint32_t stages) {
-                                   multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
-                                 });
+      combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
     }
   }
 }

@@ -14,7 +14,8 @@ struct SplitWorkspace {
   uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
-  float4 *boundary_states, *transitions;  // [slots, 128 * 128 / 4], boundary_place() order
+  float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
+  uint4* transitions;       // likewise, transition_place() order
 };
 
 struct SplitKernelParams {

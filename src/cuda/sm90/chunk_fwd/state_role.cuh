@@ -45,6 +45,14 @@ __device__ __forceinline__ void move_state(void* matrix, ElementType type, bool 
   }
 }
 
+// Two floats as packed pairs of bf16: their values, and what those leave over. x y is then known to 2^-16; the
+// transitions, products of 16-bit operands, are to 2^-9.
+__device__ __forceinline__ uint2 pack_two_parts(float x, float y) {
+  const uint32_t high = pack2<__nv_bfloat16>(x, y);
+  const float2 back = unpack2<__nv_bfloat16>(high);
+  return make_uint2(high, pack2<__nv_bfloat16>(x - back.x, y - back.y));
+}
+
 template <typename Traits>
 struct StateRole {
   using Element = typename Traits::Element;
@@ -112,13 +120,29 @@ struct StateRole {
 
   // The last state of a split's piece, or its transition.
   __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
-    const bool transition = (c.flags & kToTransition) != 0;
-    float4* to = (transition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
+    if (c.flags & kToTransition) {
+      // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
+      uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
+#pragma unroll
+      for (int rows = 0; rows < kTransitionSteps; ++rows) {
+        uint2 parts[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
+          parts[i] = pack_two_parts(x[0], x[1]);
+          parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
+        }
+        const int columns = 4 * (group + c.half) + at.warp;
+        to[transition_place(rows, columns, 0, at.lane)] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
+        to[transition_place(rows, columns, 1, at.lane)] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+      }
+      return;
+    }
+    float4* to = p.boundary_states + c.slot_out * kBoundaryVectors;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      const int place = transition ? transition_place(group + c.half, at.warp, j, at.lane)
-                                   : boundary_place(group + c.half, at.warp, j, at.lane);
-      to[place] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+      to[boundary_place(group + c.half, at.warp, j, at.lane)] =
+          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
     }
   }
 

@@ -89,8 +89,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesGate;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;      // kStateOnly: all warps
-  static constexpr uint32_t kMaps = kMeet + 8;                        // address of the tensor maps
+  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;      // address of the tensor maps
   static constexpr uint32_t kFullLast = kMaps + 8;                    // the last O, which no phase of kFullO may count
   static constexpr uint32_t kSmemBytes = kFullLast + 8;
   static_assert(kSmemBytes <= 227 * 1024);
