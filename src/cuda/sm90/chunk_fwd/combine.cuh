@@ -85,21 +85,22 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   for (int i = 0; i < 2; ++i) next[i] = __ldcg(local + kState + kEightRows * i);
 #pragma unroll 1
   for (int step = 1; step <= chain.transitions; ++step) {
-    local += kState;
-    transition += kBoundaryVectors;
     const bool more = step < chain.transitions;
+    local += kState;
+    transition += more ? kBoundaryVectors : 0;  // the last one twice
     // Sums of their own for each kind of product and every second k: one would be a chain of 24.
     float sums[2][3][4] = {};
+    uint4 ahead = memory.state[(step - 1) & 1][0][lane];
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
-      const uint4 b = memory.state[(step - 1) & 1][k][lane];
+      const uint4 b = ahead;
+      if (k + 1 < kTransitionSteps) ahead = memory.state[(step - 1) & 1][k + 1][lane];
       mma_bf16(sums[k & 1][0], m[k][0], b.x, b.y);
       mma_bf16(sums[k & 1][1], m[k][0], b.z, b.w);
       mma_bf16(sums[k & 1][2], m[k][1], b.x, b.y);
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        if (more) m[k][part] = __ldcg(transition + transition_place(0, k, part, 0));
-      }
+      for (int part = 0; part < 2; ++part) m[k][part] = __ldcg(transition + transition_place(0, k, part, 0));
+      __syncwarp();  // lest all loads be put behind all products
     }
     to_share(next, state, odd);
 #pragma unroll

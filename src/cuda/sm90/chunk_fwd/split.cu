@@ -15,9 +15,10 @@ namespace {
 constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
-// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier.
+// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier, and leaves each lane
+// with the one of its number in `own` (which is else left alone).
 template <int kThreads>
-__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
+__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args, PlannedSequence* own) {
   if (args.cu_seqlens == nullptr) {
     const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
     return {static_cast<int64_t>(chunks) * args.num_sequences, chunks > 0 ? args.num_sequences : 0, chunks};
@@ -26,7 +27,9 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
   int32_t chunks = 0, sequences = 0, longest = 0;
   for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
        i += kThreads) {
-    const int32_t count = chunks_in(sequence_at(args, i).length);
+    const PlannedSequence s = sequence_at(args, i);
+    const int32_t count = chunks_in(s.length);
+    if (one_warp) *own = s;
     chunks += count;
     sequences += count > 0;
     longest = max(longest, count);
@@ -48,6 +51,7 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
 }
 
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
+  if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);
 }
 
@@ -85,10 +89,18 @@ __device__ float warp_sum(float x) {
 }
 
 // The sequence that holds a token, by a whole warp, which looks at 32 offsets at a time; its length is 0 where none
-// does, as it may be where offsets are out of order.
-__device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t token, int lane) {
+// does, as it may be where offsets are out of order. own: see summarise_lengths().
+__device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t token, const PlannedSequence& own,
+                                         int lane) {
   PlannedSequence none{0, 0, 0, 0};
   if (token < 0) return none;
+  if (args.cu_seqlens != nullptr && args.num_sequences <= 32) {
+    const bool holds = own.start <= token && token < static_cast<int64_t>(own.start) + own.length;
+    const uint32_t found = __ballot_sync(0xffffffffu, holds);
+    if (found == 0) return none;
+    const int holder = __ffs(static_cast<int>(found)) - 1;
+    return {__shfl_sync(0xffffffffu, own.start, holder), __shfl_sync(0xffffffffu, own.length, holder), holder, 0};
+  }
   if (args.cu_seqlens == nullptr) {
     if (args.dense_length <= 0 || token / args.dense_length >= args.num_sequences) return none;
     return sequence_at(args, static_cast<int32_t>(token / args.dense_length));
@@ -143,7 +155,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
     return;
   }
-  const SplitGrid grid = choose_grid(p, summarise_lengths<kPlanThreads>(args));
+  PlannedSequence own{0, 0, 0, 0};
+  const SplitGrid grid = choose_grid(p, summarise_lengths<kPlanThreads>(args, &own));
   if (grid.spacing == 0) return;
 
   __shared__ float key_squares[kRoundChunks * kChunk];
@@ -159,7 +172,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int32_t first_head = key_head * p.group + (rest - key_head * p.parts) * kRoundHeads;
     const int32_t heads = min(kRoundHeads, (key_head + 1) * p.group - first_head);
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
+    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, own, lane);
     const CutSequence cuts(s, grid);
     const int32_t boundary = cuts.find(number, grid);
     if (boundary == 0) continue;
@@ -293,24 +306,43 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
 // Warps that hold the state's rows of half of V.
 constexpr uint32_t kWarpsOfHalf = 4;
 
+// Tiles that are kept from counting to placing; of a larger plan they are worked out again. A call that is not forced
+// has at most kItemsPerSm boundaries to an SM, and seldom more than two tiles for each.
+constexpr int32_t kKeptTiles = 1024;
+struct KeptTiles {
+  Tile tile[kKeptTiles];
+  uint16_t rank[kKeptTiles];  // in its bucket
+};
+
 // Counts the tiles of each bucket, then places them.
 struct TileSink {
   bool place, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
-  int32_t* chains_used;
+  int32_t *chains_used, *tiles_used;
+  KeptTiles* kept;
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
-    if (!place) return;
+    if (place) {
+      put(t, n);
+      return;
+    }
+    const int32_t i = atomicAdd(tiles_used, 1);
+    if (i < kKeptTiles) {
+      kept->tile[i] = t;
+      kept->rank[i] = static_cast<uint16_t>(n);
+    }
     if (in_place && (t.flags & kTileFromStart)) {
       uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
       for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
     }
+  }
+  __device__ void put(const Tile& t, int32_t n) const {
     (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
   }
   __device__ void chain(const TransitionChain& c) const {
-    if (place) workspace.chains[atomicAdd(chains_used, 1)] = c;
+    if (!place) workspace.chains[atomicAdd(chains_used, 1)] = c;
   }
 };
 
@@ -347,7 +379,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  const LengthSummary lengths = summarise_lengths<kListThreads>(args);
+  PlannedSequence own{0, 0, 0, 0};
+  const LengthSummary lengths = summarise_lengths<kListThreads>(args, &own);
   const SplitGrid grid = choose_grid(p, lengths);
   const int32_t most_pieces = pieces_of(lengths.longest, grid);
   // Lanes that a sequence and head get.
@@ -355,15 +388,20 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, chunks_before;
+  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
   __shared__ int32_t warp_chunks[kListWarps];
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
-  __shared__ HeadSummary summaries[kMostSummaries];
+  // The summaries have been used when the first tile is kept.
+  __shared__ union Kept {
+    HeadSummary summaries[kMostSummaries];
+    KeptTiles tiles;
+    __device__ Kept() {}
+  } kept;
   for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
-  if (thread == 0) chains_used = chunks_before = 0;
+  if (thread == 0) chains_used = tiles_used = chunks_before = 0;
   __syncthreads();
 
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
@@ -436,7 +474,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
-      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+      if (lane == first_lane && pair < summarised) kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
     }
     __syncthreads();
     // A warp for each part of a choice, then a thread for each choice.
@@ -445,7 +483,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       SplitEstimate estimate;
       estimate.costs = p.costs;
       for (int32_t pair = lane; pair < summarised; pair += 32) {
-        const HeadSummary head = summaries[pair];
+        const HeadSummary head = kept.summaries[pair];
         if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
       }
       estimate = sum_over_warp(estimate);
@@ -455,7 +493,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (thread < kMergeChoices) {
       const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
                                                      thread, p.uncut_in_halves != 0);
-      choice_steps[thread] = estimate.steps(p.sms);
+      choice_steps[thread] = estimate.steps(p.by_sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.
@@ -476,9 +514,16 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     cut = best != kMergeChoices - 1;
   }
 
-  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1 && tiles_used <= kKeptTiles) {
+      for (int i = thread; i < tiles_used; i += kListThreads) {
+        const Tile t = kept.tiles.tile[i];
+        sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
+      }
+      break;
+    }
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
       emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
@@ -555,6 +600,11 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
 
 cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
+  params.by_sms = Divisor(params.sms);
+  const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
+  params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
+  params.expected_grid = choose_grid(args.split, args.force_split != 0, params.expected_lengths, args.num_value_heads,
+                                     params.sms, params.costs);
   params.group = args.num_value_heads / args.num_key_heads;
   params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
   params.by_parts = Divisor(params.parts);

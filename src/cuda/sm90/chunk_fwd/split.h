@@ -28,6 +28,10 @@ struct SplitKernelParams {
   int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
   Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
+  Divisor by_sms;
+  // Lengths that the call may well have, and the grid that follows: both are what the device would work out.
+  LengthSummary expected_lengths;
+  SplitGrid expected_grid;
   int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
 };

@@ -88,10 +88,27 @@ struct LengthSummary {
   int64_t chunks = 0;
   int32_t sequences = 0;  // that are not empty
   int32_t longest = 0;    // chunks
+  bool operator==(const LengthSummary&) const = default;
 };
 
 FLASH_QLA_HOST_DEVICE constexpr int32_t chunks_in(int32_t tokens) { return (tokens + kSplitChunk - 1) / kSplitChunk; }
 FLASH_QLA_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of `sequences` equal ones of `tokens` tokens each, or all together.
+FLASH_QLA_HOST_DEVICE constexpr LengthSummary equal_lengths(int64_t tokens, int32_t sequences, bool tokens_of_each) {
+  const int64_t all = divide_up(tokens, kSplitChunk), each = tokens_of_each ? all : divide_up(all, sequences);
+  return {each * sequences, sequences, static_cast<int32_t>(each)};
+}
+
+// A quotient of the estimates below: on the device without the last bits, and without the many instructions that they
+// take there.
+FLASH_QLA_HOST_DEVICE inline float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(a, b);
+#else
+  return a / b;
+#endif
+}
 
 // Whether tiles of half of V each pay where nothing is cut: while they are one wave.
 FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
@@ -398,10 +415,10 @@ struct SplitEstimate {
   // that has no other: where both kinds alternate that is a cautious guess.
   FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step) {
     const int32_t tiles = joined_pieces(head.pieces, step);
-    const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
+    const float segment = quotient(static_cast<float>(head.chunks), static_cast<float>(tiles));
     const int32_t light = head.pieces - 1 - head.heavy;
     const bool warms_up = head.heavy == 0 && tiles > 1;
-    const float warmup = warms_up ? static_cast<float>(head.warmups) / static_cast<float>(light) : 0.0f;
+    const float warmup = warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(light)) : 0.0f;
     const float output = segment + warmup + costs.tile_edge;
     const int32_t dependent = head.heavy > 0 ? tiles - 1 : 0;
     free_tiles += tiles - dependent;
@@ -451,26 +468,29 @@ struct SplitEstimate {
   }
 
   // When the boundary states are there.
-  FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
+  FLASH_QLA_HOST_DEVICE float ready(const Divisor& sms) const {
     if (state_tiles == 0) return 0.0f;
     return whole_waves(state_tiles, state_work, longest_state, sms) + costs.phase +
            costs.combine_step * static_cast<float>(longest_chain);
   }
 
   // Steps until the last tile ends.
-  FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
+  FLASH_QLA_HOST_DEVICE float steps(const Divisor& sms) const {
     if (free_tiles == 0) return 0.0f;
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const float cards = static_cast<float>(sms), start = ready(sms);
+    const float cards = static_cast<float>(sms.by), start = ready(sms);
     // What is left when the boundary states are there; dependent tiles go first then, and half a free one is lost at
     // the end.
     const float room = cards * start - state_work;
     const float left = free_work > room ? free_work - room : 0.0f;
-    const float free = free_work / static_cast<float>(free_tiles);
+    const float free = quotient(free_work, static_cast<float>(free_tiles));
     float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
-                               (left + dependent_work) / cards + (left > 0.0f ? free / 2 : 0.0f));
+                               quotient(left + dependent_work, cards) + (left > 0.0f ? free / 2 : 0.0f));
     // A free tile that finds no SM at first starts when a state tile ends.
-    const float late = state_tiles >= sms ? state_work / cards : state_tiles + free_tiles > sms ? longest_state : 0.0f;
+    const int32_t blocks = static_cast<int32_t>(sms.by);
+    const float late = state_tiles >= blocks                ? quotient(state_work, cards)
+                       : state_tiles + free_tiles > blocks ? longest_state
+                                                           : 0.0f;
     end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
     return larger(end, longest_free);
   }
@@ -479,10 +499,11 @@ struct SplitEstimate {
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
   // Tiles of one list by themselves: whole waves where they are nearly equal; otherwise a third of one is lost at the
   // end.
-  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, int32_t sms) {
-    const float average = work / static_cast<float>(tiles);
-    const float waves = static_cast<float>((tiles + sms - 1) / sms) * longest;
-    const float spread = larger(longest, work / static_cast<float>(sms) + average / 3);
+  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
+    const int32_t blocks = static_cast<int32_t>(sms.by);
+    const float average = quotient(work, static_cast<float>(tiles));
+    const float waves = static_cast<float>(sms.divide(tiles + blocks - 1)) * longest;
+    const float spread = larger(longest, quotient(work, static_cast<float>(blocks)) + average * (1.0f / 3));
     return longest <= 1.25f * average || waves < spread ? waves : spread;
   }
 };
@@ -530,9 +551,11 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
       without_decay[i].repeat(lengths.sequences * heavy);
     }
   }
+  const Divisor by_sms(sms);
   float best = 0.0f;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    const float steps = estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves).steps(sms);
+    const float steps =
+        estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves).steps(by_sms);
     best = i == 0 || steps < best ? steps : best;
   }
   return best;
