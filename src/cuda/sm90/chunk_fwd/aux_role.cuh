@@ -267,8 +267,8 @@ __device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, 
 
 // The descriptor of a tile whose address all lanes of the warp have, in a form that the compiler knows to be uniform:
 // what is computed from it needs no vector registers, and no moves to uniform ones before each wgmma.
-__device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile) {
-  const uint64_t descriptor = wgmma_descriptor(tile);
+__device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile, uint32_t leading_bytes = 16) {
+  const uint64_t descriptor = wgmma_descriptor(tile, leading_bytes);
   const uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(descriptor));
   return (descriptor & 0xffffffff00000000u) | low;
 }

@@ -10,18 +10,23 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each. M comes straight into
-// registers, a whole transition ahead. With sixteen columns a transition takes 1.4 us, with 32 2.2: the products are
-// most of it.
+// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each, and bring their rows of M
+// themselves, up to three transitions ahead. (Straight into registers, one ahead, a transition took 1.15 to 1.4 us; with
+// sixteen or 32 columns to a block the products alone take 1.1 or 1.8.)
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
-// The named barrier of these warps; 1 and 2 are the auxiliary groups'.
-inline constexpr uint32_t kCombineBarrier = 3;
+// The named barrier of these warps; those before it are the auxiliary groups'.
+inline constexpr uint32_t kCombineBarrier = 4;
+
+inline constexpr int kCombineStages = 3;  // what there is room for
+inline constexpr uint32_t kCombineBytes = kTransitionSteps * 2 * 32 * 16;  // a warp's rows of a transition
 
 struct CombineMemory {
+  uint4 transition[kCombineWarps][kCombineStages][kTransitionSteps][2][32];
   // The states before and after a transition, as the products' right operands, by 16 rows.
   uint4 state[2][kCombineWarps][32];
+  uint64_t full[kCombineWarps][kCombineStages];
   int32_t unit;
 };
 
@@ -54,8 +59,10 @@ __device__ __forceinline__ float2 from_share(const float (&columns)[2], bool odd
 }
 
 // Columns 8 slice .. 8 slice + 7 of all states of a chain. Products of the parts: high high + high low + low high.
+// stages: that this warp has used before.
 __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelParams& p, CombineMemory& memory,
-                                                     const TransitionChain& chain, int slice, int warp, int lane) {
+                                                     const TransitionChain& chain, int slice, uint32_t stages, int warp,
+                                                     int lane) {
   const int g = lane >> 2, t = lane & 3;
   const bool odd = (g & 1) != 0;
   // Rows 16 warp .. of these columns, in a boundary state's order; eight rows further on 32 places, here of half a
@@ -63,20 +70,26 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   constexpr int kState = 2 * kBoundaryVectors, kEightRows = 2 * 32;
   float2* local = reinterpret_cast<float2*>(p.boundary_states) + static_cast<int64_t>(chain.first_slot) * kState +
                   2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
-  const uint4* transition = p.transitions + (static_cast<int64_t>(chain.first_slot) + 1) * kBoundaryVectors +
-                            transition_place(warp, 0, 0, lane);
-  uint4 m[kTransitionSteps][2];
-#pragma unroll
-  for (int k = 0; k < kTransitionSteps; ++k) {
-#pragma unroll
-    for (int part = 0; part < 2; ++part) m[k][part] = __ldcg(transition + transition_place(0, k, part, 0));
-  }
+  const uint4* transition = p.transitions + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors +
+                            transition_place(warp, 0, 0, 0);
+  // The rows of a transition into the next stage, by one lane.
+  const auto bring = [&](int step, uint32_t number) {
+    const uint32_t stage = number % kCombineStages, full = smem_address(&memory.full[warp][stage]);
+    mbarrier_arrive_expect(full, kCombineBytes);
+    bulk_load(smem_address(memory.transition[warp][stage]), transition + step * kBoundaryVectors, kCombineBytes, full);
+  };
   const auto share = [&](int buffer, const CombineShare& x) {
     const uint2 upper = pack_two_parts(x[0][0], x[0][1]), lower = pack_two_parts(x[1][0], x[1][1]);
     memory.state[buffer][warp][lane] = make_uint4(transpose_8x8(upper.x), transpose_8x8(lower.x),
                                                   transpose_8x8(upper.y), transpose_8x8(lower.y));
     named_barrier_sync(kCombineBarrier, 32 * kCombineWarps);
   };
+  if (lane == 0) {
+    // They were written by ordinary stores, seen through the counter that another thread has read.
+    fence_proxy_async_all();
+    for (int i = 1; i <= min(kCombineStages, chain.transitions); ++i) bring(i, stages + i - 1);
+  }
+  __syncwarp();
   float2 next[2] = {__ldcg(local), __ldcg(local + kEightRows)};
   CombineShare state;
   to_share(next, state, odd);
@@ -84,24 +97,24 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
 #pragma unroll
   for (int i = 0; i < 2; ++i) next[i] = __ldcg(local + kState + kEightRows * i);
 #pragma unroll 1
-  for (int step = 1; step <= chain.transitions; ++step) {
+  for (int step = 1; step <= chain.transitions; ++step, ++stages) {
     const bool more = step < chain.transitions;
     local += kState;
-    transition += more ? kBoundaryVectors : 0;  // the last one twice
+    const uint32_t stage = stages % kCombineStages;
+    const auto& m = memory.transition[warp][stage];
     // Sums of their own for each kind of product and every second k: one would be a chain of 24.
     float sums[2][3][4] = {};
-    uint4 ahead = memory.state[(step - 1) & 1][0][lane];
+    mbarrier_wait(smem_address(&memory.full[warp][stage]), stages / kCombineStages & 1);
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
-      const uint4 b = ahead;
-      if (k + 1 < kTransitionSteps) ahead = memory.state[(step - 1) & 1][k + 1][lane];
-      mma_bf16(sums[k & 1][0], m[k][0], b.x, b.y);
-      mma_bf16(sums[k & 1][1], m[k][0], b.z, b.w);
-      mma_bf16(sums[k & 1][2], m[k][1], b.x, b.y);
-#pragma unroll
-      for (int part = 0; part < 2; ++part) m[k][part] = __ldcg(transition + transition_place(0, k, part, 0));
-      __syncwarp();  // lest all loads be put behind all products
+      const uint4 b = memory.state[(step - 1) & 1][k][lane];
+      const uint4 high = m[k][0][lane], low = m[k][1][lane];
+      mma_bf16(sums[k & 1][0], high, b.x, b.y);
+      mma_bf16(sums[k & 1][1], high, b.z, b.w);
+      mma_bf16(sums[k & 1][2], low, b.x, b.y);
     }
+    __syncwarp();
+    if (lane == 0 && step + kCombineStages <= chain.transitions) bring(step + kCombineStages, stages + kCombineStages);
     to_share(next, state, odd);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -136,6 +149,10 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const bool first = warp == 0 && lane == 0;
   const auto meet = [] { named_barrier_sync(kCombineBarrier, 32 * kCombineWarps); };
   meet();  // the tiles' shared memory is free
+  if (lane == 0) {
+    for (int i = 0; i < kCombineStages; ++i) mbarrier_init(smem_address(&memory.full[warp][i]), 1);
+    mbarrier_init_fence();
+  }
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -147,13 +164,16 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   }
   meet();
   if (memory.unit < 0) return;
+  uint32_t stages = 0;
   for (;;) {
     meet();  // the unit has been read
     if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
     meet();
     const int unit = memory.unit;
     if (unit >= units) return;
-    multiply_transitions(p, memory, p.chains[unit / kCombineSlices], unit % kCombineSlices, warp, lane);
+    const TransitionChain chain = p.chains[unit / kCombineSlices];
+    multiply_transitions(p, memory, chain, unit % kCombineSlices, stages, warp, lane);
+    stages += static_cast<uint32_t>(chain.transitions);
     meet();
     if (first) atomicSub(&p.counters->progress.pieces_left, 1u);
   }

@@ -73,14 +73,17 @@ struct StateRole {
                  : "memory");
     return chunk;
   }
-  __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
+  __device__ int first_row(const ChunkRecord& c) const { return first_row(c, at); }
+  __device__ int first_row(const ChunkRecord& c, const LanePlace& at) const {
+    return 64 * (group + c.half) + at.row;
+  }
 
-  __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
+  __device__ void load_initial(float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
     if constexpr (Traits::kStateOnly) {
       if (c.flags & kFromIdentity) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-          s[i] = first_row(c) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
+          s[i] = first_row(c, at) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
         }
         return;
       }
@@ -98,7 +101,7 @@ struct StateRole {
     }
     if (c.slot_in >= 0) {
       const StateSet& set = p.args.initial;
-      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
+      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c, at), at.q);
     } else {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
@@ -108,7 +111,7 @@ struct StateRole {
   // At the end of a tile of a split whose final states overwrite initial ones. A tile that has read one says so; the
   // one that is about to overwrite it waits for them all. They have earlier tickets or run in the kernel before this
   // one, so that they need nothing of this block.
-  __device__ void settle_readers(const ChunkRecord& c) const {
+  __device__ void settle_readers(const ChunkRecord& c, const LanePlace& at) const {
     __syncwarp();
     if (at.lane == 0) {
       const uint32_t* readers = p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
@@ -119,7 +122,7 @@ struct StateRole {
   }
 
   // The last state of a split's piece, or its transition.
-  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
+  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
     if (c.flags & kToTransition) {
       // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
       uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
@@ -253,7 +256,7 @@ struct StateRole {
 #pragma unroll 1
     for (; chunk_now.x >= 0; ++m) {
       const ChunkRecord& chunk = record(m);
-      if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
+      if (chunk_now.y & kFirstChunk) load_initial(s, chunk, at);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
       const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
@@ -413,10 +416,10 @@ struct StateRole {
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
       chunk_now = chunk_next;
-      if (last_of_tile && p.readers != nullptr) settle_readers(chunk);
+      if (last_of_tile && p.readers != nullptr) settle_readers(chunk, at);
       if (last_of_tile && chunk.slot_out >= 0) {
         if constexpr (Traits::kStateOnly) {
-          save_boundary(s, chunk);
+          save_boundary(s, chunk, at);
           ++tiles;
         } else {
           const StateSet& set = p.args.final_state;
