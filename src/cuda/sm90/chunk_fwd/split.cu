@@ -178,30 +178,29 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (boundary == 0) continue;
     const int32_t at = cuts.at(boundary);
 
-    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read
-    // soon by the tiles.
-    const int32_t row = (at - kRoundChunks) * kChunk + thread;
-    if (thread < kRoundChunks * kChunk && row >= 0) {
-      l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
-                      key_head * args.k_head_stride,
-                  kHeadDim * sizeof(Element));
-    }
-
     // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
     float sum = 0.0f;
     int32_t warmup = lane % kRoundHeads < heads ? -1 : 0;
 #pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
-      // Gates first: keys are read only where the gates alone would do. A warp adds up a chunk of a head.
+      const int32_t last_chunk = at - 1 - round * kRoundChunks;
+      // Keys and gates are asked for at once: of heads that decay too slowly the keys are not needed, but what is read
+      // here is read soon by the tiles.
+      const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
+      if (thread < kRoundChunks * kChunk && row >= 0) {
+        l2_prefetch(static_cast<const Element*>(args.k) +
+                        (static_cast<int64_t>(s.start) + row) * args.k_token_stride + key_head * args.k_head_stride,
+                    kHeadDim * sizeof(Element));
+      }
+      // A warp adds up a chunk of a head.
       const int j = warp / kRoundHeads, h = warp % kRoundHeads;
-      const int32_t chunk = at - 1 - round * kRoundChunks - j;
-      const bool used = h < heads && chunk >= 0;
+      const bool used = h < heads && last_chunk >= j;
       float beta[2] = {1.0f, 1.0f};
       float gate = 0.0f;
       if (used) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int64_t row = s.start + static_cast<int64_t>(chunk) * kChunk + lane + 32 * i;
+          const int64_t row = s.start + static_cast<int64_t>(last_chunk - j) * kChunk + lane + 32 * i;
           if (args.g != nullptr) {
             const float g = args.g[row * args.g_token_stride + (first_head + h) * args.g_head_stride];
             gate += g < kGateFloor ? kGateFloor : g;
@@ -211,29 +210,14 @@ __global__ void __launch_bounds__(kPlanThreads)
           }
         }
       }
-      gate = warp_sum(gate);
-      if (lane == 0) decay[j][h] = gate;
-      __syncthreads();
-      // Chunks whose keys count: up to where the gates alone reach the threshold; all, where they may yet reach it at
-      // this rate; none of a head that decays too slowly.
-      const int c = lane / kRoundHeads;
-      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
-      const int reached = first_chunk_where(gates <= args.decay_threshold, lane);
-      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
-      const bool open =
-          warmup < 0 && static_cast<float>(limit) * gates_of_round <=
-                            static_cast<float>(min((round + 1) * kRoundChunks, at)) * args.decay_threshold;
-      if (!open && warmup < 0) warmup = 0;
-      const int needed = static_cast<int>(
-          __reduce_max_sync(0xffffffffu, open ? static_cast<uint32_t>(min(reached + 2, kRoundChunks)) : 0u));
-      if (needed == 0) break;
-      for (int t = thread / kThreadsPerKey; t < needed * kChunk; t += kPlanThreads / kThreadsPerKey) {
-        const int32_t key_chunk = at - 1 - round * kRoundChunks - t / kChunk;
+#pragma unroll 1
+      for (int t = thread / kThreadsPerKey; t < kRoundChunks * kChunk; t += kPlanThreads / kThreadsPerKey) {
+        const int32_t chunk = last_chunk - t / kChunk;
         float squares = 0.0f;
-        if (key_chunk >= 0) {
-          const int64_t row = s.start + static_cast<int64_t>(key_chunk) * kChunk + t % kChunk;
+        if (chunk >= 0) {
+          const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
           const uint4* key = reinterpret_cast<const uint4*>(static_cast<const Element*>(args.k) +
-                                                            row * args.k_token_stride + key_head * args.k_head_stride);
+                                                            token * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
           for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
             squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
@@ -245,25 +229,39 @@ __global__ void __launch_bounds__(kPlanThreads)
       }
       __syncthreads();
       float growth = 0.0f;
-      if (used && j < needed) {
+      if (used) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
           // Not fmaxf: NaN must stay, and make the boundary heavy.
-          growth += factor <= 1.0f ? 0.0f : logf(factor);
+          growth += factor <= 1.0f ? 0.0f : __logf(factor);
         }
       }
+      gate = warp_sum(gate);
       growth = warp_sum(growth);
-      if (lane == 0) total[j][h] = decay[j][h] + growth;
+      if (lane == 0) {
+        decay[j][h] = gate;
+        total[j][h] = gate + growth;
+      }
       __syncthreads();
+      const int c = lane / kRoundHeads;
+      const int32_t most = min(limit, at);
+      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
       const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
-      const int32_t w = round * kRoundChunks + c + 1;
-      const int found = first_chunk_where(c < needed && w <= min(limit, at) && sums <= args.decay_threshold, lane);
+      const int found =
+          first_chunk_where(round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
+      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
       sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
-      if (warmup < 0 && found < kRoundChunks) warmup = round * kRoundChunks + found + 1;
-      if (warmup < 0 && (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at))) {
-        // The start came first, or keys that grow made the gates fall short within the chunks that were read.
-        warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
+      if (warmup < 0) {
+        const int32_t seen = (round + 1) * kRoundChunks;
+        if (found < kRoundChunks) {
+          warmup = round * kRoundChunks + found + 1;
+        } else if (static_cast<float>(limit) * gates_of_round >
+                   static_cast<float>(min(seen, at)) * args.decay_threshold) {
+          warmup = 0;  // at this rate, whatever the keys are, it will not be reached
+        } else if (seen >= most) {
+          warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
+        }
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
     }

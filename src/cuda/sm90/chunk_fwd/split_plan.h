@@ -344,21 +344,24 @@ struct HeadPlan {
     // Slot of this segment's last state; the one that it starts from is the slot before.
     const int32_t slot = heavy || from_heavy ? first_slot() + carry.slots + bits_set(round.heavy & below) : -1;
     const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
-    if (!from_heavy) {
-      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence
-      // is.
-      const int32_t found = from > 0 ? warmup_at(from) : 0, warmup = found < first ? found : first;
-      const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
-      sink.tile(tile(start, end, warmup, -1, from_start | to_end));
-      if (heavy) sink.tile(tile(start, end, 0, slot, from_start | kTileToSlot));
-      return;
+    // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
+    const int32_t found = from > 0 && !from_heavy ? warmup_at(from) : 0, warmup = found < first ? found : first;
+    const int32_t start = first - warmup;
+    const int32_t from_flag = from_heavy ? kTileFromSlot : start == 0 ? kTileFromStart : 0;
+    // What writes O, the state, and the transition: a loop, as the code runs once, and most of the time that it takes
+    // is that of fetching it.
+    const int32_t tiles = !heavy ? 1 : from_heavy ? 3 : 2;
+#ifdef __CUDACC__
+#pragma unroll 1
+#endif
+    for (int32_t n = 0; n < tiles; ++n) {
+      const bool output = n == 0;
+      const int32_t flags = output  ? from_flag | to_end
+                            : n == 1 ? (from_flag & kTileFromStart) | kTileToSlot
+                                     : kTileToSlot | kTileTransition;
+      sink.tile(tile(start, end, output ? warmup : 0, output ? (from_heavy ? slot - 1 : -1) : slot, flags));
     }
-    sink.tile(tile(first, end, 0, slot - 1, kTileFromSlot | to_end));
-    if (heavy) {
-      sink.tile(tile(first, end, 0, slot, kTileToSlot));
-      sink.tile(tile(first, end, 0, slot, kTileToSlot | kTileTransition));
-      return;
-    }
+    if (heavy || !from_heavy) return;
     const uint32_t light = earlier & ~round.heavy;
     const uint32_t since = light != 0 ? ~((2u << highest_bit(light)) - 1) : ~0u;
     const int32_t run = bits_set(round.heavy & below & since) + (light != 0 ? 0 : carry.heavy_run);

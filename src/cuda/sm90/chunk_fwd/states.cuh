@@ -37,8 +37,10 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false, true> {
   static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
   static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
   static constexpr uint32_t kDone = kFullA + 8 * kStages;              // the state groups are through with the chunk
-  static constexpr uint32_t kListed = kDone + 8 * kStages;             // a record is written, by each group in its turn
-  static constexpr uint32_t kSmemBytes = kListed + 8;
+  // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn before
+  // its own from the next but one.
+  static constexpr uint32_t kListed = kDone + 8 * kStages;
+  static constexpr uint32_t kSmemBytes = kListed + 8 * kAuxGroups;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -115,10 +117,10 @@ struct StateTileAuxRole {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
         if (number() >= 96) make_gates<Traits>(p.args, record(m), gates(m), number() & 31);
         if (number() == kListThread) {
-          const uint32_t listed = smem() + Traits::kListed;
-          if (m > 0) mbarrier_wait(listed, (m - 1) & 1);
+          constexpr uint32_t kTurns = Traits::kAuxGroups;
+          if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
           produce_chunk<Traits>(p, m + kAhead);
-          mbarrier_arrive(listed);
+          mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
         }
       }
     }
@@ -325,7 +327,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
       mbarrier_init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
     }
-    mbarrier_init(smem() + Traits::kListed, 1);
+    for (int i = 0; i < Traits::kAuxGroups; ++i) mbarrier_init(smem() + Traits::kListed + 8 * i, 1);
     mbarrier_init_fence();
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
