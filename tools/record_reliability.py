@@ -8,7 +8,9 @@ Logs, told apart by their content; any number may be given, each after the commi
     or the text log alone, of which the last line counts
     what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s")
     what `python -m flash_qla check` prints
-    what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."
+    what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."; with
+    cuda_generic_test --kernels it also says which of the library's kernels a run has launched, and with which tails: the record
+    has these by tool, over all of its runs that ended
 """
 
 import datetime
@@ -26,6 +28,9 @@ SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-e
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
 SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)
 PYTEST = re.compile(r"^=* ?\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
+HAS, LAUNCHED = (re.compile(rf"^{words} (.+)$", re.MULTILINE) for words in ("the program has", "launched"))
+# "tails of PATH: 3 calls, 1 strided, 2 with tokens after the last sequence; tokens of the last chunk 0 1 64; K 16 128; bf16"
+TAILS = re.compile(r"^tails of (?P<path>[^:]+): (?P<calls>\d+) calls, (?P<strided>\d+) strided, (?P<padded>\d+) [^;]*; (?P<sets>.*)$", re.MULTILINE)
 GPU = re.compile(r"^gpu_0: ([^,\n]+)", re.MULTILINE)
 
 
@@ -61,8 +66,8 @@ def read_pytest_text(text: str) -> list:
 
 
 def read_sanitizer(text: str) -> list:
-    """One record for each run of a tool; a run without a summary did not end, and one in which no group of cases ended (no
-    memory left, say) found nothing because it looked at nothing: both have no number of reports."""
+    """One record for each run of a tool; a run without a summary did not end, and one whose program failed, or in which no group
+    of cases ended (no memory left, say), has not looked at everything: these have no number of reports."""
     records = []
     starts = [*SANITIZER.finditer(text)]
     for start, end in zip(starts, [*(s.start() for s in starts[1:]), len(text)]):
@@ -71,15 +76,28 @@ def read_sanitizer(text: str) -> list:
         cases = [int(m["cases"]) for m in CASES.finditer(part)]
         records.append({
             "tool": start["tool"], "command": start["command"].strip(), "cases": sum(cases),
-            "reports": None if summary is None or not cases else int(summary.group(1) or summary.group(2)),
+            "reports": None if summary is None or not cases or "application returned an error" in part else int(summary.group(1) or summary.group(2)),
             "seconds": None if seconds is None else int(seconds.group(1))})
     return records
+
+
+def add_tails(text: str, tails: dict) -> None:
+    """What a run's last word on each path was (it repeats itself after each group), into tails[path]."""
+    for path, said in {m["path"]: m for m in TAILS.finditer(text)}.items():
+        of_path = tails.setdefault(path, {"calls": 0, "strided": 0, "tokens after the last sequence": 0, "dtypes": []})
+        for name, count in (("calls", "calls"), ("strided", "strided"), ("tokens after the last sequence", "padded")):
+            of_path[name] += int(said[count])
+        *sets, dtypes = said["sets"].split(";")
+        of_path["dtypes"] = sorted({*of_path["dtypes"], *dtypes.split()})
+        for name, values in (re.match(r" ?(.*?)((?: \d+)*)$", part).groups() for part in sets):
+            of_path[name] = sorted({*of_path.get(name, []), *map(int, values.split())})
 
 
 def main() -> int:
     out, commit = Path(sys.argv[1]), ""
     report = {"machine": None, "commits": [], "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
     newest = 0.0
+    kernels, reached, tails = set(), defaultdict(set), defaultdict(dict)
     for argument in sys.argv[2:]:
         if argument.startswith("@"):
             commit = argument[1:]
@@ -97,7 +115,12 @@ def main() -> int:
         gpu = GPU.search(text)
         report["machine"] = report["machine"] or (gpu and gpu.group(1))
         if SANITIZER.search(text):
-            report["sanitizers"] += [{"commit": commit, **record} for record in read_sanitizer(text)]
+            records = read_sanitizer(text)
+            report["sanitizers"] += [{"commit": commit, **record} for record in records]
+            kernels.update(HAS.findall(text))
+            if len(records) == 1 and records[0]["reports"] is not None:
+                reached[records[0]["tool"]].update(LAUNCHED.findall(text))
+                add_tails(text, tails[records[0]["tool"]])
             continue
         for m in CHECK.finditer(text):
             cases = int(m["cases"])
@@ -111,9 +134,15 @@ def main() -> int:
     failed = sum(record["failed"] for record in counted)
     reports = sum(record["reports"] is None or record["reports"] > 0 for record in report["sanitizers"])
     cases = sum(record["cases"] for record in counted)
+    if kernels:
+        report["kernels"] = {name: sorted(tool for tool in reached if name in reached[tool]) for name in sorted(kernels)}
+        report["tails"] = tails
     report["summary"] = {"cases": cases, "failed": failed, "sanitizer_runs": len(report["sanitizers"]), "sanitizer_runs_with_reports": reports}
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{out}: {cases} cases, {failed} failed; {len(report['sanitizers'])} sanitizer runs, {reports} not clean")
+    for tool in sorted(reached):
+        missing = sorted(kernels - reached[tool])
+        print(f"{tool}: {len(kernels) - len(missing)} of {len(kernels)} kernels" + (f"; not {', '.join(missing)}" if missing else ""))
     return 1 if failed or reports else 0
 
 

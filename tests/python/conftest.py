@@ -29,6 +29,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device (graphs, streams, sanitizers)")
     config.addinivalue_line("markers", "slow: takes minutes; run with --runslow")
+    config.addinivalue_line("markers", "early: seconds long, run first: with many workers nobody then waits for it alone at the end")
     config.addinivalue_line("markers", "cpu_only: about the host alone, independent of --device")
     if config.option.durations is None:
         config.option.durations = 12  # the suite has a time budget: always show where it goes
@@ -47,6 +48,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="about the host alone: runs with --device cpu"))
         if item.get_closest_marker("slow") and not config.getoption("--runslow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: --runslow"))
+    items.sort(key=lambda item: not (item.get_closest_marker("slow") or item.get_closest_marker("early")))  # else as they were
 
 
 @pytest.fixture

@@ -179,13 +179,14 @@ def offsets(lengths, dtype=torch.int64, device=None):
 
 def make_inputs(B=1, T=64, Hq=2, Hv=None, K=128, V=None, dtype=torch.float32, *, seqlens=None, padding=0, state=True,
                 grads=True, gate_dtype=None, beta_dtype=None, state_dtype=torch.float32, index_dtype=torch.int64,
-                raw=False, normalise=True, seed=0, device=None, **options):
+                raw=False, normalise=True, seed=0, device=None, drawn_on="cpu", **options):
     """What a model feeds: unit keys and queries, log decays of which a quarter of the heads has none, beta in (0, 1).
 
     seqlens packs sequences into B = 1 with `padding` tokens after the last. raw: inputs of the in-kernel activations
     (unnormalised q and k, raw gate with A_log and dt_bias, beta before its sigmoid), with their options set.
+    drawn_on: the device that draws them; the values depend on it. Hundreds of millions take the host most of a minute.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(drawn_on).manual_seed(seed)
     Hv, V = Hv or Hq, V or K
     if seqlens is not None:
         B, T = 1, int(sum(seqlens)) + padding
@@ -194,21 +195,22 @@ def make_inputs(B=1, T=64, Hq=2, Hv=None, K=128, V=None, dtype=torch.float32, *,
     device = device or settings.device
 
     def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device=drawn_on)
 
     q, k, v = randn(B, T, Hq, K), randn(B, T, Hq, K), randn(B, T, Hv, V)
     if normalise and not raw:
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     if raw:
         g, beta = randn(B, T, Hv), randn(B, T, Hv)
-        A_log, dt_bias = torch.rand(Hv, generator=generator, dtype=torch.float64) * 2 - 2, randn(Hv)
+        A_log, dt_bias = torch.rand(Hv, generator=generator, dtype=torch.float64, device=drawn_on) * 2 - 2, randn(Hv)
         options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True) | options
     else:
         g = torch.nn.functional.logsigmoid(randn(B, T, Hv)) / 16
         g[..., : max(1, Hv // 4)] = 0  # nothing decays there: errors cannot hide
         beta, A_log, dt_bias = randn(B, T, Hv).sigmoid(), None, None
     h_shape = (N, Hv, V, K) if options.get("state_v_first") else (N, Hv, K, V)
-    h0, dht, do = randn(*h_shape), randn(*h_shape), randn(B, T, Hv, V)
+    h0 = randn(*h_shape)
+    dht, do = (randn(*h_shape), randn(B, T, Hv, V)) if grads else (None, None)
 
     def cast(x, to):
         return None if x is None else x.to(device=device, dtype=to)
@@ -218,8 +220,7 @@ def make_inputs(B=1, T=64, Hq=2, Hv=None, K=128, V=None, dtype=torch.float32, *,
         beta=cast(beta, beta_dtype or wide),
         initial_state=cast(h0, torch.float64 if dtype == torch.float64 else state_dtype) if state else None,
         cu_seqlens=None if seqlens is None else offsets(seqlens, index_dtype, device),
-        A_log=cast(A_log, wide), dt_bias=cast(dt_bias, wide), do=cast(do, dtype) if grads else None,
-        dht=cast(dht, wide) if grads else None, options=options)
+        A_log=cast(A_log, wide), dt_bias=cast(dt_bias, wide), do=cast(do, dtype), dht=cast(dht, wide), options=options)
 
 
 ORACLE_OPTIONS = [f.name for f in dataclasses.fields(oracle.Options) if f.name != "round_normalised"]

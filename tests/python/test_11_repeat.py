@@ -15,6 +15,7 @@ import flash_qla
 RUNS = {"cpu": 20, "cuda": 1_000}
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
 @pytest.mark.parametrize("options", [dict(), dict(raw=True)], ids=["plain", "raw"])
 def test_rung11_bitwise_from_run_to_run(options, dtype, device):
@@ -61,6 +62,7 @@ def test_rung11_in_a_forked_child():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.early
 @pytest.mark.cuda
 def test_rung11_beside_another_kernel(device):
     x = make_inputs(seqlens=[2000, 65, 1300], Hq=2, Hv=4, K=128, dtype=torch.bfloat16)
@@ -80,6 +82,7 @@ def replay_lengths(N, bound, generator):
     return torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([bound])).tolist()
 
 
+@pytest.mark.early
 @pytest.mark.cuda
 @pytest.mark.parametrize("N", [33, 49, 64, 128])
 def test_rung12_graph_replay_with_other_lengths(N, request):

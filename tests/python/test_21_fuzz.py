@@ -18,6 +18,7 @@ def test_cases_are_drawn_from_seed_and_number_alone():
     assert fuzz.draw_case(3, 14) != fuzz.draw_case(4, 14)
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("tenth", range(10))
 def test_rung21_seed_0(tenth, device):
     step = CASES[device] // 10

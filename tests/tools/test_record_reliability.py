@@ -43,3 +43,22 @@ def test_a_sanitizer_that_did_not_end_is_not_clean(tmp_path):
 def test_a_sanitizer_whose_program_ran_nothing_is_not_clean(tmp_path):
     report, code = record(tmp_path, CLEAN.replace("a: 8 cases, 0 failed, 1.0 s\n", "cudaMalloc: out of memory\n"))
     assert report["sanitizers"][0]["reports"] is None and code == 1
+    report, code = record(tmp_path, CLEAN.replace("=========", "========= Target application returned an error\n=========", 1))
+    assert report["sanitizers"][0]["reports"] is None and code == 1
+
+
+def seen(tool, launched, tails, end="========= ERROR SUMMARY: 0 errors\n"):
+    said = "".join(f"launched {name}\n" for name in launched) + "".join(f"tails of {line}\n" for line in tails)
+    return f"== compute-sanitizer --tool {tool} x\nthe program has a<1>\nthe program has b\na: 8 cases, 0 failed, 1.0 s\n{said}{end}"
+
+
+def test_kernels_and_tails_are_counted_by_tool(tmp_path):
+    first = "sm90: 2 calls, 1 strided, 1 with tokens after the last sequence; tokens of the last chunk 0 64; K 128; bf16"
+    grown = "sm90: 3 calls, 1 strided, 1 with tokens after the last sequence; tokens of the last chunk 0 7 64; K 128; bf16 fp16"
+    other = "sm90: 1 calls, 0 strided, 0 with tokens after the last sequence; tokens of the last chunk 1; K 128; bf16"
+    report, _ = record(
+        tmp_path, seen("memcheck", ["a<1>"], [first, grown]), seen("memcheck", [], [other]), seen("racecheck", ["a<1>", "b"], [], end=""))
+    assert report["kernels"] == {"a<1>": ["memcheck"], "b": []}, "a run that did not end has shown nothing"
+    assert report["tails"]["memcheck"]["sm90"] == {
+        "calls": 4, "strided": 1, "tokens after the last sequence": 1, "dtypes": ["bf16", "fp16"], "tokens of the last chunk": [0, 1, 7, 64],
+        "K": [128]}

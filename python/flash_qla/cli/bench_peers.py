@@ -102,7 +102,39 @@ def _flashqla(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
     yield _packed(name, chunk_gated_delta_rule_fwd, chunk_gated_delta_rule_bwd, True, row, x)
 
 
+def _flashinfer_decode(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
+    """Its decode makes the gates itself, of raw ones in bfloat16: those that give this row's, as near as these can."""
+    from flashinfer.gdn_decode import gated_delta_rule_decode, gated_delta_rule_decode_pretranspose
+
+    q, k, v, state = (x[n] for n in ("q", "k", "v", "h0"))
+    raw_gate = torch.expm1(-x["g"]).log().clamp(min=-80.0).bfloat16()  # softplus undone; a head without decay: exp(-80)
+    raw_beta = torch.logit(x["beta"]).bfloat16()
+    zeros = torch.zeros(v.shape[2], device=v.device)
+    arguments = dict(
+        A_log=zeros, a=raw_gate, dt_bias=zeros, b=raw_beta, scale=SCALE, output=torch.empty_like(v), use_qk_l2norm=False
+    )
+    slots = torch.arange(len(state), device=state.device, dtype=torch.int32)
+
+    def run(pool: Any) -> Any:
+        if row["state_v_first"]:
+            o, _ = gated_delta_rule_decode_pretranspose(
+                q, k, v, None, initial_state=pool, initial_state_indices=slots, **arguments
+            )
+        else:
+            o, _ = gated_delta_rule_decode(q, k, v, pool, **arguments)
+        return o
+
+    def results(_: Any) -> Dict[str, Any]:
+        pool = state.clone()
+        return {"o": run(pool), "final_state": pool}
+
+    timed = state.clone()
+    yield Peer(f"flashinfer {importlib.metadata.version('flashinfer-python')}", lambda: run(timed), results)
+
+
 def _flashinfer(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
+    if row["mode"] == "decode" and (row["state_v_first"] or row["state_dtype"] == "float32"):
+        yield from _flashinfer_decode(row, x)
     if row["mode"] != "fwd":
         return
     from flashinfer.gdn_prefill import chunk_gated_delta_rule

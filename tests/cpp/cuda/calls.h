@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buffers.h"
+#include "tails.h"
 
 namespace flash_qla::testing {
 
@@ -421,6 +422,7 @@ std::string run_call(Call& call, const char* path, flash_qla_device_type device,
     args.options.path = path;
     return finish(call.run(args, nullptr, 0));
   }
+  Tails::of_paths()[path == nullptr ? "the default path" : path].add(call.in);
   arena.reset();
   std::vector<std::vector<uint8_t>> before;
   for (auto [name, buffer] : call.inputs()) {

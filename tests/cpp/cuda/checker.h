@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <map>
+#include <set>
 
 #include "calls.h"
 
@@ -13,11 +14,12 @@ namespace flash_qla::testing {
 struct Settings {
   int64_t cases = 150;  // drawn cases of each kind
   uint64_t seed = 1;
-  int64_t only_case = -1;
-  int64_t gigabytes = 24;  // of device memory: what the large cases take
+  std::set<int64_t> only_cases;  // of the drawn ones; empty: all
+  int64_t gigabytes = 24;        // of device memory: what the large cases take
   bool small = false;
   bool twice = true;
-  std::string only;  // runs the tests whose name contains it
+  bool kernels = false;  // prints which kernels were launched, and tails of sizes
+  std::string only;      // runs the tests whose name contains it
   // Longest batch row and largest K * V of a drawn case. The small ones still reach every kernel: K = 256 with V = 8.
   int64_t longest() const { return small ? 70 : 400; }
   int64_t largest_state() const { return small ? 256 * 8 : 256 * 256; }
@@ -277,7 +279,7 @@ inline std::string describe(const BackwardCall& call) { return call.in.features.
 template <class Draw, class Check>
 void for_each_case(const Settings& settings, int64_t cases, Draw draw, Check check) {
   for (int64_t i = 0; i < cases; ++i) {
-    if (settings.only_case >= 0 && i != settings.only_case) continue;
+    if (!settings.only_cases.empty() && settings.only_cases.count(i) == 0) continue;
     Random random(settings.seed * 1000003 + static_cast<uint64_t>(i));
     auto call = draw(random);
     const Shape& s = call.in.shape;

@@ -5,12 +5,16 @@
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Without a GPU it says so and succeeds.
 //
-//   generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--gigabytes G] [--small] [--once]
+//   generic_test [--cases N] [--seed S] [--only-case C,..] [--only NAME] [--gigabytes G] [--small] [--once] [--kernels]
 //
 // prints a line for every failed check, one summary per group, and exits with 1 if any check failed. --once leaves out
 // the second runs, --only the groups whose names (in run()) do not contain NAME; --gigabytes is the memory taken on the
-// device, of which all groups but the large ones need a few.
+// device, of which all groups but the large ones need a few. --kernels prints the names of the library's kernels, after
+// each group those that have been launched for the first time, and the sizes that its calls had.
+#include <sstream>
+
 #include "checker.h"
+#include "launches.h"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 
@@ -227,6 +231,31 @@ int64_t test_sm90_head_halves(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// One sequence whose heads nearly fill the card: the serial passes then make what other calls leave to kernels of their
+// own (docs/design/sm90_backward.md).
+int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
+  Checker checker("one sequence of many heads, sm90", settings, arena);
+  Random random(29);
+  Shape s;
+  // Few enough for the oracle's scratch, 8 MB a head, to fit into a small run's memory.
+  s.Hq = settings.small ? 13 : 16;
+  s.Hv = 2 * s.Hq;
+  s.K = s.V = 128;
+  s.T = settings.small ? 129 : 321;
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool options : {false, true}) {
+      s.dtype = type;
+      Features f;
+      f.initial_state = !options;
+      f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
+      BackwardCall call;
+      call.draw(s, f, !options, true, !options, random);
+      checker.check(options ? "all options" : "cumsum and states", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    }
+  }
+  return checker.finish();
+}
+
 int64_t test_large(const Settings& settings, Arena& arena) {
   Checker checker("large", settings, arena);
   Random random(11);
@@ -281,6 +310,9 @@ int64_t test_large(const Settings& settings, Arena& arena) {
 }
 
 int run(const Settings& settings) {
+  if (settings.kernels) {
+    for (const std::string& name : kernels_of_the_program()) std::printf("the program has %s\n", name.c_str());
+  }
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     std::printf("no GPU: nothing was tested\n");
@@ -312,13 +344,15 @@ int run(const Settings& settings) {
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
       {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
-      {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }}};
+      {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
+      {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }}};
   if (!settings.small) {
     groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
     groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
   }
+  std::set<std::string> told;
   const bool hopper = on_hopper();
   int64_t failures = 0, done = 0;
   for (const Group& group : groups) {
@@ -329,6 +363,12 @@ int run(const Settings& settings) {
     } else {
       failures += group.test();
     }
+    if (!settings.kernels) continue;
+    for (const std::string& name : launched_kernels()) {
+      if (told.insert(name).second) std::printf("launched %s\n", name.c_str());
+    }
+    Tails::print();
+    std::fflush(stdout);
   }
   if (done == 0) {
     std::fprintf(stderr, "--only names no group\n");
@@ -351,7 +391,8 @@ int main(int argc, char** argv) {
     } else if (flag == "--seed") {
       settings.seed = static_cast<uint64_t>(value());
     } else if (flag == "--only-case") {
-      settings.only_case = value();
+      std::stringstream list(i + 1 < argc ? argv[++i] : "");
+      for (std::string number; std::getline(list, number, ',');) settings.only_cases.insert(std::atoll(number.c_str()));
     } else if (flag == "--only" && i + 1 < argc) {
       settings.only = argv[++i];
     } else if (flag == "--gigabytes") {
@@ -360,9 +401,12 @@ int main(int argc, char** argv) {
       settings.small = true;
     } else if (flag == "--once") {
       settings.twice = false;
+    } else if (flag == "--kernels") {
+      settings.kernels = true;
     } else {
       std::fprintf(stderr,
-                   "usage: generic_test [--cases N] [--seed S] [--only-case C] [--only NAME] [--small] [--once]\n");
+                   "usage: generic_test [--cases N] [--seed S] [--only-case C,..] [--only NAME] [--small] [--once] "
+                   "[--kernels]\n");
       return 2;
     }
   }

@@ -9,51 +9,53 @@ namespace flash_qla::testing {
 inline int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
   Checker checker("bits depend on neither batch nor heads, sm90", settings, arena);
   Random random(23);
-  Shape s;
-  s.dtype = DType::kBFloat16;
-  s.Hq = 4;
-  s.Hv = 8;
-  s.K = s.V = 128;
-  s.cu_seqlens = {0};
-  for (int n = 0; n < 40; ++n) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(1, 200));
-  s.T = s.cu_seqlens.back();
-  Features f;
-  f.initial_state = f.final_state = true;
-  f.cp_mode = FLASH_QLA_CP_OFF;
-  ForwardCall batch;
-  batch.draw(s, f, PoolFeatures{}, false, random);
-  const auto run = [&](ForwardCall& call) {
-    checker.count();
-    const std::string error = run_call(call, "sm90", FLASH_QLA_CUDA, arena);
-    if (!error.empty()) checker.fail("forward", "sm90", error);
-  };
-  run(batch);
-  for (const int64_t n : {0, 7, 39}) {
-    const int64_t begin = s.cu_seqlens[static_cast<size_t>(n)], end = s.cu_seqlens[static_cast<size_t>(n) + 1];
-    for (const int64_t heads : {8, 2}) {  // value heads from 4 on; a whole group of one key head, or all
-      const int64_t first = heads == 8 ? 0 : 4;
-      ForwardCall alone = batch;
-      const auto cut = [&](Buffer& x, int64_t head0, int64_t head1) {
-        x = x.slice(1, begin, end);
-        x = x.slice(2, head0, head1);
-      };
-      cut(alone.in.q, first / 2, (first + heads) / 2);
-      cut(alone.in.k, first / 2, (first + heads) / 2);
-      for (Buffer* x : {&alone.in.v, &alone.in.g, &alone.in.beta, &alone.o}) cut(*x, first, first + heads);
-      for (Buffer* x : {&alone.in.initial_state, &alone.final_state}) {
-        *x = x->slice(0, n, n + 1);
-        *x = x->slice(1, first, first + heads);
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    Shape s;
+    s.dtype = type;
+    s.Hq = 4;
+    s.Hv = 8;
+    s.K = s.V = 128;
+    s.cu_seqlens = {0};
+    for (int n = 0; n < 40; ++n) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(1, 200));
+    s.T = s.cu_seqlens.back();
+    Features f;
+    f.initial_state = f.final_state = true;
+    f.cp_mode = FLASH_QLA_CP_OFF;
+    ForwardCall batch;
+    batch.draw(s, f, PoolFeatures{}, false, random);
+    const auto run = [&](ForwardCall& call) {
+      checker.count();
+      const std::string error = run_call(call, "sm90", FLASH_QLA_CUDA, arena);
+      if (!error.empty()) checker.fail("forward", "sm90", error);
+    };
+    run(batch);
+    for (const int64_t n : {0, 7, 39}) {
+      const int64_t begin = s.cu_seqlens[static_cast<size_t>(n)], end = s.cu_seqlens[static_cast<size_t>(n) + 1];
+      for (const int64_t heads : {8, 2}) {  // value heads from 4 on; a whole group of one key head, or all
+        const int64_t first = heads == 8 ? 0 : 4;
+        ForwardCall alone = batch;
+        const auto cut = [&](Buffer& x, int64_t head0, int64_t head1) {
+          x = x.slice(1, begin, end);
+          x = x.slice(2, head0, head1);
+        };
+        cut(alone.in.q, first / 2, (first + heads) / 2);
+        cut(alone.in.k, first / 2, (first + heads) / 2);
+        for (Buffer* x : {&alone.in.v, &alone.in.g, &alone.in.beta, &alone.o}) cut(*x, first, first + heads);
+        for (Buffer* x : {&alone.in.initial_state, &alone.final_state}) {
+          *x = x->slice(0, n, n + 1);
+          *x = x->slice(1, first, first + heads);
+        }
+        Buffer o = alone.o, state = alone.final_state;
+        alone.in.shape.T = end - begin;
+        alone.in.shape.Hq = heads / 2;
+        alone.in.shape.Hv = heads;
+        alone.in.shape.cu_seqlens.clear();
+        alone.in.cu_seqlens = Buffer();
+        run(alone);
+        const std::string what = "sequence " + std::to_string(n) + ", " + std::to_string(heads) + " heads";
+        if (!same(alone.o, o)) checker.fail(what, "sm90", "o differs");
+        if (!same(alone.final_state, state)) checker.fail(what, "sm90", "state differs");
       }
-      Buffer o = alone.o, state = alone.final_state;
-      alone.in.shape.T = end - begin;
-      alone.in.shape.Hq = heads / 2;
-      alone.in.shape.Hv = heads;
-      alone.in.shape.cu_seqlens.clear();
-      alone.in.cu_seqlens = Buffer();
-      run(alone);
-      const std::string what = "sequence " + std::to_string(n) + ", " + std::to_string(heads) + " heads";
-      if (!same(alone.o, o)) checker.fail(what, "sm90", "o differs");
-      if (!same(alone.final_state, state)) checker.fail(what, "sm90", "state differs");
     }
   }
   return checker.finish();

@@ -18,12 +18,12 @@ struct ListedStates {
   StateSet pool;
 
   // Scratch.
-  int32_t* lists = nullptr;                           // [T] ChunkForwardArgs::start_lists
-  int32_t* next = nullptr;                            // [entries]
-  int32_t* rows = nullptr;                            // [entries] first token of the chunk
-  int32_t* tokens = nullptr;                          // [entries] tokens to go on for, 0: the entry names no token
-  int64_t* indices = nullptr;                         // [entries] slot of the state, -1: none
-  float* states = nullptr;                            // [entries, Hv, 128, 128]
+  int32_t* lists = nullptr;    // [T] ChunkForwardArgs::start_lists
+  int32_t* next = nullptr;     // [entries]
+  int32_t* rows = nullptr;     // [entries] first token of the chunk
+  int32_t* tokens = nullptr;   // [entries] tokens to go on for, 0: the entry names no token or no slot
+  int64_t* indices = nullptr;  // [entries] slot of the state, -1: none
+  float* states = nullptr;     // [entries, Hv, 128, 128]
   uint16_t *k = nullptr, *v = nullptr, *o = nullptr;  // [entries * 64, Hq or Hv, 128]
   float *g = nullptr, *beta = nullptr;                // [entries * 64, Hv]
   char* workspace = nullptr;                          // of the second forward
