@@ -27,6 +27,7 @@ struct CombineMemory {
   // The states before and after a transition, as the products' right operands, by 16 rows.
   uint4 state[2][kCombineWarps][32];
   uint64_t full[kCombineWarps][kCombineStages];
+  TransitionChain chain;
   int32_t unit;
 };
 
@@ -153,29 +154,32 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     for (int i = 0; i < kCombineStages; ++i) mbarrier_init(smem_address(&memory.full[warp][i]), 1);
     mbarrier_init_fence();
   }
+  const auto take = [&] {
+    memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
+    if (memory.unit < units) memory.chain = p.chains[memory.unit / kCombineSlices];
+  };
   if (first) {
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
     const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
                                   : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < helpers;
-    memory.unit = needed ? 0 : -1;
+    memory.unit = units;
+    if (needed) take();
     // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-    while (needed && load_acquire(&progress.states_left) != 0) __nanosleep(100);
+    while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(100);
   }
   meet();
-  if (memory.unit < 0) return;
   uint32_t stages = 0;
-  for (;;) {
-    meet();  // the unit has been read
-    if (first) memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    meet();
-    const int unit = memory.unit;
-    if (unit >= units) return;
-    const TransitionChain chain = p.chains[unit / kCombineSlices];
-    multiply_transitions(p, memory, chain, unit % kCombineSlices, stages, warp, lane);
+  while (memory.unit < units) {
+    const TransitionChain chain = memory.chain;
+    multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
     stages += static_cast<uint32_t>(chain.transitions);
     meet();
-    if (first) atomicSub(&p.counters->progress.pieces_left, 1u);
+    if (first) {
+      atomicSub(&p.counters->progress.pieces_left, 1u);
+      take();
+    }
+    meet();
   }
 }
 

@@ -331,10 +331,12 @@ struct TileSink {
       kept->tile[i] = t;
       kept->rank[i] = static_cast<uint16_t>(n);
     }
-    if (in_place && (t.flags & kTileFromStart)) {
-      uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
-      for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
-    }
+    count_reader(t);
+  }
+  __device__ void count_reader(const Tile& t) const {
+    if (!in_place || !(t.flags & kTileFromStart)) return;
+    uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
+    for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
   }
   __device__ void put(const Tile& t, int32_t n) const {
     (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
@@ -342,6 +344,17 @@ struct TileSink {
   __device__ void chain(const TransitionChain& c) const {
     if (!place) workspace.chains[atomicAdd(chains_used, 1)] = c;
   }
+};
+
+// One whole sequence and head as the n-th tile of a list in which all are equal.
+struct WholeTileSink {
+  const TileSink& list;
+  int32_t n;
+  __device__ void tile(const Tile& t) const {
+    list.count_reader(t);
+    list.put(t, n);
+  }
+  __device__ void chain(const TransitionChain&) const {}
 };
 
 __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
@@ -513,8 +526,20 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
+  // Equal lengths without a cut need no sorting, and are what a call is most often that was planned in vain.
+  const bool alike = grid.spacing == 0 && lengths.chunks == static_cast<int64_t>(lengths.longest) * n;
+  if (alike) {
+    for (int32_t pair = thread; pair < pairs; pair += kListThreads) {
+      WholeTileSink whole{sink, pair};
+      head_plan(pair, merge).emit(SegmentRound{1, 1, 0}, SegmentCarry{}, 0, whole);
+    }
+    if (thread == 0) {
+      list_sizes[0] = first_tiles = 0;
+      list_sizes[1] = free_tiles = pairs;
+    }
+  }
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
+  for (int pass = alike ? 2 : 0; pass < 2; ++pass) {
     if (pass == 1 && tiles_used <= kKeptTiles) {
       for (int i = thread; i < tiles_used; i += kListThreads) {
         const Tile t = kept.tiles.tile[i];
