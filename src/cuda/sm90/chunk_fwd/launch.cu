@@ -265,8 +265,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   // Lengths on the device are not known here. Equal ones are the least work that a call without a cut can have, and
   // one long sequence beside empty ones the most that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
-  const SplitPromise promise =
-      promise_of_plan(equal, heads, sms, costs, dense || args.num_sequences == 1 ? kLeastGain : kLeastGainAnyLengths);
+  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
   if (promise.pays) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},

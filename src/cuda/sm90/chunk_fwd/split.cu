@@ -372,6 +372,7 @@ __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
   estimate.state_tiles = __reduce_add_sync(0xffffffffu, estimate.state_tiles);
   estimate.free_tiles = __reduce_add_sync(0xffffffffu, estimate.free_tiles);
   estimate.dependent_tiles = __reduce_add_sync(0xffffffffu, estimate.dependent_tiles);
+  estimate.chains = __reduce_add_sync(0xffffffffu, estimate.chains);
   estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
   return estimate;
 }
@@ -504,7 +505,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (thread < kMergeChoices) {
       const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
                                                      thread, p.uncut_in_halves != 0);
-      choice_steps[thread] = estimate.steps(p.by_sms);
+      choice_steps[thread] = (thread == kMergeChoices - 1 ? 1.0f : kDoubt) * estimate.steps(p.by_sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.

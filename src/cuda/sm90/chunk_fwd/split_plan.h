@@ -15,15 +15,17 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.7 us on an H200 (measured
-// points: docs/design/sequence_split.md).
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.47 us on an H200. Those of the
+// estimate below are what makes it choose best among the times of all choices of 30 calls (docs/design/
+// sequence_split.md); they are near what was measured of each alone.
 struct SplitCosts {
-  float state_step = 0.76f;    // a chunk in the kernel that makes states alone
+  float state_step = 0.64f;    // a chunk in the kernel that makes states alone
   float half_step = 0.72f;     // a chunk of half a head, as an unsplit call with few tiles computes them
-  float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
-  float combine_step = 0.45f;  // one transition applied to a boundary state
-  float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 6.5f;           // the planning kernels, and the launches that an unsplit call does without
+  float tile_edge = 2.0f;      // a tile's first and last state, and filling the pipeline
+  float state_edge = 3.4f;     // ... of a state tile: all of them start at once, with nothing in L2
+  float combine_step = 0.41f;  // one transition applied to a boundary state
+  float phase = 1.8f;          // from the last state tile to the first tile that waited for it, besides the transitions
+  float plan = 4.0f;           // what a call with a plan takes beyond the estimate, less what one without does
   float plan_uncut = 4.0f;     // ... where the lengths turn out to ask for no cut
 };
 
@@ -42,11 +44,9 @@ inline constexpr int32_t kMostPieces =
 inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
 // a chunk (a warm-up of six), and no more than this loss where half of them do not: the gates are not known before.
-// Promises of 7 and 8 % (32 heads x 4,096 tokens, 16 x 2,048) were measured to lose, when more blocks than now stayed
-// for the chains; 9 % (48 heads, 4 x 8,192) gained. Where lengths are on the device less will do, as any but the equal
-// ones that the estimate takes gain more (16 heads, 1,024 + 7,168 against 2 x 4,096).
-inline constexpr float kLeastGain = 0.085f;
-inline constexpr float kLeastGainAnyLengths = 0.07f;
+inline constexpr float kLeastGain = 0.05f;
+// Measured times with a cut are this much longer than the estimate's, and the cost of the plan.
+inline constexpr float kDoubt = 1.1f;
 inline constexpr float kMostLoss = 0.03f;
 inline constexpr int32_t kUsualWarmup = 6;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
@@ -140,12 +140,12 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
   }
   const int64_t work = lengths.chunks * heads;
   if (!forced) {
-    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are
-    // computed twice more for states and transitions.
+    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are cut in
+    // four, whose states and transitions are another 1.25 of their work.
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
     const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
-    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.5f * costs.state_step) + costs.phase;
+    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
   }
@@ -412,7 +412,7 @@ struct SplitEstimate {
   SplitCosts costs;
   float state_work = 0.0f, free_work = 0.0f, dependent_work = 0.0f;
   float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
-  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
+  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, chains = 0, longest_chain = 0;
 
   // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
   // that has no other: where both kinds alternate that is a cautious guess.
@@ -432,12 +432,13 @@ struct SplitEstimate {
     dependent_work += output * static_cast<float>(dependent);
     longest_dependent = larger(longest_dependent, output);
     // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
-    const float state = segment * costs.state_step + costs.tile_edge;
+    const float state = segment * costs.state_step + costs.state_edge;
     const int32_t states = 1 + 2 * (tiles - 2);
     state_tiles += states;
     state_work += state * static_cast<float>(states);
     longest_state = larger(longest_state, state);
     longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
+    chains += tiles > 2;
   }
   FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
     state_work += other.state_work;
@@ -446,6 +447,7 @@ struct SplitEstimate {
     state_tiles += other.state_tiles;
     free_tiles += other.free_tiles;
     dependent_tiles += other.dependent_tiles;
+    chains += other.chains;
     longest_state = larger(longest_state, other.longest_state);
     longest_free = larger(longest_free, other.longest_free);
     longest_dependent = larger(longest_dependent, other.longest_dependent);
@@ -461,6 +463,7 @@ struct SplitEstimate {
     state_tiles *= heads;
     free_tiles *= heads;
     dependent_tiles *= heads;
+    chains *= heads;
   }
 
   // Of tiles without a cut: the same for half of V each.
@@ -470,27 +473,21 @@ struct SplitEstimate {
     longest_free *= costs.half_step;
   }
 
-  // When the boundary states are there.
-  FLASH_QLA_HOST_DEVICE float ready(const Divisor& sms) const {
-    if (state_tiles == 0) return 0.0f;
-    return whole_waves(state_tiles, state_work, longest_state, sms) + costs.phase +
-           costs.combine_step * static_cast<float>(longest_chain);
-  }
-
   // Steps until the last tile ends.
   FLASH_QLA_HOST_DEVICE float steps(const Divisor& sms) const {
     if (free_tiles == 0) return 0.0f;
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const float cards = static_cast<float>(sms.by), start = ready(sms);
-    // What is left when the boundary states are there; dependent tiles go first then, and half a free one is lost at
-    // the end.
-    const float room = cards * start - state_work;
+    const int32_t blocks = static_cast<int32_t>(sms.by), pieces = kCombineSlices * chains;
+    const float cards = static_cast<float>(sms.by);
+    const float combine = costs.phase + costs.combine_step * static_cast<float>(longest_chain);
+    // When the boundary states are there, and what is left then: dependent tiles go first.
+    const float start = whole_waves(state_tiles, state_work, longest_state, sms) + combine;
+    const float room = cards * start - state_work - static_cast<float>(pieces < blocks ? pieces : blocks) * combine;
     const float left = free_work > room ? free_work - room : 0.0f;
     const float free = quotient(free_work, static_cast<float>(free_tiles));
     float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
-                               quotient(left + dependent_work, cards) + (left > 0.0f ? free / 2 : 0.0f));
+                               quotient(left + dependent_work, cards) + (left > 0.0f ? kUneven * free : 0.0f));
     // A free tile that finds no SM at first starts when a state tile ends.
-    const int32_t blocks = static_cast<int32_t>(sms.by);
     const float late = state_tiles >= blocks                ? quotient(state_work, cards)
                        : state_tiles + free_tiles > blocks ? longest_state
                                                            : 0.0f;
@@ -500,14 +497,15 @@ struct SplitEstimate {
 
  private:
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
-  // Tiles of one list by themselves: whole waves where they are nearly equal; otherwise a third of one is lost at the
-  // end.
+  // What is lost at the end where tiles are not whole waves: a part of one.
+  static constexpr float kUneven = 0.12f;
+  // Tiles of one list by themselves: whole waves where they are nearly equal.
   FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
     const int32_t blocks = static_cast<int32_t>(sms.by);
     const float average = quotient(work, static_cast<float>(tiles));
     const float waves = static_cast<float>(sms.divide(tiles + blocks - 1)) * longest;
-    const float spread = larger(longest, quotient(work, static_cast<float>(blocks)) + average * (1.0f / 3));
-    return longest <= 1.25f * average || waves < spread ? waves : spread;
+    const float spread = larger(longest, quotient(work, static_cast<float>(blocks)) + kUneven * average);
+    return longest <= 1.15f * average || waves < spread ? waves : spread;
   }
 };
 
@@ -570,16 +568,16 @@ struct SplitPromise {
   bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
 };
 FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                          const SplitCosts& costs, float least_gain = kLeastGain) {
+                                                          const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
   const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
   const auto steps = [&](int32_t heavy) {
-    return costs.plan + best_steps(lengths, grid, heads, heavy, halves, sms, costs);
+    return costs.plan + kDoubt * best_steps(lengths, grid, heads, heavy, halves, sms, costs);
   };
-  return {steps(heads / 4) <= (1.0f - least_gain) * unsplit && steps(heads / 2) <= (1.0f + kMostLoss) * unsplit,
-          steps(heads) <= (1.0f - least_gain) * unsplit};
+  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLoss) * unsplit,
+          steps(heads) <= (1.0f - kLeastGain) * unsplit};
 }
 
 // --- order ---
