@@ -34,6 +34,14 @@ __device__ __forceinline__ void store_cluster_u1(uint32_t address, uint32_t v, u
                : "memory");
 }
 
+// Sixteen bytes, likewise.
+__device__ __forceinline__ void store_cluster_u4(uint32_t address, uint4 v, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+
 // `bytes` (a multiple of 16) from this block's shared memory to another's (address and barrier there:
 // cluster_address()).
 __device__ __forceinline__ void bulk_copy_cluster(uint32_t address, uint32_t smem, uint32_t bytes, uint32_t barrier) {
@@ -49,14 +57,29 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// bulk_load() and tma_load_5d() to the same place of each block in `blocks` (a bit each), completing on each one's
-// barrier there.
+// mbarrier_arrive_expect() on a barrier of any block of the cluster (cluster_address()). The bytes may have come
+// before: the phase waits for this arrival.
+__device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// bulk_load(), tma_load_4d() and tma_load_5d() to the same place of each block in `blocks` (a bit each), completing on
+// each one's barrier there.
 __device__ __forceinline__ void bulk_load_cluster(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier,
                                                   uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
       "%4;" ::"r"(smem),
       "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_cluster(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int32_t c0,
+                                                    int32_t c1, int32_t c2, int32_t c3, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4, %5, %6}], [%2], %7;" ::"r"(smem),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
 

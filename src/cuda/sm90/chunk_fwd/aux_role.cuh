@@ -12,13 +12,13 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// The gate vectors of one chunk from g and beta in the stage itself, by one warp; lane l holds tokens 2l and 2l + 1.
-// Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk.
-template <typename Traits>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t gate,
-                                           int lane) {
+// The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
+// gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
+// the state groups read go to `state_gate`, the others to `gate`.
+template <typename Traits, typename LoadBeta>
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, float2 g,
+                                           LoadBeta load_beta, uint32_t gate, uint32_t state_gate, int lane) {
   const int block = lane >> 3;
-  const float2 g = load_shared_f2(gate + Traits::kGateRaw + 8 * lane);
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
   float cy = cx + (g.y < kGateFloor ? kGateFloor : g.y);
@@ -43,30 +43,31 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const bool mild =
       __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
                                   (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>));
-  const uint32_t permuted = gate + ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
+  const uint32_t place = ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
+  const uint32_t permuted = gate + place, state_permuted = state_gate + place;
   const uint32_t natural = gate + 8 * lane;
   if constexpr (Traits::kSave) {
-    if (args.g_cumsum != nullptr && chunk.half == 0 && !(chunk.flags & kSilentChunk)) {
+    if (args.g_cumsum != nullptr && !(chunk.flags & kSilentChunk)) {
       float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
       if (2 * lane < chunk.valid) out[0] = cx;
       if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
     }
   }
-  const float2 beta = load_shared_f2(natural + Traits::kGateBeta);
+  const float2 beta = load_beta();
   const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
   const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
-  store_shared_f2(permuted + Traits::kGateDecay, gamma_x, gamma_y);
+  store_shared_f2(state_permuted + Traits::kGateDecay, gamma_x, gamma_y);
   const float factor_p = kWideExponents<Element> ? exp2_approx(-end3 * kLog2e) : 1.0f;
-  if (lane == 0) store_shared_f1(gate + Traits::kGateMild, mild ? factor_p : 0.0f);
+  if (lane == 0) store_shared_f1(state_gate + Traits::kGateMild, mild ? factor_p : 0.0f);
   if (mild) {
     const float out_x = kWideExponents<Element> ? gamma_x : exp2_approx((cx - end3) * kLog2e);
     const float out_y = kWideExponents<Element> ? gamma_y : exp2_approx((cy - end3) * kLog2e);
-    store_shared_f2(permuted + Traits::kGateScaled, out_x * args.scale, out_y * args.scale);
+    store_shared_f2(state_permuted + Traits::kGateScaled, out_x * args.scale, out_y * args.scale);
     store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
     return;
   }
-  store_shared_f2(permuted + Traits::kGateScaled, 1.0f, 1.0f);
-  store_shared_f2(permuted + Traits::kGateRest, rest_x, rest_y);
+  store_shared_f2(state_permuted + Traits::kGateScaled, 1.0f, 1.0f);
+  store_shared_f2(state_permuted + Traits::kGateRest, rest_x, rest_y);
   store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
@@ -80,10 +81,10 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
 }
 
 // Zeros rows valid..63 of `halves` 64x64 swizzled half tiles, so that what follows the sequence in memory, Inf and NaN
-// included, meets no product. By one whole warpgroup; the caller synchronises.
-__device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int valid, int thread) {
+// included, meets no product. By `threads` threads; the caller synchronises.
+__device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int valid, int thread, int threads = 128) {
   const int per_half = (kChunk - valid) * 8;
-  for (int i = thread; i < per_half * halves; i += 128) {
+  for (int i = thread; i < per_half * halves; i += threads) {
     const int half = i >= per_half;
     store_shared_u4(tile + half * kChunk * 128 + valid * 128 + (i - half * per_half) * 16, make_uint4(0, 0, 0, 0));
   }
@@ -377,6 +378,40 @@ __device__ __forceinline__ void start_product(float (&d)[32], uint64_t a, uint64
   wgmma_commit();
 }
 
+// A of a chunk, for the backward. a, d: as invert() leaves them.
+template <typename Element>
+__device__ __forceinline__ void save_a(const ChunkForwardArgs& args, const float (&a)[3][8], const uint32_t (&d)[4],
+                                       const ChunkRecord& c, const LanePlace& at) {
+  if (args.a == nullptr || (c.flags & kSilentChunk)) return;
+  float diagonal[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack2<__half>(d[i]);
+    diagonal[2 * i] = pair.x;
+    diagonal[2 * i + 1] = pair.y;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = at.row + 8 * h;
+    uint32_t* out = reinterpret_cast<uint32_t*>(
+        static_cast<Element*>(args.a) + ((static_cast<int64_t>(c.row) + row) * args.num_value_heads + c.head) * kChunk);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = b < 3 ? a[b] : diagonal;  // zeros right of the diagonal
+      const uint32_t low = b < at.warp ? pack2<Element>(x[2 * h], x[2 * h + 1]) : 0u;
+      const uint32_t high = b < at.warp ? pack2<Element>(x[4 + 2 * h], x[5 + 2 * h]) : 0u;
+      const uint2 words =
+          pair_words(b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low,
+                     b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high, at.q);
+      if (row < c.valid) *reinterpret_cast<uint2*>(out + 8 * b + paired_word(at.q)) = words;
+    }
+  }
+}
+
+// Whether bf16's roundings hide those of fp16 pairs (solve_diagonal_blocks()).
+template <typename Element>
+inline constexpr bool kSolveInPairs = std::is_same_v<Element, __nv_bfloat16>;
+
 template <typename Traits>
 struct AuxRole {
   using Element = typename Traits::Element;
@@ -517,37 +552,6 @@ struct AuxRole {
       load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
   }
 
-  __device__ void save_a(const float (&a)[3][8], const uint32_t (&d)[4], const ChunkRecord& c,
-                         const LanePlace& at) const {
-    if (p.args.a == nullptr || c.half != 0 || (c.flags & kSilentChunk)) return;
-    float diagonal[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack2<__half>(d[i]);
-      diagonal[2 * i] = pair.x;
-      diagonal[2 * i + 1] = pair.y;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = at.row + 8 * h;
-      uint32_t* out =
-          reinterpret_cast<uint32_t*>(static_cast<Element*>(p.args.a) +
-                                      ((static_cast<int64_t>(c.row) + row) * p.args.num_value_heads + c.head) * kChunk);
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float* x = b < 3 ? a[b] : diagonal;  // zeros right of the diagonal
-        const uint32_t low = b < at.warp ? pack2<Element>(x[2 * h], x[2 * h + 1]) : 0u;
-        const uint32_t high = b < at.warp ? pack2<Element>(x[4 + 2 * h], x[5 + 2 * h]) : 0u;
-        const uint2 words =
-            pair_words(b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low,
-                       b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high, at.q);
-        if (row < c.valid) *reinterpret_cast<uint2*>(out + 8 * b + paired_word(at.q)) = words;
-      }
-    }
-  }
-
-  static constexpr bool kPairs = std::is_same_v<Element, __nv_bfloat16>;
-
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
   // memory of its own.
   __device__ void prepare(uint32_t m) {
@@ -572,10 +576,15 @@ struct AuxRole {
       // Two warps solve them, then one of these writes the chunk list; of the others, which store the rest of M, one
       // sends O, one makes the gates.
       if (opaque_thread() < 64) {
-        solve_diagonal_blocks<kPairs>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
+        solve_diagonal_blocks<kSolveInPairs<Element>>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
-        if (opaque_thread() >= 96) make_gates<Traits>(p.args, record(m), stage_gate(m), opaque_thread() & 31);
+        if (opaque_thread() >= 96) {
+          const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
+          make_gates<Traits>(
+              p.args, record(m), load_shared_f2(gate + Traits::kGateRaw + place),
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, opaque_thread() & 31);
+        }
       }
       if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
       if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
@@ -604,7 +613,7 @@ struct AuxRole {
           });
       m = opaque(m);
       if constexpr (Traits::kSave) {  // registers do not suffice for both at once
-        save_a(a, d, record(m), lane_place(opaque_thread()));
+        save_a<Element>(p.args, a, d, record(m), lane_place(opaque_thread()));
         load_factors();
       }
       sync(m);  // the inverse has been read: A_g takes its tile

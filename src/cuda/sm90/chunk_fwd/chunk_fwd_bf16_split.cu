@@ -1,7 +1,9 @@
-#include "kernel.cuh"
+#include "pair_kernel.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_bf16_split() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 1, false>>(); }
+ChunkForwardKernel chunk_forward_bf16_split() {
+  return describe_pair_kernel<PairForwardTraits<__nv_bfloat16, false>>();
+}
 
 }  // namespace flash_qla::cuda::sm90

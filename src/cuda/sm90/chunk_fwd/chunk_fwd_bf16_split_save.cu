@@ -1,9 +1,9 @@
-#include "kernel.cuh"
+#include "pair_kernel.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
 ChunkForwardKernel chunk_forward_bf16_split_save() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 1, true>>();
+  return describe_pair_kernel<PairForwardTraits<__nv_bfloat16, true>>();
 }
 
 }  // namespace flash_qla::cuda::sm90

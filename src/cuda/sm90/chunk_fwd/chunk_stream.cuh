@@ -42,7 +42,7 @@ struct alignas(16) ChunkRecord {
   int32_t flags;  // kFirstChunk, kLastChunk of its tile, and those of a split
   int32_t head;   // value head
   int32_t sequence;
-  int16_t half;  // which half of V, with V split
+  int16_t half;  // of V: the block's, in a pair of blocks; else 0
   int16_t key_head;
   int32_t chunk;     // counted over all sequences
   int32_t position;  // counted in its sequence
@@ -135,7 +135,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
     walker.tile = 0;
     walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
   } else {
-    walker.tile = static_cast<int32_t>(blockIdx.x);
+    walker.tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
     walker.tiles = p.tiles;
   }
 }
@@ -150,11 +150,10 @@ __device__ __forceinline__ uint32_t load_now(const uint32_t* data) {
 template <typename Traits>
 __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
-  constexpr int32_t kHalves = Traits::kStateGroups == 1 ? 2 : 1;
   if constexpr (Traits::kStateOnly || Traits::kSave) {
     // In the order of the list (with kSave there are no registers left to ask what is ready). Its size is read beside
     // the ticket: one latency, not two.
-    const int32_t tiles = kHalves * (p.tickets->tiles + p.tickets->dependent_tiles);
+    const int32_t tiles = p.tickets->tiles + p.tickets->dependent_tiles;
     const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
     if (tile < tiles) return tile;
     walker.tiles = 0;
@@ -165,12 +164,10 @@ __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelPara
         // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
         const SplitProgress& progress = p.counters->progress;
         dependent = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0 &&
-                    (p.readers == nullptr || load_now(&p.tickets->ticket) / kHalves >= progress.first_tiles);
+                    (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles);
       }
       const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u));
-      if (tile < kHalves * (&p.tickets->tiles)[dependent ? 1 : 0]) {
-        return dependent ? tile + kHalves * p.tickets->tiles : tile;
-      }
+      if (tile < (&p.tickets->tiles)[dependent ? 1 : 0]) return dependent ? tile + p.tickets->tiles : tile;
       walker.tiles &= dependent ? ~2 : ~1;
     }
   }
@@ -184,17 +181,12 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   while (walker.tiles != 0) {
     walker.tile = take_listed_tile<Traits>(p, walker);
     if (walker.tile < 0) return;
-    int32_t tile = walker.tile, half = 0;
-    if constexpr (Traits::kStateGroups == 1) {
-      half = tile & 1;
-      tile >>= 1;
-    }
     // By parts, not as a copy: registers are short where this is called.
-    const Tile& t = p.list[tile];
+    const Tile& t = p.list[walker.tile];
     ChunkRecord& r = walker.next;
     r.row = t.row;
     r.sequence = t.sequence;
-    r.half = static_cast<int16_t>(half);
+    r.half = 0;
     r.chunk = t.chunk;
     r.position = t.position;
     r.head = t.head;
@@ -236,14 +228,8 @@ template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
-    int32_t tile = walker.tile;
-    walker.tile = p.plan != nullptr ? static_cast<int32_t>(gridDim.x + atomicAdd(p.ticket, 1u))
-                                    : tile + static_cast<int32_t>(gridDim.x);
-    int32_t half = 0;
-    if constexpr (Traits::kStateGroups == 1) {
-      half = tile & 1;
-      tile >>= 1;
-    }
+    const int32_t tile = walker.tile, streams = static_cast<int32_t>(gridDim.x) / Traits::kBlocks;
+    walker.tile = p.plan != nullptr ? streams + static_cast<int32_t>(atomicAdd(p.ticket, 1u)) : tile + streams;
     const int32_t rank = tile / args.num_value_heads;
     const PlannedSequence sequence = p.plan != nullptr ? p.plan[rank] : sequence_at(args, rank);
     ChunkRecord& r = walker.next;
@@ -255,7 +241,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.flags = kFirstChunk;
     r.head = tile - rank * args.num_value_heads;
     r.sequence = sequence.index;
-    r.half = static_cast<int16_t>(half);
+    r.half = 0;
     r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
     r.chunk = sequence.first_chunk;
     r.position = 0;

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <typename Traits>
 ChunkForwardKernel describe_kernel() {
   return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
-          Traits::kStateGroups};
+          Traits::kStateGroups, Traits::kBlocks};
 }
 
 }  // namespace flash_qla::cuda::sm90

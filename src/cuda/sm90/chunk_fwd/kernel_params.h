@@ -50,7 +50,7 @@ struct ChunkForwardKernelParams {
   uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // with plan: tiles given out beyond the first of each block
-  int32_t tiles;                // N * Hv, twice that with V split
+  int32_t tiles;                // N * Hv
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.
@@ -58,7 +58,8 @@ struct ChunkForwardKernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;
+  int32_t state_groups;  // of 64 rows of V
+  int32_t blocks;        // that work on a tile together: a cluster
 };
 
 ChunkForwardKernel chunk_forward_bf16();

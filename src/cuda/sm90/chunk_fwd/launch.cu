@@ -98,13 +98,15 @@ __global__ void __launch_bounds__(kClearThreads)
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
 }
 
-cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int blocks,
+// At most `tiles` blocks, or pairs of blocks, and no more than the card has room for.
+cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int tiles, int sms,
                          bool after_planner, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel.function, blocks, kernel.threads, static_cast<size_t>(kernel.smem_bytes), params,
-                       after_planner, stream);
+  const int streams = std::max(1, std::min(tiles, sms / kernel.blocks));
+  return launch_kernel(kernel.function, kernel.blocks * streams, kernel.threads, static_cast<size_t>(kernel.smem_bytes),
+                       params, after_planner, stream, static_cast<unsigned>(kernel.blocks));
 }
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
@@ -149,8 +151,8 @@ ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
               : (half ? chunk_forward_fp16() : chunk_forward_bf16());
 }
 
-// A step of a tile with half of V takes about this share of a whole one's (measured: docs/design/sm90_forward.md).
-constexpr double kSplitStep = 0.76;
+// A step of a pair of blocks takes about this share of a whole tile's (measured: docs/design/sm90_forward.md).
+constexpr double kSplitStep = 0.68;
 
 bool split_pays(int64_t tiles, int sms) {
   const int64_t whole = (tiles + sms - 1) / sms, split = (2 * tiles + sms - 1) / sms;
@@ -179,7 +181,7 @@ cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkFor
                   args.o_head_stride, kernel.state_groups)) {
     return cudaErrorInvalidValue;
   }
-  return launch_tiles(kernel, tiles, sms, true, stream);
+  return launch_tiles(kernel, tiles, sms, sms, true, stream);
 }
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
@@ -335,7 +337,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
 
   ChunkForwardKernelParams params{};
   params.args = args;
-  params.tiles = static_cast<int32_t>(split ? 2 * whole_tiles : whole_tiles);
+  params.tiles = static_cast<int32_t>(whole_tiles);
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2) ||
@@ -358,8 +360,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
   }
   // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
-  return launch_tiles(kernel, params, std::min(params.tiles, sms), args.cu_seqlens != nullptr || args.prepared != 0,
-                      stream);
+  return launch_tiles(kernel, params, params.tiles, sms, args.cu_seqlens != nullptr || args.prepared != 0, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

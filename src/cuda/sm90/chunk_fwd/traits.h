@@ -18,6 +18,7 @@ struct ChunkForwardTraits {
   static constexpr int kStateGroups = kStateGroups_;
   static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
   static constexpr bool kStateOnly = kStateOnly_;
+  static constexpr int kBlocks = 1;  // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);

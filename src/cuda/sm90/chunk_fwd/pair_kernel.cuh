@@ -1,0 +1,367 @@
+// The forward of half heads, for cards with more SMs than tiles: a cluster of two blocks works on a tile, each holds
+// 64 rows of S^T, one for each entry of half of V, and prepares every second chunk for both (names as in docs/math.md
+// and kernel.cuh).
+//
+// Each block has a state warpgroup, two auxiliary ones, and four warps with a duty each: the list of chunks (of the
+// first block, for both), K and Q (each block fetches those of its own chunks into both), V and O, and the gates.
+// docs/design/sm90_forward.md has the hand-overs.
+#pragma once
+
+#include "../../common/cluster.cuh"
+#include "aux_role.cuh"
+#include "chunk_stream.cuh"
+#include "kernel_params.h"
+#include "pair_places.cuh"
+#include "pair_state.cuh"
+#include "pair_traits.h"
+
+namespace flash_qla::cuda::sm90 {
+
+inline constexpr uint16_t kBothBlocks = 3;
+
+// An auxiliary warpgroup: A_g and P of every second chunk of its block, for both blocks.
+template <typename Traits>
+struct PairAuxRole {
+  using Element = typename Traits::Element;
+  const ChunkForwardKernelParams& p;
+  PairPlaces<Traits> at_pair;
+  int group, thread;
+
+  __device__ void sync() const { named_barrier_sync(1 + group, 128); }
+
+  // The warp's 16 rows of a tile, once all its lanes have written them, to the other block.
+  __device__ void send_rows(uint32_t tile, uint32_t m, int warp) const {
+    const uint32_t rows = tile + warp * Traits::kBytesRows;
+    bulk_copy_cluster(at_pair.in_other_block(rows), rows, Traits::kBytesRows,
+                      at_pair.in_other_block(at_pair.full_p(m)));
+  }
+
+  __device__ void prepare(uint32_t m) const {
+    const LanePlace at = lane_place(thread);
+    const ChunkRecord& chunk = at_pair.record(m);
+    const uint32_t tile = at_pair.tile_a(m), factors = at_pair.factors(m);
+    at_pair.wait_k(m);
+    if (chunk.valid < kChunk) {
+      clear_tail_rows(at_pair.stage_k(m), 2, chunk.valid, thread);
+      sync();
+    }
+    {
+      float kkt[32];
+      const uint64_t k_rows = uniform_descriptor(at_pair.stage_k(m));
+      start_product<Element>(kkt, k_rows, k_rows);
+      mbarrier_wait(at_pair.full_gate(m), (m >> 1) / Traits::kBarriersGate & 1);
+      const float beta0 = load_shared_f1(factors + Traits::kGateBeta + 4 * at.row);
+      const float beta1 = load_shared_f1(factors + Traits::kGateBeta + 4 * at.row + 32);
+      // From here on this chunk's tiles and gates may be written, here and in the other block.
+      at_pair.wait_done(m, Traits::kStagesP);
+      wgmma_wait<0>();
+      pin(kkt);
+      store_kkt<true>(kkt, beta0, beta1, tile, at);
+      sync();  // the diagonal blocks of M are there
+      if (thread < 64) {
+        solve_diagonal_blocks<kSolveInPairs<Element>>(tile, thread >> 4 & 2, at.lane);
+      } else {
+        store_kkt<false>(kkt, beta0, beta1, tile, at);
+      }
+    }
+    __syncwarp();
+    fence_proxy_async();
+    sync();  // D is there
+    float mild;
+    {
+      float a[3][8];
+      uint32_t d[4];
+      float4 own;
+      invert(
+          a, d, tile, at, [&] { sync(); },
+          [&] {
+            mild = load_shared_f1(at_pair.own_gate(m) + Traits::kGateMild);
+            own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
+          });
+      if constexpr (Traits::kSave) save_a<Element>(p.args, a, d, chunk, at);
+      sync();  // the inverse has been read: A_g takes its tile
+      const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+        store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
+      } else {
+        store_gated<Traits, true>(a[0], diagonal, 1.0f, tile, factors, at);
+      }
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (at.lane == 0) send_rows(tile, m, at.warp);
+
+    at_pair.wait_q(m);
+    float qkt[32];
+    start_product<Element>(qkt, uniform_descriptor(at_pair.stage_q(m)), uniform_descriptor(at_pair.stage_k(m)));
+    wgmma_wait<0>();
+    pin(qkt);
+    float2 diagonal[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int first = i == 2 ? 6 : 2 * i;
+      diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
+    }
+    if (__any_sync(0xffffffffu, mild != 0.0f)) {
+      store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), at_pair.tile_p(m), factors, at);
+    } else {
+      store_gated<Traits, false>(qkt, diagonal, p.args.scale, at_pair.tile_p(m), factors, at);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    mbarrier_arrive_warp(at_pair.full_p(m), at.lane);
+    if (at.lane == 0) {
+      // A_g's rows are announced here too; they may have come already.
+      const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
+      const uint32_t barrier = at_pair.in_other_block(at_pair.full_p(m));
+      mbarrier_arrive_expect_cluster(barrier, 2 * Traits::kBytesRows + gate_bytes);
+      send_rows(at_pair.tile_p(m), m, at.warp);
+      if (gate_bytes != 0) {
+        bulk_copy_cluster(at_pair.in_other_block(at_pair.received_gate(m)), at_pair.own_gate(m), gate_bytes, barrier);
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ void run() const {
+#pragma unroll 1
+    for (uint32_t m = at_pair.rank + 2 * group;; m += 4) {
+      at_pair.wait_record(m);
+      if (at_pair.record(m).valid < 0) return;
+      prepare(m);
+    }
+  }
+};
+
+// Warps with a duty each.
+template <typename Traits>
+struct PairServiceRole {
+  using Element = typename Traits::Element;
+  const ChunkForwardKernelParams& p;
+  PairPlaces<Traits> at_pair;
+  int lane;
+
+  // Each waiting thread's chunks end with a record of their own: those of the auxiliary groups are every fourth.
+  static constexpr int kEndRecords = 2 * Traits::kAuxGroups;
+
+  // The records of all chunks, by one thread of the first block for both; that of the second sees to it that the last
+  // have come before its block ends.
+  __device__ void list_chunks() const {
+    int left = kEndRecords;
+#pragma unroll 1
+    for (uint32_t m = 0; left > 0; ++m) {
+      if (at_pair.rank == 0) {
+        at_pair.wait_done(m, Traits::kRecordsAhead);
+        produce_chunk<Traits>(p, m);
+        const uint32_t record = smem_address(&at_pair.record(m)),
+                       barrier = at_pair.in_other_block(at_pair.full_record(m));
+        mbarrier_arrive_expect_cluster(barrier, Traits::kBytesRecord);
+#pragma unroll
+        for (uint32_t i = 0; i < Traits::kBytesRecord; i += 16) {
+          uint4 words = load_shared_u4(record + i);
+          if (i == offsetof(ChunkRecord, sequence)) words.y |= 1;  // the other half of V
+          store_cluster_u4(at_pair.in_other_block(record + i), words, barrier);
+        }
+        jitter();
+        mbarrier_arrive(at_pair.full_record(m));
+      } else {
+        at_pair.wait_record(m);
+      }
+      if (at_pair.record(m).valid < 0) --left;
+    }
+  }
+
+  // K and Q of the block's own chunks into both blocks, by one thread, in the order in which their stages become free.
+  __device__ void load_keys_and_queries() const {
+#pragma unroll 1
+    for (uint32_t m = at_pair.rank;; m += 2) {
+      at_pair.wait_record(m);
+      const bool more = at_pair.record(m).valid >= 0;
+      // The same code for both: instructions are short of room.
+#pragma unroll 1
+      for (int query = more ? 0 : 1; query < (m >= 2 ? 2 : 1); ++query) {
+        const uint32_t chunk = query ? m - 2 : m;
+        at_pair.wait_done(chunk, query ? Traits::kStagesQ : Traits::kStagesK);
+        const ChunkRecord& c = at_pair.record(chunk);
+        const uint32_t barrier = query ? at_pair.full_q(chunk) : at_pair.full_k(chunk);
+        mbarrier_arrive_expect(barrier, Traits::kBytesK);
+        mbarrier_arrive_expect_cluster(at_pair.in_other_block(barrier), Traits::kBytesK);
+        tma_load_4d_cluster(query ? at_pair.stage_q(chunk) : at_pair.stage_k(chunk), query ? &p.q : &p.k, barrier, 0,
+                            c.row, 0, c.key_head, kBothBlocks);
+      }
+      if (!more) return;
+    }
+  }
+
+  // O of chunk m to global memory; at a sequence's end row by row.
+  __device__ void store_o(uint32_t m) const {
+    mbarrier_wait(at_pair.full_o(m), m / Traits::kBarriersO & 1);
+    const ChunkRecord& c = at_pair.record(m);
+    if (c.valid < kChunk) {
+      Element* out =
+          static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
+      for (int i = lane; i < c.valid * 8; i += 32) {
+        const int row = i >> 3, piece = i & 7;
+        *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) =
+            load_shared_u4(at_pair.stage_v(m) + row * 128 + ((piece ^ (row & 7)) << 4));
+      }
+    } else if (!(c.flags & kSilentChunk) && lane == 0) {
+      fence_proxy_async();
+      tma_store_4d(&p.o, at_pair.stage_v(m), 0, c.row, c.half, c.head);
+      tma_store_commit();
+      tma_store_wait_read();
+    }
+    __syncwarp();
+  }
+
+  // V of chunk m. At a sequence's end it is passed on once what follows in memory is cleared, and so is that behind a K
+  // of the other block's.
+  __device__ void load_v(uint32_t m, uint32_t& tails) const {
+    const ChunkRecord& c = at_pair.record(m);
+    const bool tail = c.valid < kChunk;
+    const uint32_t barrier = tail ? smem() + Traits::kTailV : at_pair.full_p(m);
+    if (lane == 0) {
+      mbarrier_arrive_expect(barrier, Traits::kBytesV);
+      tma_load_4d(at_pair.stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+    }
+    if (!tail) return;
+    mbarrier_wait(barrier, tails & 1);
+    ++tails;
+    clear_tail_rows(at_pair.stage_v(m), 1, c.valid, lane, 32);
+    if (!at_pair.own(m)) {
+      at_pair.wait_k(m);
+      clear_tail_rows(at_pair.stage_k(m), 2, c.valid, lane, 32);
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(at_pair.full_p(m));
+  }
+
+  // V into the stage that O of three chunks before has left.
+  __device__ void move_values() const {
+    uint32_t tails = 0, after_last = 0;
+#pragma unroll 1
+    for (uint32_t m = 0; after_last < Traits::kStagesV; ++m) {
+      if (after_last == 0) at_pair.wait_record(m);
+      if (after_last > 0 || at_pair.record(m).valid < 0) ++after_last;
+      if (m >= Traits::kStagesV) store_o(m - Traits::kStagesV);
+      if (after_last == 0) load_v(m, tails);
+    }
+    if (lane == 0) tma_store_wait_all();
+  }
+
+  // g and beta of tokens 2 lane and 2 lane + 1 of a chunk; zeros past its end.
+  struct RawGates {
+    float2 g, beta;
+  };
+  __device__ RawGates load_raw(uint32_t m) const {
+    const ChunkForwardArgs& args = p.args;
+    const ChunkRecord& c = at_pair.record(m);
+    RawGates raw{make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
+    const auto load_pair = [&](const float* data, int64_t token_stride, int64_t head_stride, float absent) {
+      const float* first = data + (static_cast<int64_t>(c.row) + 2 * lane) * token_stride + c.head * head_stride;
+      float2 pair = make_float2(0.0f, 0.0f);
+      if (2 * lane < c.valid) pair.x = data != nullptr ? first[0] : absent;
+      if (2 * lane + 1 < c.valid) pair.y = data != nullptr ? first[token_stride] : absent;
+      return pair;
+    };
+    raw.g = load_pair(args.g, args.g_token_stride, args.g_head_stride, 0.0f);
+    raw.beta = load_pair(args.beta, args.beta_token_stride, args.beta_head_stride, 1.0f);
+    return raw;
+  }
+
+  // The gates of the block's own chunks; what they are made of comes two chunks ahead.
+  __device__ void make_own_gates() const {
+    uint32_t m = at_pair.rank;
+    at_pair.wait_record(m);
+    RawGates raw = load_raw(m);
+#pragma unroll 1
+    while (at_pair.record(m).valid >= 0) {
+      at_pair.wait_done(m, 2 * Traits::kOwnGates);
+      const uint32_t factors = at_pair.factors(m);
+      store_shared_f2(factors + Traits::kGateBeta + 8 * lane, raw.beta.x, raw.beta.y);
+      make_gates<Traits>(
+          p.args, at_pair.record(m), raw.g, [&] { return raw.beta; }, factors, at_pair.own_gate(m), lane);
+      fence_proxy_async();  // the copy engine takes them to the other block
+      __syncwarp();
+      mbarrier_arrive_warp(at_pair.full_gate(m), lane);
+      m += 2;
+      at_pair.wait_record(m);
+      raw = load_raw(m);
+    }
+  }
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    sm90_pair_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
+  // By votes, so that the compiler knows them to be the same in all lanes.
+  const int group =
+      (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+  const int thread = threadIdx.x % 128;
+  const uint32_t rank = __reduce_or_sync(0xffffffffu, cluster_rank());
+  const PairPlaces<Traits> at_pair{rank};
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i < Traits::kBarriers; ++i) {
+      mbarrier_init(at_pair.full_k(i), 1);
+      mbarrier_init(at_pair.full_q(i), 1);
+      mbarrier_init(smem() + Traits::kDone + 8 * i, 2 * 4 * kWarpArrivals);
+    }
+    for (uint32_t i = 0; i < Traits::kStagesP; ++i) {
+      // The warps that made A_g and P, of this block or the other, and V.
+      mbarrier_init(at_pair.full_p(i), (at_pair.own(i) ? 4 * kWarpArrivals : 4) + 1);
+    }
+    for (uint32_t i = 0; i < Traits::kBarriersGate; ++i) mbarrier_init(at_pair.full_gate(2 * i), kWarpArrivals);
+    for (uint32_t i = 0; i < Traits::kBarriersO; ++i) mbarrier_init(at_pair.full_o(i), 4 * kWarpArrivals);
+    mbarrier_init(smem() + Traits::kTailV, 1);
+    for (uint32_t i = 0; i < Traits::kChunkRing; ++i) mbarrier_init(at_pair.full_record(i), 1);
+    mbarrier_init_fence();
+    tma_prefetch_map(&p.q);
+    tma_prefetch_map(&p.k);
+    tma_prefetch_map(&p.v);
+    tma_prefetch_map(&p.o);
+    // As in kernel.cuh.
+    if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    open_list<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker));
+  }
+  // Blocks of P right of the diagonal are never written: zero once.
+  for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
+    store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
+  }
+  fence_proxy_async();
+  cluster_sync();
+
+  if (group < Traits::kAuxGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
+    PairAuxRole<Traits>{p, at_pair, group, thread}.run();
+  } else if (group == Traits::kAuxGroups) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
+    PairStateRole<Traits>{{p, 0, lane_place(__shfl_sync(0xffffffffu, thread, thread & 31))}, at_pair}.run();
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kServiceRegisters));
+    const int duty = __shfl_sync(0xffffffffu, thread / 32, 0);
+    const PairServiceRole<Traits> role{p, at_pair, thread & 31};
+    if (duty == 0) {
+      if (role.lane == 0) role.list_chunks();
+    } else if (duty == 1) {
+      if (role.lane == 0) role.load_keys_and_queries();
+    } else if (duty == 2) {
+      role.move_values();
+    } else {
+      role.make_own_gates();
+    }
+    // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
+    if (thread == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
+  // Neither block ends while the other may still write to it or count in it.
+  __syncwarp();
+  cluster_sync();
+}
+
+template <typename Traits>
+ChunkForwardKernel describe_pair_kernel() {
+  return {reinterpret_cast<const void*>(&sm90_pair_forward_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
+          Traits::kStateGroups, Traits::kBlocks};
+}
+
+}  // namespace flash_qla::cuda::sm90

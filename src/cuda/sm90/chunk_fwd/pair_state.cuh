@@ -1,0 +1,210 @@
+// The state warpgroup of a block of a pair: the products of state_role.cuh for 64 rows of V, in an order of its own.
+//
+// No other group keeps the tensor cores busy here while this one computes between two products, and a warp cannot go on
+// while its next wgmma waits for the one before. So the next product is issued first wherever there is one: S Q before
+// W is made, A_g W before S is scaled, the state's update before O is put away.
+#pragma once
+
+#include "pair_places.cuh"
+#include "state_role.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+template <typename Traits>
+struct PairStateRole : StateRole<Traits> {
+  using Base = StateRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::at;
+  using Base::p;
+  PairPlaces<Traits> at_pair;
+
+  // A quarter, 16 tokens, of O^T, tokens times `factor`, into V's stage.
+  __device__ static void put_o_quarter(const float* x, const float4& f, uint32_t address) {
+    store_matrix_x4_trans(address, pack2<Element>(x[0] * f.x, x[1] * f.y), pack2<Element>(x[2] * f.x, x[3] * f.y),
+                          pack2<Element>(x[4] * f.z, x[5] * f.w), pack2<Element>(x[6] * f.z, x[7] * f.w));
+  }
+
+  __device__ void run() const {
+    float s[64];  // S^T: rows V, columns K
+#pragma unroll
+    for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+    uint32_t m = 0, stage_k = 0, stage_q = 0, stage_v = 0, own_gate = 0;
+    bool ready = false;  // chunk m, so that it needs no wait
+    uint32_t k_tile = smem() + Traits::kSmemK, q_tile = smem() + Traits::kSmemQ, m4 = 0;
+    at_pair.wait_record(0);
+    int2 chunk_now = this->load_chunk(0);
+    // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
+    // registers.
+    bool more = __any_sync(0xffffffffu, chunk_now.x >= 0);
+#pragma unroll 1
+    for (; more; ++m) {
+      const ChunkRecord& chunk = this->record(m);
+      if (chunk_now.y & kFirstChunk) this->load_initial(s, chunk);
+      const uint32_t v_rows = smem() + Traits::kSmemV + stage_v * Traits::kBytesV + at.trans_row + at.trans_chunk;
+      const uint32_t gate =
+          smem() + Traits::kSmemGate +
+          (at_pair.own(m) ? own_gate : Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
+      const uint32_t columns = gate + 80 * at.q;
+      if (!ready) {
+        at_pair.wait_k(m);
+        at_pair.wait_q(m);
+        at_pair.wait_p(m);
+      }
+
+      wgmma_wait<0>();
+      pin(s);
+      if constexpr (Traits::kSave) this->save_listed(s, chunk);
+      // u^T = S0^T K^T and o^T = S0^T Q^T
+      uint32_t packed[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+      float u[32], o[32];
+      const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+      const auto step = [](int i) { return (i >> 2) * Traits::kHalf + (i & 3) * 32; };
+      wgmma_fence();
+      mma_rs_n64_init<Element>(u, packed, k_rows);
+#pragma unroll
+      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, step(i)));
+      wgmma_commit();
+      uint32_t v[16];
+      float4 gamma[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+        gamma[b] = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+      }
+      const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+      const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
+      mma_rs_n64_init<Element>(o, packed, q_rows);
+#pragma unroll
+      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, step(i)));
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(u);
+
+      // W^T = V^T - u^T diag(gamma)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float* x = u + 4 * i;
+        const float4 g = gamma[i >> 1];
+        const float2 f = i & 1 ? make_float2(g.z, g.w) : make_float2(g.x, g.y);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float2 y = unpack2<Element>(v[2 * i + j]);
+          v[2 * i + j] = pack2<Element>(fmaf(-f.x, x[2 * j], y.x), fmaf(-f.y, x[2 * j + 1], y.y));
+        }
+      }
+      // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
+      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m4 * Traits::kBytesMatrix);
+      float low[16], high[16];
+      wgmma_fence();
+      mma_rs_n32_init<Element>(low, v, a_rows);
+      mma_rs_n32_init<Element>(high, v, wgmma_advance(a_rows, 4096));
+      mma_rs_n32<Element>(low, v + 4, wgmma_advance(a_rows, 32));
+      mma_rs_n32<Element>(high, v + 4, wgmma_advance(a_rows, 4096 + 32));
+      mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
+      mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
+      wgmma_commit();
+      if constexpr (Traits::kSave) this->save_h(packed, chunk);
+      // Under it: gC S0, and what comes next.
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s[i] *= last;
+      const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
+      float4 factor[4];  // of O, by tokens
+#pragma unroll
+      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+      at_pair.wait_record(m + 1);
+      const int2 chunk_next = this->load_chunk(m + 1);
+      more = __any_sync(0xffffffffu, chunk_next.x >= 0);
+      wgmma_wait<0>();
+      pin(low);
+      pin(high);
+      pin(v);
+      pin(o);
+      pin(packed);
+
+      // O^T += V'^T P^T. With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of
+      // all.
+      if (!mild) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 decay = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+          const float4 f = make_float4(decay.x * p.args.scale, decay.y * p.args.scale, decay.z * p.args.scale,
+                                       decay.w * p.args.scale);
+          float* x = o + 8 * b;
+          x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
+          x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
+        }
+      } else if (!kWideExponents<Element>) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) o[i] *= last;
+      }
+      uint32_t corrected[16];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+        corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+      }
+      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + m4 * Traits::kBytesMatrix);
+      pin(o);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      wgmma_commit();
+      // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+      if (!mild) {
+        wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+        pin(o);
+        pin(corrected);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+          corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+          corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+          corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+        }
+      }
+      const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
+      pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
+      wgmma_commit();
+      // O takes V's place while S is made.
+      wgmma_wait<1>();
+      pin(o);
+#pragma unroll
+      for (int b = 0; b < 4; ++b) put_o_quarter(o + 8 * b, factor[b], v_rows + b * 2048);
+      __syncwarp();
+      mbarrier_arrive_warp(at_pair.full_o(m), at.lane);
+      ready = __all_sync(0xffffffffu, at_pair.ready(m + 1));
+      stage_k = stage_k == Traits::kStagesK - 1 ? 0 : stage_k + 1;
+      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
+      stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
+      k_tile = __reduce_or_sync(0xffffffffu, smem() + Traits::kSmemK + stage_k * Traits::kBytesK);
+      q_tile = __reduce_or_sync(0xffffffffu, smem() + Traits::kSmemQ + stage_q * Traits::kBytesK);
+      m4 = __reduce_or_sync(0xffffffffu, (m + 1) % Traits::kStagesA);
+      if (m & 1) own_gate = own_gate == Traits::kOwnGates - 1 ? 0 : own_gate + 1;
+      wgmma_wait<0>();
+      pin(s);
+      pin(corrected);
+      at_pair.arrive_done(m, at.lane);
+
+      if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
+      const bool last_of_tile = chunk_now.y & kLastChunk;
+      chunk_now = chunk_next;
+      if (last_of_tile) {
+        if (p.readers != nullptr) this->settle_readers(chunk);
+        if (chunk.slot_out >= 0) {
+          const StateSet& set = p.args.final_state;
+          move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                           this->first_row(chunk), at.q);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flash_qla::cuda::sm90
