@@ -6,20 +6,19 @@
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "chunk_stream.cuh"
-#include "state_role.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
 // The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each, and bring their rows of M
-// themselves, up to three transitions ahead. (Straight into registers, one ahead, a transition took 1.15 to 1.4 us; with
-// sixteen or 32 columns to a block the products alone take 1.1 or 1.8.)
+// themselves, up to three transitions ahead. (Straight into registers, one ahead, a transition took 1.15 to 1.4 us;
+// with sixteen or 32 columns to a block the products alone take 1.1 or 1.8.)
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
 // The named barrier of these warps; those before it are the auxiliary groups'.
 inline constexpr uint32_t kCombineBarrier = 4;
 
-inline constexpr int kCombineStages = 3;  // what there is room for
+inline constexpr int kCombineStages = 3;                                   // what there is room for
 inline constexpr uint32_t kCombineBytes = kTransitionSteps * 2 * 32 * 16;  // a warp's rows of a transition
 
 struct CombineMemory {
@@ -30,6 +29,14 @@ struct CombineMemory {
   TransitionChain chain;
   int32_t unit;
 };
+
+// Two floats as packed pairs of bf16: their values, and what those leave over. x y is then known to 2^-16; the
+// transitions, products of 16-bit operands, are to 2^-9.
+__device__ __forceinline__ uint2 pack_two_parts(float x, float y) {
+  const uint32_t high = pack2<__nv_bfloat16>(x, y);
+  const float2 back = unpack2<__nv_bfloat16>(high);
+  return make_uint2(high, pack2<__nv_bfloat16>(x - back.x, y - back.y));
+}
 
 // d += A B, m16n8k16.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
@@ -71,8 +78,8 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   constexpr int kState = 2 * kBoundaryVectors, kEightRows = 2 * 32;
   float2* local = reinterpret_cast<float2*>(p.boundary_states) + static_cast<int64_t>(chain.first_slot) * kState +
                   2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
-  const uint4* transition = p.transitions + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors +
-                            transition_place(warp, 0, 0, 0);
+  const uint4* transition =
+      p.transitions + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors + transition_place(warp, 0, 0, 0);
   // The rows of a transition into the next stage, by one lane.
   const auto bring = [&](int step, uint32_t number) {
     const uint32_t stage = number % kCombineStages, full = smem_address(&memory.full[warp][stage]);
@@ -81,8 +88,8 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   };
   const auto share = [&](int buffer, const CombineShare& x) {
     const uint2 upper = pack_two_parts(x[0][0], x[0][1]), lower = pack_two_parts(x[1][0], x[1][1]);
-    memory.state[buffer][warp][lane] = make_uint4(transpose_8x8(upper.x), transpose_8x8(lower.x),
-                                                  transpose_8x8(upper.y), transpose_8x8(lower.y));
+    memory.state[buffer][warp][lane] =
+        make_uint4(transpose_8x8(upper.x), transpose_8x8(lower.x), transpose_8x8(upper.y), transpose_8x8(lower.y));
     named_barrier_sync(kCombineBarrier, 32 * kCombineWarps);
   };
   if (lane == 0) {
@@ -123,8 +130,8 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      state[e >> 1][e & 1] += ((sums[0][1][e] + sums[0][2][e]) + (sums[1][1][e] + sums[1][2][e])) +
-                              (sums[0][0][e] + sums[1][0][e]);
+      state[e >> 1][e & 1] +=
+          ((sums[0][1][e] + sums[0][2][e]) + (sums[1][1][e] + sums[1][2][e])) + (sums[0][0][e] + sums[1][0][e]);
     }
     share(step & 1, state);
 #pragma unroll

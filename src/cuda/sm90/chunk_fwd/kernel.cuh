@@ -12,7 +12,6 @@
 
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
-#include "combine.cuh"
 #include "kernel_params.h"
 #include "state_role.cuh"
 #include "traits.h"
@@ -36,7 +35,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
       mbarrier_init(smem() + Traits::kDone + 8 * i,
                     4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
@@ -56,8 +55,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
     // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
     // lets them start after it has waited for the plan.
-    if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (Traits::kStateOnly || p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
     role.run();
-    if (!Traits::kStateOnly && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
       asm volatile("griddepcontrol.wait;" ::: "memory");
     }
@@ -81,9 +80,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
-    if constexpr (Traits::kStateOnly) {
-      combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
-    }
   }
 }
 

@@ -39,7 +39,7 @@ struct PairStateRole : StateRole<Traits> {
 #pragma unroll 1
     for (; more; ++m) {
       const ChunkRecord& chunk = this->record(m);
-      if (chunk_now.y & kFirstChunk) this->load_initial(s, chunk);
+      if (chunk_now.y & kFirstChunk) this->load_initial(s, chunk, at);
       const uint32_t v_rows = smem() + Traits::kSmemV + stage_v * Traits::kBytesV + at.trans_row + at.trans_chunk;
       const uint32_t gate =
           smem() + Traits::kSmemGate +
@@ -196,7 +196,7 @@ struct PairStateRole : StateRole<Traits> {
       const bool last_of_tile = chunk_now.y & kLastChunk;
       chunk_now = chunk_next;
       if (last_of_tile) {
-        if (p.readers != nullptr) this->settle_readers(chunk);
+        if (p.readers != nullptr) this->settle_readers(chunk, at);
         if (chunk.slot_out >= 0) {
           const StateSet& set = p.args.final_state;
           move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,

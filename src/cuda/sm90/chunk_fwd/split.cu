@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kPlanThreads)
       // here is read soon by the tiles.
       const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
       if (thread < kRoundChunks * kChunk && row >= 0) {
-        l2_prefetch(static_cast<const Element*>(args.k) +
-                        (static_cast<int64_t>(s.start) + row) * args.k_token_stride + key_head * args.k_head_stride,
+        l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
+                        key_head * args.k_head_stride,
                     kHeadDim * sizeof(Element));
       }
       // A warp adds up a chunk of a head.
@@ -216,8 +216,8 @@ __global__ void __launch_bounds__(kPlanThreads)
         float squares = 0.0f;
         if (chunk >= 0) {
           const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
-          const uint4* key = reinterpret_cast<const uint4*>(static_cast<const Element*>(args.k) +
-                                                            token * args.k_token_stride + key_head * args.k_head_stride);
+          const uint4* key = reinterpret_cast<const uint4*>(
+              static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
           for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
             squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
@@ -248,8 +248,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       const int32_t most = min(limit, at);
       const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
       const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
-      const int found =
-          first_chunk_where(round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
+      const int found = first_chunk_where(round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
       const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
       sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
       if (warmup < 0) {
@@ -486,7 +485,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
-      if (lane == first_lane && pair < summarised) kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+      if (lane == first_lane && pair < summarised)
+        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
     }
     __syncthreads();
     // A warp for each part of a choice, then a thread for each choice.

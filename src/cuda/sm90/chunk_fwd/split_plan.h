@@ -15,18 +15,18 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.47 us on an H200. Those of the
-// estimate below are what makes it choose best among the times of all choices of 30 calls (docs/design/
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.47 us on an H200. Those of
+// the estimate below are what makes it choose best among the times of all choices of 30 calls (docs/design/
 // sequence_split.md); they are near what was measured of each alone.
 struct SplitCosts {
-  float state_step = 0.64f;    // a chunk in the kernel that makes states alone
-  float half_step = 0.72f;     // a chunk of half a head, as an unsplit call with few tiles computes them
-  float tile_edge = 2.0f;      // a tile's first and last state, and filling the pipeline
-  float state_edge = 3.4f;     // ... of a state tile: all of them start at once, with nothing in L2
-  float combine_step = 0.41f;  // one transition applied to a boundary state
-  float phase = 1.8f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 4.0f;           // what a call with a plan takes beyond the estimate, less what one without does
-  float plan_uncut = 4.0f;     // ... where the lengths turn out to ask for no cut
+  float state_step = 0.65f;   // a chunk in the kernel that makes states alone
+  float half_step = 0.60f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float tile_edge = 2.8f;     // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.0f;    // ... of a state tile, which starts from zero
+  float combine_step = 0.3f;  // one transition applied to a boundary state
+  float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
+  float plan = 4.0f;          // what a call with a plan takes beyond the estimate, less what one without does
+  float plan_uncut = 4.2f;    // ... where the lengths turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -145,7 +145,8 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
     const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
-    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
+    const float uncut = even > whole ? even : whole,
+                cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
   }
@@ -356,7 +357,7 @@ struct HeadPlan {
 #endif
     for (int32_t n = 0; n < tiles; ++n) {
       const bool output = n == 0;
-      const int32_t flags = output  ? from_flag | to_end
+      const int32_t flags = output   ? from_flag | to_end
                             : n == 1 ? (from_flag & kTileFromStart) | kTileToSlot
                                      : kTileToSlot | kTileTransition;
       sink.tile(tile(start, end, output ? warmup : 0, output ? (from_heavy ? slot - 1 : -1) : slot, flags));
@@ -488,7 +489,7 @@ struct SplitEstimate {
     float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
                                quotient(left + dependent_work, cards) + (left > 0.0f ? kUneven * free : 0.0f));
     // A free tile that finds no SM at first starts when a state tile ends.
-    const float late = state_tiles >= blocks                ? quotient(state_work, cards)
+    const float late = state_tiles >= blocks               ? quotient(state_work, cards)
                        : state_tiles + free_tiles > blocks ? longest_state
                                                            : 0.0f;
     end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
@@ -498,14 +499,14 @@ struct SplitEstimate {
  private:
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
   // What is lost at the end where tiles are not whole waves: a part of one.
-  static constexpr float kUneven = 0.12f;
+  static constexpr float kUneven = 0.1f;
   // Tiles of one list by themselves: whole waves where they are nearly equal.
   FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
     const int32_t blocks = static_cast<int32_t>(sms.by);
     const float average = quotient(work, static_cast<float>(tiles));
     const float waves = static_cast<float>(sms.divide(tiles + blocks - 1)) * longest;
     const float spread = larger(longest, quotient(work, static_cast<float>(blocks)) + kUneven * average);
-    return longest <= 1.15f * average || waves < spread ? waves : spread;
+    return longest <= 1.2f * average || waves < spread ? waves : spread;
   }
 };
 

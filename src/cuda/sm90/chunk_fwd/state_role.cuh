@@ -45,14 +45,6 @@ __device__ __forceinline__ void move_state(void* matrix, ElementType type, bool 
   }
 }
 
-// Two floats as packed pairs of bf16: their values, and what those leave over. x y is then known to 2^-16; the
-// transitions, products of 16-bit operands, are to 2^-9.
-__device__ __forceinline__ uint2 pack_two_parts(float x, float y) {
-  const uint32_t high = pack2<__nv_bfloat16>(x, y);
-  const float2 back = unpack2<__nv_bfloat16>(high);
-  return make_uint2(high, pack2<__nv_bfloat16>(x - back.x, y - back.y));
-}
-
 template <typename Traits>
 struct StateRole {
   using Element = typename Traits::Element;
@@ -74,9 +66,7 @@ struct StateRole {
     return chunk;
   }
   __device__ int first_row(const ChunkRecord& c) const { return first_row(c, at); }
-  __device__ int first_row(const ChunkRecord& c, const LanePlace& at) const {
-    return 64 * (group + c.half) + at.row;
-  }
+  __device__ int first_row(const ChunkRecord& c, const LanePlace& at) const { return 64 * (group + c.half) + at.row; }
 
   __device__ void load_initial(float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
     if constexpr (Traits::kStateOnly) {
@@ -101,7 +91,8 @@ struct StateRole {
     }
     if (c.slot_in >= 0) {
       const StateSet& set = p.args.initial;
-      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c, at), at.q);
+      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c, at),
+                        at.q);
     } else {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
@@ -119,34 +110,6 @@ struct StateRole {
       while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
     }
     __syncwarp();
-  }
-
-  // The last state of a split's piece, or its transition.
-  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
-    if (c.flags & kToTransition) {
-      // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
-      uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
-#pragma unroll
-      for (int rows = 0; rows < kTransitionSteps; ++rows) {
-        uint2 parts[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
-          parts[i] = pack_two_parts(x[0], x[1]);
-          parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
-        }
-        const int columns = 4 * (group + c.half) + at.warp;
-        to[transition_place(rows, columns, 0, at.lane)] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
-        to[transition_place(rows, columns, 1, at.lane)] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
-      }
-      return;
-    }
-    float4* to = p.boundary_states + c.slot_out * kBoundaryVectors;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      to[boundary_place(group + c.half, at.warp, j, at.lane)] =
-          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
-    }
   }
 
   // The state at the chunk's start, as the products below see it.
@@ -251,7 +214,6 @@ struct StateRole {
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
-    uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
     int2 chunk_now = load_chunk(0);
 #pragma unroll 1
     for (; chunk_now.x >= 0; ++m) {
@@ -284,17 +246,15 @@ struct StateRole {
         mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
       wgmma_commit();
-      if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs.
-        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
-        wgmma_fence();
-        mma_rs_n64_init<Element>(o, packed, q_rows);
+      // O of the previous chunk leaves while S K runs.
+      put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+      wgmma_fence();
+      mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) {
-          mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
-        }
-        wgmma_commit();
+      for (int i = 1; i < 8; ++i) {
+        mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
+      wgmma_commit();
       if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
@@ -308,10 +268,6 @@ struct StateRole {
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
-      if constexpr (Traits::kStateOnly) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = chunk.flags & kNoValues ? 0u : v[i];
-      }
       wgmma_wait<0>();
       pin(u);
       pin(o);
@@ -345,7 +301,7 @@ struct StateRole {
       wgmma_commit();
       // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
-      if (!Traits::kStateOnly && !mild) {
+      if (!mild) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -355,15 +311,13 @@ struct StateRole {
           x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
           x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
         }
-      } else if (!Traits::kStateOnly && !kWideExponents<Element>) {
+      } else if (!kWideExponents<Element>) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
-      if constexpr (!Traits::kStateOnly) {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-      }
+      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
@@ -377,14 +331,12 @@ struct StateRole {
         corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
         corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
       }
-      if constexpr (!Traits::kStateOnly) {
-        const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-        pin(o);
-        wgmma_fence();
+      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+      pin(o);
+      wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
-        wgmma_commit();
-      }
+      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      wgmma_commit();
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
       if (!mild) {
         wgmma_wait<0>();  // P V' reads its operand's registers as it goes
@@ -418,26 +370,13 @@ struct StateRole {
       chunk_now = chunk_next;
       if (last_of_tile && p.readers != nullptr) settle_readers(chunk, at);
       if (last_of_tile && chunk.slot_out >= 0) {
-        if constexpr (Traits::kStateOnly) {
-          save_boundary(s, chunk, at);
-          ++tiles;
-        } else {
-          const StateSet& set = p.args.final_state;
-          move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
-                           first_row(chunk), at.q);
-        }
+        const StateSet& set = p.args.final_state;
+        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                         first_row(chunk), at.q);
       }
       previous_v = stage_v;
       stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
       stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
-    }
-    if constexpr (Traits::kStateOnly) {
-      __syncwarp();
-      if (at.lane == 0 && tiles > 0) {
-        __threadfence();
-        atomicSub(&p.counters->progress.states_left, tiles);
-      }
-      return;
     }
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
     put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m, smem() + Traits::kFullLast);

@@ -14,9 +14,10 @@ namespace flash_qla::cuda::sm90 {
 
 // A segment ends at a boundary, so that all chunks of a state tile are full ones.
 template <typename Element_>
-struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false, true> {
+struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false> {
   using Element = Element_;
-  using Base = ChunkForwardTraits<Element_, 2, false, true>;
+  using Base = ChunkForwardTraits<Element_, 2, false>;
+  static constexpr bool kStateOnly = true;
   static constexpr int kAuxGroups = 3;
   static constexpr int kThreads = 128 * (kAuxGroups + Base::kStateGroups);
   // 640 threads have 96 each to share out. A state group needs S (64), an accumulator (32) and a packed operand (32).
@@ -37,8 +38,8 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false, true> {
   static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
   static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
   static constexpr uint32_t kDone = kFullA + 8 * kStages;              // the state groups are through with the chunk
-  // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn before
-  // its own from the next but one.
+  // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
+  // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
   static constexpr uint32_t kSmemBytes = kListed + 8 * kAuxGroups;
   static_assert(kSmemBytes <= 227 * 1024);
@@ -115,7 +116,12 @@ struct StateTileAuxRole {
         solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
-        if (number() >= 96) make_gates<Traits>(p.args, record(m), gates(m), number() & 31);
+        if (number() >= 96) {
+          const uint32_t gate = gates(m), place = 8 * (number() & 31);
+          make_gates<Traits>(
+              p.args, record(m), load_shared_f2(gate + Traits::kGateRaw + place),
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, number() & 31);
+        }
         if (number() == kListThread) {
           constexpr uint32_t kTurns = Traits::kAuxGroups;
           if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
@@ -183,8 +189,36 @@ struct StateTileRole : StateRole<Traits> {
   __device__ uint32_t stage(uint32_t m) const { return stage_of<Traits>(opaque(m)); }
   __device__ uint32_t gates(uint32_t m) const { return stage(m) + Traits::kStageGate; }
 
+  // The last state of a split's piece, or its transition.
+  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
+    if (c.flags & kToTransition) {
+      // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
+      uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
+#pragma unroll
+      for (int rows = 0; rows < kTransitionSteps; ++rows) {
+        uint2 parts[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
+          parts[i] = pack_two_parts(x[0], x[1]);
+          parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
+        }
+        const int columns = 4 * group + at.warp;
+        to[transition_place(rows, columns, 0, at.lane)] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
+        to[transition_place(rows, columns, 1, at.lane)] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+      }
+      return;
+    }
+    float4* to = p.boundary_states + c.slot_out * kBoundaryVectors;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      to[boundary_place(group, at.warp, j, at.lane)] =
+          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+    }
+  }
+
   __device__ void run(int thread) const {
-    float s[64];  // S^T: rows V, columns K
+    float s[64];         // S^T: rows V, columns K
     uint32_t tiles = 0;  // whose last state this warp has stored
 #pragma unroll 1
     for (uint32_t m = 0;; ++m) {
@@ -301,7 +335,7 @@ struct StateTileRole : StateRole<Traits> {
       mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kStages), opaque(thread) & 31);
       if (load_chunk(m).y & kLastChunk) {
         if (p.readers != nullptr) this->settle_readers(record(m), place(thread));
-        this->save_boundary(s, record(m), place(thread));
+        save_boundary(s, record(m), place(thread));
         ++tiles;
       }
     }
@@ -344,7 +378,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateTileRole<Traits>{{p, group - Traits::kAuxGroups, LanePlace{}}}.run(__shfl_sync(0xffffffffu, thread, thread & 31));
+    StateTileRole<Traits>{{p, group - Traits::kAuxGroups, LanePlace{}}}.run(
+        __shfl_sync(0xffffffffu, thread, thread & 31));
     combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
   }
 }
@@ -352,7 +387,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <typename Traits>
 ChunkForwardKernel describe_state_kernel() {
   return {reinterpret_cast<const void*>(&sm90_state_tiles_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
-          Traits::kStateGroups};
+          Traits::kStateGroups, Traits::kBlocks};
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -11,14 +11,13 @@ inline constexpr int kHeadDim = 128;  // K = V
 inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
-template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
+template <typename Element_, int kStateGroups_, bool kSave_>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
-  static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
-  static constexpr bool kStateOnly = kStateOnly_;
-  static constexpr int kBlocks = 1;  // that work through one stream of chunks
+  static constexpr bool kSave = kSave_;      // training or states on the way: any output beyond o and the final state
+  static constexpr bool kStateOnly = false;  // see StateKernelTraits
+  static constexpr int kBlocks = 1;          // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
@@ -27,17 +26,17 @@ struct ChunkForwardTraits {
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
   // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
   // share out.
-  static constexpr int kAuxRegisters = kStateOnly ? 96 : kStateGroups == 2 ? 64 : 128;
-  static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
+  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
+  static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
   static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  static constexpr int kStagesQ = 3;
   // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
   static constexpr int kBarriersQ = 2 * kAuxGroups;
-  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
+  static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
