@@ -164,7 +164,7 @@ Plan make_plan(const Batch& batch) {
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
       const SplitEstimate estimate = estimate_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges],
-                                                     choice, batch.uncut_in_halves);
+                                                     choice, batch.uncut_in_halves, batch.sms);
       if (estimate.steps(Divisor(batch.sms)) < best) {
         best = estimate.steps(Divisor(batch.sms));
         plan.merge = merge_choice(choice);

@@ -170,9 +170,9 @@ bool overlap(const StateSet& a, const StateSet& b, int32_t sequences, int32_t he
   return a.data != nullptr && b.data != nullptr && begin(a) < end(b) && begin(b) < end(a);
 }
 
-// The tiles' kernel with V in boxes of its own height.
-cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
-                          cudaStream_t stream) {
+// The tiles' kernel with V in boxes of its own height. tiles_at_most: no more blocks, or pairs of them, have work.
+cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int tiles_at_most,
+                          int sms, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
   ChunkForwardKernelParams tiles = params;
   if (!encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
@@ -181,7 +181,7 @@ cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkFor
                   args.o_head_stride, kernel.state_groups)) {
     return cudaErrorInvalidValue;
   }
-  return launch_tiles(kernel, tiles, sms, sms, true, stream);
+  return launch_tiles(kernel, tiles, tiles_at_most, sms, true, stream);
 }
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
@@ -213,14 +213,15 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   tiles.tickets = &counters->states;
   error = launch_listed(tiles,
                         args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
-                        sms, stream);
+                        sms, sms, stream);
 
   tiles.list = split.workspace.output_tiles;
   tiles.tickets = &counters->outputs;
-  if (error == cudaSuccess) error = launch_listed(tiles, kernel, sms, stream);
+  if (error == cudaSuccess) error = launch_listed(tiles, kernel, sms, sms, stream);
   if (error != cudaSuccess || uncut_kernel == nullptr) return error;
   tiles.tickets = &counters->halves;
-  return launch_listed(tiles, *uncut_kernel, sms, stream);
+  // No more pairs of blocks than there are tiles: then they are spread over the card as without a plan.
+  return launch_listed(tiles, *uncut_kernel, params.tiles, sms, stream);
 }
 
 }  // namespace

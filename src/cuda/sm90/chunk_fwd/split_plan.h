@@ -20,7 +20,8 @@ namespace flash_qla::cuda::sm90 {
 // sequence_split.md); they are near what was measured of each alone.
 struct SplitCosts {
   float state_step = 0.65f;   // a chunk in the kernel that makes states alone
-  float half_step = 0.60f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_step = 0.56f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_crowd = 0.11f;   // ... and this times the square of the share of SMs that are at work
   float tile_edge = 2.8f;     // a tile's first and last state, and filling the pipeline
   float state_edge = 2.0f;    // ... of a state tile, which starts from zero
   float combine_step = 0.3f;  // one transition applied to a boundary state
@@ -113,6 +114,11 @@ FLASH_QLA_HOST_DEVICE inline float quotient(float a, float b) {
 // Whether tiles of half of V each pay where nothing is cut: while they are one wave.
 FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
 
+FLASH_QLA_HOST_DEVICE inline float half_step(int32_t tiles, int32_t sms, const SplitCosts& costs) {
+  const float share = quotient(2.0f * static_cast<float>(tiles), static_cast<float>(sms));
+  return costs.half_step + costs.half_crowd * share * share;
+}
+
 // Steps that the card needs without a cut, an estimate: exact for equal lengths.
 FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                  const SplitCosts& costs) {
@@ -120,7 +126,7 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
   const int32_t tiles = lengths.sequences * heads;
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
   const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
-  if (halves_pay(tiles, sms)) return edged * costs.half_step;
+  if (halves_pay(tiles, sms)) return edged * half_step(tiles, sms, costs);
   if (static_cast<float>(lengths.longest) <= average * 1.02f)
     return static_cast<float>((tiles + sms - 1) / sms) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
@@ -467,11 +473,12 @@ struct SplitEstimate {
     chains *= heads;
   }
 
-  // Of tiles without a cut: the same for half of V each.
-  FLASH_QLA_HOST_DEVICE void halve() {
+  // Of tiles without a cut: the same by two SMs each.
+  FLASH_QLA_HOST_DEVICE void halve(int32_t sms) {
+    const float step = half_step(free_tiles, sms, costs);
     free_tiles *= 2;
-    free_work *= 2.0f * costs.half_step;
-    longest_free *= costs.half_step;
+    free_work *= 2.0f * step;
+    longest_free *= step;
   }
 
   // Steps until the last tile ends.
@@ -523,10 +530,10 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
 // A choice from its two parts: the heads without and those with a heavy boundary, joined by merge_step() of their own.
 // uncut_in_halves: without a cut a kernel of half heads writes O. (With cuts that was slower for all shapes tried.)
 FLASH_QLA_HOST_DEVICE inline SplitEstimate estimate_choice(const SplitEstimate& light, const SplitEstimate& heavy,
-                                                           int32_t choice, bool uncut_in_halves) {
+                                                           int32_t choice, bool uncut_in_halves, int32_t sms) {
   SplitEstimate estimate = light;
   estimate.add(heavy);
-  if (choice == kMergeChoices - 1 && uncut_in_halves) estimate.halve();
+  if (choice == kMergeChoices - 1 && uncut_in_halves) estimate.halve(sms);
   return estimate;
 }
 
@@ -557,7 +564,7 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
   float best = 0.0f;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
     const float steps =
-        estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves).steps(by_sms);
+        estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, sms).steps(by_sms);
     best = i == 0 || steps < best ? steps : best;
   }
   return best;
