@@ -361,12 +361,13 @@ TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
     return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs).pays;
   };
   for (int32_t heads : {8, 16, 24, 32, 48}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
-  for (int32_t heads : {8, 16, 32}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
+  for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
+  for (int32_t heads : {8, 16, 24}) EXPECT_TRUE(pays(heads, 1, 4096)) << heads;
   EXPECT_TRUE(pays(48, 4, 8192));
-  EXPECT_TRUE(pays(8, 1, 2048));
+  EXPECT_FALSE(pays(16, 1, 2048));
   EXPECT_FALSE(pays(32, 1, 2048));
   EXPECT_FALSE(pays(32, 1, 4096));
-  EXPECT_FALSE(pays(16, 1, 2048));
+  EXPECT_FALSE(pays(48, 1, 8192));
   for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
   for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;
   EXPECT_FALSE(pays(64, 1, 32768));
