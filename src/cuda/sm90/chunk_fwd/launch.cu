@@ -269,12 +269,13 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   // one long sequence beside empty ones the most that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
   const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  const float in_vain = halves_pay(tiles, sms) ? costs.plan_halves : costs.plan_uncut;
   if (promise.pays) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
             halves_pay(tiles, sms) && !promise.surely};
   }
-  if (!dense && args.num_sequences > 1 && costs.plan_uncut <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
+  if (!dense && args.num_sequences > 1 && in_vain <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
     if (promise_of_plan(equal_lengths(longest, 1, false), heads, sms, costs).pays) {
       return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
               halves_pay(tiles, sms)};

@@ -28,6 +28,7 @@ struct SplitCosts {
   float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
   float plan = 4.0f;          // what a call with a plan takes beyond the estimate, less what one without does
   float plan_uncut = 4.2f;    // ... where the lengths turn out to ask for no cut
+  float plan_halves = 9.0f;   // ... and pairs of blocks then make the tiles, which start behind all other kernels
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -44,11 +45,13 @@ inline constexpr int32_t kMostPieces =
 // Longest warm-up, in chunks; kept in a byte.
 inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
-// a chunk (a warm-up of six), and no more than this loss where half of them do not: the gates are not known before.
+// a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
+// known before, and on the device no cut is among the choices. kMostLoss: by asking in vain.
 inline constexpr float kLeastGain = 0.05f;
 // Measured times with a cut are this much longer than the estimate's, and the cost of the plan.
 inline constexpr float kDoubt = 1.1f;
 inline constexpr float kMostLoss = 0.03f;
+inline constexpr float kMostLossOfHeavy = 0.1f;
 inline constexpr int32_t kUsualWarmup = 6;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
 inline constexpr int64_t kTilesPerSmUnsplit = 16;
@@ -584,7 +587,7 @@ FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& l
   const auto steps = [&](int32_t heavy) {
     return costs.plan + kDoubt * best_steps(lengths, grid, heads, heavy, halves, sms, costs);
   };
-  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLoss) * unsplit,
+  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
           steps(heads) <= (1.0f - kLeastGain) * unsplit};
 }
 
