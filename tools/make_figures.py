@@ -107,7 +107,7 @@ def full(reports: dict) -> str:
         "milliseconds; the ratio beside a peer's time is how many times it is ours. Every row was checked for correctness in the "
         "run that measured it: the largest error is the relative L2 error of the worst tensor, head by head, against fp64. The roofline counts the least traffic with DRAM and the products at the tensor cores' sustained rate; "
         "states that stay in the L2 cache can pass it. A dagger marks times of other packages that were recorded in an earlier run on the same kind of machine "
-        "(`benchmarks/recorded`), or published by their authors where the name says so. fla's decode reads 16-bit states and writes float32 ones.\n"
+        "(`benchmarks/recorded`), or published by their authors where the name says so. fla's decode reads 16-bit states and writes float32 ones; FlashInfer's makes the gates itself, from raw ones in bfloat16.\n"
     ]
     for name, report in reports.items():
         rows = report["rows"]
@@ -152,8 +152,8 @@ def summary(reports: dict) -> str:
         for (mode, peer), values in ratios.items():
             mean = math.exp(sum(map(math.log, values)) / len(values))
             span = f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else ""
-            lines.append([report["machine"], MODES[mode], peer, str(len(values)), f"{mean:.2f}x", span])
-    header = ["machine", "what", "compared with", "rows", "times faster (geometric mean)", "range"]
+            lines.append([report["machine"], name, MODES[mode], peer, str(len(values)), f"{mean:.2f}x", span])
+    header = ["machine", "table", "what", "compared with", "rows", "times faster (geometric mean)", "range"]
     errors = []
     for report in reports.values():
         for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
@@ -165,7 +165,7 @@ def summary(reports: dict) -> str:
                     errors.append([MODES[mode], peer, str(len(ratios)), *cells])
     told = ["what", "compared with", "tensors", "our error over theirs, median of the heads", "worst head"]
     beside = f"\nErrors against fp64 on the same inputs:\n\n{table(told, errors)}" if errors else ""
-    dagger = "\n† times recorded in an earlier run.\n" if any("†" in line[2] for line in lines) else ""
+    dagger = "\n† times recorded in an earlier run.\n" if any("†" in line[3] for line in lines) else ""
     return table(header, lines) + dagger + beside + "\nEvery row, with machine, commit and protocol: [docs/benchmarks.md](docs/benchmarks.md).\n"
 
 
@@ -194,7 +194,7 @@ def sanitized(record: dict) -> str:
         return text + "\n" + NOTHING
     text += f"\n{record['machine']}; commit {', '.join(record['commits'])}, {record['date']}.\n\n## Runs\n\n"
     runs = [
-        [run["tool"], f"`{run['command']}`", str(run["cases"]), "did not end" if run["reports"] is None else str(run["reports"]), str(run["seconds"])]
+        [run["tool"], f"`{run['command']}`" + (f" without {run['without']}" if "without" in run else ""), str(run["cases"]), "did not end" if run["reports"] is None else str(run["reports"]), str(run["seconds"])]
         for run in sorted(record["sanitizers"], key=lambda run: (run["tool"], run["command"]))
     ]
     text += table(["tool", "program", "cases", "reports", "seconds"], runs)

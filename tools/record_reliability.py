@@ -23,7 +23,8 @@ from pathlib import Path
 
 CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s", re.MULTILINE)
 CHECK = re.compile(r"^check (?P<set>\w+), (?P<heads>\d+) heads, cuda, .*: (?P<passed>\d+) of (?P<cases>\d+) cases passed, (?P<seconds>\d+) s", re.MULTILINE)
-SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-exitcode 1 )?(?:\S*/)?(?P<command>.*)$", re.MULTILINE)
+SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?:--error-exitcode 1 )?(?:--kernel-name-exclude kns=(?P<without>\S+) )?"
+                       r"(?:\S*/)?(?P<command>.*)$", re.MULTILINE)
 # racecheck sums up in a form of its own.
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
 SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)
@@ -75,7 +76,7 @@ def read_sanitizer(text: str) -> list:
         summary, seconds = SUMMARY.search(part), SECONDS.search(part)
         cases = [int(m["cases"]) for m in CASES.finditer(part)]
         records.append({
-            "tool": start["tool"], "command": start["command"].strip(), "cases": sum(cases),
+            "tool": start["tool"], **({"without": start["without"]} if start["without"] else {}), "command": start["command"].strip(), "cases": sum(cases),
             "reports": None if summary is None or not cases or "application returned an error" in part else int(summary.group(1) or summary.group(2)),
             "seconds": None if seconds is None else int(seconds.group(1))})
     return records
@@ -119,7 +120,8 @@ def main() -> int:
             report["sanitizers"] += [{"commit": commit, **record} for record in records]
             kernels.update(HAS.findall(text))
             if len(records) == 1 and records[0]["reports"] is not None:
-                reached[records[0]["tool"]].update(LAUNCHED.findall(text))
+                without = records[0].get("without")
+                reached[records[0]["tool"]].update(name for name in LAUNCHED.findall(text) if not without or without not in name)
                 add_tails(text, tails[records[0]["tool"]])
             continue
         for m in CHECK.finditer(text):

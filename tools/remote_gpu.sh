@@ -8,12 +8,12 @@
 #
 #   ./run.sh test         correctness, against the fp64 oracles on the device and on the host
 #   ./run.sh bench        times beside their bounds
-#   ./run.sh sanitize     the four compute-sanitizer tools on small shapes that reach every kernel
+#   ./run.sh sanitize     the four compute-sanitizer tools on small shapes that reach every kernel (logs in out/)
 #   ./run.sh all          the three of them
 #
 # FLASH_QLA_CMAKE_FLAGS is passed on to CMake (for example -DFLASH_QLA_GENERIC_ARCHITECTURES=90a-real). For racecheck on the
-# Hopper forward build with -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_RACECHECK: without it the tool reports hand-overs that it cannot see
-# (src/cuda/common/mbarrier.cuh). -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_JITTER makes a build whose Hopper kernels sleep at random where
+# Hopper kernels build a second folder with -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_RACECHECK, whose program sanitize.sh takes beside the
+# plain one: without it the tool reports hand-overs that it cannot see (src/cuda/common/mbarrier.cuh). -DCMAKE_CUDA_FLAGS=-DFLASH_QLA_JITTER makes a build whose Hopper kernels sleep at random where
 # warps meet: run.sh test must pass with it as well (hand-overs alone; times mean nothing).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,4 +28,5 @@ for program in "${programs[@]}"; do
   strip -o "$folder/$program" "build/remote/tests/cpp/cuda/$program"
 done
 cp tools/remote_gpu_run.sh "$folder"/run.sh
+cp tools/sanitize.sh "$folder"
 du -sh "$folder"

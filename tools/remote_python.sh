@@ -9,10 +9,10 @@
 #
 #   ./run.sh test         tests/python on the GPU
 #   ./run.sh check        python -m flash_qla check: all sets but profile
-#   ./run.sh suite        all tests, soaks and sizes that take minutes among them; beside them the four compute-sanitizer tools
-#                         and a short training run: two minutes in all
+#   ./run.sh suite        all tests, soaks and sizes that take minutes among them, and a short training run: two minutes
+#   ./run.sh sanitize     the four compute-sanitizer tools on every kernel (tools/sanitize.sh): two minutes
 #   ./run.sh bench        the four result files, h200_forward.json and so on, the most telling rows first: two minutes at most
-#   ./run.sh all          suite, check, bench
+#   ./run.sh all          suite, sanitize, check, bench
 #
 # FLASH_QLA_REMOTE_PYTHON (3.12) is the other machine's Python, FLASH_QLA_CMAKE_FLAGS is passed on to CMake, and
 # FLASH_QLA_REMOTE_BUILD names another build folder to use than build/remote.

@@ -38,20 +38,13 @@ run_check() {
   local set
   for set in develop varlen product; do step 120 "check_$set.txt" python3 -m flash_qla check --device cuda --set "$set"; done
 }
-# sanitize TOOL CASES GROUP: of cuda_generic_test. racecheck takes a hundred times as long as the program alone.
-sanitize() {
-  step 104 "sanitize_$1_${3// /_}.txt" compute-sanitizer --tool "$1" --error-exitcode 1 "$package/bin/cuda_generic_test" --cases "$2" --small --once --only "$3"
+run_sanitizers() {
+  step 110 sanitizers.txt bash tools/sanitize.sh "$package/bin/cuda_generic_test" "$out" 100
+  cat "$out/sanitizers.txt"
 }
 run_suite() {
-  sanitize racecheck 8 generic &
-  sanitize racecheck 40 decode &
-  for tool in memcheck synccheck initcheck; do
-    sanitize "$tool" 24 generic &
-    sanitize "$tool" 80 decode &
-    for part in forward split backward; do sanitize "$tool" 4 "sm90 $part" & done
-  done
   step 100 train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
-  run_tests 112 "$((cores > 5 ? cores - 4 : 1))" --runslow -k 'not compute_sanitizer'
+  run_tests 112 "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer'
   wait
 }
 run_bench() {
@@ -66,9 +59,10 @@ case "${1:-all}" in
   test) run_tests 300 "$cores" ;;
   check) run_check ;;
   suite) run_suite ;;
+  sanitize) run_sanitizers ;;
   bench) run_bench ;;
-  all) run_suite; run_check; run_bench ;;
-  *) echo "usage: run.sh [test|check|suite|bench|all]" >&2; exit 2 ;;
+  all) run_suite; run_sanitizers; run_check; run_bench ;;
+  *) echo "usage: run.sh [test|check|suite|sanitize|bench|all]" >&2; exit 2 ;;
 esac
 if [[ -e $out/failed ]]; then
   echo "$(wc -l <"$out/failed") steps failed"

@@ -38,8 +38,8 @@ def test_every_row_stands_in_the_full_table():
 
 def test_summary_is_the_geometric_mean():
     text = make_figures.summary({"card": REPORT})
-    assert "| a card | forward | slow | 2 | 2.00x | 1.00 to 4.00 |" in text
-    assert "| a card | forward | other | 1 | 1.50x |  |" in text
+    assert "| a card | card | forward | slow | 2 | 2.00x | 1.00 to 4.00 |" in text
+    assert "| a card | card | forward | other | 1 | 1.50x |  |" in text
 
 
 JUDGED = {
@@ -58,7 +58,7 @@ def test_errors_stand_beside_those_of_peers():
     assert "final_state" not in text  # no peer has a number
     text = make_figures.summary({"card": JUDGED})
     assert "| forward | slow | 1 | 0.50x to 0.50x | 0.25x to 0.25x |" in text
-    assert "| a card | forward | ours, auto_cp=False | 1 | 1.50x |  |" in text
+    assert "| a card | card | forward | ours, auto_cp=False | 1 | 1.50x |  |" in text
 
 
 def test_records_without_timings_are_passed_over(tmp_path):

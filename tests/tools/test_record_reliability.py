@@ -62,3 +62,10 @@ def test_kernels_and_tails_are_counted_by_tool(tmp_path):
     assert report["tails"]["memcheck"]["sm90"] == {
         "calls": 4, "strided": 1, "tokens after the last sequence": 1, "dtypes": ["bf16", "fp16"], "tokens of the last chunk": [0, 1, 7, 64],
         "K": [128]}
+
+
+def test_kernels_that_a_tool_was_told_to_leave_out_are_not_seen(tmp_path):
+    log = seen("racecheck", ["a<1>", "b"], []).replace("racecheck x", "racecheck --error-exitcode 1 --kernel-name-exclude kns=a< /there/x --once")
+    report, _ = record(tmp_path, log)
+    assert report["kernels"] == {"a<1>": [], "b": ["racecheck"]}
+    assert report["sanitizers"][0]["command"] == "x --once" and report["sanitizers"][0]["without"] == "a<"

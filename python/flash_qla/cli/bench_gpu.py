@@ -23,10 +23,10 @@ from .results import Row, geometric_mean, label, make_report, peer_names, ratios
 PROTOCOL = (
     "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
     "final state out; median of CUDA graph replays of 5 calls, the forward's with and without its sequence split in "
-    "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled beside each other, then "
-    "timed one after another on the same inputs, their tensors compared with the same oracle; fla runs its own "
-    "kernels (FLA_FLASH_QLA=0), as its autotuner chose them while the others compiled; recorded times are of an earlier "
-    "run"
+    "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled ahead or beside each other, "
+    "then timed one after another on the same inputs, their tensors compared with the same oracle; fla runs its own "
+    "kernels (FLA_FLASH_QLA=0), as its autotuner chose them while the others compiled; recorded times are of an "
+    "earlier run"
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")

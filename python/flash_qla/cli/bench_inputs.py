@@ -97,6 +97,8 @@ PEER_ROWS: Dict[str, List[Tuple[Heads, str, str]]] = {
     "bwd": [
         *(((16, 32), name, "mixed") for name in ("8k_1seq", "8k_8seq", "32k_1seq")),
         *(((16, 32), "8k_1seq", gates) for gates in ("none", "strong")),
+        *((heads, name, "mixed") for heads in ((8, 16), (2, 4)) for name in ("8k_1seq", "32k_1seq")),
+        ((4, 8), "32k_1seq", "mixed"),
     ],
     "train": [((16, 32), "8k_1seq", "mixed"), ((16, 32), "32k_1seq", "mixed")],
     "decode": [((16, 32), name, "mixed") for name in ("batch1", "batch16", "batch256")],

@@ -332,7 +332,7 @@ int run(const Settings& settings) {
       {"decode", false, [&] { return test_decode(settings, arena); }},
       {"nan", false, [&] { return test_nan(settings, arena); }},
       {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
-      {"sm90 forward", true, [&] { return test_sm90_forward(settings, arena); }},
+      {"sm90 forward, drawn", true, [&] { return test_sm90_forward(settings, arena); }},
       {"sm90 forward, single tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
       {"sm90 forward, keys", true, [&] { return test_sm90_keys(settings, arena); }},
       {"sm90 forward, repeats", true, [&] { return test_sm90_repeat(settings, arena); }},

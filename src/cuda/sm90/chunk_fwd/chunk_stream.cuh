@@ -255,11 +255,10 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
   }
 }
 
-// Writes the record of chunk m.
+// The record of the next chunk.
 template <typename Traits>
-__device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, uint32_t m) {
-  ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
-  ChunkRecord& record = reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+__device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, ChunkWalker& walker,
+                                              ChunkRecord& record) {
   if (walker.remaining < 0) {
     if (Traits::kStateOnly || p.list != nullptr) {
       open_listed_tile<Traits>(p, walker);
@@ -287,6 +286,13 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   walker.next.flags = r.flags & (kNoValues | kToTransition | kCountedReader);
   walker.next.chunk = r.chunk + 1;
   walker.next.position = r.position + 1;
+}
+
+// ... of chunk m, in the ring, by the walker in shared memory.
+template <typename Traits>
+__device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, uint32_t m) {
+  produce_chunk<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker),
+                        reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing]);
 }
 
 // base + count * bytes, in one instruction.

@@ -7,6 +7,9 @@
 // docs/design/sm90_forward.md has the hand-overs.
 #pragma once
 
+#include <cstddef>
+#include <cstring>
+
 #include "../../common/cluster.cuh"
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
@@ -141,56 +144,73 @@ struct PairServiceRole {
   PairPlaces<Traits> at_pair;
   int lane;
 
-  // Each waiting thread's chunks end with a record of their own: those of the auxiliary groups are every fourth.
-  static constexpr int kEndRecords = 2 * Traits::kAuxGroups;
-
   // The records of all chunks, by one thread of the first block for both; that of the second sees to it that the last
   // have come before its block ends.
   __device__ void list_chunks() const {
-    int left = kEndRecords;
+    if (at_pair.rank != 0) {
 #pragma unroll 1
-    for (uint32_t m = 0; left > 0; ++m) {
-      if (at_pair.rank == 0) {
-        at_pair.wait_done(m, Traits::kRecordsAhead);
-        produce_chunk<Traits>(p, m);
-        const uint32_t record = smem_address(&at_pair.record(m)),
-                       barrier = at_pair.in_other_block(at_pair.full_record(m));
-        mbarrier_arrive_expect_cluster(barrier, Traits::kBytesRecord);
-#pragma unroll
-        for (uint32_t i = 0; i < Traits::kBytesRecord; i += 16) {
-          uint4 words = load_shared_u4(record + i);
-          if (i == offsetof(ChunkRecord, sequence)) words.y |= 1;  // the other half of V
-          store_cluster_u4(at_pair.in_other_block(record + i), words, barrier);
-        }
-        jitter();
-        mbarrier_arrive(at_pair.full_record(m));
-      } else {
+      for (uint32_t m = 0;; m += Traits::kBurst) {
         at_pair.wait_record(m);
+        if (at_pair.record(m).valid < 0) return;
       }
-      if (at_pair.record(m).valid < 0) --left;
+    }
+    ChunkWalker walker;
+    open_list<Traits>(p, walker);
+    // In bursts: instructions are short of room, and these would push the other roles' out in every chunk.
+    bool more = true;
+#pragma unroll 1
+    for (uint32_t m = 0; more; m += Traits::kBurst) {
+      at_pair.wait_done(m, Traits::kRecordsAhead);
+      const uint32_t barrier = at_pair.full_record(m), other_barrier = at_pair.in_other_block(barrier);
+      mbarrier_arrive_expect_cluster(other_barrier, Traits::kBurst * sizeof(ChunkRecord));
+#pragma unroll 1
+      for (uint32_t n = m; n < m + Traits::kBurst; ++n) {
+        ChunkRecord c;
+        produce_chunk<Traits>(p, walker, c);
+        uint4 words[sizeof(ChunkRecord) / 16];
+        memcpy(words, &c, sizeof(c));
+        // The last burst has no chunk at all: as many ends as there are groups that wait for one of their own.
+        if (n == m) more = c.valid >= 0;
+        const uint32_t record = smem_address(&at_pair.record(n)), other = at_pair.in_other_block(record);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          store_shared_u4(record + 16 * i, words[i]);
+          if (16 * i == offsetof(ChunkRecord, sequence)) words[i].y |= 1;  // the other half of V
+          store_cluster_u4(other + 16 * i, words[i], other_barrier);
+        }
+      }
+      jitter();
+      mbarrier_arrive(barrier);
     }
   }
 
-  // K and Q of the block's own chunks into both blocks, by one thread, in the order in which their stages become free.
+  // K and Q of the block's own chunks into both blocks, in the order in which their stages become free: those of K and
+  // Q of the own chunk before at the same time.
   __device__ void load_keys_and_queries() const {
+    static_assert(Traits::kStagesK == Traits::kStagesQ + 2);
+    int row_before = 0, head_before = 0;
+    bool more = true;
 #pragma unroll 1
-    for (uint32_t m = at_pair.rank;; m += 2) {
+    for (uint32_t m = at_pair.rank; more; m += 2) {
       at_pair.wait_record(m);
-      const bool more = at_pair.record(m).valid >= 0;
-      // The same code for both: instructions are short of room.
-#pragma unroll 1
-      for (int query = more ? 0 : 1; query < (m >= 2 ? 2 : 1); ++query) {
-        const uint32_t chunk = query ? m - 2 : m;
-        at_pair.wait_done(chunk, query ? Traits::kStagesQ : Traits::kStagesK);
-        const ChunkRecord& c = at_pair.record(chunk);
-        const uint32_t barrier = query ? at_pair.full_q(chunk) : at_pair.full_k(chunk);
-        mbarrier_arrive_expect(barrier, Traits::kBytesK);
-        mbarrier_arrive_expect_cluster(at_pair.in_other_block(barrier), Traits::kBytesK);
-        tma_load_4d_cluster(query ? at_pair.stage_q(chunk) : at_pair.stage_k(chunk), query ? &p.q : &p.k, barrier, 0,
-                            c.row, 0, c.key_head, kBothBlocks);
+      const ChunkRecord& c = at_pair.record(m);
+      more = __any_sync(0xffffffffu, c.valid >= 0);
+      // Out of a reduction, so that the compiler knows them to be the same in all lanes.
+      const int row = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.row)));
+      const int head = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.key_head)));
+      at_pair.wait_done(m, Traits::kStagesK);
+      if (lane == 0) {
+        if (m >= 2) load(&p.q, at_pair.stage_q(m - 2), at_pair.full_q(m - 2), row_before, head_before);
+        if (more) load(&p.k, at_pair.stage_k(m), at_pair.full_k(m), row, head);
       }
-      if (!more) return;
+      row_before = row;
+      head_before = head;
     }
+  }
+  __device__ void load(const CUtensorMap* map, uint32_t stage, uint32_t barrier, int row, int head) const {
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    mbarrier_arrive_expect_cluster(at_pair.in_other_block(barrier), Traits::kBytesK);
+    tma_load_4d_cluster(stage, map, barrier, 0, row, 0, head, kBothBlocks);
   }
 
   // O of chunk m to global memory; at a sequence's end row by row.
@@ -249,44 +269,61 @@ struct PairServiceRole {
     if (lane == 0) tma_store_wait_all();
   }
 
-  // g and beta of tokens 2 lane and 2 lane + 1 of a chunk; zeros past its end.
-  struct RawGates {
-    float2 g, beta;
-  };
-  __device__ RawGates load_raw(uint32_t m) const {
-    const ChunkForwardArgs& args = p.args;
-    const ChunkRecord& c = at_pair.record(m);
-    RawGates raw{make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
-    const auto load_pair = [&](const float* data, int64_t token_stride, int64_t head_stride, float absent) {
-      const float* first = data + (static_cast<int64_t>(c.row) + 2 * lane) * token_stride + c.head * head_stride;
+  // One of g and beta: where a lane's two tokens of a chunk are, 2 lane and the next.
+  struct RawPlace {
+    const float* base;
+    int token_bytes, head_bytes;
+    const void* at;
+    __device__ void find(const ChunkRecord& c, int lane) {
+      at = advance(advance(base, c.head, head_bytes), c.row + 2 * lane, token_bytes);
+    }
+    __device__ void move_on() { at = advance(at, 2 * kChunk, token_bytes); }  // to the block's next chunk
+    __device__ float2 load(int tokens, int lane) const {
       float2 pair = make_float2(0.0f, 0.0f);
-      if (2 * lane < c.valid) pair.x = data != nullptr ? first[0] : absent;
-      if (2 * lane + 1 < c.valid) pair.y = data != nullptr ? first[token_stride] : absent;
+      if (2 * lane < tokens) pair.x = *static_cast<const float*>(at);
+      if (2 * lane + 1 < tokens) pair.y = *static_cast<const float*>(advance(at, 1, token_bytes));
       return pair;
-    };
-    raw.g = load_pair(args.g, args.g_token_stride, args.g_head_stride, 0.0f);
-    raw.beta = load_pair(args.beta, args.beta_token_stride, args.beta_head_stride, 1.0f);
-    return raw;
-  }
+    }
+  };
 
-  // The gates of the block's own chunks; what they are made of comes two chunks ahead.
+  // The gates of the block's own chunks; what they are made of comes two chunks ahead. Zeros past a sequence's end.
   __device__ void make_own_gates() const {
+    const ChunkForwardArgs& args = p.args;
+    // Strides below 2^29 elements: the launcher has looked.
+    RawPlace g{args.g, 4 * static_cast<int>(args.g_token_stride), 4 * static_cast<int>(args.g_head_stride), nullptr};
+    RawPlace beta{args.beta, 4 * static_cast<int>(args.beta_token_stride), 4 * static_cast<int>(args.beta_head_stride),
+                  nullptr};
+    if (args.beta == nullptr) beta = {&kOne, 0, 0, nullptr};
+    float2 next_g, next_beta;
+    const auto fetch = [&](uint32_t m) {
+      at_pair.wait_record(m);
+      const ChunkRecord& c = at_pair.record(m);
+      if (c.valid < 0) return false;
+      if (m < 2 || ((c.flags | at_pair.record(m - 1).flags) & kFirstChunk)) {
+        g.find(c, lane);
+        beta.find(c, lane);
+      } else {
+        g.move_on();
+        beta.move_on();
+      }
+      next_g = g.load(g.base != nullptr ? c.valid : 0, lane);
+      next_beta = beta.load(c.valid, lane);
+      return true;
+    };
     uint32_t m = at_pair.rank;
-    at_pair.wait_record(m);
-    RawGates raw = load_raw(m);
+    bool more = fetch(m);
 #pragma unroll 1
-    while (at_pair.record(m).valid >= 0) {
+    while (more) {
       at_pair.wait_done(m, 2 * Traits::kOwnGates);
       const uint32_t factors = at_pair.factors(m);
-      store_shared_f2(factors + Traits::kGateBeta + 8 * lane, raw.beta.x, raw.beta.y);
+      store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
       make_gates<Traits>(
-          p.args, at_pair.record(m), raw.g, [&] { return raw.beta; }, factors, at_pair.own_gate(m), lane);
+          p.args, at_pair.record(m), next_g, [&] { return next_beta; }, factors, at_pair.own_gate(m), lane);
       fence_proxy_async();  // the copy engine takes them to the other block
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_gate(m), lane);
       m += 2;
-      at_pair.wait_record(m);
-      raw = load_raw(m);
+      more = fetch(m);
     }
   }
 };
@@ -304,6 +341,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (uint32_t i = 0; i < Traits::kBarriers; ++i) {
       mbarrier_init(at_pair.full_k(i), 1);
       mbarrier_init(at_pair.full_q(i), 1);
+    }
+    for (uint32_t i = 0; i < Traits::kBarriersDone; ++i) {
       mbarrier_init(smem() + Traits::kDone + 8 * i, 2 * 4 * kWarpArrivals);
     }
     for (uint32_t i = 0; i < Traits::kStagesP; ++i) {
@@ -313,7 +352,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (uint32_t i = 0; i < Traits::kBarriersGate; ++i) mbarrier_init(at_pair.full_gate(2 * i), kWarpArrivals);
     for (uint32_t i = 0; i < Traits::kBarriersO; ++i) mbarrier_init(at_pair.full_o(i), 4 * kWarpArrivals);
     mbarrier_init(smem() + Traits::kTailV, 1);
-    for (uint32_t i = 0; i < Traits::kChunkRing; ++i) mbarrier_init(at_pair.full_record(i), 1);
+    for (uint32_t i = 0; i < Traits::kChunkRing; i += Traits::kBurst) mbarrier_init(at_pair.full_record(i), 1);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -322,7 +361,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // As in kernel.cuh.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
-    open_list<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker));
   }
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
@@ -336,7 +374,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PairAuxRole<Traits>{p, at_pair, group, thread}.run();
   } else if (group == Traits::kAuxGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    PairStateRole<Traits>{{p, 0, lane_place(__shfl_sync(0xffffffffu, thread, thread & 31))}, at_pair}.run();
+    PairStateRole<Traits>{{p, 0, lane_place(thread)}, at_pair}.run();
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kServiceRegisters));
     const int duty = __shfl_sync(0xffffffffu, thread / 32, 0);
@@ -344,7 +382,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (duty == 0) {
       if (role.lane == 0) role.list_chunks();
     } else if (duty == 1) {
-      if (role.lane == 0) role.load_keys_and_queries();
+      role.load_keys_and_queries();
     } else if (duty == 2) {
       role.move_values();
     } else {

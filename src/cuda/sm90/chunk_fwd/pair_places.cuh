@@ -54,11 +54,12 @@ struct PairPlaces {
   }
   __device__ static uint32_t full_o(uint32_t m) { return smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO); }
   __device__ static uint32_t full_record(uint32_t m) {
-    return smem() + Traits::kFullRecord + 8 * (m % Traits::kChunkRing);
+    return smem() + Traits::kFullRecord + 8 * (m % Traits::kChunkRing / Traits::kBurst);
   }
   __device__ static void wait_k(uint32_t m) { mbarrier_wait(full_k(m), m / Traits::kBarriers & 1); }
   __device__ static void wait_q(uint32_t m) { mbarrier_wait(full_q(m), m / Traits::kBarriers & 1); }
   __device__ static void wait_p(uint32_t m) { mbarrier_wait(full_p(m), m / Traits::kStagesP & 1); }
+  __device__ static bool test_record(uint32_t m) { return mbarrier_test(full_record(m), m / Traits::kChunkRing & 1); }
   // Whether all that a state warp waits for is there.
   __device__ static bool ready(uint32_t m) {
     const bool k = mbarrier_test(full_k(m), m / Traits::kBarriers & 1);
@@ -70,12 +71,13 @@ struct PairPlaces {
   // Until both blocks' state groups are through with chunk m - back, if there is one.
   __device__ static void wait_done(uint32_t m, uint32_t back) {
     if (m < back) return;
-    mbarrier_wait(smem() + Traits::kDone + 8 * ((m - back) % Traits::kBarriers), (m - back) / Traits::kBarriers & 1);
+    mbarrier_wait(smem() + Traits::kDone + 8 * ((m - back) % Traits::kBarriersDone),
+                  (m - back) / Traits::kBarriersDone & 1);
   }
   // A state warp is through with chunk m: in both blocks.
   __device__ static void arrive_done(uint32_t m, int lane) {
     jitter();
-    const uint32_t barrier = smem() + Traits::kDone + 8 * (m % Traits::kBarriers);
+    const uint32_t barrier = smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone);
     if constexpr (kWarpArrivals == 32) {
       mbarrier_arrive_cluster(cluster_address(barrier, 0));
       mbarrier_arrive_cluster(cluster_address(barrier, 1));

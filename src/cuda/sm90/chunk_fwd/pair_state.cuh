@@ -24,13 +24,32 @@ struct PairStateRole : StateRole<Traits> {
                           pack2<Element>(x[4] * f.z, x[5] * f.w), pack2<Element>(x[6] * f.z, x[7] * f.w));
   }
 
+  // After a tile's last chunk.
+  __device__ void finish_tile(float (&s)[64], const ChunkRecord& c) const {
+    if (p.readers != nullptr) this->settle_readers(c, at);
+    if (c.slot_out < 0) return;
+    const StateSet& set = p.args.final_state;
+    move_state<true>(state_matrix(set, c.slot_out, c.head), set.type, p.args.state_v_first, s, this->first_row(c),
+                     at.q);
+  }
+
+  // The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of.
+  static __device__ uint32_t uniform_place(uint32_t tile) {
+    return __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(wgmma_descriptor(tile)));
+  }
+  static __device__ uint64_t descriptor(uint32_t place) { return (wgmma_descriptor(0) & 0xffffffff00000000u) | place; }
+
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
 #pragma unroll
     for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+    // Places in a tile, out of shuffles, so that they are kept and not made anew in every chunk.
+    const uint32_t rows = __shfl_sync(0xffffffffu, at.trans_row + at.trans_chunk, at.lane);
+    const uint32_t column = __shfl_sync(0xffffffffu, 80 * at.q, at.lane);
     uint32_t m = 0, stage_k = 0, stage_q = 0, stage_v = 0, own_gate = 0;
-    bool ready = false;  // chunk m, so that it needs no wait
-    uint32_t k_tile = smem() + Traits::kSmemK, q_tile = smem() + Traits::kSmemQ, m4 = 0;
+    uint32_t k_place = uniform_place(smem() + Traits::kSmemK), q_place = uniform_place(smem() + Traits::kSmemQ);
+    uint32_t a_place = uniform_place(smem() + Traits::kSmemA);
+    bool ready = false, listed = false;  // chunk m, and the record of the next one, so that they need no wait
     at_pair.wait_record(0);
     int2 chunk_now = this->load_chunk(0);
     // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
@@ -39,17 +58,21 @@ struct PairStateRole : StateRole<Traits> {
 #pragma unroll 1
     for (; more; ++m) {
       const ChunkRecord& chunk = this->record(m);
-      if (chunk_now.y & kFirstChunk) this->load_initial(s, chunk, at);
-      const uint32_t v_rows = smem() + Traits::kSmemV + stage_v * Traits::kBytesV + at.trans_row + at.trans_chunk;
-      const uint32_t gate =
-          smem() + Traits::kSmemGate +
-          (at_pair.own(m) ? own_gate : Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
-      const uint32_t columns = gate + 80 * at.q;
+      // All that is seldom done in one place: instructions are short of room.
+      if (chunk_now.y & kFirstChunk) {
+        if (m > 0) finish_tile(s, this->record(m - 1));
+        this->load_initial(s, chunk, at);
+      }
       if (!ready) {
         at_pair.wait_k(m);
         at_pair.wait_q(m);
         at_pair.wait_p(m);
       }
+      const uint32_t v_rows = smem() + Traits::kSmemV + stage_v * Traits::kBytesV + rows;
+      const uint32_t gate =
+          smem() + Traits::kSmemGate +
+          (at_pair.own(m) ? own_gate : Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
+      const uint32_t columns = gate + column;
 
       wgmma_wait<0>();
       pin(s);
@@ -59,7 +82,7 @@ struct PairStateRole : StateRole<Traits> {
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
       float u[32], o[32];
-      const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+      const uint64_t k_rows = descriptor(k_place), q_rows = descriptor(q_place);
       const auto step = [](int i) { return (i >> 2) * Traits::kHalf + (i & 3) * 32; };
       wgmma_fence();
       mma_rs_n64_init<Element>(u, packed, k_rows);
@@ -75,6 +98,16 @@ struct PairStateRole : StateRole<Traits> {
       }
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
       const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
+      const uint64_t a_rows = descriptor(a_place);
+      const uint64_t p_rows = wgmma_advance(a_rows, Traits::kSmemP - Traits::kSmemA);
+      const uint64_t k_columns = wgmma_advance(k_rows, 0) + (uint64_t{Traits::kHalf / 16 - 1} << 16);
+      // Where the next chunk is.
+      const uint32_t next_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
+      stage_k = stage_k == Traits::kStagesK - 1 ? 0 : stage_k + 1;
+      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
+      k_place = uniform_place(smem() + Traits::kSmemK + stage_k * Traits::kBytesK);
+      q_place = uniform_place(smem() + Traits::kSmemQ + stage_q * Traits::kBytesK);
+      a_place = uniform_place(smem() + Traits::kSmemA + (m + 1) % Traits::kStagesA * Traits::kBytesMatrix);
       mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
       for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, step(i)));
@@ -95,7 +128,6 @@ struct PairStateRole : StateRole<Traits> {
         }
       }
       // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
-      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m4 * Traits::kBytesMatrix);
       float low[16], high[16];
       wgmma_fence();
       mma_rs_n32_init<Element>(low, v, a_rows);
@@ -113,7 +145,7 @@ struct PairStateRole : StateRole<Traits> {
       float4 factor[4];  // of O, by tokens
 #pragma unroll
       for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-      at_pair.wait_record(m + 1);
+      if (!listed) at_pair.wait_record(m + 1);
       const int2 chunk_next = this->load_chunk(m + 1);
       more = __any_sync(0xffffffffu, chunk_next.x >= 0);
       wgmma_wait<0>();
@@ -145,7 +177,6 @@ struct PairStateRole : StateRole<Traits> {
         corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
         corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
       }
-      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + m4 * Traits::kBytesMatrix);
       pin(o);
       wgmma_fence();
 #pragma unroll
@@ -166,26 +197,22 @@ struct PairStateRole : StateRole<Traits> {
           corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
         }
       }
-      const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
       pin(s);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
-      // O takes V's place while S is made.
+      // O takes V's place while S is made. A barrier answers late: it is asked before.
+      const bool is_ready = at_pair.ready(m + 1), is_listed = at_pair.test_record(m + 2);
       wgmma_wait<1>();
       pin(o);
 #pragma unroll
       for (int b = 0; b < 4; ++b) put_o_quarter(o + 8 * b, factor[b], v_rows + b * 2048);
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_o(m), at.lane);
-      ready = __all_sync(0xffffffffu, at_pair.ready(m + 1));
-      stage_k = stage_k == Traits::kStagesK - 1 ? 0 : stage_k + 1;
-      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
-      stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
-      k_tile = __reduce_or_sync(0xffffffffu, smem() + Traits::kSmemK + stage_k * Traits::kBytesK);
-      q_tile = __reduce_or_sync(0xffffffffu, smem() + Traits::kSmemQ + stage_q * Traits::kBytesK);
-      m4 = __reduce_or_sync(0xffffffffu, (m + 1) % Traits::kStagesA);
+      ready = __all_sync(0xffffffffu, is_ready);
+      listed = __all_sync(0xffffffffu, is_listed);
+      stage_v = next_v;
       if (m & 1) own_gate = own_gate == Traits::kOwnGates - 1 ? 0 : own_gate + 1;
       wgmma_wait<0>();
       pin(s);
@@ -193,17 +220,9 @@ struct PairStateRole : StateRole<Traits> {
       at_pair.arrive_done(m, at.lane);
 
       if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
-      const bool last_of_tile = chunk_now.y & kLastChunk;
       chunk_now = chunk_next;
-      if (last_of_tile) {
-        if (p.readers != nullptr) this->settle_readers(chunk, at);
-        if (chunk.slot_out >= 0) {
-          const StateSet& set = p.args.final_state;
-          move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
-                           this->first_row(chunk), at.q);
-        }
-      }
     }
+    if (m > 0) finish_tile(s, this->record(m - 1));
   }
 };
 

@@ -64,11 +64,13 @@ struct PairForwardTraits {
   static constexpr uint32_t kBytesFactors = kGatePair + 16 * 4;
 
   static constexpr uint32_t kSmemChunks = kSmemFactors + kOwnGates * kBytesFactors;
-  static constexpr int kChunkRing = 16;  // records: kRecordsAhead of the state groups, the rest behind
+  static constexpr int kChunkRing = 16;  // records
+  static constexpr int kBurst = 4;       // .. that are written together
+  // A burst is written once the chunk so far before its first is done in both blocks: what lies where it goes is then
+  // no longer read (O of a chunk leaves within three), and gates, fetched eight chunks ahead, do not wait.
+  static constexpr int kRecordsAhead = 9;
   static constexpr uint32_t kBytesRecord = 48;
-  static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
-  static constexpr uint32_t kBytesWalker = 80;
-  static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
+  static constexpr uint32_t kSmemBarriers = kSmemChunks + kChunkRing * kBytesRecord;
 
   // Barriers, 8 bytes each. Rings of eight where an auxiliary group waits for its own chunks only, every fourth: it
   // then meets a barrier again with the next phase, not one later.
@@ -76,7 +78,8 @@ struct PairForwardTraits {
   static constexpr uint32_t kFullK = kSmemBarriers;
   static constexpr uint32_t kFullQ = kFullK + 8 * kBarriers;
   static constexpr uint32_t kDone = kFullQ + 8 * kBarriers;  // both blocks' state warps
-  static constexpr uint32_t kFullP = kDone + 8 * kBarriers;  // A_g, P, gates and V
+  static constexpr int kBarriersDone = 16;  // more than kRecordsAhead, lest one be a phase ahead of who waits for it
+  static constexpr uint32_t kFullP = kDone + 8 * kBarriersDone;  // A_g, P, gates and V
   static constexpr uint32_t kFullGate = kFullP + 8 * kStagesP;
   static constexpr int kBarriersGate = 4;  // by a block's own chunks: two for each auxiliary group
   static constexpr uint32_t kFullO = kFullGate + 8 * kBarriersGate;
@@ -84,12 +87,8 @@ struct PairForwardTraits {
   static constexpr int kBarriersO = 4;
   static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRecord = kTailV + 8;
-  static constexpr uint32_t kSmemBytes = kFullRecord + 8 * kChunkRing;
+  static constexpr uint32_t kSmemBytes = kFullRecord + 8 * kChunkRing / kBurst;
   static_assert(kSmemBytes <= 227 * 1024);
-
-  // A record is written once as many chunks before it are done in both blocks: no more than there are `done` barriers,
-  // lest one be a phase ahead of the thread that waits for it.
-  static constexpr int kRecordsAhead = kBarriers;
 };
 
 }  // namespace flash_qla::cuda::sm90
