@@ -54,10 +54,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
     // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
-    // lets them start after it has waited for the plan. They let nothing start early: pairs of blocks, which follow
-    // them where nothing is cut, are then spread over a card that is empty (beside blocks that end they were 10 to 20 %
-    // slower).
+    // lets them start after it has waited for the plan.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
 #pragma unroll 1
     for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);

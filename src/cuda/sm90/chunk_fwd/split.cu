@@ -505,7 +505,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (thread < kMergeChoices) {
       const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
                                                      thread, p.uncut_in_halves != 0, p.sms);
-      choice_steps[thread] = (thread == kMergeChoices - 1 ? 1.0f : kDoubt) * estimate.steps(p.by_sms);
+      choice_steps[thread] = estimate.steps(p.by_sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.

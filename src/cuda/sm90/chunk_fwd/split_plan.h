@@ -28,7 +28,6 @@ struct SplitCosts {
   float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
   float plan = 4.0f;          // what a call with a plan takes beyond the estimate, less what one without does
   float plan_uncut = 4.2f;    // ... where the lengths turn out to ask for no cut
-  float plan_halves = 9.0f;   // ... and pairs of blocks then make the tiles, which start behind all other kernels
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
