@@ -9,7 +9,8 @@
 #
 #   ./run.sh test         tests/python on the GPU
 #   ./run.sh check        python -m flash_qla check: all sets but profile
-#   ./run.sh suite        all tests, soaks and sizes that take minutes among them, and a short training run: two minutes
+#   ./run.sh suite        all tests, soaks and sizes that take minutes among them, and a short training run: at most
+#                         SUITE_SECONDS (112)
 #   ./run.sh sanitize     the four compute-sanitizer tools on every kernel (tools/sanitize.sh): two minutes
 #   ./run.sh bench        the four result files, h200_forward.json and so on, the most telling rows first: two minutes at most
 #   ./run.sh all          suite, sanitize, check, bench

@@ -43,8 +43,8 @@ run_sanitizers() {
   cat "$out/sanitizers.txt"
 }
 run_suite() {
-  step 100 train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
-  run_tests 112 "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer'
+  step "${SUITE_SECONDS:-112}" train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
+  run_tests "${SUITE_SECONDS:-112}" "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer'
   wait
 }
 run_bench() {

@@ -39,7 +39,6 @@ for name in memcheck synccheck initcheck; do
   tool "$name" backward_one --only "sm90 backward, one" &
   tool "$name" split --only "sm90 split, drawn" --cases 4 &
   tool "$name" split_repeats --only "sm90 split, repeats" &
-  tool "$name" split_soak --only "sm90 split, soak" &
   tool "$name" batch --only "sm90 forward, batch" &
   tool "$name" forward --only "sm90 forward, drawn" --cases 12 &
   tool "$name" forward_repeats --only "sm90 forward, repeats" &

@@ -39,6 +39,13 @@ __device__ __forceinline__ float2 unpack2<__half>(uint32_t packed) {
   return __half22float2(*reinterpret_cast<const __half2*>(&packed));
 }
 
+__device__ __forceinline__ void load_matrix_x4(uint32_t smem, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem)
+               : "memory");
+}
+
 __device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t& r0, uint32_t& r1, uint32_t& r2,
                                                      uint32_t& r3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

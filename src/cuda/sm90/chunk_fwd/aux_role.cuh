@@ -84,6 +84,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
 // included, meets no product. By `threads` threads; the caller synchronises.
 __device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int valid, int thread, int threads = 128) {
   const int per_half = (kChunk - valid) * 8;
+#pragma unroll 1
   for (int i = thread; i < per_half * halves; i += threads) {
     const int half = i >= per_half;
     store_shared_u4(tile + half * kChunk * 128 + valid * 128 + (i - half * per_half) * 16, make_uint4(0, 0, 0, 0));
@@ -547,7 +548,7 @@ struct AuxRole {
   // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
-      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
+      load_gates<Traits, 128>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
   }
 
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only

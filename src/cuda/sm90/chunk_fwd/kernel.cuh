@@ -12,6 +12,7 @@
 
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "duty_roles.cuh"
 #include "kernel_params.h"
 #include "state_role.cuh"
 #include "traits.h"
@@ -32,17 +33,25 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
     for (int i = 0; i < Traits::kBarriersQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);  // the warps of an auxiliary group
+      // The warps of an auxiliary group, or the one that makes the chunk's A_g.
+      mbarrier_init(smem() + Traits::kFullA + 8 * i, (Traits::kDuties ? 1 : 4) * kWarpArrivals);
+      mbarrier_init(smem() + Traits::kFullM + 8 * i, 4 * kWarpArrivals);
+    }
+    for (int i = 0; i < Traits::kBarriersDone; ++i) {
+      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
       mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
-      mbarrier_init(smem() + Traits::kDone + 8 * i,
-                    4 * kWarpArrivals * Traits::kStateGroups);  // the warps of the state groups
-      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
     }
+    for (int i = 0; i < Traits::kBarriersO; ++i) {
+      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
+    }
+    for (int i = 0; i < Traits::kStagesRaw; ++i) {
+      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, Traits::kDuties ? 32 : 128);  // threads that load g and beta
+    }
     for (int i = 0; i < Traits::kStagesGate; ++i) {
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, 128);  // the threads that load g and beta
+      mbarrier_init(smem() + Traits::kFullGate + 8 * i, kWarpArrivals);
     }
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();
@@ -59,7 +68,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
 #pragma unroll 1
-    for (uint32_t m = 0; m < 4; ++m) produce_chunk<Traits>(p, m);
+    for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) produce_chunk<Traits>(p, m);
   }
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
@@ -70,8 +79,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-    AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
-    role.run();
+    if constexpr (Traits::kDuties) {
+      run_duty<Traits>(p, group, __shfl_sync(0xffffffffu, thread, thread & 31));
+    } else {
+      AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
+      role.run();
+    }
     if (threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
       asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -4,7 +4,7 @@
 //
 // Each block has a state warpgroup, two auxiliary ones, and four warps with a duty each: the list of chunks (of the
 // first block, for both), K and Q (each block fetches those of its own chunks into both), V and O, and the gates.
-// docs/design/sm90_forward.md has the hand-overs.
+// docs/design/sm90_forward_pairs.md has the hand-overs.
 #pragma once
 
 #include <cstddef>

@@ -169,38 +169,43 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // O^T of chunk m - 1, tokens times `factor`, into the V stage it no longer needs, for the auxiliary group to send. A
-  // branch, lest the factors be applied before the products that this is to run under.
+  // O^T of a chunk, tokens times `factor`, into the V stage it no longer needs, to be sent from there.
+  __device__ void store_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage) const {
+    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = o + 8 * b;
+      const float4 f = factor[b];
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                            pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                            pack2<Element>(x[6] * f.z, x[7] * f.w));
+    }
+  }
+  // Without duties: of chunk m - 1. A branch, lest the factors be applied before the products that this is to run
+  // under.
   __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
                         uint32_t barrier) const {
-    if (m > 0) {
-      const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float* x = o + 8 * b;
-        const float4 f = factor[b];
-        store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
-                              pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
-                              pack2<Element>(x[6] * f.z, x[7] * f.w));
-      }
-    }
+    if (m > 0) store_o(o, factor, stage);
     __syncwarp();
     mbarrier_arrive_warp(barrier, at.lane);
   }
 
-  // g and beta of chunk m + 3 on their way into the stage of chunk m - 1: by the last state group under the last
-  // product of chunk m, when it has nothing else to do.
+  // Without duties: g and beta of chunk m + 3 on their way into the stage of chunk m - 1, by the last state group under
+  // the last product of chunk m, when it has nothing else to do.
   __device__ void fetch_gates(uint32_t m) const {
     if (group != Traits::kStateGroups - 1) return;
     if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
-    const uint32_t ahead = m + Traits::kStagesGate - 1, stage = ahead % Traits::kStagesGate;
+    const uint32_t ahead = m + Traits::kStagesRaw - 1, stage = ahead % Traits::kStagesRaw;
     // Out of a shuffle, lest what comes of it be kept through the loop.
     const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
     if (record(ahead).valid >= 0) {
-      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemGate + stage * Traits::kBytesGate,
-                         smem() + Traits::kFullRaw + 8 * stage, thread);
+      load_gates<Traits, 128>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
+                              smem() + Traits::kFullRaw + 8 * stage, thread);
     }
   }
+
+  // By the chunk's parity: the first group may be one chunk further than the second, but not two.
+  static __device__ uint32_t lag_barrier(uint32_t m) { return 2 + (m & 1); }
 
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
@@ -212,7 +217,6 @@ struct StateRole {
     float4 factor[4];  // of O, by tokens
 #pragma unroll
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    uint32_t stage_q = 0, stage_v = 0, previous_v = Traits::kStagesV - 1;
     uint32_t m = 0;
     int2 chunk_now = load_chunk(0);
 #pragma unroll 1
@@ -221,7 +225,10 @@ struct StateRole {
       if (chunk_now.y & kFirstChunk) load_initial(s, chunk, at);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-      const uint32_t q_tile = smem() + Traits::kSmemQ + stage_q * Traits::kBytesK;
+      // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is not,
+      // and then each product's descriptor is moved from a vector register.
+      const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+      const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
       const uint32_t v_base = smem() + Traits::kSmemV;
       const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
       const uint32_t columns = gate + 80 * at.q;
@@ -231,7 +238,7 @@ struct StateRole {
 
       wgmma_wait<0>();
       pin(s);
-      pin(o);
+      if constexpr (!Traits::kDuties) pin(o);
       // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
       uint32_t packed[32];
 #pragma unroll
@@ -239,6 +246,12 @@ struct StateRole {
       if constexpr (Traits::kSave) save_listed(s, chunk);
       float u[32];
       const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+      if constexpr (Traits::kDuties) {
+        // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
+        // and then leave them idle, at the same time.
+        pin(packed);
+        if (group == 1) named_barrier_sync(lag_barrier(m), 256);
+      }
       wgmma_fence();
       mma_rs_n64_init<Element>(u, packed, k_rows);
 #pragma unroll
@@ -247,7 +260,8 @@ struct StateRole {
       }
       wgmma_commit();
       // O of the previous chunk leaves while S K runs.
-      put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+      if constexpr (!Traits::kDuties)
+        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
       wgmma_fence();
       mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
@@ -273,6 +287,7 @@ struct StateRole {
       pin(o);
       pin(packed);
 
+      if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
       // W^T = V^T - u^T diag(gamma)
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -316,8 +331,10 @@ struct StateRole {
         for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
+      if constexpr (!Traits::kDuties) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+      }
       const int2 chunk_next = load_chunk(m + 1);
       wgmma_wait<0>();
       pin(low);
@@ -358,12 +375,23 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
-      fetch_gates(m);
+      if constexpr (Traits::kDuties) {
+        // O leaves while the state's update runs.
+#pragma unroll
+        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        wgmma_wait<1>();
+        pin(o);
+        store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+        __syncwarp();
+        mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), at.lane);
+      } else {
+        fetch_gates(m);
+      }
       wgmma_wait<0>();
       pin(o);
       pin(s);
       pin(corrected);
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * slot, at.lane);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
@@ -374,12 +402,11 @@ struct StateRole {
         move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
                          first_row(chunk), at.q);
       }
-      previous_v = stage_v;
-      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
-      stage_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
     }
+    if constexpr (Traits::kDuties) return;
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
-    put_o(o, factor, smem() + Traits::kSmemV + previous_v * Traits::kBytesV, m, smem() + Traits::kFullLast);
+    put_o(o, factor, smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,
+          smem() + Traits::kFullLast);
   }
 };
 

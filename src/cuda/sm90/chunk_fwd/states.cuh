@@ -17,6 +17,8 @@ template <typename Element_>
 struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false> {
   using Element = Element_;
   using Base = ChunkForwardTraits<Element_, 2, false>;
+  static constexpr bool kDuties = false;
+  static constexpr uint32_t kRawG = Base::kGateRaw, kRawBeta = Base::kGateBeta;
   static constexpr bool kStateOnly = true;
   static constexpr int kAuxGroups = 3;
   static constexpr int kThreads = 128 * (kAuxGroups + Base::kStateGroups);
@@ -85,7 +87,7 @@ struct StateTileAuxRole {
       tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
     }
-    load_gates<Traits>(p.args, c, stage + Traits::kStageGate, full, thread);
+    load_gates<Traits, 128>(p.args, c, stage + Traits::kStageGate, full, thread);
   }
 
   // Hides a number from the compiler, so that addresses made from it are worked out anew, not kept: registers are short
@@ -212,8 +214,7 @@ struct StateTileRole : StateRole<Traits> {
     float4* to = p.boundary_states + c.slot_out * kBoundaryVectors;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      to[boundary_place(group, at.warp, j, at.lane)] =
-          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+      to[boundary_place(group, at.warp, j, at.lane)] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
     }
   }
 

@@ -1,7 +1,10 @@
 // Compile-time shape of the fused Hopper forward: tile sizes, shared-memory map, barriers, register budgets.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_qla::cuda::sm90 {
 
@@ -20,6 +23,9 @@ struct ChunkForwardTraits {
   static constexpr int kBlocks = 1;          // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
+  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
+  // slowly, nor in fp16, whose substitution in fp32 is too much for one.
+  static constexpr bool kDuties = !kSave_ && kStateGroups_ == 2 && std::is_same_v<Element_, __nv_bfloat16>;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -35,9 +41,15 @@ struct ChunkForwardTraits {
   static constexpr int kStagesQ = 3;
   // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
-  static constexpr int kBarriersQ = 2 * kAuxGroups;
+  static constexpr int kBarriersQ = kDuties ? kStagesQ : 2 * kAuxGroups;
+  // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
+  // that one for it.
+  static constexpr int kBarriersDone = kDuties ? 4 : 2;
+  static constexpr int kBarriersO = kDuties ? 4 : 2;  // likewise
   static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
+  // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
+  static constexpr int kStagesRaw = kDuties ? 8 : kStagesGate;
   static constexpr int kStagesP = 2;  // one for each auxiliary group
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
                                       // while the state groups may still use the other
@@ -72,7 +84,12 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kBytesGate = kGateMild + 16;        // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
-  static constexpr uint32_t kSmemChunks = kSmemGate + kStagesGate * kBytesGate;
+  static constexpr uint32_t kSmemRaw = kSmemGate + (kDuties ? kStagesGate * kBytesGate : 0);
+  static constexpr uint32_t kBytesRaw = kDuties ? 2 * kChunk * 4 : kBytesGate;
+  static constexpr uint32_t kRawG = kDuties ? 0 : kGateRaw;
+  static constexpr uint32_t kRawBeta = kDuties ? kChunk * 4 : kGateBeta;
+
+  static constexpr uint32_t kSmemChunks = kSmemRaw + kStagesRaw * kBytesRaw;
   static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
   static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
@@ -85,13 +102,15 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullA = kFullQ + 8 * kBarriersQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
-  static constexpr uint32_t kFullO = kDone + 8 * kStagesP;
-  static constexpr uint32_t kTailV = kFullO + 8 * kStagesP;
+  static constexpr uint32_t kFullO = kDone + 8 * kBarriersDone;
+  static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
-  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesGate;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;      // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                    // the last O, which no phase of kFullO may count
-  static constexpr uint32_t kSmemBytes = kFullLast + 8;
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;     // address of the tensor maps
+  static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
+  static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
+  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
+  static constexpr uint32_t kSmemBytes = kFullGate + 8 * kStagesGate;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 

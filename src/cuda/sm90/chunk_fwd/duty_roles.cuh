@@ -1,0 +1,606 @@
+// The auxiliary warps with one duty each: copies; gates and the chunk list; the inverse, every second chunk a warp; the
+// products K K^T and Q K^T.
+#pragma once
+
+#include "../../common/fragment.cuh"
+#include "../../common/mbarrier.cuh"
+#include "../../common/tma.cuh"
+#include "../../common/wgmma.cuh"
+#include "aux_role.cuh"
+#include "chunk_stream.cuh"
+#include "lane_place.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+template <typename Traits>
+struct DutyRole {
+  using Element = typename Traits::Element;
+  const ChunkForwardKernelParams& p;
+  int thread;  // of those that share the duty
+
+  // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
+  // here.
+  template <typename Number>
+  static __device__ Number opaque(Number value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+  __device__ int lane() const { return opaque(thread); }  // of a duty of one warp
+  __device__ const ChunkRecord& record(uint32_t m) const {
+    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  }
+  __device__ uint32_t stage_k(uint32_t m) const {
+    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+  }
+  __device__ uint32_t stage_q(uint32_t m) const {
+    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+  }
+  __device__ uint32_t stage_v(uint32_t m) const {
+    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
+  }
+  __device__ uint32_t stage_gate(uint32_t m) const {
+    return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+  }
+  __device__ uint32_t stage_raw(uint32_t m) const {
+    return smem() + Traits::kSmemRaw + m % Traits::kStagesRaw * Traits::kBytesRaw;
+  }
+  __device__ uint32_t tile_a(uint32_t m) const {
+    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
+  }
+  __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (m & 1); }
+  __device__ void wait_done(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), m / Traits::kBarriersDone & 1);
+  }
+  __device__ void wait_gates(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+  }
+  __device__ void wait_raw(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw), m / Traits::kStagesRaw & 1);
+  }
+};
+
+// One warp: K, Q and V into their stages, O out of V's.
+template <typename Traits>
+struct CopyRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::p;
+  using Base::record;
+
+  __device__ void load_k(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < 0) return;
+    const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    tma_load_4d(this->stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
+  }
+  __device__ void load_q(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < 0) return;
+    const uint32_t barrier = smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ);
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
+    tma_load_4d(this->stage_q(m), &p.q, barrier, 0, c.row, 0, c.key_head);
+  }
+  // At a sequence's end V comes through a barrier of its own: its tail is cleared before it is passed on.
+  __device__ void load_v(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < 0) return;
+    const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : smem() + Traits::kTailV + 8 * (m & 1);
+    mbarrier_arrive_expect(barrier, Traits::kBytesV);
+    tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+  }
+
+  // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand.
+  __device__ void store_o(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    if (c.valid < kChunk) {
+      constexpr int kPieces = Traits::kDv / 8;
+      Element* out =
+          static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
+      for (int i = this->lane(); i < c.valid * kPieces; i += 32) {
+        const int row = i / kPieces, piece = i % kPieces;
+        const uint4 value = load_shared_u4(this->stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 +
+                                           (((piece & 7) ^ (row & 7)) << 4));
+        *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) = value;
+      }
+      __syncwarp();
+    } else if (this->lane() == 0 && !(c.flags & kSilentChunk)) {
+      fence_proxy_async();
+      tma_store_4d(&p.o, this->stage_v(m), 0, c.row, c.half, c.head);
+      tma_store_commit();
+    }
+  }
+
+  __device__ void run() const {
+    if (record(0).valid < 0) return;
+    if (this->lane() == 0) {
+#pragma unroll 1
+      for (uint32_t m = 0; m < 4; ++m) {
+        if (record(m).valid < 0) break;
+        load_k(m);
+        if (m < 3) load_q(m);
+        if (m < 2) load_v(m);
+      }
+    }
+    // V announces itself on P's barrier, which it shares with the next chunk but one.
+    mbarrier_wait(this->full_p(0), 0);
+    if (this->lane() == 0) load_v(2);
+#pragma unroll 1
+    for (uint32_t m = 0; record(m).valid >= 0; ++m) {
+      mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
+      store_o(m);
+      this->wait_done(m);
+      if (this->lane() == 0) {
+        load_k(m + 4);
+        load_q(m + 3);
+      }
+      if (record(m + 3).valid >= 0) {
+        mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
+        if (this->lane() == 0) {
+          tma_store_wait_read();
+          load_v(m + 3);
+        }
+      }
+      __syncwarp();
+    }
+    if (this->lane() == 0) tma_store_wait_all();
+  }
+};
+
+// One warp: the gates of every chunk, and the chunk list.
+template <typename Traits>
+struct GateRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Base::p;
+  using Base::record;
+
+  // g and beta of a chunk, if there is one, on their way.
+  __device__ void fetch(uint32_t m) const {
+    if (record(m).valid < 0) return;
+    load_gates<Traits, 32>(p.args, record(m), this->stage_raw(m),
+                           smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw), this->lane());
+  }
+
+  __device__ void run() const {
+    static_assert(Traits::kStagesRaw == 2 * Traits::kStagesGate);
+#pragma unroll 1
+    for (uint32_t m = 0; m < Traits::kStagesGate && record(m).valid >= 0; ++m) fetch(m);
+#pragma unroll 1
+    for (uint32_t m = 0; record(m).valid >= 0; ++m) {
+      // The stages of chunk m - 4 are free then: that of its gates for this chunk's, that of its g and beta for chunk
+      // m + 4.
+      if (m >= Traits::kStagesGate) this->wait_done(m - Traits::kStagesGate);
+      this->wait_raw(m);
+      const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
+      make_gates<Traits>(
+          p.args, record(m), load_shared_f2(raw + Traits::kRawG),
+          [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate, gate, this->lane());
+      __syncwarp();
+      mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
+      fetch(m + Traits::kStagesGate);
+      if (this->lane() == 0) produce_chunk<Traits>(p, m + kFirstRecords<Traits>);
+      __syncwarp();
+    }
+  }
+};
+
+// One warp to each chunk in turn: from -M, which the tile holds transposed, tile[column][row], to A_g in its place. The
+// bits are those of invert() in aux_role.cuh: the same products of the same numbers in the same order, here by
+// mma.sync.
+template <typename Traits>
+struct InverseRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::p;
+  using Base::record;
+
+  // A 16x16 matrix of fp16 in mma fragments: as a left operand (rows lane / 4 and + 8 of the left, then of the right
+  // eight columns), which is a result's form as well; as a right operand (the upper and lower eight rows of the left,
+  // then of the right eight columns, transposed).
+  struct Left {
+    uint32_t x[4];
+  };
+  struct Right {
+    uint32_t x[4];
+  };
+  struct Sum {
+    float x[8];
+  };
+  static __device__ void multiply_add(Sum& d, const Left& a, const Right& b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* x = d.x + 4 * half;
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
+    }
+  }
+  static __device__ Sum multiply(const Left& a, const Right& b) {
+    Sum d{{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
+    multiply_add(d, a, b);
+    return d;
+  }
+  static __device__ Left rounded(const Sum& d) {
+    Left a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.x[i] = pack2<__half>(d.x[2 * i], d.x[2 * i + 1]);
+    return a;
+  }
+  static __device__ Right as_right(const Left& a) {
+    Right b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.x[i] = transpose_8x8(a.x[i]);
+    return b;
+  }
+
+  // D of all four diagonal blocks in the place of -M.
+  static __device__ void solve(uint32_t tile, int lane) {
+    static_assert(kSolveInPairs<Element>);
+    // As solve_diagonal_blocks<true>(), two chains side by side.
+    const int column = lane & 15, block = lane >> 4;
+    const uint32_t rows = tile + 16 * block * 128;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = rows + ((block ^ i) << 5);
+    uint32_t x[2][8];
+    const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
+#pragma unroll
+    for (int k = 0; k < 15; ++k) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t row = pairs[((k & 7) >> 1) ^ (2 * r)] + k * 128 + r * 4096;
+        uint4 m[2];
+        if (k < 7) m[0] = load_shared_u4(row + 16 * (k & 1));
+        m[1] = load_shared_u4(row + 16 * (~k & 1));
+        const uint32_t values[8] = {m[0].x, m[0].y, m[0].z, m[0].w, m[1].x, m[1].y, m[1].z, m[1].w};
+        const uint32_t known = __byte_perm(x[r][k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
+#pragma unroll
+        for (int i = (k >> 1) + (k & 1); i < 8; ++i) {
+          x[r][i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[r][i]);
+        }
+      }
+    }
+    __syncwarp();  // D takes the place of what the other lanes have been reading
+    const uint32_t address = rows + column * 128 + (((2 * block) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t place = (address ^ (r * 64)) + r * 4096;
+      store_shared_u4(place, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
+      store_shared_u4(place ^ 16, make_uint4(x[r][4], x[r][5], x[r][6], x[r][7]));
+    }
+    __syncwarp();
+  }
+
+  __device__ void invert(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+    solve(this->tile_a(m), this->lane());
+
+    m = this->opaque(m);
+    const uint32_t tile = this->tile_a(m), gate = this->stage_gate(m);
+    // Where the lane's eight elements of block (0, 0) of the tile lie when the four 8x8 matrices come by rows; the
+    // column of another block is an exclusive or. by_columns: of A_g, which is not transposed.
+    int lane;
+    uint32_t by_rows, by_columns;
+    auto find_place = [&] {
+      // Out of a shuffle: the assembler would keep, and spill, what it made of the number before.
+      lane = __shfl_sync(0xffffffffu, this->lane(), this->lane());
+      by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+      by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    };
+    find_place();
+    // Block (i, j) of -M below the diagonal, of D on it.
+    auto left = [&](int i, int j) {
+      Left a;
+      load_matrix_x4_trans((by_rows ^ (i << 5)) + j * 2048, a.x[0], a.x[1], a.x[2], a.x[3]);
+      return a;
+    };
+    auto right = [&](int i, int j) {
+      Right b;
+      load_matrix_x4((by_rows ^ (i << 5)) + j * 2048, b.x);
+      return b;
+    };
+    // X = -D M, I + X + X^2 + X^3 without its diagonal.
+    Left x10, x20, x21, x30, x31, x32;
+    {
+      const Left d1 = left(1, 1);
+      x10 = rounded(multiply(d1, right(1, 0)));
+    }
+    {
+      const Left d2 = left(2, 2);
+      x20 = rounded(multiply(d2, right(2, 0)));
+      x21 = rounded(multiply(d2, right(2, 1)));
+    }
+    {
+      const Right r10 = as_right(x10);
+      const Sum square20 = multiply(x21, r10);
+      const Left d3 = left(3, 3);
+      x32 = rounded(multiply(d3, right(3, 2)));
+      x31 = rounded(multiply(d3, right(3, 1)));
+      const Left y31 = rounded(multiply(x32, as_right(x21)));
+      Sum square30 = multiply(x31, r10);
+      multiply_add(square30, x32, as_right(x20));
+      const Sum cube = multiply(y31, r10);
+      x30 = rounded(multiply(d3, right(3, 0)));
+      const Left y20 = rounded(square20);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x20.x[i] = add2(y20.x[i], x20.x[i]);
+        x31.x[i] = add2(y31.x[i], x31.x[i]);
+        x30.x[i] =
+            add2(pack2<__half>(square30.x[2 * i] + cube.x[2 * i], square30.x[2 * i + 1] + cube.x[2 * i + 1]), x30.x[i]);
+      }
+    }
+
+    // A = (I + ..) D, block by block, with the factors of store_mild() and store_gated() in aux_role.cuh.
+    this->wait_gates(m);
+    find_place();
+    auto store = [&](int i, int j, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+      store_matrix_x4((by_columns ^ (j << 5)) + i * 2048, a0, a1, a2, a3);
+    };
+    if (__any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f)) {
+      const uint32_t columns = gate + Traits::kGateColumnA + 80 * (lane & 3);
+      auto finish = [&](const Left& y, int i, int j) {
+        const Sum a = multiply(y, right(j, j));
+        const float4 f = load_shared_f4(columns + 16 * j);
+        store(i, j, pack2<Element>(a.x[0] * f.x, a.x[1] * f.y), pack2<Element>(a.x[2] * f.x, a.x[3] * f.y),
+              pack2<Element>(a.x[4] * f.z, a.x[5] * f.w), pack2<Element>(a.x[6] * f.z, a.x[7] * f.w));
+      };
+      finish(x10, 1, 0);
+      finish(x20, 2, 0);
+      finish(x30, 3, 0);
+      finish(x21, 2, 1);
+      finish(x31, 3, 1);
+      finish(x32, 3, 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Left d = left(i, i);
+        const float4 f = load_shared_f4(columns + 16 * i);
+        const float2 d0 = unpack2<__half>(d.x[0]), d1 = unpack2<__half>(d.x[1]), d3 = unpack2<__half>(d.x[3]);
+        __syncwarp();  // A_g takes the place of what other lanes have been reading
+        store(i, i, pack2<Element>(d0.x * f.x, d0.y * f.y), pack2<Element>(d1.x * f.x, d1.y * f.y), 0u,
+              pack2<Element>(d3.x * f.z, d3.y * f.w));
+      }
+    } else {
+      const int q = lane & 3, g = lane >> 2;
+      auto finish = [&](const Left& y, int i, int j) {
+        const Sum a = multiply(y, right(j, j));
+        const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * i + 4 * j);
+        const float f0 = load_shared_f1(gate + Traits::kGateRow + 64 * i + 4 * g) * pair;
+        const float f1 = load_shared_f1(gate + Traits::kGateRow + 64 * i + 4 * g + 32) * pair;
+        const float4 f = load_shared_f4(gate + Traits::kGateColumnA + 80 * q + 16 * j);
+        store(i, j, pack2<Element>(a.x[0] * (f0 * f.x), a.x[1] * (f0 * f.y)),
+              pack2<Element>(a.x[2] * (f1 * f.x), a.x[3] * (f1 * f.y)),
+              pack2<Element>(a.x[4] * (f0 * f.z), a.x[5] * (f0 * f.w)),
+              pack2<Element>(a.x[6] * (f1 * f.z), a.x[7] * (f1 * f.w)));
+      };
+      finish(x10, 1, 0);
+      finish(x20, 2, 0);
+      finish(x30, 3, 0);
+      finish(x21, 2, 1);
+      finish(x31, 3, 1);
+      finish(x32, 3, 2);
+      // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
+      const uint32_t mask = (g >= 2 * q ? 0xffffu : 0u) | (g > 2 * q ? 0xffff0000u : 0u);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Left d = left(i, i);
+        uint32_t diagonal[3];
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          const float2 y = unpack2<__half>(d.x[k == 2 ? 3 : k]);
+          const float sum = load_shared_f1(gate + Traits::kGateSum + 64 * i + 4 * g + (k > 0 ? 32 : 0));
+          const uint32_t place = 64 * i + 8 * q + (k > 1 ? 32 : 0);
+          const float2 column = load_shared_f2(gate + Traits::kGateSum + place);
+          const float2 beta = load_shared_f2(this->stage_raw(m) + Traits::kRawBeta + place);
+          diagonal[k] = pack2<Element>(y.x * (exp2_approx(sum - column.x) * beta.x),
+                                       y.y * (exp2_approx(sum - column.y) * beta.y));
+        }
+        __syncwarp();
+        store(i, i, diagonal[0] & mask, diagonal[1], 0u, diagonal[2] & mask);
+      }
+    }
+    // The two blocks right of the diagonal that the state groups read.
+    store(0, 1, 0u, 0u, 0u, 0u);
+    store(2, 3, 0u, 0u, 0u, 0u);
+    fence_proxy_async();
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());
+  }
+
+  __device__ void run(uint32_t first) const {
+#pragma unroll 1
+    for (uint32_t m = first; record(m).valid >= 0; m += 2) invert(m);
+  }
+};
+
+// One warpgroup: K K^T, -M in fp16, transposed, for the inverse; Q K^T and P.
+template <typename Traits>
+struct ProductRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Element = typename Traits::Element;
+  using Base::p;
+  using Base::record;
+  using Base::thread;
+  static constexpr int kBarrier = 1;
+
+  using Base::opaque;
+  __device__ LanePlace place() const { return lane_place(opaque(thread)); }
+  __device__ void sync() const { named_barrier_sync(kBarrier, 128); }
+
+  // K of chunk m, if there is one, with its tail cleared.
+  __device__ void wait_key(uint32_t m, int valid) const {
+    if (valid < 0) return;
+    mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
+    if (valid < kChunk) {
+      clear_tail_rows(this->stage_k(m), 2, valid, thread);
+      sync();
+    }
+  }
+
+  // beta of the thread's rows in chunk m, if there is one.
+  __device__ float2 load_beta(uint32_t m, int valid) const {
+    if (valid >= 0) this->wait_raw(m);
+    const uint32_t beta = this->stage_raw(m) + Traits::kRawBeta + 4 * place().row;
+    return make_float2(load_shared_f1(beta), load_shared_f1(beta + 32));
+  }
+
+  // -M, M = lower(diag(beta) K K^T), in fp16.
+  static __device__ void pack_m(const float (&x)[32], float2 beta, uint32_t (&packed)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float factor = i & 1 ? -beta.y : -beta.x;
+      packed[i] = pack2<__half>(factor * x[2 * i], factor * x[2 * i + 1]);
+    }
+    pin(packed);
+  }
+  __device__ void store_m(const uint32_t (&packed)[16], uint32_t m) const {
+    const LanePlace at = place();
+    const uint32_t address = this->tile_a(m) + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const uint32_t* x = packed + 4 * b;
+      if (b <= at.warp) store_matrix_x4_trans(address + b * 2048, x[0], x[1], x[2], x[3]);
+    }
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), at.lane);
+  }
+
+  // P: G_ij scale where the decay is not mild, with the factors of store_gated() in aux_role.cuh.
+  __device__ void pack_gated(const float (&x)[32], uint32_t gate, uint32_t (&packed)[16]) const {
+    const LanePlace at = place();
+    const float scale = p.args.scale;
+    const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
+    const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
+    const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
+    const float sum1 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + 32);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* z = x + 8 * b;
+      if (b == at.warp) {
+        const float2 c0 = load_shared_f2(gate + Traits::kGateSum + 64 * b + 8 * at.q);
+        const float2 c1 = load_shared_f2(gate + Traits::kGateSum + 64 * b + 8 * at.q + 32);
+        packed[4 * b] =
+            pack2<Element>(z[0] * (exp2_approx(sum0 - c0.x) * scale), z[1] * (exp2_approx(sum0 - c0.y) * scale));
+        packed[4 * b + 1] =
+            pack2<Element>(z[2] * (exp2_approx(sum1 - c0.x) * scale), z[3] * (exp2_approx(sum1 - c0.y) * scale));
+        packed[4 * b + 2] = 0u;
+        packed[4 * b + 3] =
+            pack2<Element>(z[6] * (exp2_approx(sum1 - c1.x) * scale), z[7] * (exp2_approx(sum1 - c1.y) * scale));
+      } else {
+        const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
+        const float4 column = load_shared_f4(gate + Traits::kGateColumnP + 80 * at.q + 16 * b);
+        const float f0 = row0 * pair, f1 = row1 * pair;
+        packed[4 * b] = pack2<Element>(z[0] * (f0 * column.x), z[1] * (f0 * column.y));
+        packed[4 * b + 1] = pack2<Element>(z[2] * (f1 * column.x), z[3] * (f1 * column.y));
+        packed[4 * b + 2] = pack2<Element>(z[4] * (f0 * column.z), z[5] * (f0 * column.w));
+        packed[4 * b + 3] = pack2<Element>(z[6] * (f1 * column.z), z[7] * (f1 * column.w));
+      }
+    }
+  }
+  __device__ void store_p(const uint32_t (&packed)[16], uint32_t m) const {
+    const LanePlace at = place();
+    const uint32_t row =
+        smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix + (16 * at.warp + (at.lane & 15)) * 128;
+    // Above the diagonal by a mask, not by a factor: there an exponential may have overflowed.
+    const int above = (at.lane >> 2) - 2 * at.q;
+    const uint32_t mask = (above >= 0 ? 0xffffu : 0u) | (above > 0 ? 0xffff0000u : 0u);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (b <= at.warp) {
+        const uint32_t keep = b == at.warp ? mask : 0xffffffffu;
+        const uint32_t* x = packed + 4 * b;
+        store_matrix_x4(row + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4), x[0] & keep, x[1],
+                        b == at.warp ? 0u : x[2], x[3] & keep);
+      }
+    }
+    fence_proxy_async();
+  }
+
+  // At a sequence's end: V comes through a barrier of its own, and is passed on once its tail is cleared.
+  __device__ void clear_tail_v(uint32_t m, int valid) const {
+    uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[m & 1];
+    mbarrier_wait(smem() + Traits::kTailV + 8 * (m & 1), tails & 1);
+    clear_tail_rows(this->stage_v(m), Traits::kStateGroups, valid, thread);
+    sync();
+    if (thread == 0) {
+      ++tails;
+      mbarrier_arrive(this->full_p(m));
+    }
+  }
+
+  __device__ void run() const {
+    int valid = record(0).valid, valid1 = record(1).valid;
+    if (valid < 0) return;
+    float x[32];
+    uint32_t packed[16];
+    // M is made two chunks ahead of P: K K^T of chunk 0 and 1 first.
+    wait_key(0, valid);
+    float2 beta = load_beta(0, valid);
+    start_product<Element>(x, uniform_descriptor(this->stage_k(0)), uniform_descriptor(this->stage_k(0)));
+    wgmma_wait<0>();
+    pin(x);
+    pack_m(x, beta, packed);
+    wait_key(1, valid1);
+    beta = load_beta(1, valid1);
+    start_product<Element>(x, uniform_descriptor(this->stage_k(1)), uniform_descriptor(this->stage_k(1)));
+    store_m(packed, 0);
+    wgmma_wait<0>();
+    pin(x);
+    // x is K K^T of chunk m + 1.
+#pragma unroll 1
+    for (uint32_t m = 0; valid >= 0; ++m) {
+      pack_m(x, beta, packed);
+      mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
+      start_product<Element>(x, uniform_descriptor(this->stage_q(m)), uniform_descriptor(this->stage_k(m)));
+      store_m(packed, m + 1);
+      const int valid2 = record(m + 2).valid;
+      this->wait_gates(m);
+      const float mild = load_shared_f1(this->stage_gate(m) + Traits::kGateMild);
+      wgmma_wait<0>();
+      pin(x);
+      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
+      } else {
+        pack_gated(x, this->stage_gate(m), packed);
+      }
+      pin(packed);
+      wait_key(m + 2, valid2);
+      start_product<Element>(x, uniform_descriptor(this->stage_k(m + 2)), uniform_descriptor(this->stage_k(m + 2)));
+      if (m >= 2) this->wait_done(m - 2);
+      store_p(packed, m);
+      if (valid < kChunk) clear_tail_v(m, valid);
+      __syncwarp();
+      mbarrier_arrive_warp(this->full_p(m), thread & 31);
+      beta = load_beta(m + 2, valid2);
+      wgmma_wait<0>();
+      pin(x);
+      valid = valid1;
+      valid1 = valid2;
+    }
+  }
+};
+
+// What an auxiliary warp does. thread: in its warpgroup.
+template <typename Traits>
+__device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
+  if (group == 1) {
+    ProductRole<Traits>{{p, thread}}.run();
+    return;
+  }
+  const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
+  thread &= 31;
+  if (warp == 0) {
+    CopyRole<Traits>{{p, thread}}.run();
+  } else if (warp == 1) {
+    GateRole<Traits>{{p, thread}}.run();
+  } else {
+    InverseRole<Traits>{{p, thread}}.run(static_cast<uint32_t>(warp - 2));
+  }
+}
+
+}  // namespace flash_qla::cuda::sm90
