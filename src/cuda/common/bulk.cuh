@@ -25,6 +25,21 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   return value;
 }
 
+// A counter alone: what was written before it can be seen after acquire_loads().
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void acquire_loads() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Adds to a counter that load_acquire() reads; what this thread has written or observed comes before it. It waits until
+// all that can be seen, which takes about a microsecond.
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t by) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
+}
+
 // The other way; joins the issuing thread's current bulk group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(reinterpret_cast<uint64_t>(global)),
@@ -60,6 +75,20 @@ __device__ __forceinline__ uint32_t load_shared_u1(uint32_t smem) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
   return v;
+}
+
+// True in one lane of the warp, all of whose lanes are here. To the compiler that is one thread: after `lane == 0` it
+// wraps each instruction of the copy engine in a loop over the lanes that might have come.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 // Counts in a named barrier without waiting for it.

@@ -113,6 +113,18 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   jitter();
 }
 
+// A number in shared memory that one thread of the block writes and others poll, and with it what the writer has
+// written or observed before.
+__device__ __forceinline__ void store_shared_release(uint32_t smem, uint32_t value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_acquire(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+  return value;
+}
+
 // Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads).
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   jitter();

@@ -38,7 +38,13 @@ __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk
 // Until the sources of all committed stores have been read: their shared memory may be written again.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-__device__ __forceinline__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Until the stores of all committed groups but the latest kGroups are in memory.
+template <int kGroups>
+__device__ __forceinline__ void tma_store_wait_but() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+__device__ __forceinline__ void tma_store_wait_all() { tma_store_wait_but<0>(); }
 
 // Brings `bytes` (a multiple of 16) from a 16-byte aligned global address into L2.
 __device__ __forceinline__ void l2_prefetch(const void* global, uint32_t bytes) {

@@ -3,8 +3,8 @@
 namespace flash_qla::cuda::sm90 {
 
 cudaError_t launch_chunk_backward_fp16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                       const ChunkBackwardStage& stage, cudaStream_t stream) {
-  return launch_chunk_backward_typed<__half>(params, maps, stage, stream);
+                                       const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream) {
+  return launch_chunk_backward_typed<__half>(params, maps, stage, multiprocessors, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -1,5 +1,5 @@
-// Between the passes over segments (segments.cuh): which of them belong to which round, and after the first round the
-// states at exact edges, one segment after another.
+// Between the passes over segments (segments.cuh): how they reach their edges, which of them belong to which round, and
+// after the first round the states at exact edges, one segment after another.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
@@ -15,9 +15,20 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   launch_dependents();
   wait_for_predecessors();
   __shared__ int3 warp_total[kRoundsThreads / 32];
+  __shared__ int listed[2];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, pieces = p.segment_bound * p.Hv;
   // Blocks, in pairs of halves of V: bound to the first round, to the second, and free. A thread has a run of pieces,
   // so that the free ones are numbered in order.
+  for (int i = thread; i < 2 * p.N * p.Hv; i += kRoundsThreads) p.chain_listed[i] = 0;
+  if (thread == 0) *p.chain_count = 0;
+  if (thread < 2) listed[thread] = 0;
+  for (int i = thread; i < 2 * pieces; i += kRoundsThreads) {
+    const int segment = i / 2 / p.Hv, head = i / 2 % p.Hv;
+    const bool reverse = i % 2 == 1;
+    Segment s;
+    if (find_segment(p, segment, &s)) warmup_of(p, segment, head, reverse) = find_warmup(p, s, head, reverse);
+  }
+  __syncthreads();
   const int each = (pieces + kRoundsThreads - 1) / kRoundsThreads;
   const int begin = min(thread * each, pieces), end = min(begin + each, pieces);
   int3 sum = make_int3(0, 0, 0);
@@ -25,8 +36,12 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     const int segment = piece / p.Hv, head = piece % p.Hv;
     Segment s;
     if (!find_segment(p, segment, &s)) continue;
-    sum.x += needs_transition(p, s, segment, head);
+    sum.x += needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true);
     for (int reverse = 0; reverse < 2; ++reverse) {
+      const int chain = (s.n * p.Hv + head) * 2 + reverse;
+      if (needs_transition(p, s, segment, head, reverse == 1) && atomicExch(p.chain_listed + chain, 1) == 0) {
+        p.chains[atomicAdd(p.chain_count, 1)] = chain;  // in any order: it changes no result
+      }
       const SegmentPass pass = segment_pass(p, s, segment, head, reverse);
       sum.x += pass.feeds;
       sum.y += pass.warmup == kExact;
@@ -63,120 +78,214 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
       }
     }
   }
+  // The order within a list changes no result.
+  auto list = [&](int round, int piece, Pass pass) {
+    round_list(p, round)[atomicAdd(&listed[round], 1)] = list_entry(piece, pass);
+  };
   for (int piece = begin; piece < end; ++piece) {
     const int segment = piece / p.Hv, head = piece % p.Hv;
     Segment s;
     if (!find_segment(p, segment, &s)) continue;
+    if (needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true)) {
+      list(0, piece, kTransitionPass);
+    }
     for (int reverse = 0; reverse < 2; ++reverse) {
-      const SegmentPass pass = segment_pass(p, s, segment, head, reverse);
-      const bool free = pass.warmup != kExact && !pass.feeds;
-      round_of(p, segment, head, reverse) = free && free_before >= free_in_first ? 1 : 0;
-      free_before += free;
+      const SegmentPass at = segment_pass(p, s, segment, head, reverse);
+      const Pass pass = reverse ? kReversePass : kForwardPass;
+      if (at.warmup == kExact) {
+        if (at.feeds) list(0, piece, pass);
+        list(1, piece, pass);
+      } else if (at.feeds) {
+        list(0, piece, pass);
+      } else {
+        list(free_before >= free_in_first ? 1 : 0, piece, pass);
+        ++free_before;
+      }
+    }
+  }
+  __syncthreads();
+  if (thread < 2) p.round_counts[thread] = listed[thread];
+}
+
+struct CombineTraits {
+  static constexpr int kThreads = 256, kWarps = kThreads / 32;
+  static constexpr int kColumns = 8;  // of V, a block: 16 blocks share the reading of M
+  static constexpr int kColumnBlocks = kDim / kColumns;
+  static constexpr int kFlags = kThreads;  // longer chains are taken in pieces of so many segments
+
+  // M's of the segments to come, in rows of 16-byte pieces that lanes read a row each without bank conflicts. In the
+  // place of the one just used the warps' parts of the product.
+  static constexpr int kStages = 3;
+  static constexpr uint32_t kRow = kDim + 4;  // floats
+  static constexpr uint32_t kStage = kDim * kRow * 4;
+  static constexpr uint32_t kPart = kDim * kColumns * 4;  // of a warp: [2 halves of the columns][128 of K][4]
+  static_assert(kWarps * kPart <= kStage);
+  static constexpr uint32_t kState = kStages * kStage;  // what enters, as a part
+  static constexpr uint32_t kBarriers = kState + kPart;
+  static constexpr uint32_t kBytes = 128 + kBarriers + kStages * 8;  // 128: alignment, made up by hand
+};
+
+// One warp's part of a product, 16 of the 128 terms of each sum. acc[a][v]: row lane + 32 a.
+template <bool kReverse>
+__device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumns], uint32_t sM, uint32_t sX, int warp,
+                                          int lane) {
+  using Traits = CombineTraits;
+  constexpr int kTerms = kDim / Traits::kWarps;
+  // M is stored by columns: its row for the forward pass, its column for the reverse one.
+#pragma unroll 1
+  for (int first = warp * kTerms; first < (warp + 1) * kTerms; first += 4) {
+    float m[4][4];
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+      if constexpr (kReverse) {
+        const float4 four = load_shared_f4(sM + ((lane + 32 * a) * Traits::kRow + first) * 4);
+        m[a][0] = four.x;
+        m[a][1] = four.y;
+        m[a][2] = four.z;
+        m[a][3] = four.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) m[a][i] = load_shared_f1(sM + ((first + i) * Traits::kRow + lane + 32 * a) * 4);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 x = load_shared_f4(sX + (half * kDim + first + i) * 16);
+#pragma unroll
+        for (int a = 0; a < 4; ++a) {
+          acc[a][4 * half] += m[a][i] * x.x;
+          acc[a][4 * half + 1] += m[a][i] * x.y;
+          acc[a][4 * half + 2] += m[a][i] * x.z;
+          acc[a][4 * half + 3] += m[a][i] * x.w;
+        }
+      }
     }
   }
 }
 
-constexpr int kCombineThreads = 256;
-constexpr int kCombineColumns = 8;  // of V, a block: 16 blocks share the reading of M
-// M in shared memory: rows stay 16-byte aligned, and a warp reads 32 of a row or four each of 32 rows without bank
-// conflicts.
-constexpr int kCombineStride = kDim + 4;
-constexpr uint32_t kCombineBytes = (kDim * kCombineStride + kCombineColumns * kDim) * 4;
-
-// Longer chains are taken in pieces of so many segments.
-constexpr int kCombineFlags = kCombineThreads;
-
-// F and R become what leaves each segment. One block a (sequence, value head, direction, columns of V).
-__global__ __launch_bounds__(kCombineThreads) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p) {
+// F and R become what leaves each segment, in the chains that the rounds kernel has listed: (sequence, value head,
+// direction), a block some columns of V.
+__global__ __launch_bounds__(CombineTraits::kThreads,
+                             1) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
-  extern __shared__ __align__(16) float combine_smem[];
-  float *M = combine_smem, *X = combine_smem + kDim * kCombineStride;  // X [128 of K][columns]
-  __shared__ bool needed[kCombineFlags];
-  constexpr int kColumnBlocks = kDim / kCombineColumns;
-  int index = blockIdx.x;
-  const int v0 = index % kColumnBlocks * kCombineColumns;
-  index /= kColumnBlocks;
-  const bool reverse = index % 2 == 1;
-  index /= 2;
-  const int head = index % p.Hv, first = p.first_segment[index / p.Hv], thread = threadIdx.x;
-  Segment s;
-  if (first >= p.segment_bound || !find_segment(p, first, &s)) return;
-  const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
-  auto slab = [&](int segment, Edge e) { return p.edges + edge_index(p, segment, head, e) * (kDim * kDim); };
-  const int last = first + s.count - 1, direction = reverse ? -1 : 1;
-  auto segment_of = [&](int turn) { return reverse ? last - turn : first + turn; };
+  using Traits = CombineTraits;
+  extern __shared__ uint8_t raw[];
+  __shared__ bool needed[Traits::kFlags];
+  const uint32_t smem = (smem_address(raw) + 127u) & ~127u, sX = smem + Traits::kState;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  auto barrier = [&](uint32_t turn) { return smem + Traits::kBarriers + turn % Traits::kStages * 8; };
+  if (thread == 0) {
+    for (uint32_t stage = 0; stage < Traits::kStages; ++stage) mbarrier_init(barrier(stage), 1);
+    mbarrier_init_fence();
+  }
+  uint32_t loaded = 0, used = 0;  // M's
+  // A thread's results: four columns of one row.
+  const int k = thread / 2, half = thread % 2;
 
-  // A thread has half of the columns of one row of K.
-  const int k = thread % kDim, columns = thread / kDim * (kCombineColumns / 2);
-  for (int base = 1; base + 1 < s.count; base += kCombineFlags) {
-    const int turns = min(kCombineFlags, s.count - 1 - base);
-    __syncthreads();
-    if (thread < turns) {
-      const int segment = segment_of(base + thread);
-      needed[thread] =
-          warmup_of(p, segment, head, reverse) == kExact && warmup_of(p, segment + direction, head, reverse) == kExact;
-    }
-    __syncthreads();
-    auto next_needed = [&](int turn) {
-      while (turn < turns && !needed[turn]) ++turn;
-      return turn;
-    };
-    constexpr int kFetches = kDim * kDim / 4 / kCombineThreads;
-    float4 fetched[kFetches];
-    auto fetch = [&](int turn) {
-      if (turn >= turns) return;
-      const float4* from = reinterpret_cast<const float4*>(slab(segment_of(base + turn), kEdgeTransition)) + thread;
-#pragma unroll
-      for (int i = 0; i < kFetches; ++i) fetched[i] = from[i * kCombineThreads];
-    };
-    int turn = next_needed(0);
-    fetch(turn);
-    while (turn < turns) {
-      const int segment = segment_of(base + turn);
-      const float* enters = slab(segment - direction, edge) + v0 * kDim;
-      float* leaves = slab(segment, edge) + v0 * kDim;
-      float sum[kCombineColumns / 2];
-#pragma unroll
-      for (int v = 0; v < kCombineColumns / 2; ++v) sum[v] = leaves[(columns + v) * kDim + k];
+  const int items = *p.chain_count * Traits::kColumnBlocks;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int chain = p.chains[item / Traits::kColumnBlocks], v0 = item % Traits::kColumnBlocks * Traits::kColumns;
+    const bool reverse = chain % 2 == 1;
+    const int head = chain / 2 % p.Hv, first = p.first_segment[chain / 2 / p.Hv];
+    Segment s;
+    if (!find_segment(p, first, &s)) continue;
+    const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
+    auto slab = [&](int segment, Edge e) { return p.edges + edge_index(p, segment, head, e) * (kDim * kDim); };
+    const int last = first + s.count - 1, direction = reverse ? -1 : 1;
+
+    int entered = -1;  // the segment whose result is in shared memory
+    for (int base = 1; base + 1 < s.count; base += Traits::kFlags) {
+      const int turns = min(Traits::kFlags, s.count - 1 - base);
+      auto segment_of = [&](int turn) { return reverse ? last - base - turn : first + base + turn; };
       __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kFetches; ++i) {
-        const int x = thread + i * kCombineThreads;
-        *reinterpret_cast<float4*>(M + x / (kDim / 4) * kCombineStride + x % (kDim / 4) * 4) = fetched[i];
-      }
-      for (int x = thread; x < kCombineColumns * kDim; x += kCombineThreads) {
-        X[x % kDim * kCombineColumns + x / kDim] = enters[x];
+      if (thread < turns) {
+        const int segment = segment_of(thread);
+        needed[thread] = warmup_of(p, segment, head, reverse) == kExact &&
+                         warmup_of(p, segment + direction, head, reverse) == kExact;
       }
       __syncthreads();
-      turn = next_needed(turn + 1);
-      fetch(turn);  // while this one is worked on
-#pragma unroll 4
-      for (int other = 0; other < kDim; other += 4) {
-        // M is stored by columns: row k of M for the forward pass, column k for the reverse one.
-        float m[4];
+      auto next_needed = [&](int turn) {
+        while (turn < turns && !needed[turn]) ++turn;
+        return turn;
+      };
+      int ahead = next_needed(0);
+      auto load_next = [&] {
+        if (ahead >= turns) return;
+        const uint32_t to = smem + loaded % Traits::kStages * Traits::kStage;
+        if (thread == 0) mbarrier_arrive_expect(barrier(loaded), kDim * kDim * 4);
+        if (thread < kDim) {
+          bulk_load(to + thread * Traits::kRow * 4, slab(segment_of(ahead), kEdgeTransition) + thread * kDim, kDim * 4,
+                    barrier(loaded));
+        }
+        ++loaded;
+        ahead = next_needed(ahead + 1);
+      };
+      for (int i = 0; i < Traits::kStages; ++i) load_next();
+      float own[4];
+      auto fetch_own = [&](int turn) {
+        if (turn >= turns) return;
+        const float* from = slab(segment_of(turn), edge) + (v0 + 4 * half) * kDim + k;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[i] = from[i * kDim];
+      };
+      int turn = next_needed(0);
+      fetch_own(turn);
+      while (turn < turns) {
+        const int segment = segment_of(turn);
+        if (entered != segment - direction) {
+          const float* enters = slab(segment - direction, edge) + (v0 + 4 * half) * kDim + k;
+          store_shared_u4(sX + (half * kDim + k) * 16,
+                          make_uint4(__float_as_uint(enters[0]), __float_as_uint(enters[kDim]),
+                                     __float_as_uint(enters[2 * kDim]), __float_as_uint(enters[3 * kDim])));
+          __syncthreads();
+        }
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = own[i];
+        turn = next_needed(turn + 1);
+        fetch_own(turn);  // while this one is worked on
+
+        const uint32_t stage = smem + used % Traits::kStages * Traits::kStage;
+        float acc[4][Traits::kColumns] = {};
+        mbarrier_wait(barrier(used), used / Traits::kStages % 2);
         if (reverse) {
-          const float4 four = *reinterpret_cast<const float4*>(M + k * kCombineStride + other);
-          m[0] = four.x;
-          m[1] = four.y;
-          m[2] = four.z;
-          m[3] = four.w;
+          add_terms<true>(acc, stage, sX, warp, lane);
         } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) m[i] = M[(other + i) * kCombineStride + k];
+          add_terms<false>(acc, stage, sX, warp, lane);
         }
-        static_assert(kCombineColumns == 8);
+        ++used;
+        __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float4 x = *reinterpret_cast<const float4*>(X + (other + i) * kCombineColumns + columns);
-          sum[0] += m[i] * x.x;
-          sum[1] += m[i] * x.y;
-          sum[2] += m[i] * x.z;
-          sum[3] += m[i] * x.w;
+        for (int a = 0; a < 4; ++a) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            store_shared_u4(stage + warp * Traits::kPart + (h * kDim + lane + 32 * a) * 16,
+                            make_uint4(__float_as_uint(acc[a][4 * h]), __float_as_uint(acc[a][4 * h + 1]),
+                                       __float_as_uint(acc[a][4 * h + 2]), __float_as_uint(acc[a][4 * h + 3])));
+          }
         }
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < Traits::kWarps; ++w) {
+          const float4 part = load_shared_f4(stage + w * Traits::kPart + (half * kDim + k) * 16);
+          sum[0] += part.x;
+          sum[1] += part.y;
+          sum[2] += part.z;
+          sum[3] += part.w;
+        }
+        store_shared_u4(sX + (half * kDim + k) * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                                                __float_as_uint(sum[2]), __float_as_uint(sum[3])));
+        entered = segment;
+        fence_proxy_async();  // the next M but two comes where the parts are
+        __syncthreads();
+        load_next();
+        float* leaves = slab(segment, edge) + (v0 + 4 * half) * kDim + k;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) leaves[i * kDim] = sum[i];
       }
-#pragma unroll
-      for (int v = 0; v < kCombineColumns / 2; ++v) leaves[(columns + v) * kDim + k] = sum[v];
     }
   }
 }

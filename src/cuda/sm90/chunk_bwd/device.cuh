@@ -15,28 +15,48 @@
 
 namespace flash_qla::cuda::sm90 {
 
-__device__ __forceinline__ float load_element(const StridedTensor& t, int64_t offset) {
-  switch (t.type) {
+// Where many are loaded, the type is asked for once: with_type().
+template <DType kType>
+__device__ __forceinline__ float load_element_of(const StridedTensor& t, int64_t offset) {
+  if constexpr (kType == DType::kBFloat16) {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[offset]);
+  } else if constexpr (kType == DType::kFloat16) {
+    return __half2float(static_cast<const __half*>(t.data)[offset]);
+  } else {
+    return static_cast<const float*>(t.data)[offset];
+  }
+}
+
+// f(std::integral_constant<DType, a tensor's type>).
+template <typename F>
+__device__ __forceinline__ auto with_type(DType type, F f) {
+  switch (type) {
     case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(t.data)[offset]);
+      return f(std::integral_constant<DType, DType::kBFloat16>());
     case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(t.data)[offset]);
+      return f(std::integral_constant<DType, DType::kFloat16>());
     default:
-      return static_cast<const float*>(t.data)[offset];
+      return f(std::integral_constant<DType, DType::kFloat32>());
+  }
+}
+
+__device__ __forceinline__ float load_element(const StridedTensor& t, int64_t offset) {
+  return with_type(t.type, [&](auto type) { return load_element_of<type()>(t, offset); });
+}
+
+template <DType kType>
+__device__ __forceinline__ void store_element_of(const StridedTensor& t, int64_t offset, float value) {
+  if constexpr (kType == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(t.data)[offset] = __float2bfloat16_rn(value);
+  } else if constexpr (kType == DType::kFloat16) {
+    static_cast<__half*>(t.data)[offset] = __float2half_rn(value);
+  } else {
+    static_cast<float*>(t.data)[offset] = value;
   }
 }
 
 __device__ __forceinline__ void store_element(const StridedTensor& t, int64_t offset, float value) {
-  switch (t.type) {
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(t.data)[offset] = __float2bfloat16_rn(value);
-      break;
-    case DType::kFloat16:
-      static_cast<__half*>(t.data)[offset] = __float2half_rn(value);
-      break;
-    default:
-      static_cast<float*>(t.data)[offset] = value;
-  }
+  with_type(t.type, [&](auto type) { store_element_of<type()>(t, offset, value); });
 }
 
 // Offset of [b, t, head] (and of its first column where there is one).
@@ -106,7 +126,9 @@ __device__ __forceinline__ PairInfo pair_info(const ChunkBackwardParams& p, int 
     const int4 x = *reinterpret_cast<const int4*>(p.pair_map + pair);
     return {x.x, x.y, x.z, x.w};
   }
-  const int pairs = pairs_of(p.per_sequence), n = pair / pairs, chunk = 2 * (pair - n * pairs);
+  // Unsigned: a division of signed numbers takes half as many instructions more.
+  const uint32_t pairs = pairs_of(p.per_sequence), sequence = static_cast<uint32_t>(pair) / pairs;
+  const int n = static_cast<int>(sequence), chunk = 2 * static_cast<int>(pair - sequence * pairs);
   return {chunk * kChunk, min(2 * kChunk, p.T - chunk * kChunk), n * p.per_sequence + chunk, n};
 }
 

@@ -8,17 +8,18 @@
 //   minus   the part whose gate enters with -:        diag(gP / gamma) V' dS^T + dP^T Q + D^T K
 // with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T) over the pair: S is the state at its start,
 // dS its gradient at its end, gP the decay of all of it. Of the blocks of dP and D, [late rows, early columns] is made
-// by the late block, which needs it for dq and plus, and handed to the early one's minus group. Then the gradient of
-// the gate's cumsum at token i is
+// by the late block, which needs it for dq and plus, and handed to the early one: its part of minus is made there by
+// the plus group, which has more time. Then the gradient of the gate's cumsum at token i is
 //   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the pair's last token + gP <dS, S> + sum_i <k_i, (diag(gP /
 //   gamma) V' dS^T)_i>.
 // Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
 // later sum cancels as it would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that
-// the others leave; a warp of its own makes the gate's gradient, for which the blocks exchange one sum a head.
+// the others leave; two warps make <dS, S>, and one the gate's gradient, for which the blocks exchange one sum a head.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_bwd/device.cuh"
+#include "cuda/sm90/chunk_bwd/order.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -28,6 +29,7 @@ struct GradientsTraits {
   // In all what 4 * 128 threads start with, 128 each.
   static constexpr int kLoadRegisters = 32, kLowerRegisters = 176, kMinusRegisters = 128;
   static constexpr int kConsumerWarps = kGroups * 4;
+  static constexpr int kInnerWarps = 2;  // for <dS, S>: what the load warps' group has left
 
   // A stage is one half of V of one value head: dO, V' of the early chunk and (late block) of the late one, dv (8 KB
   // each), S and dS (16 KB each). Halves, because two of them fit where one head would.
@@ -56,21 +58,24 @@ struct GradientsTraits {
   // Both chunks' gates, of two heads: they are needed after the stages.
   static constexpr uint32_t kGates = kStageRing + kStages * kStage;
   static constexpr uint32_t kHeadGates = 2 * kGateBytes;
-  // Row sums of the three groups, <dv, V'> and beta, and the 12 warps' parts of the last token's term, two heads deep;
-  // the other block's sum.
+  // Row sums of the three groups, <dv, V'>, beta and the row sums of diag(gP / gamma) V' dS^T, and the two parts of
+  // gP <dS, S>, two heads deep; the other block's sum.
   static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
-  static constexpr uint32_t kSumsBytes = 5 * kChunk * 4;
+  static constexpr uint32_t kStateSums = 5 * kChunk * 4;  // in a head's sums
+  static constexpr uint32_t kSumsBytes = 6 * kChunk * 4;
   // The three groups' row sums as they run on over the heads of an item.
   static constexpr uint32_t kRunning = kSums + 2 * kSumsBytes;
   static constexpr uint32_t kLast = kRunning + 3 * kChunk * 4;
-  static constexpr uint32_t kLastBytes = 12 * 4;
+  static constexpr uint32_t kLastBytes = kInnerWarps * 4;
   static constexpr uint32_t kReceived = kLast + 2 * kLastBytes;
   // What the groups know of an item. Who loads is at most three heads ahead of them, and they two of who makes dg.
   static constexpr uint32_t kItems = kReceived + 16;
   static constexpr int kItemSlots = 8;
-  static constexpr uint32_t kCount = kItems + kItemSlots * 32;  // how many items there are
-  static constexpr uint32_t kBarriers = kCount + 8;
-  static constexpr uint32_t kBarrierCount = 2 * (kStages + 3) + 1 + 3 * 2;
+  // Which items the cluster has taken: one more than it works on.
+  static constexpr uint32_t kTaken = kItems + kItemSlots * 32;
+  static constexpr int kTakenSlots = 2;
+  static constexpr uint32_t kBarriers = kTaken + kTakenSlots * 4;
+  static constexpr uint32_t kBarrierCount = 2 * (kStages + 3) + 1 + 3 * 2 + kTakenSlots;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;
   static_assert(kBarriers % 8 == 0 && kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -101,6 +106,8 @@ struct GradientsBarriers {
   __device__ uint32_t sums_full(uint32_t parity) const { return tail() + 8 + 8 * parity; }
   __device__ uint32_t sums_empty(uint32_t parity) const { return tail() + 24 + 8 * parity; }
   __device__ uint32_t received(uint32_t parity) const { return tail() + 40 + 8 * parity; }
+  // The cluster has taken its index-th item.
+  __device__ uint32_t taken(uint32_t index) const { return tail() + 56 + 8 * (index % GradientsTraits::kTakenSlots); }
 };
 
 // A warp's arrival on a barrier of both blocks (mbarrier_arrive_warp).
@@ -113,15 +120,20 @@ __device__ __forceinline__ void arrive_both(uint32_t barrier, int lane) {
   }
 }
 
+constexpr uint32_t kNoItem = 0xffffffffu;  // in place of pair * Hq + key head: there are no more
+
 // An item in shared memory, written by the thread that loads before the first stage of the item is full.
 struct GradientsItem {
   uint32_t base;
   __device__ GradientsItem(uint32_t smem, uint32_t index)
       : base(smem + GradientsTraits::kItems + index % GradientsTraits::kItemSlots * 32) {}
-  __device__ void store(const ChunkInfo& chunk, int key_head, int late_valid, uint32_t tails) const {
+  __device__ void store(const ChunkInfo& chunk, int key_head, int late_valid, uint32_t tails, int slot,
+                        int pair) const {
     store_shared_u4(base, make_uint4(chunk.token, chunk.valid, chunk.sequence, key_head));
-    store_shared_u4(base + 16, make_uint4(late_valid, tails, 0, 0));
+    store_shared_u4(base + 16, make_uint4(late_valid, tails, slot, pair));
   }
+  __device__ void store_end() const { store_shared_u4(base, make_uint4(0, 0, 0, kNoItem)); }
+  __device__ bool is_end() const { return load_shared_u1(base + 12) == kNoItem; }
   __device__ ChunkInfo chunk(const ChunkBackwardParams& p) const {
     const uint4 x = load_shared_u4(base);
     const int32_t sequence = static_cast<int32_t>(x.z);
@@ -131,32 +143,63 @@ struct GradientsItem {
   __device__ int key_head() const { return static_cast<int>(load_shared_u1(base + 12)); }
   __device__ int late_valid() const { return static_cast<int>(load_shared_u1(base + 16)); }  // tokens of the late chunk
   __device__ uint32_t tails() const { return load_shared_u1(base + 20); }  // items with a tail before this one
+  __device__ int slot() const { return static_cast<int>(load_shared_u1(base + 24)); }  // of the block's chunk
+  __device__ int pair() const { return static_cast<int>(load_shared_u1(base + 28)); }
 };
 
-// acc [64 rows, 64 or 128 tokens] += X Y^T; X a tile [64 rows][64], Y one or two.
-template <typename T, int kCount>
-__device__ __forceinline__ void add_rows_times_rows(float (&acc)[kCount], uint32_t sX, uint32_t sY) {
+// acc [64 rows, 128 tokens] += X Y^T; X a tile [64 rows][64], Y two.
+template <typename T>
+__device__ __forceinline__ void add_rows_times_rows(float (&acc)[64], uint32_t sX, uint32_t sY) {
   const uint64_t x = wgmma_descriptor(sX), y = wgmma_descriptor(sY);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    if constexpr (kCount == 32) {
-      mma_ss_n64<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
-    } else {
-      mma_ss_n128<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
-    }
+    mma_ss_n128<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
   }
 }
+
+// Rows of a tile times a factor, rounded once (but for 2^-17 of it).
+template <typename T>
+struct RowFactor {
+  float factor;
+  __device__ explicit RowFactor(float f) : factor(f) {}
+  __device__ uint32_t times(uint32_t packed) const { return scale2<T>(packed, factor); }
+};
+
+// bf16 has the exponents of fp32, so a factor is a sum of two bf16 numbers, to 17 bits, and a pair of elements takes
+// two instructions in place of five.
+template <>
+struct RowFactor<__nv_bfloat16> {
+  uint32_t high, low;
+  __device__ explicit RowFactor(float f) {
+    const float truncated = __uint_as_float(__float_as_uint(f) & 0xffff0000u);
+    high = __byte_perm(__float_as_uint(f), 0, 0x3232);
+    // A millionth of the factor more, so that the second part has the first one's sign and is not 0: an infinite
+    // element stays infinite. An infinite factor has no rest.
+    const float rest = fmaf(truncated, 0x1p-20f, isfinite(f) ? f - truncated : 0.0f);
+    low = pack2<__nv_bfloat16>(rest, rest);
+  }
+  __device__ uint32_t times(uint32_t packed) const {
+    uint32_t y;
+    asm("{\n.reg .b32 rest;\nmul.rn.bf16x2 rest, %1, %3;\nfma.rn.bf16x2 %0, %1, %2, rest;\n}"
+        : "=r"(y)
+        : "r"(packed), "r"(high), "r"(low));
+    return y;
+  }
+};
 
 // diag(factor) X as A operand, X a tile [64 rows][64]; factor[0], [1]: of the thread's two rows.
 template <typename T>
 __device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, const float (&factor)[2], int warp,
                                           int lane) {
+  const RowFactor<T> rows[2] = {RowFactor<T>(factor[0]), RowFactor<T>(factor[1])};
+  const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     uint32_t* a = x + 4 * step;
-    load_matrix_x4(tile_piece(sX, 16 * warp + (lane & 15), 2 * step + (lane >> 4)), a[0], a[1], a[2], a[3]);
+    // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
+    load_matrix_x4(first ^ (2 * step << 4), a[0], a[1], a[2], a[3]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = scale2<T>(a[i], factor[i % 2]);
+    for (int i = 0; i < 4; ++i) a[i] = rows[i % 2].times(a[i]);
   }
 }
 
@@ -172,18 +215,17 @@ __device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x
 // <acc_i, X_i> of the thread's two rows, for X [2 halves][64 rows][64].
 template <typename T>
 __device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64], uint32_t sX, int warp, int lane) {
-  const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // two chains a row
+  const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);  // as in load_rows
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};                                    // two chains a row
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     uint32_t x[4];
-    // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
     load_matrix_x4((first ^ (2 * (j % 4) << 4)) + (j / 4) * kTileBytes, x[0], x[1], x[2], x[3]);
 #pragma unroll
     for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
       const float2 pair = unpack2<T>(x[part]);
       const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-      sum[part] += acc[i] * pair.x + acc[i + 1] * pair.y;
+      sum[part] = fmaf(acc[i], pair.x, fmaf(acc[i + 1], pair.y, sum[part]));
     }
   }
   dots[0] = quad_sum(sum[0] + sum[2]);
@@ -196,7 +238,7 @@ template <typename T>
 __device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dots)[2], uint32_t sX,
                                              const float* inverse_norms, const ChunkBackwardParams& p,
                                              const ChunkInfo& chunk, int key_head, int warp, int lane) {
-  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in row_dots
+  const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in load_rows
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = max(0, min(16 * warp + lane / 4 + 8 * h, chunk.valid - 1));  // past the end: stored nowhere
@@ -210,79 +252,102 @@ __device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dot
   }
 }
 
-// The accumulator's rows to [b, token + i, head, :], rounded.
+// The accumulator's rows, rounded, to the warp's 4 KB of shared memory (two halves of 16 rows).
 template <typename T>
-__device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
-                                           const float (&acc)[64], int warp, int lane) {
-  if (t.data == nullptr) return;
+__device__ __forceinline__ void gather_rows(const float (&acc)[64], uint32_t place, int lane) {
+  const uint32_t first = tile_piece(place, lane & 15, lane >> 4);  // as in load_rows
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = 16 * warp + lane / 4 + 8 * h;
-    if (row >= chunk.valid) continue;
-    uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(t.data) +
-                                               row_offset(t, chunk.batch, chunk.token + row, head) + 2 * (lane % 4));
-#pragma unroll
-    for (int j = 0; j < 16; ++j) to[4 * j] = pack2<T>(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
+  for (int j = 0; j < 8; ++j) {
+    const float* x = acc + 8 * j;
+    store_matrix_x4((first ^ (2 * (j % 4) << 4)) + j / 4 * (16 * 128), pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
+                    pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
   }
 }
 
-// <dS, S> over a tile, this thread's part. Loops stay loops in this kernel: two programs run side by side,
-// and together they should fit the instruction cache (about 2000 instructions).
+// From there to [b, token + row, head, :]: by a loop, which the accumulator's registers do not allow, and whole rows.
+__device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head, uint32_t place,
+                                           int warp, int lane) {
+  if (t.data == nullptr) return;
+  place += (lane >> 3 & 1) * (16 * 128);
+  int row = lane >> 4;
+  auto* to = static_cast<uint16_t*>(t.data) + row_offset(t, chunk.batch, chunk.token + 16 * warp + row, head) +
+             8 * (lane & 15);
+#pragma unroll 1
+  for (; row < min(16, chunk.valid - 16 * warp); row += 2, to += 2 * t.stride[1]) {
+    const uint4 piece = load_shared_u4(tile_piece(place, row, lane & 7));
+    *reinterpret_cast<uint4*>(to) = piece;
+  }
+}
+
+// <dS, S> over a tile, the part of this one of `threads` threads. Loops stay loops in this kernel: two programs run
+// side by side, and together they should fit the instruction cache (about 2000 instructions).
 template <typename T>
-__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, int thread) {
+__device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32_t thread, uint32_t threads) {
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll 1
-  for (uint32_t at = thread * 16; at < kTileBytes; at += 128 * 16) {
+  for (uint32_t at = thread * 16; at < kTileBytes; at += threads * 16) {
     const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
-      sum[w % 2] += s.x * d.x + s.y * d.y;
+      sum[w % 2] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w % 2]));
     }
   }
   return sum[0] + sum[1];
 }
 
-// dg of a chunk from the row sums d_cumsum of the lane's tokens 2l and 2l + 1. later: what counts at all of the chunk's
-// tokens besides.
-__device__ __forceinline__ void store_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                                    const float (&d_cumsum)[2], float later, int lane) {
-  float sum = d_cumsum[0] + d_cumsum[1];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float other = __shfl_down_sync(0xffffffffu, sum, step);
-    if (lane + step < 32) sum += other;
+// Whether a token's gate gets no gradient: g of the lane's row is clamped, or it is a sequence's first token without a
+// state before it, which has nothing to forget (exactly 0, which as a sum of terms that cancel it would be but for
+// their rounding; NaN stays).
+__device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
+                                                     int row, float d_g) {
+  if (row == 0 && p.initial_state.data == nullptr && d_g == d_g &&
+      sequence_info(p, chunk.sequence).token == chunk.token) {
+    return true;
   }
-  float d_g = sum + later;
-  // Without a state before it a sequence's first token has nothing to forget: exactly 0 (NaN stays), which as a sum of
-  // terms that cancel it would be but for their rounding.
-  const bool has_first = p.initial_state.data == nullptr && sequence_info(p, chunk.sequence).token == chunk.token;
-#pragma unroll 1
-  for (int row = 2 * lane; row < min(2 * lane + 2, chunk.valid); ++row, d_g -= d_cumsum[0]) {
-    constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
-    const bool clamped = !p.g_is_cumsum && p.g.data != nullptr &&
-                         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
-    store_element(p.dg, row_offset(p.dg, chunk.batch, chunk.token + row, head),
-                  clamped ? 0.0f : d_g * (has_first && row == 0 ? 0.0f : 1.0f));
+  constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
+  return !p.g_is_cumsum && p.g.data != nullptr && row < chunk.valid &&
+         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
+}
+
+// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs
+// (order.cuh), the key heads of a pair side by side.
+__device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint32_t units) {
+  const uint32_t total = static_cast<uint32_t>(total_pairs(p)), heads = static_cast<uint32_t>(p.Hq);
+  const uint32_t places = units * piece_length(units, total);
+  while (true) {
+    const uint32_t ticket = atomicAdd(p.next_item, 1u), turn = ticket / heads;
+    if (turn >= places) return kNoItem;
+    const uint32_t pair = inner_first(turn, units, total);
+    if (pair < total) return pair * heads + ticket - turn * heads;
   }
 }
 
-// The items of a cluster: pairs from both ends in turns (the serial passes end there, and the L2 cache still has some
-// of what they wrote last), the key heads of a pair side by side.
-__device__ __forceinline__ uint32_t count_items(const ChunkBackwardParams& p) {
-  const int clusters = static_cast<int>(gridDim.x) / 2, cluster = static_cast<int>(blockIdx.x) / 2;
-  return (total_pairs(p) * p.Hq - cluster + clusters - 1) / clusters;
+// The same thread: the cluster's index-th item, told to both blocks.
+__device__ __forceinline__ void hand_out(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
+                                         const GradientsBarriers& bars, uint32_t index) {
+  using Traits = GradientsTraits;
+  const uint32_t item = take_item(p, units);
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    store_cluster_u1(cluster_address(smem + Traits::kTaken + index % Traits::kTakenSlots * 4, rank), item,
+                     cluster_address(bars.taken(index), rank));
+  }
 }
 
-__device__ __forceinline__ void find_item(const ChunkBackwardParams& p, uint32_t index, int* pair, int* key_head) {
-  const int at = static_cast<int>(blockIdx.x / 2 + index * (gridDim.x / 2)), turn = at / p.Hq;
-  *key_head = at - turn * p.Hq;
-  *pair = turn % 2 == 0 ? total_pairs(p) - 1 - turn / 2 : turn / 2;
+// Who loads: which item that is.
+__device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBarriers& bars, uint32_t index) {
+  using Traits = GradientsTraits;
+  mbarrier_wait(bars.taken(index), index / Traits::kTakenSlots % 2);
+  return load_shared_u1(smem + Traits::kTaken + index % Traits::kTakenSlots * 4);
 }
 
-// From shared memory each time: it is needed once an item.
-__device__ __forceinline__ uint32_t items_in(uint32_t smem) { return load_shared_u1(smem + GradientsTraits::kCount); }
+// One thread: until the passes have left all that the copy engine is to load of an item.
+__device__ __forceinline__ void wait_until_left(const ChunkBackwardParams& p, uint32_t item) {
+  const uint32_t all = kPairCount * static_cast<uint32_t>(p.group);
+  while (load_acquire(p.progress + item) < all) __nanosleep(200);
+  fence_proxy_async_all();
+}
 
 __device__ __forceinline__ bool has_late_chunk(const PairInfo& pair) { return pair.valid > kChunk; }
 
@@ -296,26 +361,63 @@ __device__ __forceinline__ ChunkInfo chunk_of(const ChunkBackwardParams& p, cons
           pair.sequence, p.cu_seqlens == nullptr ? pair.sequence : 0};
 }
 
-// One thread: the stages of every item, in the order the groups use them. Of what both blocks need each brings half.
+// q and k of an item's chunk.
+__device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
+                                          const GradientsBarriers& bars, uint32_t rank, uint32_t index) {
+  using Traits = GradientsTraits;
+  const GradientsItem item(smem, index);
+  const ChunkInfo chunk = item.chunk(p);
+  const int key_head = item.key_head();
+  mbarrier_wait(bars.keys_empty(), (index % 2) ^ 1);
+  const uint32_t bar = bars.keys_full(), to = smem + rank * Traits::kKeys;
+  mbarrier_arrive_expect(bar, rank == kEarly ? 4 * kTokensBytes : 3 * kTokensBytes);
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t at = to + half * kTileBytes;
+    if (rank == kEarly) {
+      tma_load_5d(at + Traits::kQ, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
+    } else {
+      tma_load_5d_cluster(at + Traits::kQ, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch, kBothBlocks);
+    }
+    tma_load_5d_cluster(at + Traits::kK, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch, kBothBlocks);
+  }
+}
+
+// One thread: the stages of every item, in the order the groups use them, and its q and k after the first head's: those
+// are free when all is done with the item before, which is before the second head's stages are. Of what both blocks
+// need each brings half.
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
                                             const GradientsBarriers& bars, uint32_t rank) {
   using Traits = GradientsTraits;
   uint32_t turn = 0;
-  for (uint32_t index = 0; index < items_in(smem); ++index) {
-    int pair_index, key_head;
-    find_item(p, index, &pair_index, &key_head);
+  for (uint32_t index = 0;; ++index) {
+    mbarrier_arrive_expect(bars.taken(index), 4);
+    const uint32_t taken = taken_item(smem, bars, index);
+    if (taken == kNoItem) {
+      mbarrier_wait(bars.empty(0), (turn % 2) ^ 1);
+      GradientsItem(smem, index).store_end();
+      mbarrier_arrive(bars.full(0));
+      return;
+    }
+    wait_until_left(p, taken);
+    const uint32_t heads = static_cast<uint32_t>(p.Hq);
+    const int pair_index = static_cast<int>(taken / heads), key_head = static_cast<int>(taken % heads);
     const PairInfo pair = pair_info(p, pair_index);
     const ChunkInfo chunk = chunk_of(p, pair, rank);
-    int slot = pair.slot + (rank == kLate && has_late_chunk(pair) ? 1 : 0);
+    const int slot = pair.slot + (rank == kLate && has_late_chunk(pair) ? 1 : 0);
     const GradientsItem before(smem, index - 1);
     const uint32_t tails = index == 0 ? 0 : before.tails() + (before.late_valid() < kChunk ? 1 : 0);
-    GradientsItem(smem, index).store(chunk, key_head, max(0, pair.valid - kChunk), tails);
-    int head = key_head * p.group;
-    for (const int end = head + p.group; head < end; ++head, ++turn) {
+    const GradientsItem item(smem, index);
+    item.store(chunk, key_head, max(0, pair.valid - kChunk), tails, slot, pair_index);
+    for (const uint32_t end = turn + p.group; turn < end; ++turn) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        asm volatile("" : "+r"(slot), "+r"(pair_index), "+r"(head));  // as for the groups: few registers
-        const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
+        // What is known of the item is read again each time, and what follows from the rank is made again: few
+        // registers.
+        asm volatile("" : "+r"(rank));
+        const ChunkInfo chunk = item.chunk(p);
+        const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
+        const int64_t tile = static_cast<int64_t>(item.slot()) * p.Hv + head;
         const uint32_t bar = bars.full(half), to = smem + Traits::kStageRing + half * Traits::kStage;
         mbarrier_wait(bars.empty(half), (turn % 2) ^ 1);  // the first round finds everything empty
         mbarrier_arrive_expect(
@@ -328,8 +430,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
           bulk_load(to + Traits::kVLate, v_new, kTileBytes, bar);
         }
         tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
-        const int64_t from =
-            (static_cast<int64_t>(pair_index) * p.Hv + head) * kStateBytes + rank * kStateHalfBytes + half * kTileBytes;
+        const int64_t from = (static_cast<int64_t>(item.pair()) * p.Hv + head) * kStateBytes + rank * kStateHalfBytes +
+                             half * kTileBytes;
         bulk_load_cluster(to + Traits::kState + rank * kTileBytes, p.states + from, kTileBytes, bar, kBothBlocks);
         bulk_load_cluster(to + Traits::kGrad + rank * kTileBytes, p.state_grads + from, kTileBytes, bar, kBothBlocks);
         if (half == 0) {
@@ -337,81 +439,68 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
                             p.gates + tile * kGateVectors * kChunk, kGateBytes, bar, kBothBlocks);
         }
       }
+      if (turn == index * p.group) load_keys(p, maps, smem, bars, rank, index);
     }
   }
 }
 
-// One thread: q and k of every item.
-__device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
-                                          const GradientsBarriers& bars, uint32_t rank) {
-  using Traits = GradientsTraits;
-  for (uint32_t index = 0; index < items_in(smem); ++index) {
-    int pair_index, key_head;
-    find_item(p, index, &pair_index, &key_head);
-    const ChunkInfo chunk = chunk_of(p, pair_info(p, pair_index), rank);
-    const uint32_t bar = bars.keys_full(), to = smem + rank * Traits::kKeys;
-    mbarrier_wait(bars.keys_empty(), (index % 2) ^ 1);
-    mbarrier_arrive_expect(bar, rank == kEarly ? 4 * kTokensBytes : 3 * kTokensBytes);
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t at = to + half * kTileBytes;
-      if (rank == kEarly) {
-        tma_load_5d(at + Traits::kQ, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch);
-      } else {
-        tma_load_5d_cluster(at + Traits::kQ, &maps.q, bar, 0, chunk.token, half, key_head, chunk.batch, kBothBlocks);
-      }
-      tma_load_5d_cluster(at + Traits::kK, &maps.k, bar, 0, chunk.token, half, key_head, chunk.batch, kBothBlocks);
-    }
-  }
-}
-
-// dbeta = <Z, V'> / beta = <dv, V'> / beta^2, from <dv, V'> and beta; small betas come later (small_betas.cuh).
-__device__ __forceinline__ void store_beta_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                                    uint32_t dots, int lane) {
-#pragma unroll 1
-  for (int row = lane; row < chunk.valid; row += 32) {
-    const float beta = load_shared_f1(dots + kChunk * 4 + row * 4);
-    if (fabsf(beta) < p.small_beta) continue;
-    store_element(p.dbeta, row_offset(p.dbeta, chunk.batch, chunk.token + row, head),
-                  load_shared_f1(dots + row * 4) / (beta * beta));
-  }
-}
-
-// One warp: dg and dbeta of the block's chunk, a head at a time, from what the groups leave.
+// One warp: dg and dbeta of the block's chunk, a head at a time, from what the groups leave; lane l has tokens 2l and
+// 2l + 1. Little code, for what it takes of the cache: loops stay loops, and both leave by the same stores.
 __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
                                              uint32_t rank, int lane) {
   using Traits = GradientsTraits;
-  for (uint32_t turn = 0; turn < items_in(smem) * p.group; ++turn) {
-    const uint32_t parity = turn % 2, phase = turn / 2 % 2;
-    const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes;
-    mbarrier_wait(bars.sums_full(parity), phase);
-    const uint32_t index = turn / p.group;
-    const GradientsItem item(smem, index);
-    const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
-    // What is known of the chunk is read where it is needed: few registers.
-    if (p.dbeta.data != nullptr) store_beta_gradient(p, item.chunk(p), head, sums + 3 * kChunk * 4, lane);
-    float d_cumsum[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t at = sums + (2 * lane + i) * 4;
-      d_cumsum[i] = load_shared_f1(at) + load_shared_f1(at + kChunk * 4) - load_shared_f1(at + 2 * kChunk * 4);
-      if (2 * lane + i >= item.valid()) d_cumsum[i] = 0.0f;
+  uint32_t turn = 0;
+  for (uint32_t index = 0;; ++index) {
+    for (; turn < (index + 1) * p.group; ++turn) {
+      // What follows from these is made again for each head: few registers.
+      asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
+      const uint32_t parity = turn % 2, phase = turn / 2 % 2;
+      const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes + lane * 8;
+      mbarrier_wait(bars.sums_full(parity), phase);
+      if (GradientsItem(smem, index).is_end()) return;
+      const float2 query = load_shared_f2(sums), plus = load_shared_f2(sums + kChunk * 4),
+                   minus = load_shared_f2(sums + 2 * kChunk * 4), of_state = load_shared_f2(sums + Traits::kStateSums);
+      const int valid = GradientsItem(smem, index).valid(), row = 2 * lane;
+      const float first = row < valid ? query.x + plus.x - minus.x : 0.0f;
+      // Sum over this lane's tokens and all later ones; lane 0's is that of the chunk, as its `last` is.
+      float suffix = first + (row + 1 < valid ? query.y + plus.y - minus.y : 0.0f), last = of_state.x + of_state.y;
+#pragma unroll 1
+      for (int step = 1; step < 32; step *= 2) {
+        const float later = __shfl_down_sync(0xffffffffu, suffix, step);
+        last += __shfl_down_sync(0xffffffffu, last, step);
+        if (lane + step < 32) suffix += later;
+      }
+      const float2 inner = load_shared_f2(smem + Traits::kLast + parity * Traits::kLastBytes);
+      last = __shfl_sync(0xffffffffu, last, 0) + (inner.x + inner.y);
+      if (lane == 0) {
+        mbarrier_arrive_expect(bars.received(parity), 4);
+        store_cluster_u1(cluster_address(smem + Traits::kReceived + parity * 4, rank ^ 1),
+                         __float_as_uint(rank == kEarly ? last : last + suffix),
+                         cluster_address(bars.received(parity), rank ^ 1));
+      }
+      mbarrier_wait(bars.received(parity), phase);
+      suffix += last + load_shared_f1(smem + Traits::kReceived + parity * 4);
+
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {  // dbeta and dg of the first token, dbeta and dg of the second one
+        asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
+        const GradientsItem item(smem, index);
+        const ChunkInfo chunk = item.chunk(p);
+        const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
+        const int token = row + i / 2;
+        const bool is_gate = i % 2 != 0;
+        const float b = load_shared_f1(sums + 4 * kChunk * 4 + i / 2 * 4);
+        // dbeta = <Z, V'> / beta = <dv, V'> / beta^2; small betas come later (small_betas.cuh).
+        float value = is_gate ? suffix : __fdividef(load_shared_f1(sums + 3 * kChunk * 4 + i / 2 * 4), b * b);
+        if (i == 1) suffix -= first;
+        const StridedTensor& t = is_gate ? p.dg : p.dbeta;
+        if (t.data == nullptr || token >= valid || (!is_gate && fabsf(b) < p.small_beta)) continue;
+        if (is_gate && has_no_gate_gradient(p, chunk, head, token, value)) value = 0.0f;
+        store_element(t, row_offset(t, chunk.batch, chunk.token + token, head), value);
+      }
+      __syncwarp();
+      mbarrier_arrive_warp(bars.sums_empty(parity), lane);
     }
-    const bool has_part = lane < Traits::kConsumerWarps;
-    const float last =
-        warp_sum(has_part ? load_shared_f1(smem + Traits::kLast + parity * Traits::kLastBytes + lane * 4) : 0.0f);
-    const float rows = warp_sum(d_cumsum[0] + d_cumsum[1]);
-    __syncwarp();
-    mbarrier_arrive_warp(bars.sums_empty(parity), lane);
-    if (lane == 0) {
-      mbarrier_arrive_expect(bars.received(parity), 4);
-      store_cluster_u1(cluster_address(smem + Traits::kReceived + parity * 4, rank ^ 1),
-                       __float_as_uint(rank == kEarly ? last : last + rows),
-                       cluster_address(bars.received(parity), rank ^ 1));
-    }
-    mbarrier_wait(bars.received(parity), phase);
-    const float received = load_shared_f1(smem + Traits::kReceived + parity * 4);
-    if (p.dg.data != nullptr) store_gate_gradient(p, item.chunk(p), head, d_cumsum, last + received, lane);
   }
 }
 
@@ -433,8 +522,8 @@ struct HeadWork {
   __device__ uint32_t sums() const { return smem + GradientsTraits::kSums + turn % 2 * GradientsTraits::kSumsBytes; }
   __device__ uint32_t last() const { return smem + GradientsTraits::kLast + turn % 2 * GradientsTraits::kLastBytes; }
   __device__ void open_sums() const { mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1); }
-  __device__ int row(int h) const { return 16 * warp + lane / 4 + 8 * h; }
-  __device__ uint32_t open(int half) const {
+  __device__ int row(int h) const { return 16 * warp + (lane >> 2) + 8 * h; }
+  __device__ uint32_t open(uint32_t half) const {
     mbarrier_wait(bars.full(half), turn % 2);
     return smem + GradientsTraits::kStageRing + half * GradientsTraits::kStage;
   }
@@ -450,156 +539,167 @@ struct HeadWork {
   }
   // What the group's accumulator had for row(h) before this head: it runs on over the heads of an item. For the lanes
   // that keep sums (lane % 4 == 0), from shared memory: there are no registers to keep it in.
-  __device__ uint32_t running(GradientsGroup group, int h) const {
-    return smem + GradientsTraits::kRunning + (static_cast<uint32_t>(group) * kChunk + row(h)) * 4;
+  __device__ uint32_t running(int group, int h) const {
+    return smem + GradientsTraits::kRunning + static_cast<uint32_t>(group * kChunk + row(h)) * 4;
   }
-  __device__ float before(GradientsGroup group, int h) const {
+  __device__ float before(int group, int h) const {
     return turn == index * p.group ? 0.0f : load_shared_f1(running(group, h));
   }
-  // The rows' sums over this head alone.
-  __device__ void keep_sums(GradientsGroup group, const float (&dots)[2]) const {
-    if (lane % 4 == 0) {
+  // The rows' sums over this head alone, after its first and after its second part. The minus group's first ones go to
+  // a place of their own; the plus group's second part counts with minus.
+  __device__ void keep_sums(int group, bool second, const float (&dots)[2]) const {
+    if ((lane & 3) != 0) return;
+    const bool of_state = group == kMinus && !second, others = group == kPlus && second;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        store_shared_f1(sums() + (static_cast<uint32_t>(group) * kChunk + row(h)) * 4, dots[h] - before(group, h));
-        store_shared_f1(running(group, h), dots[h]);
-      }
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t to =
+          sums() + (of_state ? GradientsTraits::kStateSums : static_cast<uint32_t>(group) * kChunk * 4) + row(h) * 4;
+      const float sum = dots[h] - (others ? load_shared_f1(running(group, h)) : before(group, h));
+      store_shared_f1(to, others ? load_shared_f1(to) - sum : sum);
+      if (!of_state) store_shared_f1(running(group, h), dots[h]);
     }
-    __syncwarp();
-    mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
   }
 
   // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
   // strictly lower) are one code: two groups running the same instructions fetch them once.
-  __device__ __forceinline__ void lower(bool plus, float (&acc)[64], float (&dots)[2]) const {
+  __device__ __forceinline__ void lower(bool plus, float (&acc)[64]) {
     using Traits = GradientsTraits;
     // Products with the own chunk's V', in the late block after those with the early chunk's (in the early one after
     // what nobody uses: one code for both blocks).
     constexpr int kOwn = 32;
-    float product[kOwn + 32], factor[2], part = 0.0f;
+    float product[kOwn + 32];
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
-    const uint32_t gates = own_gates();
+    if (plus && rank == kEarly && warp == 0 && lane == 0) {
+      mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
+    }
+    const uint32_t gates = own_gates(), group_barrier = kStagingBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
     for (int i = 0; i < kOwn + 32; ++i) product[i] = 0.0f;
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
+    for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t stage = open(half);
-      wgmma_fence();
       static_assert(Traits::kVLate == Traits::kVEarly + kTileBytes && Traits::kVEarly == Traits::kDo + kTileBytes);
+      if (const int valid = item().valid(); valid < kChunk) {  // a neighbour's rows, NaN perhaps
+        zero_tail(stage + rows_at, valid, 32 * warp + lane, 128);
+        fence_proxy_async();
+        named_barrier_sync(group_barrier, 128);
+      }
+      wgmma_fence();
       add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kDo + rank * kTileBytes);
       wgmma_commit();
       float row_factor[2];
-      const float gamma_early = load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
+      const float gamma_early = rank == kLate ? load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // dv of a small beta is Z, and rho = beta what is missing; else rho = 1
-        const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
-        factor[h] = !plus ? p.scale : fabsf(beta) < p.small_beta ? -beta : -1.0f;
-        row_factor[h] = factor[h] * load_shared_f1(gates + kGammaOffset + row(h) * 4);
-        row_factor[h] *= rank == kLate ? gamma_early : 1.0f;
+      for (int h = 0; h < 2; ++h) {
+        row_factor[h] = factor_of(plus, gates, h) * gamma_early * load_shared_f1(gates + kGammaOffset + row(h) * 4);
       }
       uint32_t x[16];
       load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
       wgmma_fence();
       add_product<T>(acc, x, stage + Traits::kState);
       wgmma_commit();
-      // gP <dS, S>: a half of V each, a half of K a block
-      if (half == static_cast<int>(plus)) {
-        part = gamma_early * late_decay() *
-               state_product<T>(stage + Traits::kState + rank * kTileBytes, stage + Traits::kGrad + rank * kTileBytes,
-                                32 * warp + lane);
-      }
       wgmma_wait<0>();
       pin(x);
       pin(product);
       pin(acc);
       release(half);
     }
+    // What follows from these is made again: few registers in the loop.
+    asm volatile("" : "+r"(warp), "+r"(lane));
     open_sums();
-    part = warp_sum(part);
-    if (lane == 0) store_shared_f1(last() + (plus ? 16 : 0) + warp * 4, part);
-
+    const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
     if (plus) keep_diagonal(product + kOwn, gates);
 
-    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T). What lies above the diagonal (the one that
-    // counts) or past the end (a neighbour's products, NaN perhaps) is masked off the packed words.
-    const int valid = item().valid();
-    uint32_t packed[16], packed_across[16], inside[2], diagonal[4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      inside[h] = row(h) < valid ? ~0u : 0u;
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int below = lane / 4 + 8 * h - 8 * side - 2 * (lane % 4) - static_cast<int>(plus);
-        diagonal[2 * side + h] = ((below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u)) & inside[h];
-      }
-    }
-    {
+    // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T).
+    mbarrier_wait(bars.keys_full(), index % 2);
+    if (rank == kLate) {
+      uint32_t across[16];
       // From an early token to the chunks' border and on to the row's: neither factor grows where decays do not.
       const float row_factor[2] = {factor[0] * load_shared_f1(gates + kGammaOffset + row(0) * 4),
                                    factor[1] * load_shared_f1(gates + kGammaOffset + row(1) * 4)};
-      const uint32_t ratios = both_gates() + kRatioOffset + 2 * (lane % 4) * 4;
+      const uint32_t ratios = both_gates() + kRatioOffset + 2 * (lane & 3) * 4;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float2 ratio = load_shared_f2(ratios + 8 * j * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          packed_across[2 * j + h] = pack2<T>(row_factor[h] * ratio.x * product[4 * j + 2 * h],
-                                              row_factor[h] * ratio.y * product[4 * j + 2 * h + 1]) &
-                                     (rank == kLate ? inside[h] : 0u);
+          across[2 * j + h] = pack2<T>(row_factor[h] * ratio.x * product[4 * j + 2 * h],
+                                       row_factor[h] * ratio.y * product[4 * j + 2 * h + 1]);
         }
       }
-    }
-    const float c_row[2] = {load_shared_f1(gates + row(0) * 4), load_shared_f1(gates + row(1) * 4)};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const float2 c = load_shared_f2(gates + (16 * j + 8 * side + 2 * (lane % 4)) * 4);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int i = 8 * j + 4 * side + 2 * h;
-          packed[i / 2] = pack2<T>(factor[h] * exp2_approx(c_row[h] - c.x) * product[kOwn + i],
-                                   factor[h] * exp2_approx(c_row[h] - c.y) * product[kOwn + i + 1]) &
-                          (j < warp    ? inside[h]
-                           : j == warp ? diagonal[2 * side + h]
-                                       : 0u);
-        }
-      }
-    }
-    mbarrier_wait(bars.keys_full(), index % 2);
-    wgmma_fence();
-    add_product<T>(acc, packed, sK());
-    add_product<T>(acc, packed_across, smem + Traits::kK);
-    wgmma_commit();
-    mbarrier_wait(bars.products_empty(), (turn % 2) ^ 1);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      store_matrix_x4(tile_piece(smem + (plus ? Traits::kD : Traits::kP), 16 * warp + (lane & 15), 2 * j + (lane >> 4)),
-                      packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
-    }
-    __syncwarp();
-    mbarrier_arrive_warp(bars.products_full(), lane);
-    if (rank == kLate) {
+      wgmma_fence();
+      add_product<T>(acc, across, smem + Traits::kK);
+      wgmma_commit();
       mbarrier_wait(bars.late_rows_empty(), (turn % 2) ^ 1);
       const uint32_t tile = smem + Traits::kStaging + (plus ? kTileBytes : 0);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        store_matrix_x4(tile_piece(tile, 16 * warp + (lane & 15), 2 * j + (lane >> 4)), packed_across[4 * j],
-                        packed_across[4 * j + 1], packed_across[4 * j + 2], packed_across[4 * j + 3]);
-      }
+      store_rows_of(tile, across);
       fence_proxy_async();
-      named_barrier_sync(kStagingBarrier + static_cast<uint32_t>(plus), 128);
-      if (warp == 0 && lane == 0) {
+      named_barrier_sync(group_barrier, 128);
+      if (warp == 0 && elect_one()) {
         bulk_copy_cluster(cluster_address(smem + (plus ? Traits::kLateRowsD : Traits::kLateRowsP), kEarly), tile,
                           kTileBytes, cluster_address(bars.late_rows_full(), kEarly));
       }
+      wgmma_wait<0>();
+      pin(across);
+      pin(acc);
     }
+    uint32_t packed[16];
+    {
+      // The factor's logarithm goes with the row's gate, its sign with the mask.
+      float c_row[2];
+      uint32_t sign[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        c_row[h] = load_shared_f1(gates + row(h) * 4) + log2_approx(fabsf(factor[h]));
+        sign[h] = factor[h] < 0.0f ? 0x80008000u : 0u;
+      }
+      // Of 8 x 8 blocks those below the diagonal count whole, those on it by `triangle`: masked as packed words, for
+      // what lies above may be NaN.
+      const int below = (lane >> 2) - 2 * (lane & 3) - static_cast<int>(plus);
+      const uint32_t triangle = (below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u);
+      const uint32_t columns = gates + 2 * (lane & 3) * 4;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 c = load_shared_f2(columns + 8 * j * 4);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          // The blocks of rows of this warp are 2 warp + h. Column block j counts whole if it is before that, and at
+          // all if the one before it is; from 0 to 3 warps there are, so that some are known.
+          const int at = j - h, before_it = at - 1;
+          const uint32_t whole = (at < 0) ? ~0u : (at >= 6) ? 0u : (warp > at / 2) ? ~0u : 0u;
+          const uint32_t part = (at < 1) ? ~0u : (at >= 7) ? 0u : (warp > before_it / 2) ? ~0u : 0u;
+          const float* x = product + kOwn + 4 * j + 2 * h;
+          packed[2 * j + h] = (pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1]) &
+                               ((triangle | whole) & part)) ^
+                              sign[h];
+        }
+      }
+    }
+    wgmma_fence();
+    add_product<T>(acc, packed, sK());
+    wgmma_commit();
+    mbarrier_wait(bars.products_empty(), (turn % 2) ^ 1);
+    store_rows_of(smem + (plus ? Traits::kD : Traits::kP), packed);
+    __syncwarp();
+    mbarrier_arrive_warp(bars.products_full(), lane);
     wgmma_wait<0>();
     pin(packed);
-    pin(packed_across);
     pin(acc);
-    row_dots<T>(dots, acc, plus ? sK() : sQ(), warp, lane);
-    keep_sums(plus ? kPlus : kQuery, dots);
+  }
+
+  // Of row(h): scale, or -rho. dv of a small beta is Z, and rho = beta what is missing; else rho = 1.
+  __device__ __forceinline__ float factor_of(bool plus, uint32_t gates, int h) const {
+    const float beta = load_shared_f1(gates + kBetaOffset + row(h) * 4);
+    return !plus ? p.scale : fabsf(beta) < p.small_beta ? -beta : -1.0f;
+  }
+
+  // A operand registers as the warp's rows of a tile.
+  __device__ __forceinline__ void store_rows_of(uint32_t tile, const uint32_t (&x)[16]) const {
+    const uint32_t first = tile_piece(tile, 16 * warp + (lane & 15), lane >> 4);  // as in load_rows
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      store_matrix_x4(first ^ (2 * j << 4), x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+    }
   }
 
   // The decay of the late chunk.
@@ -614,10 +714,10 @@ struct HeadWork {
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (j == warp) dot[h] = (lane / 4) % 2 == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
+        if (j == warp) dot[h] = (lane >> 2 & 1) == 0 ? product[8 * j + 6 * h] : product[8 * j + 6 * h + 1];
       }
     }
-    if (lane / 8 != lane % 4) return;
+    if ((lane >> 3) != (lane & 3)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t to = sums() + 3 * kChunk * 4 + row(h) * 4;
@@ -635,11 +735,11 @@ struct HeadWork {
     }
   }
 
-  __device__ __forceinline__ void minus(float (&acc)[64], float (&dots)[2]) const {
+  // The minus group's first part, diag(gP / gamma) V' dS^T.
+  __device__ __forceinline__ void minus_of_state(float (&acc)[64]) const {
     using Traits = GradientsTraits;
-    if (rank == kEarly && warp == 0 && lane == 0) mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
+    for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t stage = open(half), ratios = own_gates() + kRatioOffset;
       const float decay = rank == kLate ? 1.0f : late_decay();
       const float factor[2] = {decay * load_shared_f1(ratios + row(0) * 4),
@@ -654,65 +754,98 @@ struct HeadWork {
       pin(acc);
       release(half);
     }
+  }
 
-    // So far the head's part is diag(gP / gamma) V' dS^T: its row sums belong to the last token too.
-    mbarrier_wait(bars.keys_full(), index % 2);
-    row_dots<T>(dots, acc, sK(), warp, lane);
-    const float part = warp_sum(lane % 4 == 0 ? dots[0] - before(kMinus, 0) + dots[1] - before(kMinus, 1) : 0.0f);
-    open_sums();
-    if (lane == 0) store_shared_f1(last() + 32 + warp * 4, part);
-
-    // dP^T Q + D^T K of the chunk's own rows, and in the early block of the late chunk's.
-#pragma unroll 1
-    for (int late_rows = 0; late_rows < (rank == kLate ? 1 : 2); ++late_rows) {
-      const bool own = late_rows == 0;
-      mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
-      uint32_t dP[16], D[16];
-      load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
-      load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
-      __syncwarp();
-      if (kWarpArrivals == 32 || lane == 0) {
-        mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
-                                    : cluster_address(bars.late_rows_empty(), kLate));
-      }
-      const uint32_t keys = smem + (rank == kLate || !own ? Traits::kKeys : 0);
-      wgmma_fence();
-      add_product<T>(acc, dP, keys + Traits::kQ);
-      add_product<T>(acc, D, keys + Traits::kK);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin(dP);
-      pin(D);
-      pin(acc);
+  // dP^T Q + D^T K, of the chunk's own rows (the minus group) or, in the early block, of the late chunk's (the plus
+  // group, which has more time there).
+  __device__ __forceinline__ void add_transposed(bool own, float (&acc)[64]) const {
+    using Traits = GradientsTraits;
+    mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
+    uint32_t dP[16], D[16];
+    load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
+    load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
+    __syncwarp();
+    if (kWarpArrivals == 32 || lane == 0) {
+      mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
+                                  : cluster_address(bars.late_rows_empty(), kLate));
     }
-    row_dots<T>(dots, acc, sK(), warp, lane);
-    keep_sums(kMinus, dots);
+    const uint32_t keys = smem + (own ? rank : kLate) * Traits::kKeys;
+    wgmma_fence();
+    add_product<T>(acc, dP, keys + Traits::kQ);
+    add_product<T>(acc, D, keys + Traits::kK);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(dP);
+    pin(D);
+    pin(acc);
+  }
+
+  // gP <dS, S>, by kInnerWarps warps; half of K a block.
+  __device__ __forceinline__ void inner_product() const {
+    using Traits = GradientsTraits;
+    float inner = 0.0f;
+#pragma unroll 1
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t tile = open(half) + rank * kTileBytes;
+      inner +=
+          state_product<T>(tile + Traits::kState, tile + Traits::kGrad, 32 * warp + lane, 32 * Traits::kInnerWarps);
+      release(half);
+    }
+    inner = warp_sum(inner) * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
+    open_sums();
+    if (lane == 0) store_shared_f1(last() + warp * 4, inner);
+    __syncwarp();
+    mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
   }
 };
 
-// One warpgroup through all items of its block. kNorms: q and k were normalised (a kernel of its own: what the other
-// does not execute would still take its registers).
+// Two warps: <dS, S> of every head. In the early block a thread of theirs takes the next item, once an item's first
+// head is done.
+template <typename T>
+__device__ __forceinline__ void inner_products(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
+                                               const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
+  uint32_t turn = 0;
+  for (uint32_t index = 0;; ++index) {
+    if (rank == kEarly && warp == 0 && lane == 0) hand_out(p, units, smem, bars, index);
+    __syncwarp();
+    // The rest of the item before, and this one's first head.
+    for (const uint32_t first = index * p.group; turn <= first; ++turn) {
+      mbarrier_wait(bars.full(0), turn % 2);
+      if (turn == first && GradientsItem(smem, index).is_end()) {  // as the groups
+        mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1);
+        mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
+        return;
+      }
+      HeadWork<T>{p, bars, smem, turn == first ? index : index - 1, turn, rank, warp, lane}.inner_product();
+    }
+  }
+}
+
+// A group through all items of its block. One code for the three of them as far as they do the same: what two
+// multiprocessors run should fit the cache of instructions that they share (about 2000). kNorms: q and k were
+// normalised (a kernel of its own: what the other does not execute would still take its registers).
 template <typename T, bool kNorms, bool kIsMinus>
 __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, uint32_t smem,
                                                 const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
   using Traits = GradientsTraits;
-  const uint32_t keys = smem + rank * Traits::kKeys, sQ = keys + Traits::kQ, sK = keys + Traits::kK;
   uint32_t turn = 0;
-  for (uint32_t index = 0; index < items_in(smem); ++index) {
+  for (uint32_t index = 0;; index = __shfl_sync(0xffffffffu, index + 1, 0)) {
+    // The shuffle says that the index is the warp's: it is kept in a uniform register, others are full as an item ends.
     mbarrier_wait(bars.full(0), turn % 2);
+    const uint32_t keys = smem + rank * Traits::kKeys, other_keys = smem + Traits::kKeys;
     const GradientsItem item(smem, index);
+    if (item.is_end()) {  // who makes dg is to see it too
+      mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1);
+      mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
+      return;
+    }
     if (item.late_valid() < kChunk) {
-      const int thread = group * 128 + 32 * warp + lane, valid = item.valid();
+      const int thread = group * 128 + 32 * warp + lane, valid = item.valid(), late_valid = item.late_valid();
       mbarrier_wait(bars.keys_full(), index % 2);
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t tile = half * kTileBytes;
-        zero_tail(sQ + tile, valid, thread, Traits::kGroups * 128);
-        zero_tail(sK + tile, valid, thread, Traits::kGroups * 128);
-        if (rank == kEarly) {
-          zero_tail(smem + Traits::kKeys + Traits::kQ + tile, item.late_valid(), thread, Traits::kGroups * 128);
-          zero_tail(smem + Traits::kKeys + Traits::kK + tile, item.late_valid(), thread, Traits::kGroups * 128);
-        }
+      for (uint32_t tile = 0; tile < 2 * kTokensBytes; tile += kTileBytes) {
+        zero_tail(keys + tile, valid, thread, Traits::kGroups * 128);
+        if (rank == kEarly) zero_tail(other_keys + tile, late_valid, thread, Traits::kGroups * 128);
       }
       fence_proxy_async();
       __syncwarp();
@@ -723,57 +856,91 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
 
-    for (const uint32_t end = turn + p.group; turn < end; ++turn) {
+    do {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
       asm volatile("" : "+r"(warp), "+r"(lane));
-      const HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
-      if constexpr (kIsMinus) {
-        work.minus(acc, dots);
-      } else {
-        work.lower(group == kPlus, acc, dots);
-      }
-    }
+      HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
+      const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
+      // In the early block the plus group sees to the late rows' part of the minus group's work: after the row sums of
+      // its own, which it is not among.
+      const bool two_parts = kIsMinus || (group == kPlus && rank == kEarly);
+      uint32_t part = 0;
+#pragma unroll 1
+      do {
+        if constexpr (kIsMinus) {
+          if (part == 0) {
+            work.minus_of_state(acc);
+            mbarrier_wait(bars.keys_full(), index % 2);
+            work.open_sums();
+          } else {
+            work.add_transposed(true, acc);
+          }
+        } else {
+          if (part == 0) {
+            work.lower(group == kPlus, acc);
+          } else {
+            work.add_transposed(false, acc);
+          }
+        }
+        row_dots<T>(dots, acc, own_rows, warp, lane);
+        work.keep_sums(group, part != 0, dots);
+      } while (part++ == 0 && two_parts);
+      __syncwarp();
+      mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
+    } while (++turn < (index + 1) * p.group);
 
-    if (group == kQuery) {
-      if constexpr (kNorms) {
-        through_norm<T>(acc, dots, sQ, p.q_inverse_norms, p, item.chunk(p), item.key_head(), warp, lane);
-      }
+    if constexpr (kNorms) {
+      through_norm<T>(acc, dots, keys + (group == kQuery ? Traits::kQ : Traits::kK),
+                      group == kQuery ? p.q_inverse_norms : p.k_inverse_norms, p, item.chunk(p), item.key_head(), warp,
+                      lane);
+    }
+    // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB, 8 of them a warp's.
+    static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
+    const uint32_t warps_place = keys + warp * (kTokensBytes / 2), mine = warps_place + lane * 16;
+    // The fence, after which the copy engine may write here, waits for all that is on its way: stores come later. Those
+    // that read here are done before the arrival: a store has its value by then.
+    const auto leave_keys = [&] {
+      __syncwarp();
+      arrive_both(bars.keys_empty(), lane);
+    };
+    const auto leave_rows = [&](const StridedTensor& t, uint32_t place) {
+      gather_rows<T>(acc, place, lane);
+      fence_proxy_async();
+      __syncwarp();
+      store_rows(t, item.chunk(p), item.key_head(), place, warp, lane);
+      leave_keys();
+    };
+    if constexpr (kIsMinus) {
       named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-    } else {
-      if constexpr (kNorms) {
-        through_norm<T>(acc, dots, sK, p.k_inverse_norms, p, item.chunk(p), item.key_head(), warp, lane);
+      named_barrier_sync(kMeetBarrier, 2 * 128);
+      asm volatile("" : "+r"(lane));  // what follows from it is made again
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float4 x = load_shared_f4(mine + i * 32 * 16);
+        acc[4 * i] += x.x;
+        acc[4 * i + 1] += x.y;
+        acc[4 * i + 2] += x.z;
+        acc[4 * i + 3] += x.w;
+        if (i % 4 == 3) pin(acc);  // else all 64 are on their way at once, in as many registers
       }
-      // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB.
-      static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
-      const uint32_t mine = sQ + (32 * warp + lane) * 16;
-      if constexpr (!kIsMinus) {
-        named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
+      __syncwarp();
+      leave_rows(p.dk, warps_place);
+    } else {
+      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
+      if (group == kPlus) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          store_shared_u4(mine + i * 128 * 16,
+          store_shared_u4(mine + i * 32 * 16,
                           make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
                                      __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
         }
         named_barrier_arrive(kMeetBarrier, 2 * 128);
+        fence_proxy_async();
+        leave_keys();
       } else {
-        named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-        named_barrier_sync(kMeetBarrier, 2 * 128);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float4 x = load_shared_f4(mine + i * 128 * 16);
-          acc[4 * i] += x.x;
-          acc[4 * i + 1] += x.y;
-          acc[4 * i + 2] += x.z;
-          acc[4 * i + 3] += x.w;
-          if (i % 4 == 3) __syncwarp();  // else all 64 are on their way at once, in as many registers
-        }
+        const uint32_t others_k = smem + (rank ^ 1) * Traits::kKeys + Traits::kK;
+        leave_rows(p.dq, others_k + warp * (kTokensBytes / 4));
       }
-      fence_proxy_async();  // the copy engine writes here next
-    }
-    __syncwarp();
-    arrive_both(bars.keys_empty(), lane);
-    if (kIsMinus || group == kQuery) {
-      store_rows<T>(kIsMinus ? p.dk : p.dq, item.chunk(p), item.key_head(), acc, threadIdx.x / 32 % 4, lane);
     }
   }
 }
@@ -781,9 +948,10 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 template <typename T, bool kNorms>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
                              1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
-                                                                     const __grid_constant__ ChunkBackwardMaps maps) {
+                                                                     const __grid_constant__ ChunkBackwardMaps maps,
+                                                                     uint32_t units) {
+  // Beside the passes: its blocks come when all of theirs have started (states.cuh), and wait for each item.
   launch_dependents();
-  wait_for_predecessors();
   using Traits = GradientsTraits;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
@@ -792,10 +960,10 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   const uint32_t rank = __shfl_sync(0xffffffffu, cluster_rank(), 0);
 
   if (threadIdx.x == 0) {
-    store_shared_f1(smem + Traits::kCount, __uint_as_float(count_items(p)));
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
-      mbarrier_init(bars.empty(i), 2 * Traits::kConsumerWarps * kWarpArrivals);
+      const uint32_t warps = Traits::kConsumerWarps + (i < Traits::kStages ? Traits::kInnerWarps : 0);
+      mbarrier_init(bars.empty(i), 2 * warps * kWarpArrivals);
     }
     mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
     mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
@@ -803,10 +971,11 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     mbarrier_init(bars.late_rows_empty(), 4 * kWarpArrivals);
     mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     for (uint32_t parity = 0; parity < 2; ++parity) {
-      mbarrier_init(bars.sums_full(parity), Traits::kConsumerWarps * kWarpArrivals);
+      mbarrier_init(bars.sums_full(parity), (Traits::kConsumerWarps + Traits::kInnerWarps) * kWarpArrivals);
       mbarrier_init(bars.sums_empty(parity), kWarpArrivals);
       mbarrier_init(bars.received(parity), 1);
     }
+    for (uint32_t slot = 0; slot < Traits::kTakenSlots; ++slot) mbarrier_init(bars.taken(slot), 1);
     mbarrier_init_fence();
   }
   cluster_sync();
@@ -814,14 +983,17 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   // Each role ends by itself, when neither block writes to the other any more.
   if (warp >= Traits::kConsumerWarps) {
     release_registers<Traits::kLoadRegisters>();
-    if (warp == Traits::kConsumerWarps && lane == 0) load_stages(p, maps, smem, bars, rank);
-    if (warp == Traits::kConsumerWarps + 1 && lane == 0) load_keys(p, maps, smem, bars, rank);
-    if (warp == Traits::kConsumerWarps + 2) finish_gates(p, smem, bars, rank, lane);
-    __syncwarp();
-    cluster_sync();
-    return;
-  }
-  if (warp < 8) {
+    if (warp == Traits::kConsumerWarps && elect_one()) load_stages(p, maps, smem, bars, rank);
+    if (warp == Traits::kConsumerWarps + 1) {
+      finish_gates(p, smem, bars, rank, lane);
+      // For the kernel after this one, which waits for this one alone. At the end: one warp's wait holds up its block.
+      wait_for_predecessors();
+    }
+    if (warp >= Traits::kConsumerWarps + 2) {
+      static_assert(Traits::kInnerWarps == 2);
+      inner_products<T>(p, units, smem, bars, rank, warp - Traits::kConsumerWarps - 2, lane);
+    }
+  } else if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
     group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, smem, bars, rank, warp % 4, lane);
   } else {

@@ -24,6 +24,9 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->pair_map = workspace.take<PairInfo>(p->pair_bound);
   p->first_pair = workspace.take<int32_t>(p->N);
   p->total_pairs = workspace.take<int32_t>(1);
+  p->progress = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
+  p->prepared = workspace.take<uint32_t>(static_cast<int64_t>(p->chunk_bound) * p->Hq);
+  p->next_item = workspace.take<uint32_t>(1);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
                            ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
@@ -31,8 +34,14 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
     p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
+    p->log_growths = workspace.take<float>(tiles);
     p->warmups = workspace.take<int32_t>(2 * pieces);
-    p->rounds = workspace.take<int32_t>(2 * pieces);
+    p->round_lists = workspace.take<int32_t>(2 * 3 * pieces);
+    p->round_counts = workspace.take<int32_t>(2);
+    const int64_t chains = int64_t{2} * p->N * p->Hv;
+    p->chain_listed = workspace.take<int32_t>(chains);
+    p->chain_count = workspace.take<int32_t>(1);
+    p->chains = workspace.take<int32_t>(chains);
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
   }
   p->small_count = workspace.take<int32_t>(1);
@@ -94,16 +103,28 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
   const int64_t longest = p.cu_seqlens == nullptr ? p.per_sequence : chunks;
   auto waves = [&](int64_t blocks) { return ceil_div(blocks, multiprocessors); };
-  const int64_t whole = std::max(longest, waves(4 * p.N * p.Hv) * ceil_div(chunks, std::max(p.N, 1)));
-  int64_t best = whole;
+  // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
+  // than three quarters, the last pairs come last.
+  const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
+  auto after = [&](double beside) { return gradients - std::min(0.75 * gradients, beside); };
+  auto idle = [&](int64_t blocks) {
+    return static_cast<double>(waves(blocks) * multiprocessors - blocks) / multiprocessors;
+  };
+
+  // From when the passes meet. With less of the device at it an item takes less: 8 us for 13.5.
+  const int64_t blocks = 4 * p.N * p.Hv;
+  const int64_t passes = std::max(longest, waves(blocks) * ceil_div(chunks, std::max(p.N, 1)));
+  double best = static_cast<double>(passes) * 1.1 + after(idle(blocks) * 0.8 * static_cast<double>(longest)) + 10;
   int32_t best_length = 0;
   for (int32_t length = kLeastSegmentChunks; length < longest; ++length) {
     const int64_t segments = ceil_div(chunks, length) + p.N / 2;
     // Taken: a quarter of the heads does not decay (ten blocks a segment in the two rounds together, the others four),
     // and the others warm up in 6 chunks. A block takes 6 steps to start and to end, combining 1.3 a segment, and what
-    // is launched besides 16.
-    const int64_t both = std::max<int64_t>(2, waves(segments * p.Hv * 11 / 2));
-    const int64_t steps = both * (length + 12) + ceil_div(longest, length) * 4 / 3 + 16;
+    // is launched besides 16. Of the second round's heads most are not done before it is.
+    const int64_t in_rounds = segments * p.Hv * 11 / 2, both = std::max<int64_t>(2, waves(in_rounds));
+    const double left = static_cast<double>(both * multiprocessors - in_rounds) / multiprocessors;
+    const double steps = static_cast<double>(both * (length + 12) + ceil_div(longest, length) * 4 / 3 + 16) +
+                         after(left * 0.5 * (length + 12));
     if (steps < best) {
       best = steps;
       best_length = length;
@@ -120,7 +141,16 @@ namespace {
 bool gains_by_fusing(const ChunkBackwardParams& p) {
   constexpr int32_t kLeastBlocks = 100, kMostBlocks = 132;  // multiprocessors of an H200
   const int32_t blocks = 4 * p.Hv;
-  return p.segment_chunks == 0 && p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+  return p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
+}
+
+// Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
+bool makes_own_tiles(const ChunkBackwardParams& p) { return (p.fused || gains_by_fusing(p)) && p.segment_chunks == 0; }
+
+// Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
+// the passes take them.
+bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
+  return !p.fused && p.segment_chunks == 0 && 8ll * p.N * p.Hv <= multiprocessors;
 }
 
 }  // namespace
@@ -128,13 +158,13 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
   copy.solves_A = params.A.data == nullptr;
-  copy.fused = params.fused || gains_by_fusing(params);
+  copy.fused = makes_own_tiles(params);
   return take_all(&copy, nullptr);
 }
 
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
-  params->fused = params->fused || gains_by_fusing(*params);
+  params->fused = makes_own_tiles(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }
@@ -157,24 +187,30 @@ cudaError_t launch_rounds(const ChunkBackwardParams& p, int multiprocessors, cud
   return launch_chained(sm90_chunk_bwd_rounds_kernel, 1, kRoundsThreads, 0, stream, p, multiprocessors);
 }
 
-cudaError_t launch_combine(const ChunkBackwardParams& p, cudaStream_t stream) {
+cudaError_t launch_combine(const ChunkBackwardParams& p, int multiprocessors, cudaStream_t stream) {
+  using Traits = CombineTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
-  return launch_chained(sm90_chunk_bwd_combine_kernel,
-                        2u * static_cast<unsigned>(p.N) * p.Hv * (kDim / kCombineColumns), kCombineThreads,
-                        kCombineBytes, stream, p);
+      cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
+  const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
+  return launch_chained(sm90_chunk_bwd_combine_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
+                        Traits::kThreads, Traits::kBytes, stream, p);
 }
 
-cudaError_t launch_chunk_backward(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
                                   const ChunkBackwardStage& stage, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  ChunkBackwardParams p = params;
+  p.beside = leaves_half_idle(p, multiprocessors);
   if (stage.plan) {
     // Not chained to what the stream has before it: five calls in a row over one sequence of 32,768 tokens and 32 heads
     // took 1.92 ms each with the kernels of two calls in one chain, 1.77 without, and one call alone 1.63.
     sm90_chunk_bwd_plan_kernel<<<p.cu_seqlens == nullptr ? 1 : 1 + kPaddingBlocks, kPlanThreads, 0, stream>>>(p);
     FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
   }
-  return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, stream)
-                                      : launch_chunk_backward_fp16(p, maps, stage, stream);
+  return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, multiprocessors, stream)
+                                      : launch_chunk_backward_fp16(p, maps, stage, multiprocessors, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -17,6 +17,9 @@ cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+// Of passes over whole sequences: two passes, two halves of V.
+inline int64_t states_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
+
 template <typename T>
 cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));
@@ -25,10 +28,17 @@ cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& 
 }
 
 template <typename T>
-cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, PrepareSmem::kBytes));
-  return launch_chained(sm90_chunk_bwd_prepare_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kPrepareThreads,
-                        PrepareSmem::kBytes, stream, p, maps);
+cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
+                           cudaStream_t stream) {
+  using Traits = PrepareTraits;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
+  const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * p.Hq;
+  const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : 0);
+  const unsigned pairs =
+      static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;
+  // In clusters of two, as all that is to fit beside clusters of two.
+  return launch_chained<2>(sm90_chunk_bwd_prepare_kernel<T>, 2 * pairs, Traits::kThreads, Traits::kBytes, stream, p,
+                           maps);
 }
 
 template <typename T, bool kFused>
@@ -38,15 +48,14 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
   auto launch = [&](unsigned blocks, bool second_round) {
-    return launch_chained(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
+    // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
+    return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
-  if (p.segment_chunks == 0) return launch(4u * static_cast<unsigned>(p.N) * p.Hv, false);  // passes and halves of V
+  if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      launch_chained(sm90_chunk_bwd_warmups_kernel<T>, 2 * pieces, kWarmupThreads, 0, stream, p));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, stream));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, multiprocessors, stream));
   return launch(4 * pieces, true);
 }
 
@@ -61,21 +70,20 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
     FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
     const int64_t items = static_cast<int64_t>(p.pair_bound) * p.Hq, most = std::max(1, multiprocessors / 2);
     const unsigned clusters = static_cast<unsigned>(std::min(items, most));
+    // Pieces that the passes go through at the same time (order.cuh). Of several waves of sequences the last one is
+    // what is waited for, so they are taken as one piece, from its middle.
+    const uint32_t units = p.segment_chunks > 0 ? p.segment_bound : states_blocks(p) <= multiprocessors ? p.N : 1;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(
-        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps));
+        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps, units));
   }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }
 
 template <typename T>
 cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                        const ChunkBackwardStage& stage, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-
+                                        const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream) {
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
-  if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, stream));
+  if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
     FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, multiprocessors, stream)
                                            : launch_states<T, false>(p, maps, multiprocessors, stream));

@@ -63,7 +63,7 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const St
 
 // Start the kernels before the passes over segments and between their two rounds (combine.cuh).
 cudaError_t launch_rounds(const ChunkBackwardParams& params, int multiprocessors, cudaStream_t stream);
-cudaError_t launch_combine(const ChunkBackwardParams& params, cudaStream_t stream);
+cudaError_t launch_combine(const ChunkBackwardParams& params, int multiprocessors, cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
@@ -71,8 +71,8 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
 
 // The instantiations, one file each.
 cudaError_t launch_chunk_backward_bf16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                       const ChunkBackwardStage& stage, cudaStream_t stream);
+                                       const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream);
 cudaError_t launch_chunk_backward_fp16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                       const ChunkBackwardStage& stage, cudaStream_t stream);
+                                       const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

@@ -58,6 +58,7 @@ struct ChunkBackwardParams {
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool solves_A;  // the caller has no A
+  bool beside;    // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
   bool fused;     // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
@@ -85,19 +86,27 @@ struct ChunkBackwardParams {
   PairInfo* pair_map;     // [pair_bound]; with cu_seqlens alone
   int32_t* first_pair;    // [N] first pair of each sequence; with cu_seqlens alone
   int32_t* total_pairs;   // [1]; with cu_seqlens alone
-  int32_t* small_count;   // [1] how many entries small_tiles has
-  int32_t* small_tiles;   // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
+  // What the passes have left of each pair for the gradients, which run beside them: chunks, counted once for each
+  // pass, half of V and value head of the group, a chunk without a second one twice (kPairCount of a value head).
+  uint32_t* progress;    // [pair_bound, Hq]
+  uint32_t* prepared;    // [chunk_bound, Hq] 1 when prepare.cuh has left it to passes beside it
+  uint32_t* next_item;   // [1] the gradients' next piece of work that nobody has taken
+  int32_t* small_count;  // [1] how many entries small_tiles has
+  int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone
+  float* log_growths;        // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
-  int32_t* rounds;           // [segment_bound, Hv, 2]: which round a pass that warms up belongs to
-  float* edges;              // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
-  uint8_t* GA;               // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
-  uint8_t* P;                // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
-  float* gates;              // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
-  uint8_t* states;           // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
-  uint8_t* state_grads;      // the same of dS at the pair's end
-  uint8_t* v_new;            // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+  int32_t* round_lists;      // [2, segment_bound * Hv * 3]: the passes of each round (segments.cuh)
+  int32_t* round_counts;     // [2]: how many
+  int32_t *chain_listed, *chain_count, *chains;  // [N, Hv, 2] flags, [1], [N * Hv * 2]: what is combined (combine.cuh)
+  float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
+  uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
+  uint8_t* P;            // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
+  float* gates;          // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
+  uint8_t* states;       // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
+  uint8_t* state_grads;  // the same of dS at the pair's end
+  uint8_t* v_new;        // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
 

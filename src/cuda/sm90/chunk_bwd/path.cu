@@ -26,15 +26,6 @@ bool copy_engine_takes(const Tensor& t) {
   return true;
 }
 
-// Pairs of 16-bit elements can be stored as one word.
-bool rows_of_pairs(const Tensor& t) {
-  if (t.stride[3] != 1 || reinterpret_cast<uintptr_t>(t.data) % 4 != 0) return false;
-  for (int i = 0; i < 3; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] % 2 != 0) return false;
-  }
-  return true;
-}
-
 bool is_hopper(int device) {
   int major = 0, minor = 0;
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
@@ -169,8 +160,8 @@ struct Wrapping {
         v(!taken_as_is(args.v, args)),
         A(present(args.A) && !taken_as_is(args.A, args)),
         d_o(present(args.d_o) && !taken_as_is(args.d_o, args)),
-        dq(present(args.dq) && !rows_of_pairs(args.dq)),
-        dk(present(args.dk) && !rows_of_pairs(args.dk)),
+        dq(present(args.dq) && !copy_engine_takes(args.dq)),
+        dk(present(args.dk) && !copy_engine_takes(args.dk)),
         dv(!present(args.dv) || !copy_engine_takes(args.dv)) {}
 
  private:

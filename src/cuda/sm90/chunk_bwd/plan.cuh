@@ -1,5 +1,5 @@
-// With cu_seqlens: which tokens each chunk slot and pair of chunks holds, found on the device, and zero gradients for
-// the tokens before the first sequence and after the last.
+// The counters at zero. With cu_seqlens: which tokens each chunk slot and pair of chunks holds, found on the device,
+// and zero gradients for the tokens before the first sequence and after the last.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
@@ -65,7 +65,14 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     zero_padding(p);
     return;
   }
-  if (threadIdx.x == 0) *p.small_count = 0;
+  if (threadIdx.x == 0) {
+    *p.small_count = 0;
+    *p.next_item = 0;
+  }
+  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.pair_bound) * p.Hq; i += kPlanThreads) p.progress[i] = 0;
+  if (p.beside) {  // nobody else looks
+    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.chunk_bound) * p.Hq; i += kPlanThreads) p.prepared[i] = 0;
+  }
   const bool packed = p.cu_seqlens != nullptr;
   if (!packed && p.segment_chunks == 0) return;
   __shared__ int3 warp_total[kPlanThreads / 32];

@@ -1,151 +1,242 @@
 // Chunk-parallel preparation: gate vectors, G o A and P of every chunk and value head, for serial passes that do not
-// make them themselves (states.cuh). One block a (chunk, key head), its value heads one after another.
+// make them themselves (states.cuh), and for segments how much a chunk lets a state grow or decay (segments.cuh). A
+// piece of work is a (chunk, key head), its value heads one after another; the four warpgroups of a block work by
+// themselves. Where the passes leave half of the device idle this runs beside them, on the other half, and they wait
+// for each chunk.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/gates.cuh"
+#include "cuda/sm90/chunk_bwd/order.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
-constexpr int kPrepareThreads = 128;  // one warpgroup: it owns the 64 x 64 products
+struct PrepareTraits {
+  static constexpr int kGroups = 4;          // warpgroups of a block
+  static constexpr int kGroupThreads = 128;  // they own the 64 x 64 products
+  static constexpr int kThreads = kGroups * kGroupThreads;
 
-struct PrepareSmem {
+  // Of each group.
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kTokensBytes;
   static constexpr uint32_t kTile = kK + kTokensBytes;  // P on its way out
   static constexpr uint32_t kGates = kTile + kTileBytes;
-  static constexpr int kGateHeads = kPrepareThreads / 32;  // value heads whose gates are made at once, a warp each
-  static constexpr uint32_t kBarrier = kGates + kGateHeads * kGateBytes;
-  static constexpr uint32_t kBytes = 1024 + kBarrier + 8;  // 1024: the tiles' alignment, made up by hand
+  static constexpr int kGateHeads = kGroupThreads / 32;  // value heads whose gates are made at once, a warp each
+  static constexpr uint32_t kGroupBytes = kGates + kGateHeads * kGateBytes;
+  static_assert(kGroupBytes % 1024 == 0, "the tiles' alignment");
+
+  // Of all: a barrier and four sums each.
+  static constexpr uint32_t kBarriers = kGroups * kGroupBytes;
+  static constexpr uint32_t kSums = kBarriers + kGroups * 8;
+  // 1024: the tiles' alignment, made up by hand. More than half of a multiprocessor's: one block each.
+  static constexpr uint32_t kBytes = 1024 + kSums + kGroups * 16;
 };
 
-// `bytes` from shared to global memory, by the whole block.
+// `bytes` from shared to global memory, by the whole group.
 __device__ __forceinline__ void copy_out(void* global, uint32_t smem, uint32_t bytes, int thread) {
   uint4* out = static_cast<uint4*>(global);
-  for (uint32_t i = thread; i < bytes / 16; i += kPrepareThreads) out[i] = load_shared_u4(smem + i * 16);
+  for (uint32_t i = thread; i < bytes / 16; i += PrepareTraits::kGroupThreads) out[i] = load_shared_u4(smem + i * 16);
+}
+
+struct PrepareWork {
+  ChunkInfo chunk;
+  int slot, key_head;  // slot < 0: there is no more
+};
+
+// The first piece of work that is there at `at` or a multiple of `step` after it.
+__device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardParams& p, uint32_t* at, uint32_t step) {
+  const uint32_t units = static_cast<uint32_t>(p.N), heads = static_cast<uint32_t>(p.Hq);
+  const uint32_t total = static_cast<uint32_t>(total_chunks(p));
+  const uint32_t places = units * piece_length(units, total) * heads;
+  for (; *at < places; *at += step) {
+    const uint32_t turn = *at / heads, slot = outer_first(turn, units, total);
+    if (slot >= total) continue;
+    const ChunkInfo chunk = chunk_info(p, static_cast<int>(slot));
+    if (chunk.valid > 0) return {chunk, static_cast<int>(slot), static_cast<int>(*at - turn * heads)};
+  }
+  return {{}, -1, 0};
 }
 
 template <typename T>
-__global__ __launch_bounds__(kPrepareThreads,
-                             4) void sm90_chunk_bwd_prepare_kernel(const ChunkBackwardParams p,
+__global__ __launch_bounds__(PrepareTraits::kThreads,
+                             1) void sm90_chunk_bwd_prepare_kernel(const ChunkBackwardParams p,
                                                                    const __grid_constant__ ChunkBackwardMaps maps) {
-  launch_dependents();
+  // In this order: passes beside this kernel find the counters as the kernels before have left them.
   wait_for_predecessors();
-  const int slot = blockIdx.x / p.Hq, key_head = blockIdx.x % p.Hq;
-  if (slot >= total_chunks(p)) return;
-  const ChunkInfo chunk = chunk_info(p, slot);
-  if (chunk.valid <= 0) return;
+  launch_dependents();
+  using Traits = PrepareTraits;
+  extern __shared__ uint8_t raw_smem[];
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / Traits::kGroupThreads, 0);
+  const int thread = threadIdx.x % Traits::kGroupThreads, lane = thread & 31, warp = thread / 32;
+  const uint32_t aligned = (smem_address(raw_smem) + 1023u) & ~1023u, smem = aligned + group * Traits::kGroupBytes;
+  const uint32_t sQ = smem + Traits::kQ, sK = smem + Traits::kK, sTile = smem + Traits::kTile;
+  const uint32_t sGates = smem + Traits::kGates, barrier = aligned + Traits::kBarriers + group * 8;
+  const uint32_t sSums = aligned + Traits::kSums + group * 16;
+  auto sync = [&] { named_barrier_sync(1 + group, Traits::kGroupThreads); };
 
-  extern __shared__ uint8_t raw[];
-  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
-  const uint32_t sQ = smem + PrepareSmem::kQ, sK = smem + PrepareSmem::kK, sTile = smem + PrepareSmem::kTile;
-  const uint32_t sGates = smem + PrepareSmem::kGates, barrier = smem + PrepareSmem::kBarrier;
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-
+  const uint32_t step = gridDim.x * Traits::kGroups;
+  uint32_t at = blockIdx.x * Traits::kGroups + group;
+  PrepareWork next = find_prepare_work(p, &at, step);
+  auto load_tokens = [&](const PrepareWork& work) {
+    if (thread > 0 || work.slot < 0) return;
+    mbarrier_arrive_expect(barrier, 2 * kTokensBytes);
+    for (int half = 0; half < 2; ++half) {
+      tma_load_5d(sQ + half * kTileBytes, &maps.q, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
+      tma_load_5d(sK + half * kTileBytes, &maps.k, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
+    }
+  };
   if (thread == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
-    mbarrier_arrive_expect(barrier, 2 * kTokensBytes);
-    for (int half = 0; half < 2; ++half) {
-      tma_load_5d(sQ + half * kTileBytes, &maps.q, barrier, 0, chunk.token, half, key_head, chunk.batch);
-      tma_load_5d(sK + half * kTileBytes, &maps.k, barrier, 0, chunk.token, half, key_head, chunk.batch);
-    }
   }
-  // What the first heads need besides is fetched while q and k are on their way.
-  auto make_gates_from = [&](int first) {
-    const int head = first + warp;
-    if (head >= (key_head + 1) * p.group) return;
-    const RawGates raw = load_gates(p, chunk, head, lane);
+  load_tokens(next);
+
+  // What a piece's first heads need besides is fetched while the piece before is worked on.
+  RawGates raw;
+  auto fetch_gates = [&](const PrepareWork& work, int head) {
+    if (work.slot >= 0 && head < (work.key_head + 1) * p.group) raw = load_gates(p, work.chunk, head, lane);
+  };
+  auto put_gates = [&](const PrepareWork& work, int head) {
+    if (head >= (work.key_head + 1) * p.group) return;
     store_gates(sGates + warp * kGateBytes, make_gates(raw, p.g_is_cumsum, lane), lane);
-    if (any_small_beta(raw, p.small_beta, chunk.valid, lane) && lane == 0) note_small_beta(p, slot * p.Hv + head);
+    if (any_small_beta(raw, p.small_beta, work.chunk.valid, lane) && lane == 0) {
+      note_small_beta(p, work.slot * p.Hv + head);
+    }
   };
   uint4 a[4];
-  auto fetch_A = [&](int head) {
-    constexpr int kRows = kPrepareThreads / 8;
+  auto fetch_A = [&](const PrepareWork& work, int head) {
+    if (work.slot < 0) return;
+    constexpr int kRows = Traits::kGroupThreads / 8;
     const uint16_t* from = static_cast<const uint16_t*>(p.A.data) +
-                           row_offset(p.A, chunk.batch, chunk.token + thread / 8, head) + thread % 8 * 8;
+                           row_offset(p.A, work.chunk.batch, work.chunk.token + thread / 8, head) + thread % 8 * 8;
 #pragma unroll
     for (int r = 0; r < 4; ++r, from += kRows * p.A.stride[1]) {
       a[r] = make_uint4(0, 0, 0, 0);
-      if (thread / 8 + kRows * r < chunk.valid) a[r] = *reinterpret_cast<const uint4*>(from);
+      if (thread / 8 + kRows * r < work.chunk.valid) a[r] = *reinterpret_cast<const uint4*>(from);
     }
   };
-  make_gates_from(key_head * p.group);
-  fetch_A(key_head * p.group);
-  __syncthreads();
-  mbarrier_wait(barrier, 0);
-  if (chunk.valid < kChunk) {
-    for (int half = 0; half < 2; ++half) {
-      zero_tail(sQ + half * kTileBytes, chunk.valid, thread, kPrepareThreads);
-      zero_tail(sK + half * kTileBytes, chunk.valid, thread, kPrepareThreads);
-    }
-    fence_proxy_async();
-    __syncthreads();
-  }
+  fetch_gates(next, next.key_head * p.group + warp);
+  fetch_A(next, next.key_head * p.group);
 
-  float qk[32];
-  const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < 8; ++step) {
-    const uint32_t at = (step / 4) * kTileBytes + (step % 4) * 32;
-    if (step == 0) {
-      mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, at), wgmma_advance(k_desc, at));
-    } else {
-      mma_ss_n64<T>(qk, wgmma_advance(q_desc, at), wgmma_advance(k_desc, at));
-    }
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-  pin(qk);
-  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
-
-  for (int member = 0; member < p.group; ++member) {
-    const int head = key_head * p.group + member;
-    const int64_t tile = static_cast<int64_t>(slot) * p.Hv + head;
-    if (member > 0 && member % PrepareSmem::kGateHeads == 0) make_gates_from(head);
-    __syncthreads();
-    const uint32_t gates = sGates + member % PrepareSmem::kGateHeads * kGateBytes;
-    copy_out(p.gates + tile * kGateVectors * kChunk, gates, kGateBytes, thread);
-
-    // P
-    const float c_row[2] = {load_shared_f1(gates + row * 4), load_shared_f1(gates + row * 4 + 32)};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-        const int col = 16 * j + 8 * (part / 2) + column, r = row + 8 * (part % 2);
-        const float2 c = load_shared_f2(gates + col * 4);
-        const float g0 = col <= r ? exp2_approx(c_row[part % 2] - c.x) : 0.0f;
-        const float g1 = col + 1 <= r ? exp2_approx(c_row[part % 2] - c.y) : 0.0f;
-        const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-        packed[part] = pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]);
+  for (uint32_t phase = 0; next.slot >= 0; phase ^= 1) {
+    const PrepareWork work = next;
+    const int first_head = work.key_head * p.group, valid = work.chunk.valid;
+    put_gates(work, first_head + warp);
+    sync();  // the first time for the barrier too
+    mbarrier_wait(barrier, phase);
+    if (valid < kChunk) {
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(sQ + half * kTileBytes, valid, thread, Traits::kGroupThreads);
+        zero_tail(sK + half * kTileBytes, valid, thread, Traits::kGroupThreads);
       }
-      store_matrix_x4(tile_piece(sTile, 16 * warp + (lane & 15), 2 * j + (lane >> 4)), packed[0], packed[1], packed[2],
-                      packed[3]);
+      fence_proxy_async();
+      sync();
     }
-    __syncthreads();
-    copy_out(p.P + tile * kTileBytes, sTile, kTileBytes, thread);
+
+    float qk[32];
+    const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
+    wgmma_fence();
+#pragma unroll
+    for (int k_step = 0; k_step < 8; ++k_step) {
+      const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
+      if (k_step == 0) {
+        mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      } else {
+        mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      }
+    }
+    wgmma_commit();
+    // |k|^2 of a row by two threads, under the products.
+    float square = 0.0f;
+    if (p.segment_chunks > 0) {
+#pragma unroll 2
+      for (int piece = 0; piece < 8; ++piece) {
+        const uint4 x = load_shared_u4(tile_piece(sK + thread % 2 * kTileBytes, thread / 2, piece));
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 pair = unpack2<T>(words[w]);
+          square += pair.x * pair.x + pair.y * pair.y;
+        }
+      }
+      square += __shfl_xor_sync(0xffffffffu, square, 1);
+    }
+    at += step;
+    next = find_prepare_work(p, &at, step);
+    wgmma_wait<0>();
+    pin(qk);
+    sync();
+    load_tokens(next);  // all have read what is there
+    const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+
+    for (int member = 0; member < p.group; ++member) {
+      const int head = first_head + member;
+      const int64_t tile = static_cast<int64_t>(work.slot) * p.Hv + head;
+      if (member > 0 && member % Traits::kGateHeads == 0) {
+        fetch_gates(work, head + warp);
+        put_gates(work, head + warp);
+        sync();
+      }
+      const uint32_t gates = sGates + member % Traits::kGateHeads * kGateBytes;
+      copy_out(p.gates + tile * kGateVectors * kChunk, gates, kGateBytes, thread);
+      if (p.segment_chunks > 0) {
+        const float factor = fabsf(1.0f - load_shared_f1(gates + kBetaOffset + thread / 2 * 4) * square);
+        // NaN stays; an odd thread has its neighbour's row.
+        const float growth = warp_sum(factor <= 1.0f || thread % 2 == 1 ? 0.0f : logf(factor));
+        if (lane == 0) store_shared_f1(sSums + warp * 4, growth);
+      }
+
+      // P
+      const float c_row[2] = {load_shared_f1(gates + row * 4), load_shared_f1(gates + row * 4 + 32)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+          const int col = 16 * j + 8 * (part / 2) + column, r = row + 8 * (part % 2);
+          const float2 c = load_shared_f2(gates + col * 4);
+          const float g0 = col <= r ? exp2_approx(c_row[part % 2] - c.x) : 0.0f;
+          const float g1 = col + 1 <= r ? exp2_approx(c_row[part % 2] - c.y) : 0.0f;
+          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+          packed[part] = pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]);
+        }
+        store_matrix_x4(tile_piece(sTile, 16 * warp + (lane & 15), 2 * j + (lane >> 4)), packed[0], packed[1],
+                        packed[2], packed[3]);
+      }
+      sync();
+      if (p.segment_chunks > 0 && thread == 0) {
+        constexpr float kLog2E = 1.4426950408889634f;
+        const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2E;
+        p.log_growths[tile] = g + ((load_shared_f1(sSums) + load_shared_f1(sSums + 4)) +
+                                   (load_shared_f1(sSums + 8) + load_shared_f1(sSums + 12)));
+      }
+      copy_out(p.P + tile * kTileBytes, sTile, kTileBytes, thread);
 
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int i = (thread + r * kPrepareThreads) / 8, piece = thread % 8;
-      const uint32_t words[4] = {a[r].x, a[r].y, a[r].z, a[r].w};
-      uint32_t gated[4];
-      const float c = load_shared_f1(gates + i * 4);
+      for (int r = 0; r < 4; ++r) {
+        const int i = (thread + r * Traits::kGroupThreads) / 8, piece = thread % 8;
+        const uint32_t words[4] = {a[r].x, a[r].y, a[r].z, a[r].w};
+        uint32_t gated[4];
+        const float c = load_shared_f1(gates + i * 4);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int col = 8 * piece + 2 * w;
-        const float2 other = load_shared_f2(gates + col * 4);
-        const float2 x = unpack2<T>(words[w]);
-        gated[w] = pack2<T>(col <= i ? x.x * exp2_approx(c - other.x) : 0.0f,
-                            col + 1 <= i ? x.y * exp2_approx(c - other.y) : 0.0f);
+        for (int w = 0; w < 4; ++w) {
+          const int col = 8 * piece + 2 * w;
+          const float2 other = load_shared_f2(gates + col * 4);
+          const float2 x = unpack2<T>(words[w]);
+          gated[w] = pack2<T>(col <= i ? x.x * exp2_approx(c - other.x) : 0.0f,
+                              col + 1 <= i ? x.y * exp2_approx(c - other.y) : 0.0f);
+        }
+        *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + tile_piece(0, i, piece)) =
+            make_uint4(gated[0], gated[1], gated[2], gated[3]);
       }
-      *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + tile_piece(0, i, piece)) =
-          make_uint4(gated[0], gated[1], gated[2], gated[3]);
+      if (member + 1 < p.group) {
+        fetch_A(work, head + 1);
+      } else {
+        fetch_gates(next, next.key_head * p.group + warp);
+        fetch_A(next, next.key_head * p.group);
+      }
+      sync();
     }
-    if (member + 1 < p.group) fetch_A(head + 1);
-    __syncthreads();
+    if (p.beside && thread == 0) add_release(p.prepared + static_cast<int64_t>(work.slot) * p.Hq + work.key_head, 1);
   }
 }
 

@@ -2,7 +2,8 @@
 // one of two ways, chosen on the device for each (edge, value head, direction):
 //   warm-up   the pass starts up to kMostWarmup chunks before the edge with a state of zeros. What is left out is at
 //   most
-//             exp(sum g + sum log max(1, |1 - beta |k|^2|)) of the state before the window, both sums over the window:
+//             exp(sum g + sum log max(1, |1 - beta |k|^2|)) of the state before the window, both sums over the window
+//             (prepare.cuh leaves them for each chunk):
 //             it is taken where that is at most exp(-16) = 1.1e-7, below one fp32 rounding, whatever the keys.
 //   exact     else. Over a segment both passes are affine in the state that enters, S_out = M S_in + F and
 //             dS_out = M^T dS_in + R, with one M for both. A first round of passes makes F, R (from zeros) and M (from
@@ -48,9 +49,17 @@ __device__ __forceinline__ int32_t& warmup_of(const ChunkBackwardParams& p, int 
   return p.warmups[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
 }
 
-// Which round a pass that does not start at an exact edge belongs to: 0 or 1.
-__device__ __forceinline__ int32_t& round_of(const ChunkBackwardParams& p, int segment, int head, bool reverse) {
-  return p.rounds[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
+// What a round goes through, listed one after another so that no block that has nothing to do comes before one that
+// has.
+enum Pass : int { kReversePass, kForwardPass, kTransitionPass };
+struct SegmentWork {
+  int piece;  // segment * Hv + head
+  Pass pass;
+};
+__device__ __forceinline__ int32_t list_entry(int piece, Pass pass) { return piece * 3 + pass; }
+__device__ __forceinline__ SegmentWork segment_work(int32_t entry) { return {entry / 3, static_cast<Pass>(entry % 3)}; }
+__device__ __forceinline__ int32_t* round_list(const ChunkBackwardParams& p, int round) {
+  return p.round_lists + static_cast<int64_t>(round) * 3 * p.segment_bound * p.Hv;
 }
 
 // What the first round leaves of a segment: F, R and M, [128 of V][128 of K] each (M: [column][row]).
@@ -59,12 +68,12 @@ __device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int 
   return (static_cast<int64_t>(segment) * p.Hv + head) * kEdgesOfSegment + edge;
 }
 
-// M is needed where an exact edge follows an exact edge.
-__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment,
-                                                 int head) {
+// M is needed where an exact edge follows an exact edge, in a direction.
+__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment, int head,
+                                                 bool reverse) {
   if (s.index == 0 || s.index + 1 == s.count) return false;
-  return (warmup_of(p, segment, head, false) == kExact && warmup_of(p, segment + 1, head, false) == kExact) ||
-         (warmup_of(p, segment, head, true) == kExact && warmup_of(p, segment - 1, head, true) == kExact);
+  return warmup_of(p, segment, head, reverse) == kExact &&
+         warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
 }
 
 // How a pass goes through a segment.
@@ -84,64 +93,26 @@ __device__ __forceinline__ SegmentPass segment_pass(const ChunkBackwardParams& p
   return pass;
 }
 
-constexpr int kWarmupThreads = kMostWarmup * kChunk;  // a thread a token of the longest window
-
-// One block a (segment, value head, direction).
-template <typename T>
-__global__ __launch_bounds__(kWarmupThreads) void sm90_chunk_bwd_warmups_kernel(const ChunkBackwardParams p) {
-  launch_dependents();
-  wait_for_predecessors();
-  const bool reverse = blockIdx.x % 2 == 1;
-  const int head = blockIdx.x / 2 % p.Hv, segment = blockIdx.x / 2 / p.Hv;
-  Segment s;
-  if (!find_segment(p, segment, &s)) return;
-  __shared__ float chunk_sums[kWarmupThreads / 32];
-  const int chunks = s.sequence.chunks(), which = threadIdx.x / kChunk, row = threadIdx.x % kChunk;
-  // The window's chunks, counted from the edge.
-  const int c = reverse ? s.end + which : s.begin - 1 - which;
-  const int most = reverse ? chunks - s.end : s.begin;
-  float bound = 0.0f;
-  if (which < min(most, kMostWarmup)) {
-    const int token = s.sequence.token + c * kChunk + row, valid = min(kChunk, s.sequence.length - c * kChunk);
-    if (row < valid) {
-      const uint4* k = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.k.data) +
-                                                      row_offset(p.k, s.sequence.batch, token, head / p.group));
-      float g = 0.0f, square = 0.0f;
-      // Of a cumsum the chunk's last is the sum.
-      if (p.g.data != nullptr && (!p.g_is_cumsum || row == valid - 1)) {
-        constexpr float kMinLogDecay = -80.0f;  // docs/math.md
-        g = load_element(p.g, row_offset(p.g, s.sequence.batch, token, head));
-        if (!p.g_is_cumsum) g = g < kMinLogDecay ? kMinLogDecay : g;
-      }
-      const float beta =
-          p.beta.data == nullptr ? 1.0f : load_element(p.beta, row_offset(p.beta, s.sequence.batch, token, head));
+// The shortest window before an edge (behind it for the reverse pass) over which what is left out stays below the
+// bound; kExact if there is none.
+__device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const Segment& s, int head, bool reverse) {
+  const int most = reverse ? s.sequence.chunks() - s.end : s.begin;
+  if (most == 0) return 0;
+  float growths[kMostWarmup];  // all on their way at once
 #pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) {
-        const uint4 bits = k[i];
-        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+  for (int w = 1; w <= kMostWarmup; ++w) {
+    const int c = reverse ? s.end - 1 + min(w, most) : s.begin - min(w, most);
+    growths[w - 1] = p.log_growths[static_cast<int64_t>(s.sequence.first_slot + c) * p.Hv + head];
+  }
+  float sum = 0.0f;
+  int warmup = kExact;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float2 x = unpack2<T>(words[w]);
-          square += x.x * x.x + x.y * x.y;
-        }
-      }
-      const float factor = fabsf(1.0f - beta * square);
-      bound = g + (factor <= 1.0f ? 0.0f : logf(factor));
-    }
+  for (int w = 1; w <= kMostWarmup; ++w) {
+    sum += growths[w - 1];
+    // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
+    if (warmup == kExact && w <= most && (sum <= kWarmupBound || w == most)) warmup = w;
   }
-  bound = warp_sum(bound);
-  if (threadIdx.x % 32 == 0) chunk_sums[threadIdx.x / 32] = bound;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int warmup = kExact;
-    float sum = 0.0f;
-    for (int w = 1; w <= min(most, kMostWarmup) && warmup == kExact; ++w) {
-      sum += chunk_sums[2 * w - 2] + chunk_sums[2 * w - 1];
-      // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
-      if (sum <= kWarmupBound || w == most) warmup = w;
-    }
-    warmup_of(p, segment, head, reverse) = most == 0 ? 0 : warmup;
-  }
+  return warmup;
 }
 
 }  // namespace flash_qla::cuda::sm90

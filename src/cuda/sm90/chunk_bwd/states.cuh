@@ -5,7 +5,8 @@
 // A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
 // transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one warpgroup: packed, they are the A operand of the
 // next product, and S never waits for shared memory. Two more warpgroups run ahead: one makes G o A of A where that
-// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores.
+// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores, one counts
+// what is stored.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -18,7 +19,7 @@ constexpr int kMostStatesStages = 6;
 
 template <bool kFused>
 struct StatesTraits {
-  static constexpr int kThreads = kFused ? 4 * 128 : 128 + 64;
+  static constexpr int kThreads = kFused ? 4 * 128 : 2 * 128;
   // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
   static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
 
@@ -46,8 +47,10 @@ struct StatesTraits {
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
   static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
-  static constexpr uint32_t kBarrierCount = 4 * kMostStatesStages + 6;
-  static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;  // 1024: the tiles' alignment
+  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 4;
+  static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
+  static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
+  static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -59,17 +62,17 @@ constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named
 // neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
 struct StatesBarriers {
   uint32_t base;
-  __device__ uint32_t loaded(int stage) const { return base + 32 * stage; }
-  __device__ uint32_t gates(int stage) const { return base + 32 * stage + 8; }
-  __device__ uint32_t gated(int stage) const { return base + 32 * stage + 16; }
-  __device__ uint32_t empty(int stage) const { return base + 32 * stage + 24; }
-  __device__ uint32_t state_full() const { return base + 32 * kMostStatesStages; }
+  __device__ uint32_t loaded(int stage) const { return base + 40 * stage; }
+  __device__ uint32_t gates(int stage) const { return base + 40 * stage + 8; }
+  __device__ uint32_t gated(int stage) const { return base + 40 * stage + 16; }
+  __device__ uint32_t empty(int stage) const { return base + 40 * stage + 24; }
+  // A stage's own, for the storing warp may be several steps behind, but never by a whole round of the stages, which it
+  // gives back.
+  __device__ uint32_t tokens_full(int stage) const { return base + 40 * stage + 32; }
+  __device__ uint32_t state_full() const { return base + 40 * kMostStatesStages; }
   __device__ uint32_t state_empty() const { return state_full() + 8; }
-  // Of even and odd steps: the storing warp may be a step behind, and must not find two phases ended where it waits for
-  // one.
-  __device__ uint32_t tokens_full(int step) const { return state_full() + (step % 2 == 0 ? 16 : 40); }
-  __device__ uint32_t P_full() const { return state_full() + 24; }
-  __device__ uint32_t P_empty() const { return state_full() + 32; }
+  __device__ uint32_t P_full() const { return state_full() + 16; }
+  __device__ uint32_t P_empty() const { return state_full() + 24; }
 };
 
 // A place in the ring of stages.
@@ -93,26 +96,37 @@ struct Lane {
 // S^T from memory, or zeros.
 __device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& t, bool v_first, int64_t n, int head,
                                            int v0, const Lane& at) {
+  if (t.data == nullptr) {
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int v = v0 + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
-      S[4 * j + i] = t.data == nullptr ? 0.0f : load_element(t, state_offset(t, v_first, n, head, k, v));
-    }
+    for (int i = 0; i < 64; ++i) S[i] = 0.0f;
+    return;
   }
+  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
+  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
+  with_type(t.type, [&](auto type) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        S[4 * j + i] = load_element_of<type()>(t, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride);
+      }
+    }
+  });
 }
 
 __device__ __forceinline__ void store_state(const float (&S)[64], const StridedTensor& t, bool v_first, int64_t n,
                                             int head, int v0, const Lane& at) {
+  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
+  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
+  with_type(t.type, [&](auto type) {
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+    for (int j = 0; j < 16; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int v = v0 + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
-      store_element(t, state_offset(t, v_first, n, head, k, v), S[4 * j + i]);
+      for (int i = 0; i < 4; ++i) {
+        store_element_of<type()>(t, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride, S[4 * j + i]);
+      }
     }
-  }
+  });
 }
 
 // Packed S^T (A operand order) to its tiles [2 halves of K][64 of V][64 of K].
@@ -195,9 +209,10 @@ struct StatesWork {
   __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
   }
-  // The pass is at an edge of a pair before it goes through chunk c: its state is kept.
-  __device__ bool keeps_state(int c) const {
-    return reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0;
+  // The pass is at an edge of a pair before the step-th turn, which somebody wants: its state is kept.
+  __device__ bool keeps_state(int step) const {
+    const int c = chunk(step);
+    return step >= warmup && (reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0);
   }
 };
 
@@ -256,6 +271,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   const uint32_t out = smem + Traits::kOut;
   float S[64];
   start_state(S, p, work, p.initial_state, at);
+  uint32_t kept = 1;  // the phase of state_empty that has to have ended: before the first state one has
 
   StatesCursor<Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step) {
@@ -264,7 +280,6 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV;
     const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
-    const uint32_t out_phase = (step & 1) ^ 1;
     uint32_t packed[32];
     pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
@@ -306,9 +321,12 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
         }
       }
     }
-    mbarrier_wait(bars.state_empty(), out_phase);
-    put_state(out, packed, at);
-    arrive_warp(bars.state_full(), at.lane);
+    if (work.keeps_state(step)) {
+      mbarrier_wait(bars.state_empty(), kept);
+      put_state(out, packed, at);
+      arrive_warp(bars.state_full(), at.lane);
+      kept ^= 1;
+    }
     wgmma_wait<0>();
     pin(packed);
     pin(u);
@@ -352,7 +370,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
       store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
-    arrive_warp(bars.tokens_full(step), at.lane);
+    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
@@ -371,6 +389,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   const uint32_t out = smem + Traits::kOut;
   float dS[64];
   start_state(dS, p, work, p.dht, at);
+  uint32_t kept = 1;
 
   StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < work.steps; ++step) {
@@ -380,7 +399,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
     const uint32_t sGA = base + Traits::kRevGA, sP = kFused ? smem + Traits::kP : base + Traits::kRevP;
     const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
-    const uint32_t out_phase = (step & 1) ^ 1;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
       if constexpr (kFused) {  // those who prepare it zero its last rows
@@ -433,9 +451,12 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     add_outer_half<T>(dS, scaled, sQ, 0);
     wgmma_commit();
-    mbarrier_wait(bars.state_empty(), out_phase);
-    put_state(out, packed, at);
-    arrive_warp(bars.state_full(), at.lane);
+    if (work.keeps_state(step)) {
+      mbarrier_wait(bars.state_empty(), kept);
+      put_state(out, packed, at);
+      arrive_warp(bars.state_full(), at.lane);
+      kept ^= 1;
+    }
     if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
@@ -488,7 +509,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
-    arrive_warp(bars.tokens_full(step), at.lane);
+    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
     wgmma_wait<0>();
     pin(scaled);
     pin(dU);
@@ -502,33 +523,56 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   finish_state(dS, p, work, p.dh0, at);
 }
 
+// One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
+// them is in memory. Counting waits for memory, longer now and then than a step takes.
+template <bool kFused>
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
+  using Traits = StatesTraits<kFused>;
+  const bool keeps_gates = kFused && work.reverse && work.half == 0;
+  auto wait_for = [](uint32_t steps, int step) {
+    while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
+  };
+  uint32_t uncounted = 0;
+  for (int step = work.warmup; step < work.steps; ++step) {
+    const int c = work.chunk(step);
+    const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
+    uncounted += alone ? 2 : 1;
+    if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
+    wait_for(smem + Traits::kStored, step);
+    if (keeps_gates) wait_for(smem + Traits::kMade, step);
+    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head, uncounted);
+    uncounted = 0;
+  }
+}
+
 // One warp: what goes out, to memory; it gives the stages back.
 template <bool kFused, bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
   using Traits = StatesTraits<kFused>;
-  const uint32_t out = smem + Traits::kOut;
+  const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
+  uint32_t kept = 0;  // phase of state_full
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
-    const int c = work.chunk(step), phase = step & 1;
+    const int c = work.chunk(step);
     const ChunkInfo chunk = work.info(c);
     const int64_t tile = work.tile(p, c);
     const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
-    const bool wanted = step >= work.warmup;
-    mbarrier_wait(bars.state_full(), phase);
-    if (wanted && work.keeps_state(c) && lane == 0) {
-      fence_proxy_async();
-      uint8_t* to =
-          (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
-      bulk_store(to, out, kTileBytes);
-      bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
-      tma_store_commit();
-      tma_store_wait_read();
+    const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
+    if (keeps) {
+      mbarrier_wait(bars.state_full(), kept);
+      kept ^= 1;
+      if (lane == 0) {
+        fence_proxy_async();
+        uint8_t* to =
+            (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
+        bulk_store(to, out, kTileBytes);
+        bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+      }
     }
-    arrive_warp(bars.state_empty(), lane);
-    mbarrier_wait(bars.tokens_full(step), step >> 1 & 1);
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
         // The copy engine knows no sequence ends.
@@ -545,13 +589,51 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         } else {
           bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, kTileBytes);
         }
-        tma_store_commit();
+      }
+      if (lane == 0) {
+        tma_store_commit();  // a group a step
         tma_store_wait_read();
       }
     }
     arrive_warp(bars.empty(cursor.stage), lane);
+    if (keeps) arrive_warp(bars.state_empty(), lane);
+    // What was left two steps ago has had the time that it takes.
+    if (lane == 0 && step > 0) {
+      tma_store_wait_but<2>();
+      store_shared_release(stored, step - 1);
+    }
   }
-  if (lane == 0) tma_store_wait_all();
+  if (lane == 0) {
+    tma_store_wait_all();
+    store_shared_release(stored, work.steps);
+  }
+}
+
+// One thread of a warp of its own: tells the one below for how many steps prepare.cuh has left what the copy engine is
+// to load. To ask takes as long as a step.
+__device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, const StatesWork& work,
+                                               uint32_t prepared) {
+  constexpr int kSteps = 8;  // asked for at once
+  for (int known = 0; known < work.steps;) {
+    uint32_t done[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
+      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
+    }
+    if (done[0] == 0) {
+      __nanosleep(100);
+      continue;
+    }
+    acquire_loads();
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      all &= done[i] != 0;
+      known += all;
+    }
+    store_shared_release(prepared, known);
+  }
 }
 
 // One thread: the tensors' tiles into the stages.
@@ -559,11 +641,19 @@ template <bool kFused, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
   using Traits = StatesTraits<kFused>;
+  [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    if constexpr (!kFused) {
+      if (p.beside && static_cast<uint32_t>(step) >= prepared) {
+        while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
+        }
+        fence_proxy_async_all();
+      }
+    }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
     mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
     if constexpr (kReverse) {
@@ -632,6 +722,8 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       kept[kChunk] = gates.ratio;
       kept[3 * kChunk / 2] = gates.beta;
       if (small && lane == 0) note_small_beta(p, static_cast<int>(tile));
+      __syncwarp();
+      if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
     }
   }
 }
@@ -778,8 +870,17 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     if constexpr (kFused) release_registers<Traits::kCopyRegisters>();
     if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
     if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
-    if constexpr (kFused) {
-      if (warp == kCopyWarp + 2) make_gate_stages<kReverse>(p, work, smem, bars, lane);
+    if (warp == kCopyWarp + 2) {
+      if (lane == 0) count_chunks<kFused>(p, work, smem);
+      // For the kernel after this one, which waits for this one alone.
+      if (p.beside) wait_for_predecessors();
+    }
+    if (warp == kCopyWarp + 3) {
+      if constexpr (kFused) {
+        make_gate_stages<kReverse>(p, work, smem, bars, lane);
+      } else {
+        if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kMade);
+      }
     }
   } else if (warp >= 8) {
     if constexpr (kFused) {
@@ -820,32 +921,28 @@ __device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p,
   return true;
 }
 
-// Segments. Blocks: segment x value head x (reverse, forward, transition) x half of V; the second round has no
-// transitions. False: nothing to do.
+// Segments. Blocks: what the rounds kernel has listed x half of V. False: nothing to do.
 __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, bool second_round, StatesWork* work) {
-  enum Pass : int { kReversePass, kForwardPass, kTransition };
-  const int passes = second_round ? 2 : 3;
-  int index = blockIdx.x;
-  work->half = index % 2;
-  index /= 2;
-  const int pass = index % passes;
-  index /= passes;
-  const int head = index % p.Hv, segment = index / p.Hv;
+  work->half = blockIdx.x % 2;
+  const int index = blockIdx.x / 2, round = static_cast<int>(second_round);
+  if (index >= p.round_counts[round]) return false;
+  const SegmentWork listed = segment_work(round_list(p, round)[index]);
+  const int head = listed.piece % p.Hv, segment = listed.piece / p.Hv;
   Segment s;
   if (!find_segment(p, segment, &s)) return false;
   work->head = head;
   work->n = s.n;
   work->sequence = s.sequence;
-  const bool reverse = pass == kReversePass;
+  const bool reverse = listed.pass == kReversePass;
   work->reverse = reverse;
   work->warmup = 0;
   work->steps = s.end - s.begin;
   work->first = reverse ? s.end - 1 : s.begin;
-  if (pass == kTransition) {
+  if (listed.pass == kTransitionPass) {
     work->warmup = work->steps;
     work->start = kStateIdentity;
     work->finish = edge_index(p, segment, head, kEdgeTransition);
-    return needs_transition(p, s, segment, head);
+    return true;
   }
   const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
   const SegmentPass at = segment_pass(p, s, segment, head, reverse);
@@ -854,15 +951,13 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
     if (second_round) {
       work->start = edge_index(p, segment + (reverse ? 1 : -1), head, edge);
       work->finish = left_behind;
-      return true;
+    } else {  // F or R, for the segment after it
+      work->warmup = work->steps;
+      work->start = kStateZero;
+      work->finish = edge_index(p, segment, head, edge);
     }
-    // F or R, for the segment after it
-    work->warmup = work->steps;
-    work->start = kStateZero;
-    work->finish = edge_index(p, segment, head, edge);
-    return at.feeds;
+    return true;
   }
-  if (round_of(p, segment, head, reverse) != static_cast<int>(second_round)) return false;
   work->finish = at.feeds ? edge_index(p, segment, head, edge) : left_behind;
   const int warmup = at.warmup;
   work->warmup = warmup;
@@ -878,8 +973,10 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps,
                                                                   bool second_round) {
+  // In this order: the gradients' blocks, which wait for what these count, come when all of these have started, and
+  // find the counters as the kernels before have left them.
+  if (!p.beside) wait_for_predecessors();
   launch_dependents();
-  wait_for_predecessors();
   using Traits = StatesTraits<kFused>;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
@@ -896,14 +993,15 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
       mbarrier_init(bars.gates(i), kWarpArrivals);
       mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
       mbarrier_init(bars.empty(i), 5 * kWarpArrivals);
+      mbarrier_init(bars.tokens_full(i), 4 * kWarpArrivals);
     }
     mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.state_empty(), kWarpArrivals);
-    mbarrier_init(bars.tokens_full(0), 4 * kWarpArrivals);
-    mbarrier_init(bars.tokens_full(1), 4 * kWarpArrivals);
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
+    store_shared_release(smem + Traits::kStored, 0);
+    store_shared_release(smem + Traits::kMade, 0);
   }
   __syncthreads();
 

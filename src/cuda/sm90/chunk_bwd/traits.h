@@ -23,6 +23,9 @@ constexpr int kGateVectors = 4;
 constexpr uint32_t kGateBytes = kGateVectors * kChunk * sizeof(float);
 constexpr uint32_t kGammaOffset = kChunk * 4, kRatioOffset = 2 * kChunk * 4, kBetaOffset = 3 * kChunk * 4;
 
+// What ChunkBackwardParams::progress counts of a pair and value head: two chunks, two passes, two halves of V.
+constexpr uint32_t kPairCount = 8;
+
 // States that the first round over segments leaves of each (segments.cuh).
 constexpr int kEdgesOfSegment = 3;
 
