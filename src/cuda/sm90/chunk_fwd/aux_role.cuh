@@ -269,8 +269,8 @@ __device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, 
 
 // The descriptor of a tile whose address all lanes of the warp have, in a form that the compiler knows to be uniform:
 // what is computed from it needs no vector registers, and no moves to uniform ones before each wgmma.
-__device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile) {
-  const uint64_t descriptor = wgmma_descriptor(tile);
+__device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile, uint32_t leading_bytes = 16) {
+  const uint64_t descriptor = wgmma_descriptor(tile, leading_bytes);
   const uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(descriptor));
   return (descriptor & 0xffffffff00000000u) | low;
 }
@@ -465,16 +465,14 @@ struct AuxRole {
     return reinterpret_cast<const CUtensorMap*>(maps) + i;
   }
 
-  // K, or Q, of a chunk; by one thread each. V comes with K where nothing else is kept of a chunk.
+  // K, or Q, of a chunk; by one thread each.
   __device__ void load_key_or_query(uint32_t m, bool query) const {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kBarriersQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
-    const bool with_v = Traits::kStateOnly && !(c.flags & kNoValues);
-    mbarrier_arrive_expect(barrier, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
+    mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
-    if (with_v) tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
   __device__ void load_v(uint32_t m, uint32_t barrier) const {
     const ChunkRecord& c = record(m);
@@ -541,7 +539,7 @@ struct AuxRole {
   // K and Q into the stages of chunk m - 2, by the warps that have the least to do with A_g.
   __device__ void pass_stages_on(uint32_t m) const {
     const int number = opaque_thread();
-    if (number == 0 || (!Traits::kStateOnly && number == 32)) {
+    if (number == 0 || number == 32) {
       wait_done(m);
       load_key_or_query(number == 0 ? m + 2 : m + 1, number != 0);
     }
@@ -587,7 +585,7 @@ struct AuxRole {
               [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, opaque_thread() & 31);
         }
       }
-      if constexpr (!Traits::kStateOnly) send_o(m, valid_o);
+      send_o(m, valid_o);
       if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
 #pragma unroll 1
         for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
@@ -618,7 +616,7 @@ struct AuxRole {
         load_factors();
       }
       sync(m);  // the inverse has been read: A_g takes its tile
-      if constexpr (!Traits::kStateOnly) fetch_v(m);
+      fetch_v(m);
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
         store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
@@ -632,13 +630,6 @@ struct AuxRole {
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
     m = opaque(m);
     pass_stages_on(m);
-    if constexpr (Traits::kStateOnly) {
-      // No P: its barrier says that K, V and the gates are there.
-      wait_done(m);
-      __syncwarp();
-      mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
-      return;
-    }
 
     // Q K^T and P.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
@@ -686,14 +677,13 @@ struct AuxRole {
   __device__ void run() {
     if (opaque_thread() == 0) {
       load_key_or_query(group, false);
-      if (!Traits::kStateOnly && group == 0) load_key_or_query(0, true);
+      if (group == 0) load_key_or_query(0, true);
     }
     fetch_gates(group);
     if (group == 0) fetch_gates(2);
     uint32_t m = group;
 #pragma unroll 1
     for (; record(m).valid >= 0; m += 2) prepare(m);
-    if constexpr (Traits::kStateOnly) return;
     // The last chunks' O.
     const bool follows_end = m > 0 && record(m - 1).valid < 0;
 #pragma unroll 1

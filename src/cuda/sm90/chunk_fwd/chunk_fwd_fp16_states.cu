@@ -1,7 +1,7 @@
-#include "kernel.cuh"
+#include "states.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_states() { return describe_kernel<ChunkForwardTraits<__half, 2, false, true>>(); }
+ChunkForwardKernel chunk_forward_fp16_states() { return describe_state_kernel<StateKernelTraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90

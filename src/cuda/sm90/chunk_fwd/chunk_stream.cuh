@@ -117,13 +117,14 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
 __device__ __forceinline__ int boundary_place(int group, int warp, int j, int lane) {
   return ((group * 4 + warp) * 16 + j) * 32 + lane;
 }
-// Where the same float4 of a transition lies: in the order in which combine.cuh takes them, eight warps two times for
-// each 16 rows of S^T.
-__device__ __forceinline__ int transition_place(int group, int warp, int j, int lane) {
-  const int row = lane >> 2, column = lane & 3;
-  return (((group * 4 + warp) * 8 + (j >> 1)) * 2 + (row >> 2)) * 32 + ((j & 1) * 4 + column) * 4 + (row & 3);
-}
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
+
+// A transition is kept as the left operands of the products that apply it (combine.cuh): where the uint4 of a lane lies
+// for 16 rows of M, 16 columns, and the first or second part of its floats (pack_two_parts()).
+inline constexpr int kTransitionSteps = kHeadDim / 16;
+__device__ __forceinline__ int transition_place(int rows, int columns, int part, int lane) {
+  return ((rows * kTransitionSteps + columns) * 2 + part) * 32 + lane;
+}
 
 // Before a block's first tile. The plan must be there.
 template <typename Traits>

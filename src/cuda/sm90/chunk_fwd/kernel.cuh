@@ -12,7 +12,6 @@
 
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
-#include "combine.cuh"
 #include "duty_roles.cuh"
 #include "kernel_params.h"
 #include "state_role.cuh"
@@ -42,7 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + (Traits::kStateOnly ? 0 : 1));  // ... and V
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
       mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
     }
     for (int i = 0; i < Traits::kBarriersO; ++i) {
@@ -55,7 +54,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullGate + 8 * i, kWarpArrivals);
     }
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
-    mbarrier_init(smem() + Traits::kMeet, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -66,8 +64,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
     // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
     // lets them start after it has waited for the plan.
-    if (Traits::kStateOnly || p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (Traits::kStateOnly || p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
 #pragma unroll 1
     for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) produce_chunk<Traits>(p, m);
@@ -87,12 +85,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
       role.run();
     }
-    if constexpr (Traits::kStateOnly) {
-      combine_boundaries<Traits>(p, threadIdx.x == 0,
-                                 [&](CombineMemory& memory, const TransitionChain& chain, int, uint32_t stages) {
-                                   if (threadIdx.x == 0) bring_transitions(p, memory, chain, stages);
-                                 });
-    } else if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
       asm volatile("griddepcontrol.wait;" ::: "memory");
     }
@@ -100,13 +93,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
     role.run();
-    if constexpr (Traits::kStateOnly) {
-      const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups;
-      combine_boundaries<Traits>(p, false,
-                                 [&](CombineMemory& memory, const TransitionChain& chain, int slice, uint32_t stages) {
-                                   multiply_transitions(p, memory, chain, slice, stages, warp, thread % 32);
-                                 });
-    }
   }
 }
 

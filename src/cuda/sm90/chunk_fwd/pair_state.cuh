@@ -26,7 +26,7 @@ struct PairStateRole : StateRole<Traits> {
 
   // After a tile's last chunk.
   __device__ void finish_tile(float (&s)[64], const ChunkRecord& c) const {
-    if (p.readers != nullptr) this->settle_readers(c);
+    if (p.readers != nullptr) this->settle_readers(c, at);
     if (c.slot_out < 0) return;
     const StateSet& set = p.args.final_state;
     move_state<true>(state_matrix(set, c.slot_out, c.head), set.type, p.args.state_v_first, s, this->first_row(c),
@@ -61,7 +61,7 @@ struct PairStateRole : StateRole<Traits> {
       // All that is seldom done in one place: instructions are short of room.
       if (chunk_now.y & kFirstChunk) {
         if (m > 0) finish_tile(s, this->record(m - 1));
-        this->load_initial(s, chunk);
+        this->load_initial(s, chunk, at);
       }
       if (!ready) {
         at_pair.wait_k(m);

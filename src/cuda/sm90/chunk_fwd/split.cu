@@ -15,9 +15,10 @@ namespace {
 constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
-// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier.
+// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier, and leaves each lane
+// with the one of its number in `own` (which is else left alone).
 template <int kThreads>
-__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
+__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args, PlannedSequence* own) {
   if (args.cu_seqlens == nullptr) {
     const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
     return {static_cast<int64_t>(chunks) * args.num_sequences, chunks > 0 ? args.num_sequences : 0, chunks};
@@ -26,7 +27,9 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
   int32_t chunks = 0, sequences = 0, longest = 0;
   for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
        i += kThreads) {
-    const int32_t count = chunks_in(sequence_at(args, i).length);
+    const PlannedSequence s = sequence_at(args, i);
+    const int32_t count = chunks_in(s.length);
+    if (one_warp) *own = s;
     chunks += count;
     sequences += count > 0;
     longest = max(longest, count);
@@ -48,6 +51,7 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args) {
 }
 
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
+  if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);
 }
 
@@ -85,10 +89,18 @@ __device__ float warp_sum(float x) {
 }
 
 // The sequence that holds a token, by a whole warp, which looks at 32 offsets at a time; its length is 0 where none
-// does, as it may be where offsets are out of order.
-__device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t token, int lane) {
+// does, as it may be where offsets are out of order. own: see summarise_lengths().
+__device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t token, const PlannedSequence& own,
+                                         int lane) {
   PlannedSequence none{0, 0, 0, 0};
   if (token < 0) return none;
+  if (args.cu_seqlens != nullptr && args.num_sequences <= 32) {
+    const bool holds = own.start <= token && token < static_cast<int64_t>(own.start) + own.length;
+    const uint32_t found = __ballot_sync(0xffffffffu, holds);
+    if (found == 0) return none;
+    const int holder = __ffs(static_cast<int>(found)) - 1;
+    return {__shfl_sync(0xffffffffu, own.start, holder), __shfl_sync(0xffffffffu, own.length, holder), holder, 0};
+  }
   if (args.cu_seqlens == nullptr) {
     if (args.dense_length <= 0 || token / args.dense_length >= args.num_sequences) return none;
     return sequence_at(args, static_cast<int32_t>(token / args.dense_length));
@@ -143,7 +155,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
     return;
   }
-  const SplitGrid grid = choose_grid(p, summarise_lengths<kPlanThreads>(args));
+  PlannedSequence own{0, 0, 0, 0};
+  const SplitGrid grid = choose_grid(p, summarise_lengths<kPlanThreads>(args, &own));
   if (grid.spacing == 0) return;
 
   __shared__ float key_squares[kRoundChunks * kChunk];
@@ -159,36 +172,35 @@ __global__ void __launch_bounds__(kPlanThreads)
     const int32_t first_head = key_head * p.group + (rest - key_head * p.parts) * kRoundHeads;
     const int32_t heads = min(kRoundHeads, (key_head + 1) * p.group - first_head);
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, lane);
+    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, own, lane);
     const CutSequence cuts(s, grid);
     const int32_t boundary = cuts.find(number, grid);
     if (boundary == 0) continue;
     const int32_t at = cuts.at(boundary);
-
-    // The keys of a first round into L2, beside the gates that say how many of them are needed; what is not is read
-    // soon by the tiles.
-    const int32_t row = (at - kRoundChunks) * kChunk + thread;
-    if (thread < kRoundChunks * kChunk && row >= 0) {
-      l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
-                      key_head * args.k_head_stride,
-                  kHeadDim * sizeof(Element));
-    }
 
     // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
     float sum = 0.0f;
     int32_t warmup = lane % kRoundHeads < heads ? -1 : 0;
 #pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
-      // Gates first: keys are read only where the gates alone would do. A warp adds up a chunk of a head.
+      const int32_t last_chunk = at - 1 - round * kRoundChunks;
+      // Keys and gates are asked for at once: of heads that decay too slowly the keys are not needed, but what is read
+      // here is read soon by the tiles.
+      const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
+      if (thread < kRoundChunks * kChunk && row >= 0) {
+        l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
+                        key_head * args.k_head_stride,
+                    kHeadDim * sizeof(Element));
+      }
+      // A warp adds up a chunk of a head.
       const int j = warp / kRoundHeads, h = warp % kRoundHeads;
-      const int32_t chunk = at - 1 - round * kRoundChunks - j;
-      const bool used = h < heads && chunk >= 0;
+      const bool used = h < heads && last_chunk >= j;
       float beta[2] = {1.0f, 1.0f};
       float gate = 0.0f;
       if (used) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int64_t row = s.start + static_cast<int64_t>(chunk) * kChunk + lane + 32 * i;
+          const int64_t row = s.start + static_cast<int64_t>(last_chunk - j) * kChunk + lane + 32 * i;
           if (args.g != nullptr) {
             const float g = args.g[row * args.g_token_stride + (first_head + h) * args.g_head_stride];
             gate += g < kGateFloor ? kGateFloor : g;
@@ -198,29 +210,14 @@ __global__ void __launch_bounds__(kPlanThreads)
           }
         }
       }
-      gate = warp_sum(gate);
-      if (lane == 0) decay[j][h] = gate;
-      __syncthreads();
-      // Chunks whose keys count: up to where the gates alone reach the threshold; all, where they may yet reach it at
-      // this rate; none of a head that decays too slowly.
-      const int c = lane / kRoundHeads;
-      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
-      const int reached = first_chunk_where(gates <= args.decay_threshold, lane);
-      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
-      const bool open =
-          warmup < 0 && static_cast<float>(limit) * gates_of_round <=
-                            static_cast<float>(min((round + 1) * kRoundChunks, at)) * args.decay_threshold;
-      if (!open && warmup < 0) warmup = 0;
-      const int needed = static_cast<int>(
-          __reduce_max_sync(0xffffffffu, open ? static_cast<uint32_t>(min(reached + 2, kRoundChunks)) : 0u));
-      if (needed == 0) break;
-      for (int t = thread / kThreadsPerKey; t < needed * kChunk; t += kPlanThreads / kThreadsPerKey) {
-        const int32_t key_chunk = at - 1 - round * kRoundChunks - t / kChunk;
+#pragma unroll 1
+      for (int t = thread / kThreadsPerKey; t < kRoundChunks * kChunk; t += kPlanThreads / kThreadsPerKey) {
+        const int32_t chunk = last_chunk - t / kChunk;
         float squares = 0.0f;
-        if (key_chunk >= 0) {
-          const int64_t row = s.start + static_cast<int64_t>(key_chunk) * kChunk + t % kChunk;
-          const uint4* key = reinterpret_cast<const uint4*>(static_cast<const Element*>(args.k) +
-                                                            row * args.k_token_stride + key_head * args.k_head_stride);
+        if (chunk >= 0) {
+          const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
+          const uint4* key = reinterpret_cast<const uint4*>(
+              static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
           for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
             squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
@@ -232,25 +229,38 @@ __global__ void __launch_bounds__(kPlanThreads)
       }
       __syncthreads();
       float growth = 0.0f;
-      if (used && j < needed) {
+      if (used) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
           // Not fmaxf: NaN must stay, and make the boundary heavy.
-          growth += factor <= 1.0f ? 0.0f : logf(factor);
+          growth += factor <= 1.0f ? 0.0f : __logf(factor);
         }
       }
+      gate = warp_sum(gate);
       growth = warp_sum(growth);
-      if (lane == 0) total[j][h] = decay[j][h] + growth;
+      if (lane == 0) {
+        decay[j][h] = gate;
+        total[j][h] = gate + growth;
+      }
       __syncthreads();
+      const int c = lane / kRoundHeads;
+      const int32_t most = min(limit, at);
+      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
       const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
-      const int32_t w = round * kRoundChunks + c + 1;
-      const int found = first_chunk_where(c < needed && w <= min(limit, at) && sums <= args.decay_threshold, lane);
+      const int found = first_chunk_where(round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
+      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
       sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
-      if (warmup < 0 && found < kRoundChunks) warmup = round * kRoundChunks + found + 1;
-      if (warmup < 0 && (needed < kRoundChunks || (round + 1) * kRoundChunks >= min(limit, at))) {
-        // The start came first, or keys that grow made the gates fall short within the chunks that were read.
-        warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
+      if (warmup < 0) {
+        const int32_t seen = (round + 1) * kRoundChunks;
+        if (found < kRoundChunks) {
+          warmup = round * kRoundChunks + found + 1;
+        } else if (static_cast<float>(limit) * gates_of_round >
+                   static_cast<float>(min(seen, at)) * args.decay_threshold) {
+          warmup = 0;  // at this rate, whatever the keys are, it will not be reached
+        } else if (seen >= most) {
+          warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
+        }
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
     }
@@ -293,25 +303,57 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
 // Warps that hold the state's rows of half of V.
 constexpr uint32_t kWarpsOfHalf = 4;
 
+// Tiles that are kept from counting to placing; of a larger plan they are worked out again. A call that is not forced
+// has at most kItemsPerSm boundaries to an SM, and seldom more than two tiles for each.
+constexpr int32_t kKeptTiles = 1024;
+struct KeptTiles {
+  Tile tile[kKeptTiles];
+  uint16_t rank[kKeptTiles];  // in its bucket
+};
+
 // Counts the tiles of each bucket, then places them.
 struct TileSink {
   bool place, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
-  int32_t* chains_used;
+  int32_t *chains_used, *tiles_used;
+  KeptTiles* kept;
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
-    if (!place) return;
-    if (in_place && (t.flags & kTileFromStart)) {
-      uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
-      for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
+    if (place) {
+      put(t, n);
+      return;
     }
+    const int32_t i = atomicAdd(tiles_used, 1);
+    if (i < kKeptTiles) {
+      kept->tile[i] = t;
+      kept->rank[i] = static_cast<uint16_t>(n);
+    }
+    count_reader(t);
+  }
+  __device__ void count_reader(const Tile& t) const {
+    if (!in_place || !(t.flags & kTileFromStart)) return;
+    uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
+    for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
+  }
+  __device__ void put(const Tile& t, int32_t n) const {
     (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
   }
   __device__ void chain(const TransitionChain& c) const {
-    if (place) workspace.chains[atomicAdd(chains_used, 1)] = c;
+    if (!place) workspace.chains[atomicAdd(chains_used, 1)] = c;
   }
+};
+
+// One whole sequence and head as the n-th tile of a list in which all are equal.
+struct WholeTileSink {
+  const TileSink& list;
+  int32_t n;
+  __device__ void tile(const Tile& t) const {
+    list.count_reader(t);
+    list.put(t, n);
+  }
+  __device__ void chain(const TransitionChain&) const {}
 };
 
 __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
@@ -329,6 +371,7 @@ __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
   estimate.state_tiles = __reduce_add_sync(0xffffffffu, estimate.state_tiles);
   estimate.free_tiles = __reduce_add_sync(0xffffffffu, estimate.free_tiles);
   estimate.dependent_tiles = __reduce_add_sync(0xffffffffu, estimate.dependent_tiles);
+  estimate.chains = __reduce_add_sync(0xffffffffu, estimate.chains);
   estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
   return estimate;
 }
@@ -347,7 +390,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  const LengthSummary lengths = summarise_lengths<kListThreads>(args);
+  PlannedSequence own{0, 0, 0, 0};
+  const LengthSummary lengths = summarise_lengths<kListThreads>(args, &own);
   const SplitGrid grid = choose_grid(p, lengths);
   const int32_t most_pieces = pieces_of(lengths.longest, grid);
   // Lanes that a sequence and head get.
@@ -355,15 +399,20 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, chunks_before;
+  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
   __shared__ int32_t warp_chunks[kListWarps];
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
-  __shared__ HeadSummary summaries[kMostSummaries];
+  // The summaries have been used when the first tile is kept.
+  __shared__ union Kept {
+    HeadSummary summaries[kMostSummaries];
+    KeptTiles tiles;
+    __device__ Kept() {}
+  } kept;
   for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
-  if (thread == 0) chains_used = chunks_before = 0;
+  if (thread == 0) chains_used = tiles_used = chunks_before = 0;
   __syncthreads();
 
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
@@ -436,7 +485,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
-      if (lane == first_lane && pair < summarised) summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+      if (lane == first_lane && pair < summarised)
+        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
     }
     __syncthreads();
     // A warp for each part of a choice, then a thread for each choice.
@@ -445,7 +495,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       SplitEstimate estimate;
       estimate.costs = p.costs;
       for (int32_t pair = lane; pair < summarised; pair += 32) {
-        const HeadSummary head = summaries[pair];
+        const HeadSummary head = kept.summaries[pair];
         if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
       }
       estimate = sum_over_warp(estimate);
@@ -454,8 +504,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     if (thread < kMergeChoices) {
       const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
-                                                     thread, p.uncut_in_halves != 0);
-      choice_steps[thread] = estimate.steps(p.sms);
+                                                     thread, p.uncut_in_halves != 0, p.sms);
+      choice_steps[thread] = estimate.steps(p.by_sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.
@@ -476,9 +526,28 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     cut = best != kMergeChoices - 1;
   }
 
-  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
+  // Equal lengths without a cut need no sorting, and are what a call is most often that was planned in vain.
+  const bool alike = grid.spacing == 0 && lengths.chunks == static_cast<int64_t>(lengths.longest) * n;
+  if (alike) {
+    for (int32_t pair = thread; pair < pairs; pair += kListThreads) {
+      WholeTileSink whole{sink, pair};
+      head_plan(pair, merge).emit(SegmentRound{1, 1, 0}, SegmentCarry{}, 0, whole);
+    }
+    if (thread == 0) {
+      list_sizes[0] = first_tiles = 0;
+      list_sizes[1] = free_tiles = pairs;
+    }
+  }
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
+  for (int pass = alike ? 2 : 0; pass < 2; ++pass) {
+    if (pass == 1 && tiles_used <= kKeptTiles) {
+      for (int i = thread; i < tiles_used; i += kListThreads) {
+        const Tile t = kept.tiles.tile[i];
+        sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
+      }
+      break;
+    }
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
       emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
@@ -548,13 +617,18 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
   w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));
   w.boundary_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
-  w.transitions = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  w.transitions = reinterpret_cast<uint4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
   if (workspace != nullptr) *workspace = w;
   return used;
 }
 
 cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
+  params.by_sms = Divisor(params.sms);
+  const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
+  params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
+  params.expected_grid = choose_grid(args.split, args.force_split != 0, params.expected_lengths, args.num_value_heads,
+                                     params.sms, params.costs);
   params.group = args.num_value_heads / args.num_key_heads;
   params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
   params.by_parts = Divisor(params.parts);

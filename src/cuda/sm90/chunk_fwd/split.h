@@ -14,7 +14,8 @@ struct SplitWorkspace {
   uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
-  float4 *boundary_states, *transitions;  // [slots, 128 * 128 / 4], boundary_place() order
+  float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
+  uint4* transitions;       // likewise, transition_place() order
 };
 
 struct SplitKernelParams {
@@ -27,6 +28,10 @@ struct SplitKernelParams {
   int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
   Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
+  Divisor by_sms;
+  // Lengths that the call may well have, and the grid that follows: both are what the device would work out.
+  LengthSummary expected_lengths;
+  SplitGrid expected_grid;
   int32_t in_place;  // final states overwrite initial ones
   int32_t sms;
 };

@@ -15,16 +15,19 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.7 us on an H200 (measured
-// points: docs/design/sequence_split.md).
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.47 us on an H200. Those of
+// the estimate below are what makes it choose best among the times of all choices of 30 calls (docs/design/
+// sequence_split.md); they are near what was measured of each alone.
 struct SplitCosts {
-  float state_step = 0.76f;    // a chunk in the kernel that makes states alone
-  float half_step = 0.72f;     // a chunk of half a head, as an unsplit call with few tiles computes them
-  float tile_edge = 1.8f;      // a tile's first and last state, and filling the pipeline
-  float combine_step = 0.45f;  // one transition applied to a boundary state
-  float phase = 2.0f;          // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 6.5f;           // the planning kernels, and the launches that an unsplit call does without
-  float plan_uncut = 4.0f;     // ... where the lengths turn out to ask for no cut
+  float state_step = 0.65f;   // a chunk in the kernel that makes states alone
+  float half_step = 0.56f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_crowd = 0.11f;   // ... and this times the square of the share of SMs that are at work
+  float tile_edge = 2.8f;     // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.0f;    // ... of a state tile, which starts from zero
+  float combine_step = 0.3f;  // one transition applied to a boundary state
+  float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
+  float plan = 4.0f;          // what a call with a plan takes beyond the estimate, less what one without does
+  float plan_uncut = 4.2f;    // ... where the lengths turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -41,13 +44,13 @@ inline constexpr int32_t kMostPieces =
 // Longest warm-up, in chunks; kept in a byte.
 inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
-// a chunk (a warm-up of six), and no more than this loss where half of them do not: the gates are not known before.
-// Promises of 7 and 8 % (32 heads x 4,096 tokens, 16 x 2,048) were measured to lose, when more blocks than now stayed
-// for the chains; 9 % (48 heads, 4 x 8,192) gained. Where lengths are on the device less will do, as any but the equal
-// ones that the estimate takes gain more (16 heads, 1,024 + 7,168 against 2 x 4,096).
-inline constexpr float kLeastGain = 0.085f;
-inline constexpr float kLeastGainAnyLengths = 0.07f;
+// a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
+// known before, and on the device no cut is among the choices. kMostLoss: by asking in vain.
+inline constexpr float kLeastGain = 0.05f;
+// Measured times with a cut are this much longer than the estimate's, and the cost of the plan.
+inline constexpr float kDoubt = 1.1f;
 inline constexpr float kMostLoss = 0.03f;
+inline constexpr float kMostLossOfHeavy = 0.1f;
 inline constexpr int32_t kUsualWarmup = 6;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
 inline constexpr int64_t kTilesPerSmUnsplit = 16;
@@ -88,13 +91,35 @@ struct LengthSummary {
   int64_t chunks = 0;
   int32_t sequences = 0;  // that are not empty
   int32_t longest = 0;    // chunks
+  bool operator==(const LengthSummary&) const = default;
 };
 
 FLASH_QLA_HOST_DEVICE constexpr int32_t chunks_in(int32_t tokens) { return (tokens + kSplitChunk - 1) / kSplitChunk; }
 FLASH_QLA_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Of `sequences` equal ones of `tokens` tokens each, or all together.
+FLASH_QLA_HOST_DEVICE constexpr LengthSummary equal_lengths(int64_t tokens, int32_t sequences, bool tokens_of_each) {
+  const int64_t all = divide_up(tokens, kSplitChunk), each = tokens_of_each ? all : divide_up(all, sequences);
+  return {each * sequences, sequences, static_cast<int32_t>(each)};
+}
+
+// A quotient of the estimates below: on the device without the last bits, and without the many instructions that they
+// take there.
+FLASH_QLA_HOST_DEVICE inline float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(a, b);
+#else
+  return a / b;
+#endif
+}
+
 // Whether tiles of half of V each pay where nothing is cut: while they are one wave.
 FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
+
+FLASH_QLA_HOST_DEVICE inline float half_step(int32_t tiles, int32_t sms, const SplitCosts& costs) {
+  const float share = quotient(2.0f * static_cast<float>(tiles), static_cast<float>(sms));
+  return costs.half_step + costs.half_crowd * share * share;
+}
 
 // Steps that the card needs without a cut, an estimate: exact for equal lengths.
 FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
@@ -103,7 +128,7 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
   const int32_t tiles = lengths.sequences * heads;
   const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
   const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
-  if (halves_pay(tiles, sms)) return edged * costs.half_step;
+  if (halves_pay(tiles, sms)) return edged * half_step(tiles, sms, costs);
   if (static_cast<float>(lengths.longest) <= average * 1.02f)
     return static_cast<float>((tiles + sms - 1) / sms) * edged;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
@@ -123,12 +148,13 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
   }
   const int64_t work = lengths.chunks * heads;
   if (!forced) {
-    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are
-    // computed twice more for states and transitions.
+    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are cut in
+    // four, whose states and transitions are another 1.25 of their work.
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
     const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
-    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.5f * costs.state_step) + costs.phase;
+    const float uncut = even > whole ? even : whole,
+                cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
   }
@@ -327,21 +353,24 @@ struct HeadPlan {
     // Slot of this segment's last state; the one that it starts from is the slot before.
     const int32_t slot = heavy || from_heavy ? first_slot() + carry.slots + bits_set(round.heavy & below) : -1;
     const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kTileToEnd : 0;
-    if (!from_heavy) {
-      // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence
-      // is.
-      const int32_t found = from > 0 ? warmup_at(from) : 0, warmup = found < first ? found : first;
-      const int32_t start = first - warmup, from_start = start == 0 ? kTileFromStart : 0;
-      sink.tile(tile(start, end, warmup, -1, from_start | to_end));
-      if (heavy) sink.tile(tile(start, end, 0, slot, from_start | kTileToSlot));
-      return;
+    // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
+    const int32_t found = from > 0 && !from_heavy ? warmup_at(from) : 0, warmup = found < first ? found : first;
+    const int32_t start = first - warmup;
+    const int32_t from_flag = from_heavy ? kTileFromSlot : start == 0 ? kTileFromStart : 0;
+    // What writes O, the state, and the transition: a loop, as the code runs once, and most of the time that it takes
+    // is that of fetching it.
+    const int32_t tiles = !heavy ? 1 : from_heavy ? 3 : 2;
+#ifdef __CUDACC__
+#pragma unroll 1
+#endif
+    for (int32_t n = 0; n < tiles; ++n) {
+      const bool output = n == 0;
+      const int32_t flags = output   ? from_flag | to_end
+                            : n == 1 ? (from_flag & kTileFromStart) | kTileToSlot
+                                     : kTileToSlot | kTileTransition;
+      sink.tile(tile(start, end, output ? warmup : 0, output ? (from_heavy ? slot - 1 : -1) : slot, flags));
     }
-    sink.tile(tile(first, end, 0, slot - 1, kTileFromSlot | to_end));
-    if (heavy) {
-      sink.tile(tile(first, end, 0, slot, kTileToSlot));
-      sink.tile(tile(first, end, 0, slot, kTileToSlot | kTileTransition));
-      return;
-    }
+    if (heavy || !from_heavy) return;
     const uint32_t light = earlier & ~round.heavy;
     const uint32_t since = light != 0 ? ~((2u << highest_bit(light)) - 1) : ~0u;
     const int32_t run = bits_set(round.heavy & below & since) + (light != 0 ? 0 : carry.heavy_run);
@@ -392,16 +421,16 @@ struct SplitEstimate {
   SplitCosts costs;
   float state_work = 0.0f, free_work = 0.0f, dependent_work = 0.0f;
   float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
-  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, longest_chain = 0;
+  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, chains = 0, longest_chain = 0;
 
   // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
   // that has no other: where both kinds alternate that is a cautious guess.
   FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step) {
     const int32_t tiles = joined_pieces(head.pieces, step);
-    const float segment = static_cast<float>(head.chunks) / static_cast<float>(tiles);
+    const float segment = quotient(static_cast<float>(head.chunks), static_cast<float>(tiles));
     const int32_t light = head.pieces - 1 - head.heavy;
     const bool warms_up = head.heavy == 0 && tiles > 1;
-    const float warmup = warms_up ? static_cast<float>(head.warmups) / static_cast<float>(light) : 0.0f;
+    const float warmup = warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(light)) : 0.0f;
     const float output = segment + warmup + costs.tile_edge;
     const int32_t dependent = head.heavy > 0 ? tiles - 1 : 0;
     free_tiles += tiles - dependent;
@@ -412,12 +441,13 @@ struct SplitEstimate {
     dependent_work += output * static_cast<float>(dependent);
     longest_dependent = larger(longest_dependent, output);
     // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
-    const float state = segment * costs.state_step + costs.tile_edge;
+    const float state = segment * costs.state_step + costs.state_edge;
     const int32_t states = 1 + 2 * (tiles - 2);
     state_tiles += states;
     state_work += state * static_cast<float>(states);
     longest_state = larger(longest_state, state);
     longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
+    chains += tiles > 2;
   }
   FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
     state_work += other.state_work;
@@ -426,6 +456,7 @@ struct SplitEstimate {
     state_tiles += other.state_tiles;
     free_tiles += other.free_tiles;
     dependent_tiles += other.dependent_tiles;
+    chains += other.chains;
     longest_state = larger(longest_state, other.longest_state);
     longest_free = larger(longest_free, other.longest_free);
     longest_dependent = larger(longest_dependent, other.longest_dependent);
@@ -441,49 +472,50 @@ struct SplitEstimate {
     state_tiles *= heads;
     free_tiles *= heads;
     dependent_tiles *= heads;
+    chains *= heads;
   }
 
-  // Of tiles without a cut: the same for half of V each.
-  FLASH_QLA_HOST_DEVICE void halve() {
+  // Of tiles without a cut: the same by two SMs each.
+  FLASH_QLA_HOST_DEVICE void halve(int32_t sms) {
+    const float step = half_step(free_tiles, sms, costs);
     free_tiles *= 2;
-    free_work *= 2.0f * costs.half_step;
-    longest_free *= costs.half_step;
-  }
-
-  // When the boundary states are there.
-  FLASH_QLA_HOST_DEVICE float ready(int32_t sms) const {
-    if (state_tiles == 0) return 0.0f;
-    return whole_waves(state_tiles, state_work, longest_state, sms) + costs.phase +
-           costs.combine_step * static_cast<float>(longest_chain);
+    free_work *= 2.0f * step;
+    longest_free *= step;
   }
 
   // Steps until the last tile ends.
-  FLASH_QLA_HOST_DEVICE float steps(int32_t sms) const {
+  FLASH_QLA_HOST_DEVICE float steps(const Divisor& sms) const {
     if (free_tiles == 0) return 0.0f;
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const float cards = static_cast<float>(sms), start = ready(sms);
-    // What is left when the boundary states are there; dependent tiles go first then, and half a free one is lost at
-    // the end.
-    const float room = cards * start - state_work;
+    const int32_t blocks = static_cast<int32_t>(sms.by), pieces = kCombineSlices * chains;
+    const float cards = static_cast<float>(sms.by);
+    const float combine = costs.phase + costs.combine_step * static_cast<float>(longest_chain);
+    // When the boundary states are there, and what is left then: dependent tiles go first.
+    const float start = whole_waves(state_tiles, state_work, longest_state, sms) + combine;
+    const float room = cards * start - state_work - static_cast<float>(pieces < blocks ? pieces : blocks) * combine;
     const float left = free_work > room ? free_work - room : 0.0f;
-    const float free = free_work / static_cast<float>(free_tiles);
+    const float free = quotient(free_work, static_cast<float>(free_tiles));
     float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
-                               (left + dependent_work) / cards + (left > 0.0f ? free / 2 : 0.0f));
+                               quotient(left + dependent_work, cards) + (left > 0.0f ? kUneven * free : 0.0f));
     // A free tile that finds no SM at first starts when a state tile ends.
-    const float late = state_tiles >= sms ? state_work / cards : state_tiles + free_tiles > sms ? longest_state : 0.0f;
+    const float late = state_tiles >= blocks               ? quotient(state_work, cards)
+                       : state_tiles + free_tiles > blocks ? longest_state
+                                                           : 0.0f;
     end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
     return larger(end, longest_free);
   }
 
  private:
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
-  // Tiles of one list by themselves: whole waves where they are nearly equal; otherwise a third of one is lost at the
-  // end.
-  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, int32_t sms) {
-    const float average = work / static_cast<float>(tiles);
-    const float waves = static_cast<float>((tiles + sms - 1) / sms) * longest;
-    const float spread = larger(longest, work / static_cast<float>(sms) + average / 3);
-    return longest <= 1.25f * average || waves < spread ? waves : spread;
+  // What is lost at the end where tiles are not whole waves: a part of one.
+  static constexpr float kUneven = 0.1f;
+  // Tiles of one list by themselves: whole waves where they are nearly equal.
+  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
+    const int32_t blocks = static_cast<int32_t>(sms.by);
+    const float average = quotient(work, static_cast<float>(tiles));
+    const float waves = static_cast<float>(sms.divide(tiles + blocks - 1)) * longest;
+    const float spread = larger(longest, quotient(work, static_cast<float>(blocks)) + kUneven * average);
+    return longest <= 1.2f * average || waves < spread ? waves : spread;
   }
 };
 
@@ -500,10 +532,10 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
 // A choice from its two parts: the heads without and those with a heavy boundary, joined by merge_step() of their own.
 // uncut_in_halves: without a cut a kernel of half heads writes O. (With cuts that was slower for all shapes tried.)
 FLASH_QLA_HOST_DEVICE inline SplitEstimate estimate_choice(const SplitEstimate& light, const SplitEstimate& heavy,
-                                                           int32_t choice, bool uncut_in_halves) {
+                                                           int32_t choice, bool uncut_in_halves, int32_t sms) {
   SplitEstimate estimate = light;
   estimate.add(heavy);
-  if (choice == kMergeChoices - 1 && uncut_in_halves) estimate.halve();
+  if (choice == kMergeChoices - 1 && uncut_in_halves) estimate.halve(sms);
   return estimate;
 }
 
@@ -530,9 +562,11 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
       without_decay[i].repeat(lengths.sequences * heavy);
     }
   }
+  const Divisor by_sms(sms);
   float best = 0.0f;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    const float steps = estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves).steps(sms);
+    const float steps =
+        estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, sms).steps(by_sms);
     best = i == 0 || steps < best ? steps : best;
   }
   return best;
@@ -544,16 +578,16 @@ struct SplitPromise {
   bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
 };
 FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                          const SplitCosts& costs, float least_gain = kLeastGain) {
+                                                          const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
   const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
   const auto steps = [&](int32_t heavy) {
-    return costs.plan + best_steps(lengths, grid, heads, heavy, halves, sms, costs);
+    return costs.plan + kDoubt * best_steps(lengths, grid, heads, heavy, halves, sms, costs);
   };
-  return {steps(heads / 4) <= (1.0f - least_gain) * unsplit && steps(heads / 2) <= (1.0f + kMostLoss) * unsplit,
-          steps(heads) <= (1.0f - least_gain) * unsplit};
+  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
+          steps(heads) <= (1.0f - kLeastGain) * unsplit};
 }
 
 // --- order ---

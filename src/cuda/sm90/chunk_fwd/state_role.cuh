@@ -65,14 +65,15 @@ struct StateRole {
                  : "memory");
     return chunk;
   }
-  __device__ int first_row(const ChunkRecord& c) const { return 64 * (group + c.half) + at.row; }
+  __device__ int first_row(const ChunkRecord& c) const { return first_row(c, at); }
+  __device__ int first_row(const ChunkRecord& c, const LanePlace& at) const { return 64 * (group + c.half) + at.row; }
 
-  __device__ void load_initial(float (&s)[64], const ChunkRecord& c) const {
+  __device__ void load_initial(float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
     if constexpr (Traits::kStateOnly) {
       if (c.flags & kFromIdentity) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-          s[i] = first_row(c) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
+          s[i] = first_row(c, at) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
         }
         return;
       }
@@ -90,7 +91,8 @@ struct StateRole {
     }
     if (c.slot_in >= 0) {
       const StateSet& set = p.args.initial;
-      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c), at.q);
+      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c, at),
+                        at.q);
     } else {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
@@ -100,7 +102,7 @@ struct StateRole {
   // At the end of a tile of a split whose final states overwrite initial ones. A tile that has read one says so; the
   // one that is about to overwrite it waits for them all. They have earlier tickets or run in the kernel before this
   // one, so that they need nothing of this block.
-  __device__ void settle_readers(const ChunkRecord& c) const {
+  __device__ void settle_readers(const ChunkRecord& c, const LanePlace& at) const {
     __syncwarp();
     if (at.lane == 0) {
       const uint32_t* readers = p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
@@ -108,18 +110,6 @@ struct StateRole {
       while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
     }
     __syncwarp();
-  }
-
-  // The last state of a split's piece, or its transition.
-  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c) const {
-    const bool transition = (c.flags & kToTransition) != 0;
-    float4* to = (transition ? p.transitions : p.boundary_states) + c.slot_out * kBoundaryVectors;
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int place = transition ? transition_place(group + c.half, at.warp, j, at.lane)
-                                   : boundary_place(group + c.half, at.warp, j, at.lane);
-      to[place] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
-    }
   }
 
   // The state at the chunk's start, as the products below see it.
@@ -228,12 +218,11 @@ struct StateRole {
 #pragma unroll
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t m = 0;
-    uint32_t tiles = 0;  // kStateOnly: whose last state this warp has stored
     int2 chunk_now = load_chunk(0);
 #pragma unroll 1
     for (; chunk_now.x >= 0; ++m) {
       const ChunkRecord& chunk = record(m);
-      if (chunk_now.y & kFirstChunk) load_initial(s, chunk);
+      if (chunk_now.y & kFirstChunk) load_initial(s, chunk, at);
       const uint32_t slot = m & 1, parity = m >> 1 & 1;
       const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
       // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is not,
@@ -270,18 +259,16 @@ struct StateRole {
         mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
       wgmma_commit();
-      if constexpr (!Traits::kStateOnly) {
-        // O of the previous chunk leaves while S K runs.
-        if constexpr (!Traits::kDuties)
-          put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
-        wgmma_fence();
-        mma_rs_n64_init<Element>(o, packed, q_rows);
+      // O of the previous chunk leaves while S K runs.
+      if constexpr (!Traits::kDuties)
+        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+      wgmma_fence();
+      mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) {
-          mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
-        }
-        wgmma_commit();
+      for (int i = 1; i < 8; ++i) {
+        mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
       }
+      wgmma_commit();
       if constexpr (Traits::kSave) save_h(packed, chunk);
       // Under both products: gC S0, and V in the accumulator's layout.
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
@@ -295,10 +282,6 @@ struct StateRole {
 #pragma unroll
       for (int b = 0; b < 4; ++b)
         load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
-      if constexpr (Traits::kStateOnly) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = chunk.flags & kNoValues ? 0u : v[i];
-      }
       wgmma_wait<0>();
       pin(u);
       pin(o);
@@ -333,7 +316,7 @@ struct StateRole {
       wgmma_commit();
       // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
-      if (!Traits::kStateOnly && !mild) {
+      if (!mild) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -343,12 +326,12 @@ struct StateRole {
           x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
           x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
         }
-      } else if (!Traits::kStateOnly && !kWideExponents<Element>) {
+      } else if (!kWideExponents<Element>) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[i] *= last;
       }
       // What comes next, ahead of its use.
-      if constexpr (!Traits::kStateOnly && !Traits::kDuties) {
+      if constexpr (!Traits::kDuties) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
       }
@@ -365,14 +348,12 @@ struct StateRole {
         corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
         corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
       }
-      if constexpr (!Traits::kStateOnly) {
-        const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-        pin(o);
-        wgmma_fence();
+      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+      pin(o);
+      wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
-        wgmma_commit();
-      }
+      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
+      wgmma_commit();
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
       if (!mild) {
         wgmma_wait<0>();  // P V' reads its operand's registers as it goes
@@ -415,25 +396,12 @@ struct StateRole {
       if constexpr (Traits::kSave) save_checkpoint(s, chunk);
       const bool last_of_tile = chunk_now.y & kLastChunk;
       chunk_now = chunk_next;
-      if (last_of_tile && p.readers != nullptr) settle_readers(chunk);
+      if (last_of_tile && p.readers != nullptr) settle_readers(chunk, at);
       if (last_of_tile && chunk.slot_out >= 0) {
-        if constexpr (Traits::kStateOnly) {
-          save_boundary(s, chunk);
-          ++tiles;
-        } else {
-          const StateSet& set = p.args.final_state;
-          move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
-                           first_row(chunk), at.q);
-        }
+        const StateSet& set = p.args.final_state;
+        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                         first_row(chunk), at.q);
       }
-    }
-    if constexpr (Traits::kStateOnly) {
-      __syncwarp();
-      if (at.lane == 0 && tiles > 0) {
-        __threadfence();
-        atomicSub(&p.counters->progress.states_left, tiles);
-      }
-      return;
     }
     if constexpr (Traits::kDuties) return;
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.

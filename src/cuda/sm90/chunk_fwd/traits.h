@@ -14,41 +14,39 @@ inline constexpr int kHeadDim = 128;  // K = V
 inline constexpr float kGateFloor = -80.0f;
 
 // One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-// kStateOnly_: states of a sequence split's pieces and nothing else; Q, P and O do not exist.
-template <typename Element_, int kStateGroups_, bool kSave_, bool kStateOnly_ = false>
+template <typename Element_, int kStateGroups_, bool kSave_>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = kStateGroups_;
-  static constexpr bool kSave = kSave_;  // training or states on the way: any output beyond o and the final state
-  static constexpr bool kStateOnly = kStateOnly_;
-  static constexpr int kBlocks = 1;  // that work through one stream of chunks
+  static constexpr bool kSave = kSave_;      // training or states on the way: any output beyond o and the final state
+  static constexpr bool kStateOnly = false;  // see StateKernelTraits
+  static constexpr int kBlocks = 1;          // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
   // slowly, nor in fp16, whose substitution in fp32 is too much for one.
-  static constexpr bool kDuties =
-      !kSave_ && !kStateOnly_ && kStateGroups_ == 2 && std::is_same_v<Element_, __nv_bfloat16>;
+  static constexpr bool kDuties = !kSave_ && kStateGroups_ == 2 && std::is_same_v<Element_, __nv_bfloat16>;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
   // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
   // share out.
-  static constexpr int kAuxRegisters = kStateOnly ? 96 : kStateGroups == 2 ? 64 : 128;
-  static constexpr int kStateRegisters = kStateOnly ? 160 : kStateGroups == 2 ? 192 : 232;
+  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
+  static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
   static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = kStateOnly ? 1 : 3;  // one that is not used
+  static constexpr int kStagesQ = 3;
   // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
   static constexpr int kBarriersQ = kDuties ? kStagesQ : 2 * kAuxGroups;
   // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
   // that one for it.
   static constexpr int kBarriersDone = kDuties ? 4 : 2;
-  static constexpr int kBarriersO = kDuties ? 4 : 2;   // likewise
-  static constexpr int kStagesV = kStateOnly ? 4 : 3;  // without O they come and go with K's
+  static constexpr int kBarriersO = kDuties ? 4 : 2;  // likewise
+  static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
   // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
   static constexpr int kStagesRaw = kDuties ? 8 : kStagesGate;
@@ -108,8 +106,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
   static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMeet = kTailCount + 4 * kAuxGroups;     // kStateOnly: all warps
-  static constexpr uint32_t kMaps = kMeet + 8;                       // address of the tensor maps
+  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;     // address of the tensor maps
   static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates

@@ -1,0 +1,394 @@
+// The kernel of a sequence split that makes states alone: last states and transitions of segments, then the boundary
+// states. Names as in docs/math.md; the forward (kernel.cuh) without Q, P and O, so that what bounds a chunk is the
+// time that A_g takes, and three auxiliary warpgroups make it in turns.
+#pragma once
+
+#include "aux_role.cuh"
+#include "chunk_stream.cuh"
+#include "combine.cuh"
+#include "kernel_params.h"
+#include "state_role.cuh"
+#include "traits.h"
+
+namespace flash_qla::cuda::sm90 {
+
+// A segment ends at a boundary, so that all chunks of a state tile are full ones.
+template <typename Element_>
+struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false> {
+  using Element = Element_;
+  using Base = ChunkForwardTraits<Element_, 2, false>;
+  static constexpr bool kDuties = false;
+  static constexpr uint32_t kRawG = Base::kGateRaw, kRawBeta = Base::kGateBeta;
+  static constexpr bool kStateOnly = true;
+  static constexpr int kAuxGroups = 3;
+  static constexpr int kThreads = 128 * (kAuxGroups + Base::kStateGroups);
+  // 640 threads have 96 each to share out. A state group needs S (64), an accumulator (32) and a packed operand (32).
+  static constexpr int kAuxRegisters = 64;
+  static constexpr int kStateRegisters = 144;
+
+  // All of a chunk is one stage: three are in preparation, one in use, one on its way.
+  static constexpr uint32_t kStages = 5;
+  static constexpr uint32_t kStageK = 0;
+  static constexpr uint32_t kStageV = kStageK + Base::kBytesK;
+  static constexpr uint32_t kStageA = kStageV + Base::kBytesV;
+  static constexpr uint32_t kStageGate = kStageA + Base::kBytesMatrix;
+  static constexpr uint32_t kBytesStage = (kStageGate + Base::kBytesGate + 1023) / 1024 * 1024;  // tiles are swizzled
+
+  static constexpr uint32_t kSmemChunks = kStages * kBytesStage;
+  static constexpr uint32_t kSmemWalker = kSmemChunks + Base::kChunkRing * Base::kBytesRecord;
+  // Barriers, 8 bytes each.
+  static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
+  static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
+  static constexpr uint32_t kDone = kFullA + 8 * kStages;              // the state groups are through with the chunk
+  // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
+  // before its own from the next but one.
+  static constexpr uint32_t kListed = kDone + 8 * kStages;
+  static constexpr uint32_t kSmemBytes = kListed + 8 * kAuxGroups;
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+// Of chunk m: where its stage lies, and which time the stage is used.
+template <typename Traits>
+__device__ __forceinline__ uint32_t stage_of(uint32_t m) {
+  return smem() + m % Traits::kStages * Traits::kBytesStage;
+}
+template <typename Traits>
+__device__ __forceinline__ void wait_for_stage(uint32_t barriers, uint32_t m) {
+  mbarrier_wait(smem() + barriers + 8 * (m % Traits::kStages), m / Traits::kStages & 1);
+}
+
+template <typename Traits>
+struct StateTileAuxRole {
+  using Element = typename Traits::Element;
+  static constexpr int kAhead = Traits::kStages - 1;  // chunks that are brought, and listed, ahead
+  static constexpr int kListThread = 64;              // of the warp that has least to do: it lists a chunk
+  const ChunkForwardKernelParams& p;
+  uint32_t group;  // 0 .. 2: of every third chunk
+  int thread;      // 0 .. 127
+
+  __device__ const ChunkRecord& record(uint32_t m) const {
+    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  }
+  // Of the group of chunk m.
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + opaque(m) % Traits::kAuxGroups, 128); }
+
+  // All of chunk m into its stage, by all threads.
+  __device__ void bring(uint32_t m) const {
+    const ChunkRecord& c = record(m);
+    const uint32_t stage = stage_of<Traits>(m), full = smem() + Traits::kFull + 8 * (m % Traits::kStages);
+    if (c.valid < 0) {  // the end
+      mbarrier_arrive(full);
+      if (thread == 0) mbarrier_arrive(full);
+      return;
+    }
+    if (thread == 0) {
+      const bool with_v = !(c.flags & kNoValues);
+      mbarrier_arrive_expect(full, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
+      tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
+      if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
+    }
+    load_gates<Traits, 128>(p.args, c, stage + Traits::kStageGate, full, thread);
+  }
+
+  // Hides a number from the compiler, so that addresses made from it are worked out anew, not kept: registers are short
+  // here.
+  template <typename Number>
+  static __device__ Number opaque(Number value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+  __device__ int number() const { return opaque(thread); }
+  __device__ LanePlace at() const { return lane_place(number()); }
+  __device__ uint32_t tile_a(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageA; }
+  __device__ uint32_t gates(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageGate; }
+
+  // A_g and the gates of chunk m.
+  __device__ void prepare(uint32_t m) const {
+    {
+      float kkt[32];
+      const uint64_t k_rows = uniform_descriptor(stage_of<Traits>(m) + Traits::kStageK);
+      start_product<Element>(kkt, k_rows, k_rows);
+      const float beta0 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row);
+      const float beta1 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row + 32);
+      wgmma_wait<0>();
+      pin(kkt);
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), at());
+      sync(m);  // the diagonal blocks of M are there
+      if (number() < 64) {
+        solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
+      } else {
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
+        if (number() >= 96) {
+          const uint32_t gate = gates(m), place = 8 * (number() & 31);
+          make_gates<Traits>(
+              p.args, record(m), load_shared_f2(gate + Traits::kGateRaw + place),
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, number() & 31);
+        }
+        if (number() == kListThread) {
+          constexpr uint32_t kTurns = Traits::kAuxGroups;
+          if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
+          produce_chunk<Traits>(p, m + kAhead);
+          mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
+        }
+      }
+    }
+    __syncwarp();
+    fence_proxy_async();
+    sync(m);  // D is there, and the gates
+    float a[3][8];
+    uint32_t d[4];
+    float4 own;
+    float mild;
+    invert(
+        a, d, tile_a(m), at(), [&] { sync(m); },
+        [&] {
+          m = __shfl_sync(0xffffffffu, m, 0);  // lest the tile's address be kept, and spilled, all through the inverse
+          mild = load_shared_f1(gates(m) + Traits::kGateMild);
+          own = load_shared_f4(gates(m) + Traits::kGateColumnA + 80 * at().q + 16 * at().warp);
+        });
+    sync(m);  // the inverse has been read: A_g takes its tile
+    const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+    if (__any_sync(0xffffffffu, mild != 0.0f)) {
+      store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), gates(m), at());
+    } else {
+      store_gated<Traits, true>(a[0], diagonal, 1.0f, tile_a(m), gates(m), at());
+    }
+    fence_proxy_async();
+    __syncwarp();
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (opaque(m) % Traits::kStages), number() & 31);
+  }
+
+  __device__ void run() const {
+    bring(group);
+    if (group == 0) bring(Traits::kAuxGroups);
+#pragma unroll 1
+    for (uint32_t m = group;; m += Traits::kAuxGroups) {
+      wait_for_stage<Traits>(Traits::kFull, m);
+      if (record(m).valid < 0) return;
+      prepare(m);
+      m = opaque(m);
+      if (m > 0) wait_for_stage<Traits>(Traits::kDone, m - 1);
+      bring(m + kAhead);
+    }
+  }
+};
+
+template <typename Traits>
+struct StateTileRole : StateRole<Traits> {
+  using Element = typename Traits::Element;
+  using StateRole<Traits>::p;
+  using StateRole<Traits>::group;
+  using StateRole<Traits>::record;
+  using StateRole<Traits>::load_chunk;
+
+  // Registers are short here as well: what is made of the thread's and the chunk's number is worked out anew.
+  template <typename Number>
+  static __device__ Number opaque(Number value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+  __device__ LanePlace place(int thread) const { return lane_place(opaque(thread)); }
+  __device__ uint32_t stage(uint32_t m) const { return stage_of<Traits>(opaque(m)); }
+  __device__ uint32_t gates(uint32_t m) const { return stage(m) + Traits::kStageGate; }
+
+  // The last state of a split's piece, or its transition.
+  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
+    if (c.flags & kToTransition) {
+      // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
+      uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
+#pragma unroll
+      for (int rows = 0; rows < kTransitionSteps; ++rows) {
+        uint2 parts[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
+          parts[i] = pack_two_parts(x[0], x[1]);
+          parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
+        }
+        const int columns = 4 * group + at.warp;
+        to[transition_place(rows, columns, 0, at.lane)] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
+        to[transition_place(rows, columns, 1, at.lane)] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+      }
+      return;
+    }
+    float4* to = p.boundary_states + c.slot_out * kBoundaryVectors;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      to[boundary_place(group, at.warp, j, at.lane)] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+    }
+  }
+
+  __device__ void run(int thread) const {
+    float s[64];         // S^T: rows V, columns K
+    uint32_t tiles = 0;  // whose last state this warp has stored
+#pragma unroll 1
+    for (uint32_t m = 0;; ++m) {
+      wait_for_stage<Traits>(Traits::kFull, m);
+      {
+        const int2 chunk = load_chunk(m);  // valid, flags
+        if (chunk.x < 0) break;
+        if (chunk.y & kFirstChunk) this->load_initial(s, record(m), place(thread));
+      }
+      // u^T = S0^T K^T, which needs nothing of A_g. In two parts: all of S0 packed does not fit beside S and u.
+      float u[32];
+      const uint64_t k_rows = uniform_descriptor(stage(m) + Traits::kStageK);
+      const auto product = [&](const uint32_t* packed, int i) {
+        const uint64_t rows = wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32);
+        i == 0 ? mma_rs_n64_init<Element>(u, packed, rows) : mma_rs_n64<Element>(u, packed, rows);
+      };
+      {
+        uint32_t packed[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) product(packed + 4 * i, i);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(u);
+        pin(packed);
+      }
+      uint32_t packed[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(s[32 + 2 * i], s[32 + 2 * i + 1]);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 4; i < 8; ++i) product(packed + 4 * (i - 4), i);
+      wgmma_commit();
+      wait_for_stage<Traits>(Traits::kFullA, m);
+      const float last = load_shared_f1(gates(m) + Traits::kGateDecay + Traits::kGateLast);
+      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
+#pragma unroll
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
+      wgmma_wait<0>();
+      pin(u);
+      pin(packed);
+
+      // W^T = V^T - u^T diag(gamma)
+      uint32_t v[16];
+      {
+        const LanePlace at = place(thread);
+        const uint32_t rows = stage(m) + Traits::kStageV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          load_matrix_x4_trans(rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+        }
+        const bool none = (load_chunk(m).y & kNoValues) != 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] = none ? 0u : v[i];
+      }
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float4 gamma = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateDecay + 16 * b);
+        const float* x = u + 8 * b;
+        float2 y = unpack2<Element>(v[4 * b]);
+        v[4 * b] = pack2<Element>(fmaf(-gamma.x, x[0], y.x), fmaf(-gamma.y, x[1], y.y));
+        y = unpack2<Element>(v[4 * b + 1]);
+        v[4 * b + 1] = pack2<Element>(fmaf(-gamma.x, x[2], y.x), fmaf(-gamma.y, x[3], y.y));
+        y = unpack2<Element>(v[4 * b + 2]);
+        v[4 * b + 2] = pack2<Element>(fmaf(-gamma.z, x[4], y.x), fmaf(-gamma.w, x[5], y.y));
+        y = unpack2<Element>(v[4 * b + 3]);
+        v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
+      }
+      // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
+      const uint64_t a_rows = uniform_descriptor(stage(m) + Traits::kStageA);
+      float low[16], high[16];
+      wgmma_fence();
+      mma_rs_n32_init<Element>(low, v, a_rows);
+      mma_rs_n32_init<Element>(high, v, wgmma_advance(a_rows, 4096));
+      mma_rs_n32<Element>(low, v + 4, wgmma_advance(a_rows, 32));
+      mma_rs_n32<Element>(high, v + 4, wgmma_advance(a_rows, 4096 + 32));
+      mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
+      mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
+      wgmma_commit();
+      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gates(m) + Traits::kGateMild) != 0.0f);
+      wgmma_wait<0>();
+      pin(low);
+      pin(high);
+      pin(v);
+
+      // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K; where the decay is mild V' comes with that factor.
+      if (!mild) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 rest = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateRest + 16 * b);
+          float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          x[0] *= rest.x, x[1] *= rest.y, x[2] *= rest.x, x[3] *= rest.y;
+          x[4] *= rest.z, x[5] *= rest.w, x[6] *= rest.z, x[7] *= rest.w;
+        }
+      }
+      uint32_t corrected[16];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+        corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+      }
+      const uint64_t k_columns = uniform_descriptor(stage(m) + Traits::kStageK, Traits::kHalf);
+      pin(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(s);
+      pin(corrected);
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kStages), opaque(thread) & 31);
+      if (load_chunk(m).y & kLastChunk) {
+        if (p.readers != nullptr) this->settle_readers(record(m), place(thread));
+        save_boundary(s, record(m), place(thread));
+        ++tiles;
+      }
+    }
+    __syncwarp();
+    if (thread % 32 == 0 && tiles > 0) {
+      __threadfence();
+      atomicSub(&p.counters->progress.states_left, tiles);
+    }
+  }
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    sm90_state_tiles_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
+  // The warpgroup by votes, so that the compiler knows it to be the same in all lanes.
+  const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) +
+                    (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
+                    (__any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
+  const int thread = threadIdx.x % 128;
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i < Traits::kStages; ++i) {
+      mbarrier_init(smem() + Traits::kFull + 8 * i, 1 + 128);
+      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
+      mbarrier_init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
+    }
+    for (int i = 0; i < Traits::kAuxGroups; ++i) mbarrier_init(smem() + Traits::kListed + 8 * i, 1);
+    mbarrier_init_fence();
+    tma_prefetch_map(&p.k);
+    tma_prefetch_map(&p.v);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    open_list<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker));
+#pragma unroll 1
+    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
+  }
+  __syncthreads();
+
+  if (group < Traits::kAuxGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
+    StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
+    StateTileRole<Traits>{{p, group - Traits::kAuxGroups, LanePlace{}}}.run(
+        __shfl_sync(0xffffffffu, thread, thread & 31));
+    combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
+  }
+}
+
+template <typename Traits>
+ChunkForwardKernel describe_state_kernel() {
+  return {reinterpret_cast<const void*>(&sm90_state_tiles_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
+          Traits::kStateGroups, Traits::kBlocks};
+}
+
+}  // namespace flash_qla::cuda::sm90
