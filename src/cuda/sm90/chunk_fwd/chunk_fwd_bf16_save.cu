@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_bf16_save() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, 2, true>>(); }
+ChunkForwardKernel chunk_forward_bf16_save() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16() { return describe_kernel<ChunkForwardTraits<__half, 2, false>>(); }
+ChunkForwardKernel chunk_forward_fp16() { return describe_kernel<ChunkForwardTraits<__half, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90

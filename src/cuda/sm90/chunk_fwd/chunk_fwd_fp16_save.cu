@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_save() { return describe_kernel<ChunkForwardTraits<__half, 2, true>>(); }
+ChunkForwardKernel chunk_forward_fp16_save() { return describe_kernel<ChunkForwardTraits<__half, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -14,9 +14,9 @@ namespace flash_qla::cuda::sm90 {
 
 // A segment ends at a boundary, so that all chunks of a state tile are full ones.
 template <typename Element_>
-struct StateKernelTraits : ChunkForwardTraits<Element_, 2, false> {
+struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   using Element = Element_;
-  using Base = ChunkForwardTraits<Element_, 2, false>;
+  using Base = ChunkForwardTraits<Element_, false>;
   static constexpr bool kDuties = false;
   static constexpr uint32_t kRawG = Base::kGateRaw, kRawBeta = Base::kGateBeta;
   static constexpr bool kStateOnly = true;

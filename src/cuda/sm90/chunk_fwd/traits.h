@@ -13,11 +13,11 @@ inline constexpr int kHeadDim = 128;  // K = V
 // e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
 inline constexpr float kGateFloor = -80.0f;
 
-// One warpgroup of 64 rows of S^T each: two hold a whole head; one holds half of V, for cards with more SMs than tiles.
-template <typename Element_, int kStateGroups_, bool kSave_>
+// Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
+template <typename Element_, bool kSave_>
 struct ChunkForwardTraits {
   using Element = Element_;
-  static constexpr int kStateGroups = kStateGroups_;
+  static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
   static constexpr bool kSave = kSave_;      // training or states on the way: any output beyond o and the final state
   static constexpr bool kStateOnly = false;  // see StateKernelTraits
   static constexpr int kBlocks = 1;          // that work through one stream of chunks
@@ -25,15 +25,14 @@ struct ChunkForwardTraits {
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
   // slowly, nor in fp16, whose substitution in fp32 is too much for one.
-  static constexpr bool kDuties = !kSave_ && kStateGroups_ == 2 && std::is_same_v<Element_, __nv_bfloat16>;
+  static constexpr bool kDuties = !kSave_ && std::is_same_v<Element_, __nv_bfloat16>;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
-  // accumulators (64; one without O) and packed operands (32). With one state group the launch leaves 168 a thread to
-  // share out.
-  static constexpr int kAuxRegisters = kStateGroups == 2 ? 64 : 128;
-  static constexpr int kStateRegisters = kStateGroups == 2 ? 192 : 232;
+  // accumulators (64; one without O) and packed operands (32).
+  static constexpr int kAuxRegisters = 64;
+  static constexpr int kStateRegisters = 192;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used.
