@@ -358,15 +358,19 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   const SplitCosts costs;
   auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
-    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs).pays;
+    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs,
+                           sequences == 1 ? kLeastGainKnownLengths : kLeastGain)
+        .pays;
   };
-  for (int32_t heads : {8, 16, 24, 32, 48}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
-  for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
-  for (int32_t heads : {8, 16, 24}) EXPECT_TRUE(pays(heads, 1, 4096)) << heads;
+  for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
+  for (int32_t heads : {8, 16, 24}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
+  for (int32_t heads : {8, 16}) EXPECT_TRUE(pays(heads, 1, 4096)) << heads;
   EXPECT_TRUE(pays(48, 4, 8192));
   EXPECT_FALSE(pays(16, 1, 2048));
   EXPECT_FALSE(pays(32, 1, 2048));
-  EXPECT_FALSE(pays(32, 1, 4096));
+  for (int32_t heads : {24, 32}) EXPECT_FALSE(pays(heads, 1, 4096)) << heads;
+  EXPECT_FALSE(pays(32, 1, 8192));
+  for (int32_t tokens : {16384, 32768}) EXPECT_FALSE(pays(48, 1, tokens)) << tokens;
   EXPECT_FALSE(pays(48, 1, 8192));
   for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
   for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;

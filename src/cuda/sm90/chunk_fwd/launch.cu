@@ -267,7 +267,8 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   // Lengths on the device are not known here. Equal ones are the least work that a call without a cut can have, and
   // one long sequence beside empty ones the most that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
-  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  const SplitPromise promise =
+      promise_of_plan(equal, heads, sms, costs, dense || args.num_sequences == 1 ? kLeastGainKnownLengths : kLeastGain);
   if (promise.pays) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
@@ -276,7 +277,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   // Not where pairs of blocks would do the work: behind a plan they take 10 % longer.
   if (!dense && args.num_sequences > 1 && !halves_pay(tiles, sms) &&
       costs.plan_uncut <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
-    if (promise_of_plan(equal_lengths(longest, 1, false), heads, sms, costs).pays) {
+    if (promise_of_plan(equal_lengths(longest, 1, false), heads, sms, costs, kLeastGain).pays) {
       return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"}};
     }
   }
