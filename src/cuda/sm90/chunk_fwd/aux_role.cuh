@@ -413,13 +413,9 @@ __device__ __forceinline__ void save_a(const ChunkForwardArgs& args, const float
 template <typename Element>
 inline constexpr bool kSolveInPairs = std::is_same_v<Element, __nv_bfloat16>;
 
+// Where the auxiliary roles find a chunk's record and stages.
 template <typename Traits>
-struct AuxRole {
-  using Element = typename Traits::Element;
-  const ChunkForwardKernelParams& p;
-  int group;   // 0 or 1: the parity of its chunks
-  int thread;  // 0..127
-
+struct ChunkPlaces {
   // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
   // here.
   template <typename Number>
@@ -427,15 +423,6 @@ struct AuxRole {
     asm volatile("" : "+r"(value));
     return value;
   }
-  __device__ int opaque_thread() const {
-    if constexpr (Traits::kSave) {
-      int number;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-      return number & 127;
-    }
-    return opaque(thread);
-  }
-
   __device__ const ChunkRecord& record(uint32_t m) const {
     return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
   }
@@ -448,6 +435,26 @@ struct AuxRole {
   __device__ uint32_t stage_v(uint32_t m) const {
     return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
   }
+};
+
+template <typename Traits>
+struct AuxRole : ChunkPlaces<Traits> {
+  using Element = typename Traits::Element;
+  using Places = ChunkPlaces<Traits>;
+  using Places::opaque, Places::record, Places::stage_k, Places::stage_q, Places::stage_v;
+  const ChunkForwardKernelParams& p;
+  int group;   // 0 or 1: the parity of its chunks
+  int thread;  // 0..127
+
+  __device__ int opaque_thread() const {
+    if constexpr (Traits::kSave) {
+      int number;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+      return number & 127;
+    }
+    return opaque(thread);
+  }
+
   __device__ uint32_t stage_gate(uint32_t m) const {
     return smem() + Traits::kSmemGate + opaque(m) % Traits::kStagesGate * Traits::kBytesGate;
   }

@@ -13,31 +13,14 @@
 namespace flash_qla::cuda::sm90 {
 
 template <typename Traits>
-struct DutyRole {
+struct DutyRole : ChunkPlaces<Traits> {
   using Element = typename Traits::Element;
+  using Places = ChunkPlaces<Traits>;
+  using Places::opaque, Places::record, Places::stage_k, Places::stage_q, Places::stage_v;
   const ChunkForwardKernelParams& p;
   int thread;  // of those that share the duty
 
-  // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
-  // here.
-  template <typename Number>
-  static __device__ Number opaque(Number value) {
-    asm volatile("" : "+r"(value));
-    return value;
-  }
   __device__ int lane() const { return opaque(thread); }  // of a duty of one warp
-  __device__ const ChunkRecord& record(uint32_t m) const {
-    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
-  }
-  __device__ uint32_t stage_k(uint32_t m) const {
-    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-  }
-  __device__ uint32_t stage_q(uint32_t m) const {
-    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
-  }
-  __device__ uint32_t stage_v(uint32_t m) const {
-    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
-  }
   __device__ uint32_t stage_gate(uint32_t m) const {
     return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
   }
@@ -589,17 +572,17 @@ struct ProductRole : DutyRole<Traits> {
 template <typename Traits>
 __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
   if (group == 1) {
-    ProductRole<Traits>{{p, thread}}.run();
+    ProductRole<Traits>{{{}, p, thread}}.run();
     return;
   }
   const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
   thread &= 31;
   if (warp == 0) {
-    CopyRole<Traits>{{p, thread}}.run();
+    CopyRole<Traits>{{{}, p, thread}}.run();
   } else if (warp == 1) {
-    GateRole<Traits>{{p, thread}}.run();
+    GateRole<Traits>{{{}, p, thread}}.run();
   } else {
-    InverseRole<Traits>{{p, thread}}.run(static_cast<uint32_t>(warp - 2));
+    InverseRole<Traits>{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
   }
 }
 

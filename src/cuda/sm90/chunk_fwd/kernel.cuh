@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kDuties) {
       run_duty<Traits>(p, group, __shfl_sync(0xffffffffu, thread, thread & 31));
     } else {
-      AuxRole<Traits> role{p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
+      AuxRole<Traits> role{{}, p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
       role.run();
     }
     if (threadIdx.x == 0) {

@@ -117,26 +117,10 @@ struct PairStateRole : StateRole<Traits> {
 
       // W^T = V^T - u^T diag(gamma)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float* x = u + 4 * i;
-        const float4 g = gamma[i >> 1];
-        const float2 f = i & 1 ? make_float2(g.z, g.w) : make_float2(g.x, g.y);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float2 y = unpack2<Element>(v[2 * i + j]);
-          v[2 * i + j] = pack2<Element>(fmaf(-f.x, x[2 * j], y.x), fmaf(-f.y, x[2 * j + 1], y.y));
-        }
-      }
-      // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
+      for (int b = 0; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
+      // V'^T = W^T Ag^T
       float low[16], high[16];
-      wgmma_fence();
-      mma_rs_n32_init<Element>(low, v, a_rows);
-      mma_rs_n32_init<Element>(high, v, wgmma_advance(a_rows, 4096));
-      mma_rs_n32<Element>(low, v + 4, wgmma_advance(a_rows, 32));
-      mma_rs_n32<Element>(high, v + 4, wgmma_advance(a_rows, 4096 + 32));
-      mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
-      mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
-      wgmma_commit();
+      multiply_lower<Element>(low, high, v, a_rows);
       if constexpr (Traits::kSave) this->save_h(packed, chunk);
       // Under it: gC S0, and what comes next.
 #pragma unroll
@@ -164,8 +148,7 @@ struct PairStateRole : StateRole<Traits> {
           const float4 f = make_float4(decay.x * p.args.scale, decay.y * p.args.scale, decay.z * p.args.scale,
                                        decay.w * p.args.scale);
           float* x = o + 8 * b;
-          x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
-          x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
+          scale_tokens(x, f);
         }
       } else if (!kWideExponents<Element>) {
 #pragma unroll

@@ -45,6 +45,38 @@ __device__ __forceinline__ void move_state(void* matrix, ElementType type, bool 
   }
 }
 
+// What the state groups of all kernels do with 16 tokens of a transposed accumulator (eight values a thread), the
+// factors being by tokens. W^T = V^T - u^T diag(gamma), V packed:
+template <typename Element>
+__device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, const float4& gamma) {
+  float2 y = unpack2<Element>(v[0]);
+  v[0] = pack2<Element>(fmaf(-gamma.x, u[0], y.x), fmaf(-gamma.y, u[1], y.y));
+  y = unpack2<Element>(v[1]);
+  v[1] = pack2<Element>(fmaf(-gamma.x, u[2], y.x), fmaf(-gamma.y, u[3], y.y));
+  y = unpack2<Element>(v[2]);
+  v[2] = pack2<Element>(fmaf(-gamma.z, u[4], y.x), fmaf(-gamma.w, u[5], y.y));
+  y = unpack2<Element>(v[3]);
+  v[3] = pack2<Element>(fmaf(-gamma.z, u[6], y.x), fmaf(-gamma.w, u[7], y.y));
+}
+__device__ __forceinline__ void scale_tokens(float* x, const float4& factor) {
+  x[0] *= factor.x, x[1] *= factor.y, x[2] *= factor.x, x[3] *= factor.y;
+  x[4] *= factor.z, x[5] *= factor.w, x[6] *= factor.z, x[7] *= factor.w;
+}
+
+// V'^T = W^T Ag^T, tokens 0..31 and 32..63: the first need two 16-token steps only, Ag being lower triangular.
+template <typename Element>
+__device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[16], const uint32_t (&w)[16],
+                                               uint64_t a_rows) {
+  wgmma_fence();
+  mma_rs_n32_init<Element>(low, w, a_rows);
+  mma_rs_n32_init<Element>(high, w, wgmma_advance(a_rows, 4096));
+  mma_rs_n32<Element>(low, w + 4, wgmma_advance(a_rows, 32));
+  mma_rs_n32<Element>(high, w + 4, wgmma_advance(a_rows, 4096 + 32));
+  mma_rs_n32<Element>(high, w + 8, wgmma_advance(a_rows, 4096 + 64));
+  mma_rs_n32<Element>(high, w + 12, wgmma_advance(a_rows, 4096 + 96));
+  wgmma_commit();
+}
+
 template <typename Traits>
 struct StateRole {
   using Element = typename Traits::Element;
@@ -292,28 +324,13 @@ struct StateRole {
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-        const float* x = u + 8 * b;
-        float2 y = unpack2<Element>(v[4 * b]);
-        v[4 * b] = pack2<Element>(fmaf(-gamma.x, x[0], y.x), fmaf(-gamma.y, x[1], y.y));
-        y = unpack2<Element>(v[4 * b + 1]);
-        v[4 * b + 1] = pack2<Element>(fmaf(-gamma.x, x[2], y.x), fmaf(-gamma.y, x[3], y.y));
-        y = unpack2<Element>(v[4 * b + 2]);
-        v[4 * b + 2] = pack2<Element>(fmaf(-gamma.z, x[4], y.x), fmaf(-gamma.w, x[5], y.y));
-        y = unpack2<Element>(v[4 * b + 3]);
-        v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
+        take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
       }
-      // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
+      // V'^T = W^T Ag^T
       mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
       float low[16], high[16];
-      wgmma_fence();
-      mma_rs_n32_init<Element>(low, v, a_rows);
-      mma_rs_n32_init<Element>(high, v, wgmma_advance(a_rows, 4096));
-      mma_rs_n32<Element>(low, v + 4, wgmma_advance(a_rows, 32));
-      mma_rs_n32<Element>(high, v + 4, wgmma_advance(a_rows, 4096 + 32));
-      mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
-      mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
-      wgmma_commit();
+      multiply_lower<Element>(low, high, v, a_rows);
       // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
       if (!mild) {
@@ -323,8 +340,7 @@ struct StateRole {
           const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
                                        gamma.w * p.args.scale);
           float* x = o + 8 * b;
-          x[0] *= f.x, x[1] *= f.y, x[2] *= f.x, x[3] *= f.y;
-          x[4] *= f.z, x[5] *= f.w, x[6] *= f.z, x[7] *= f.w;
+          scale_tokens(x, f);
         }
       } else if (!kWideExponents<Element>) {
 #pragma unroll

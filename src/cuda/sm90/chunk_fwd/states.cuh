@@ -281,27 +281,12 @@ struct StateTileRole : StateRole<Traits> {
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         const float4 gamma = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateDecay + 16 * b);
-        const float* x = u + 8 * b;
-        float2 y = unpack2<Element>(v[4 * b]);
-        v[4 * b] = pack2<Element>(fmaf(-gamma.x, x[0], y.x), fmaf(-gamma.y, x[1], y.y));
-        y = unpack2<Element>(v[4 * b + 1]);
-        v[4 * b + 1] = pack2<Element>(fmaf(-gamma.x, x[2], y.x), fmaf(-gamma.y, x[3], y.y));
-        y = unpack2<Element>(v[4 * b + 2]);
-        v[4 * b + 2] = pack2<Element>(fmaf(-gamma.z, x[4], y.x), fmaf(-gamma.w, x[5], y.y));
-        y = unpack2<Element>(v[4 * b + 3]);
-        v[4 * b + 3] = pack2<Element>(fmaf(-gamma.z, x[6], y.x), fmaf(-gamma.w, x[7], y.y));
+        take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
       }
-      // V'^T = W^T Ag^T; tokens 0..31 need the first two 16-token steps only, Ag being lower triangular.
+      // V'^T = W^T Ag^T
       const uint64_t a_rows = uniform_descriptor(stage(m) + Traits::kStageA);
       float low[16], high[16];
-      wgmma_fence();
-      mma_rs_n32_init<Element>(low, v, a_rows);
-      mma_rs_n32_init<Element>(high, v, wgmma_advance(a_rows, 4096));
-      mma_rs_n32<Element>(low, v + 4, wgmma_advance(a_rows, 32));
-      mma_rs_n32<Element>(high, v + 4, wgmma_advance(a_rows, 4096 + 32));
-      mma_rs_n32<Element>(high, v + 8, wgmma_advance(a_rows, 4096 + 64));
-      mma_rs_n32<Element>(high, v + 12, wgmma_advance(a_rows, 4096 + 96));
-      wgmma_commit();
+      multiply_lower<Element>(low, high, v, a_rows);
       const bool mild = __any_sync(0xffffffffu, load_shared_f1(gates(m) + Traits::kGateMild) != 0.0f);
       wgmma_wait<0>();
       pin(low);
@@ -314,8 +299,7 @@ struct StateTileRole : StateRole<Traits> {
         for (int b = 0; b < 4; ++b) {
           const float4 rest = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateRest + 16 * b);
           float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-          x[0] *= rest.x, x[1] *= rest.y, x[2] *= rest.x, x[3] *= rest.y;
-          x[4] *= rest.z, x[5] *= rest.w, x[6] *= rest.z, x[7] *= rest.w;
+          scale_tokens(x, rest);
         }
       }
       uint32_t corrected[16];
