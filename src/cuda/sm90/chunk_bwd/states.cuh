@@ -17,27 +17,39 @@ namespace flash_qla::cuda::sm90 {
 
 constexpr int kMostStatesStages = 6;
 
-template <bool kFused>
+// What a block has, and whether it makes G o A and P itself.
+enum StatesForm {
+  kHalfForm,   // half of V
+  kFusedForm,  // half of V, and makes them
+  kWholeForm,  // both halves of V, a warpgroup each
+};
+
+template <StatesForm kForm>
 struct StatesTraits {
-  static constexpr int kThreads = kFused ? 4 * 128 : 2 * 128;
-  // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
-  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
+  static constexpr bool kFused = kForm == kFusedForm;
+  static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
+  static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
+  static constexpr int kThreads = (kCopyWarp + 4) * 32;
+  // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
+  // everyone.
+  static constexpr bool kMovesRegisters = kForm != kHalfForm;
+  static constexpr int kStateRegisters = kFused ? 232 : 224, kPrepareRegisters = 112, kCopyRegisters = 56;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
-  static constexpr uint32_t kFwdGA = kFwdV + kTileBytes;
+  static constexpr uint32_t kFwdGA = kFwdV + kHalves * kTileBytes;
   static constexpr uint32_t kFwdStage = kFwdGA + kTileBytes;
   // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (fused: A at first), P (fused: elsewhere).
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
-  static constexpr uint32_t kRevGA = kRevDo + kTileBytes;
+  static constexpr uint32_t kRevGA = kRevDo + kHalves * kTileBytes;
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
   static constexpr uint32_t kRevStage = kRevP + (kFused ? 0 : kTileBytes);
 
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
-  static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = 6;
+  static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
 
@@ -47,7 +59,7 @@ struct StatesTraits {
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
   static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
   static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
-  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 4;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
   static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
@@ -56,6 +68,7 @@ struct StatesTraits {
 };
 
 constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named barriers of the groups
+constexpr uint32_t kOtherHalfBarrier = 2;                               // of the second half of V, where nobody makes P
 
 // A stage is loaded (copy engine); fused: its gates are made and G o A is there ("gated"); empty again. What goes out
 // is written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
@@ -69,10 +82,11 @@ struct StatesBarriers {
   // A stage's own, for the storing warp may be several steps behind, but never by a whole round of the stages, which it
   // gives back.
   __device__ uint32_t tokens_full(int stage) const { return base + 40 * stage + 32; }
-  __device__ uint32_t state_full() const { return base + 40 * kMostStatesStages; }
-  __device__ uint32_t state_empty() const { return state_full() + 8; }
-  __device__ uint32_t P_full() const { return state_full() + 16; }
-  __device__ uint32_t P_empty() const { return state_full() + 24; }
+  // Of each half of V: its state is in the place that they take in turns; it may be put there.
+  __device__ uint32_t state_full(int half = 0) const { return base + 40 * kMostStatesStages + 16 * half; }
+  __device__ uint32_t state_empty(int half = 0) const { return state_full(half) + 8; }
+  __device__ uint32_t P_full() const { return state_full(2); }
+  __device__ uint32_t P_empty() const { return state_full(2) + 8; }
 };
 
 // A place in the ring of stages.
@@ -264,27 +278,29 @@ __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, in
   }
 }
 
-template <typename T, bool kFused>
+template <typename T, StatesForm kForm>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float S[64];
   start_state(S, p, work, p.initial_state, at);
-  uint32_t kept = 1;  // the phase of state_empty that has to have ended: before the first state one has
+  const int group = Traits::kHalves == 2 ? work.half : 0;
+  // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
+  uint32_t kept = 1 ^ group;
 
   StatesCursor<Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step) {
     // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
     asm volatile("" : "+r"(at.warp), "+r"(at.lane));
     const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
-    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV;
+    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
     const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
     uint32_t packed[32];
     pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
-      if constexpr (kFused) {  // those who prepare it zero its last rows
+      if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
         mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
       } else {
         const int valid = work.info(work.chunk(step)).valid, thread = 32 * at.warp + at.lane;
@@ -292,7 +308,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
         zero_tail(sK + kTileBytes, valid, thread, 128);
         zero_tail(sV, valid, thread, 128);
         fence_proxy_async();
-        named_barrier_sync(kStateBarrier, 128);
+        named_barrier_sync(group == 0 ? kStateBarrier : kOtherHalfBarrier, 128);
       }
     }
 
@@ -301,7 +317,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
-    if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     float beta_v[32], beta_gamma[16];
     {
       float beta[16];
@@ -322,9 +338,9 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       }
     }
     if (work.keeps_state(step)) {
-      mbarrier_wait(bars.state_empty(), kept);
+      mbarrier_wait(bars.state_empty(group), kept);
       put_state(out, packed, at);
-      arrive_warp(bars.state_full(), at.lane);
+      arrive_warp(bars.state_full(group), at.lane);
       kept ^= 1;
     }
     wgmma_wait<0>();
@@ -382,26 +398,27 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   finish_state(S, p, work, StridedTensor{}, at);
 }
 
-template <typename T, bool kFused>
+template <typename T, StatesForm kForm>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64];
   start_state(dS, p, work, p.dht, at);
-  uint32_t kept = 1;
+  const int group = Traits::kHalves == 2 ? work.half : 0;
+  uint32_t kept = 1 ^ group;  // as in the forward pass
 
   StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < work.steps; ++step) {
     // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
     asm volatile("" : "+r"(at.warp), "+r"(at.lane));
     const uint32_t base = smem + cursor.stage * Traits::kRevStage;
-    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
-    const uint32_t sGA = base + Traits::kRevGA, sP = kFused ? smem + Traits::kP : base + Traits::kRevP;
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo + group * kTileBytes;
+    const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
     const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
-      if constexpr (kFused) {  // those who prepare it zero its last rows
+      if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
         mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
         mbarrier_wait(bars.P_full(), step & 1);
       } else {
@@ -412,12 +429,12 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
         }
         zero_tail(sDo, valid, thread, 128);
         fence_proxy_async();
-        named_barrier_sync(kStateBarrier, 128);
+        named_barrier_sync(group == 0 ? kStateBarrier : kOtherHalfBarrier, 128);
       }
     }
 
     // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
-    if constexpr (kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     uint32_t packed[32], d_o[16], scaled[16];
     float k_dS[32], p_do[32];
     pack_state<T>(packed, dS);
@@ -438,7 +455,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       const float2 x = unpack2<T>(d_o[i]);
       scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
     }
-    if constexpr (kFused) mbarrier_wait(bars.P_full(), step & 1);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
     mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
@@ -452,18 +469,18 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     add_outer_half<T>(dS, scaled, sQ, 0);
     wgmma_commit();
     if (work.keeps_state(step)) {
-      mbarrier_wait(bars.state_empty(), kept);
+      mbarrier_wait(bars.state_empty(group), kept);
       put_state(out, packed, at);
-      arrive_warp(bars.state_full(), at.lane);
+      arrive_warp(bars.state_full(group), at.lane);
       kept ^= 1;
     }
-    if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
     pin(k_dS);
     pin(p_do);
-    if constexpr (kFused) arrive_warp(bars.P_empty(), at.lane);
+    if constexpr (Traits::kFused) arrive_warp(bars.P_empty(), at.lane);
 
     // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV'.
     uint32_t d_v_new[16];
@@ -525,10 +542,10 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
 // One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
 // them is in memory. Counting waits for memory, longer now and then than a step takes.
-template <bool kFused>
+template <StatesForm kForm>
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
-  using Traits = StatesTraits<kFused>;
-  const bool keeps_gates = kFused && work.reverse && work.half == 0;
+  using Traits = StatesTraits<kForm>;
+  const bool keeps_gates = Traits::kFused && work.reverse && work.half == 0;
   auto wait_for = [](uint32_t steps, int step) {
     while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
   };
@@ -536,7 +553,7 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const
   for (int step = work.warmup; step < work.steps; ++step) {
     const int c = work.chunk(step);
     const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
-    uncounted += alone ? 2 : 1;
+    uncounted += (alone ? 2 : 1) * Traits::kHalves;
     if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
     wait_for(smem + Traits::kStored, step);
     if (keeps_gates) wait_for(smem + Traits::kMade, step);
@@ -546,10 +563,10 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const
 }
 
 // One warp: what goes out, to memory; it gives the stages back.
-template <bool kFused, bool kReverse>
+template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   uint32_t kept = 0;  // phase of state_full
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -562,15 +579,24 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
     const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
     if (keeps) {
-      mbarrier_wait(bars.state_full(), kept);
-      kept ^= 1;
-      if (lane == 0) {
-        fence_proxy_async();
-        uint8_t* to =
-            (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
-        bulk_store(to, out, kTileBytes);
-        bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        mbarrier_wait(bars.state_full(group), kept);
+        if (lane == 0) {
+          fence_proxy_async();
+          uint8_t* to = (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes +
+                        (work.half + group) * kTileBytes;
+          bulk_store(to, out, kTileBytes);
+          bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+        }
+        if constexpr (Traits::kHalves == 2) {
+          if (lane == 0) {
+            tma_store_commit();
+            tma_store_wait_read();
+          }
+          arrive_warp(bars.state_empty(group ^ 1), lane);
+        }
       }
+      kept ^= 1;
     }
     mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
     if (wanted) {
@@ -580,14 +606,20 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
           const int row = piece / 8, within = piece % 8;
           uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
                          row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
-          *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(tokens, row, within));
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            *reinterpret_cast<uint4*>(to + 64 * group) =
+                load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
+          }
         }
       } else if (lane == 0) {
         fence_proxy_async();
         if (kReverse) {
-          tma_store_5d(&maps.dv, tokens, 0, chunk.token, work.half, work.head, chunk.batch);
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
+                         chunk.batch);
+          }
         } else {
-          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, kTileBytes);
+          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
         }
       }
       if (lane == 0) {
@@ -596,7 +628,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
       }
     }
     arrive_warp(bars.empty(cursor.stage), lane);
-    if (keeps) arrive_warp(bars.state_empty(), lane);
+    if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
     // What was left two steps ago has had the time that it takes.
     if (lane == 0 && step > 0) {
       tma_store_wait_but<2>();
@@ -637,17 +669,17 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, con
 }
 
 // One thread: the tensors' tiles into the stages.
-template <bool kFused, bool kReverse>
+template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-    if constexpr (!kFused) {
+    if constexpr (!Traits::kFused) {
       if (p.beside && static_cast<uint32_t>(step) >= prepared) {
         while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
         }
@@ -655,7 +687,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
     }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
-    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
+    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kGateBytes));
     if constexpr (kReverse) {
       // P is made of these first.
       for (int half = 0; half < 2; ++half) {
@@ -669,7 +701,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
                   chunk.batch);
     }
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    if constexpr (kFused) {
+    if constexpr (Traits::kFused) {
       tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
     } else {
       const int64_t tile = work.tile(p, work.chunk(step));
@@ -680,10 +712,15 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     }
     if constexpr (kReverse) {
       // Without dO: a tile wholly outside the tensor, which arrives as zeros.
-      tma_load_5d(base + Traits::kRevDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, work.half, work.head,
-                  chunk.batch);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
+                    work.half + group, work.head, chunk.batch);
+      }
     } else {
-      tma_load_5d(base + Traits::kFwdV, &maps.v, bar, 0, chunk.token, work.half, work.head, chunk.batch);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0, chunk.token, work.half + group,
+                    work.head, chunk.batch);
+      }
     }
   }
 }
@@ -692,7 +729,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
 template <bool kReverse>
 __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                  const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<true>;
+  using Traits = StatesTraits<kFusedForm>;
   const bool may_keep = kReverse && work.half == 0;
   if (work.steps == 0) return;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -756,7 +793,7 @@ __device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane
 template <typename T, bool kReverse>
 __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
                                             const Lane& at) {
-  using Traits = StatesTraits<true>;
+  using Traits = StatesTraits<kFusedForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane);
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -803,7 +840,7 @@ __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t sme
 template <typename T>
 __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                        const StatesBarriers& bars, const Lane& at) {
-  using Traits = StatesTraits<true>;
+  using Traits = StatesTraits<kFusedForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane);
   StatesCursor<Traits::kRevStages> cursor;
@@ -860,56 +897,58 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
   }
 }
 
-template <typename T, bool kFused, bool kReverse>
+template <typename T, StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
                                            int lane) {
-  using Traits = StatesTraits<kFused>;
-  constexpr int kCopyWarp = kFused ? 12 : 4;
+  using Traits = StatesTraits<kForm>;
+  constexpr int kCopyWarp = Traits::kCopyWarp;
   if (warp >= kCopyWarp) {
-    if constexpr (kFused) release_registers<Traits::kCopyRegisters>();
-    if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
-    if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
+    if constexpr (Traits::kMovesRegisters) release_registers<Traits::kCopyRegisters>();
+    if (warp == kCopyWarp && lane == 0) load_stages<kForm, kReverse>(p, maps, work, smem, bars);
+    if (warp == kCopyWarp + 1) store_tiles<kForm, kReverse>(p, maps, work, smem, bars, lane);
     if (warp == kCopyWarp + 2) {
-      if (lane == 0) count_chunks<kFused>(p, work, smem);
+      if (lane == 0) count_chunks<kForm>(p, work, smem);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside) wait_for_predecessors();
     }
     if (warp == kCopyWarp + 3) {
-      if constexpr (kFused) {
+      if constexpr (Traits::kFused) {
         make_gate_stages<kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kMade);
       }
     }
-  } else if (warp >= 8) {
-    if constexpr (kFused) {
+  } else if (Traits::kFused && warp >= 8) {
+    if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
       gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
     }
-  } else if (warp >= 4) {
-    if constexpr (kFused) {
+  } else if (Traits::kFused && warp >= 4) {
+    if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
       if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
     }
   } else {
-    if constexpr (kFused) claim_registers<Traits::kStateRegisters>();
+    if constexpr (Traits::kMovesRegisters) claim_registers<Traits::kStateRegisters>();
+    StatesWork mine = work;
+    if constexpr (Traits::kHalves == 2) mine.half = warp / 4;
     if constexpr (kReverse) {
-      reverse_states<T, kFused>(p, work, smem, bars, {warp, lane});
+      reverse_states<T, kForm>(p, mine, smem, bars, {warp % 4, lane});
     } else {
-      forward_states<T, kFused>(p, work, smem, bars, {warp, lane});
+      forward_states<T, kForm>(p, mine, smem, bars, {warp % 4, lane});
     }
   }
 }
 
-// Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V.
-__device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p, StatesWork* work) {
+// Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V (or both).
+__device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p, int halves, StatesWork* work) {
   int index = blockIdx.x;
   const int one_pass = gridDim.x / 2;
   work->reverse = index < one_pass;
   if (!work->reverse) index -= one_pass;
-  work->half = index % 2;
-  index /= 2;
+  work->half = halves == 2 ? 0 : index % 2;
+  if (halves == 1) index /= 2;
   work->head = index % p.Hv;
   work->n = index / p.Hv;
   work->sequence = sequence_info(p, work->n);
@@ -968,8 +1007,8 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
   return true;
 }
 
-template <typename T, bool kFused>
-__global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
+template <typename T, StatesForm kForm>
+__global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps,
                                                                   bool second_round) {
@@ -977,14 +1016,17 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
   // find the counters as the kernels before have left them.
   if (!p.beside) wait_for_predecessors();
   launch_dependents();
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   extern __shared__ uint8_t raw[];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
   const StatesBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   StatesWork work;
-  if (!(p.segment_chunks > 0 ? find_segment_work(p, second_round, &work) : find_sequence_work(p, &work))) return;
+  if (!(p.segment_chunks > 0 ? find_segment_work(p, second_round, &work)
+                             : find_sequence_work(p, Traits::kHalves, &work))) {
+    return;
+  }
   work.key_head = work.head / p.group;
 
   if (threadIdx.x == 0) {
@@ -992,11 +1034,13 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
       mbarrier_init(bars.loaded(i), 1);
       mbarrier_init(bars.gates(i), kWarpArrivals);
       mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
-      mbarrier_init(bars.empty(i), 5 * kWarpArrivals);
-      mbarrier_init(bars.tokens_full(i), 4 * kWarpArrivals);
+      mbarrier_init(bars.empty(i), (4 * Traits::kHalves + 1) * kWarpArrivals);
+      mbarrier_init(bars.tokens_full(i), 4 * Traits::kHalves * kWarpArrivals);
     }
-    mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
-    mbarrier_init(bars.state_empty(), kWarpArrivals);
+    for (int half = 0; half < 2; ++half) {
+      mbarrier_init(bars.state_full(half), 4 * kWarpArrivals);
+      mbarrier_init(bars.state_empty(half), kWarpArrivals);
+    }
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
@@ -1006,9 +1050,9 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
   __syncthreads();
 
   if (work.reverse) {
-    run_states<T, kFused, true>(p, maps, work, smem, bars, warp, lane);
+    run_states<T, kForm, true>(p, maps, work, smem, bars, warp, lane);
   } else {
-    run_states<T, kFused, false>(p, maps, work, smem, bars, warp, lane);
+    run_states<T, kForm, false>(p, maps, work, smem, bars, warp, lane);
   }
 }
 
