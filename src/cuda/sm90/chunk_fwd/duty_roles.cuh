@@ -64,11 +64,14 @@ struct CopyRole : DutyRole<Traits> {
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(this->stage_q(m), &p.q, barrier, 0, c.row, 0, c.key_head);
   }
-  // At a sequence's end V comes through a barrier of its own: its tail is cleared before it is passed on.
+  // At a sequence's end V comes through a barrier of its own: its tail is cleared before it is passed on. The
+  // announcement also says that the warp has read O of the stage: for racecheck all lanes make it.
+  static constexpr bool kAllAnnounceV = kWarpArrivals == 32;
   __device__ void load_v(uint32_t m) const {
     const ChunkRecord& c = record(m);
     if (c.valid < 0) return;
     const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : smem() + Traits::kTailV + 8 * (m & 1);
+    if (kAllAnnounceV && this->lane() != 0) return mbarrier_arrive(barrier);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
     tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
   }
@@ -104,10 +107,13 @@ struct CopyRole : DutyRole<Traits> {
         if (m < 3) load_q(m);
         if (m < 2) load_v(m);
       }
+    } else if (kAllAnnounceV) {
+      load_v(0);
+      load_v(1);
     }
     // V announces itself on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
-    if (this->lane() == 0) load_v(2);
+    if (kAllAnnounceV || this->lane() == 0) load_v(2);
 #pragma unroll 1
     for (uint32_t m = 0; record(m).valid >= 0; ++m) {
       mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
@@ -119,7 +125,7 @@ struct CopyRole : DutyRole<Traits> {
       }
       if (record(m + 3).valid >= 0) {
         mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
-        if (this->lane() == 0) {
+        if (kAllAnnounceV || this->lane() == 0) {
           tma_store_wait_read();
           load_v(m + 3);
         }
@@ -511,6 +517,8 @@ struct ProductRole : DutyRole<Traits> {
     sync();
     if (thread == 0) {
       ++tails;
+      mbarrier_arrive(this->full_p(m));
+    } else if (kWarpArrivals == 32 && thread < 32) {
       mbarrier_arrive(this->full_p(m));
     }
   }

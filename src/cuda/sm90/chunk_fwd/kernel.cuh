@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + 1);  // ... and V
-      mbarrier_init(smem() + Traits::kTailV + 8 * i, 1);
+      constexpr uint32_t kArrivalsV = Traits::kDuties ? kWarpArrivals : 1;  // a warp announces it, or one thread
+      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + kArrivalsV);
+      mbarrier_init(smem() + Traits::kTailV + 8 * i, kArrivalsV);
     }
     for (int i = 0; i < Traits::kBarriersO; ++i) {
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);

@@ -243,6 +243,8 @@ struct PairServiceRole {
     if (lane == 0) {
       mbarrier_arrive_expect(barrier, Traits::kBytesV);
       tma_load_4d(at_pair.stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+    } else if (kWarpArrivals == 32) {
+      mbarrier_arrive(barrier);
     }
     if (!tail) return;
     mbarrier_wait(barrier, tails & 1);
@@ -253,7 +255,7 @@ struct PairServiceRole {
       clear_tail_rows(at_pair.stage_k(m), 2, c.valid, lane, 32);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(at_pair.full_p(m));
+    mbarrier_arrive_warp(at_pair.full_p(m), lane);
   }
 
   // V into the stage that O of three chunks before has left.
@@ -347,11 +349,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (uint32_t i = 0; i < Traits::kStagesP; ++i) {
       // The warps that made A_g and P, of this block or the other, and V.
-      mbarrier_init(at_pair.full_p(i), (at_pair.own(i) ? 4 * kWarpArrivals : 4) + 1);
+      mbarrier_init(at_pair.full_p(i), (at_pair.own(i) ? 4 * kWarpArrivals : 4) + kWarpArrivals);
     }
     for (uint32_t i = 0; i < Traits::kBarriersGate; ++i) mbarrier_init(at_pair.full_gate(2 * i), kWarpArrivals);
     for (uint32_t i = 0; i < Traits::kBarriersO; ++i) mbarrier_init(at_pair.full_o(i), 4 * kWarpArrivals);
-    mbarrier_init(smem() + Traits::kTailV, 1);
+    mbarrier_init(smem() + Traits::kTailV, kWarpArrivals);
     for (uint32_t i = 0; i < Traits::kChunkRing; i += Traits::kBurst) mbarrier_init(at_pair.full_record(i), 1);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
