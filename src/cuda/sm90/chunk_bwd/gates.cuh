@@ -74,6 +74,29 @@ __device__ __forceinline__ void store_gates(uint32_t smem, const Gates& gates, i
   store_shared_f2(to + kBetaOffset, gates.beta.x, gates.beta.y);
 }
 
+// What the passes take of them (traits.h). A thread of a warpgroup has columns 8j + 2 (lane % 4) + e of an accumulator,
+// that is, of the pairs of tokens those of lanes 4j + lane % 4 here: they lie side by side. The last vector is split
+// where T is bf16 (SplitFactor): of a pair both first parts, then both second ones.
+template <typename T>
+__device__ __forceinline__ void store_pass_gates(uint32_t smem, const Gates& gates, float scale, float small_beta,
+                                                 int lane) {
+  store_shared_f2(smem + static_cast<uint32_t>(lane) * 8, gates.cumsum.x, gates.cumsum.y);
+  const uint32_t to = smem + static_cast<uint32_t>(lane % 4 * 64 + lane / 4 * 8);
+  store_shared_f2(to + kPassRatio, gates.ratio.x, gates.ratio.y);
+  store_shared_f2(to + kPassStep, -gates.gamma.x * gates.beta.x, -gates.gamma.y * gates.beta.y);
+  store_shared_f2(to + kPassBeta, gates.beta.x, gates.beta.y);
+  store_shared_f2(to + kPassGiven, fabsf(gates.beta.x) < small_beta ? 1.0f : gates.beta.x,
+                  fabsf(gates.beta.y) < small_beta ? 1.0f : gates.beta.y);
+  const float2 factor = make_float2(scale * gates.gamma.x, scale * gates.gamma.y);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const SplitFactor x(factor.x), y(factor.y);
+    store_shared_f2(to + kPassFactor, __uint_as_float(pack2<T>(x.high, y.high)),
+                    __uint_as_float(pack2<T>(x.rest, y.rest)));
+  } else {
+    store_shared_f2(to + kPassFactor, factor.x, factor.y);
+  }
+}
+
 // One thread: (slot * Hv + head) has a beta that small_betas.cuh sees to.
 __device__ __forceinline__ void note_small_beta(const ChunkBackwardParams& p, int tile) {
   p.small_tiles[atomicAdd(p.small_count, 1)] = tile;

@@ -165,26 +165,15 @@ struct RowFactor {
   __device__ uint32_t times(uint32_t packed) const { return scale2<T>(packed, factor); }
 };
 
-// bf16 has the exponents of fp32, so a factor is a sum of two bf16 numbers, to 17 bits, and a pair of elements takes
-// two instructions in place of five.
 template <>
 struct RowFactor<__nv_bfloat16> {
   uint32_t high, low;
   __device__ explicit RowFactor(float f) {
-    const float truncated = __uint_as_float(__float_as_uint(f) & 0xffff0000u);
-    high = __byte_perm(__float_as_uint(f), 0, 0x3232);
-    // A millionth of the factor more, so that the second part has the first one's sign and is not 0: an infinite
-    // element stays infinite. An infinite factor has no rest.
-    const float rest = fmaf(truncated, 0x1p-20f, isfinite(f) ? f - truncated : 0.0f);
-    low = pack2<__nv_bfloat16>(rest, rest);
+    const SplitFactor split(f);
+    high = __byte_perm(__float_as_uint(split.high), 0, 0x3232);
+    low = pack2<__nv_bfloat16>(split.rest, split.rest);
   }
-  __device__ uint32_t times(uint32_t packed) const {
-    uint32_t y;
-    asm("{\n.reg .b32 rest;\nmul.rn.bf16x2 rest, %1, %3;\nfma.rn.bf16x2 %0, %1, %2, rest;\n}"
-        : "=r"(y)
-        : "r"(packed), "r"(high), "r"(low));
-    return y;
-  }
+  __device__ uint32_t times(uint32_t packed) const { return scale2_split(packed, high, low); }
 };
 
 // diag(factor) X as A operand, X a tile [64 rows][64]; factor[0], [1]: of the thread's two rows.
@@ -436,7 +425,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
         bulk_load_cluster(to + Traits::kGrad + rank * kTileBytes, p.state_grads + from, kTileBytes, bar, kBothBlocks);
         if (half == 0) {
           bulk_load_cluster(smem + Traits::kGates + turn % 2 * Traits::kHeadGates + rank * kGateBytes,
-                            p.gates + tile * kGateVectors * kChunk, kGateBytes, bar, kBothBlocks);
+                            p.gates + tile * p.gate_stride, kGateBytes, bar, kBothBlocks);
         }
       }
       if (turn == index * p.group) load_keys(p, maps, smem, bars, rank, index);

@@ -50,7 +50,8 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
     p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   }
-  p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
+  p->gate_stride = static_cast<int32_t>((p->fused ? kGateBytes : kAllGateBytes) / sizeof(float));
+  p->gates = workspace.take<float>(tiles * p->gate_stride);
   p->states = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);

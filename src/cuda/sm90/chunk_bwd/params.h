@@ -104,7 +104,8 @@ struct ChunkBackwardParams {
   float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
   uint8_t* P;            // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
-  float* gates;          // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
+  float* gates;          // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta;
+  int32_t gate_stride;   // unless fused [.., 10, 64], behind them what the passes take (traits.h); so many floats
   uint8_t* states;       // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
   uint8_t* state_grads;  // the same of dS at the pair's end
   uint8_t* v_new;        // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'

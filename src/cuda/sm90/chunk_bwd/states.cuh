@@ -33,7 +33,7 @@ struct StatesTraits {
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
   // everyone.
   static constexpr bool kMovesRegisters = kForm != kHalfForm;
-  static constexpr int kStateRegisters = kFused ? 232 : 224, kPrepareRegisters = 112, kCopyRegisters = 56;
+  static constexpr int kStateRegisters = kFused ? 232 : 216, kPrepareRegisters = 112, kCopyRegisters = kFused ? 56 : 72;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
@@ -53,12 +53,16 @@ struct StatesTraits {
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
 
-  // The state on its way out, when fused P of the next step (it is read early in a step, so one is enough), gates of
-  // each stage.
+  // The state on its way out, when fused P of the reverse pass's next step (it is read early in a step, so one is
+  // enough), gates of each stage.
   static constexpr uint32_t kOut = kStagesBytes;
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
-  static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
-  static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
+  static constexpr uint32_t kFwdGates = kP, kRevGates = kP + (kFused ? kTileBytes : 0);
+  template <bool kReverse>
+  static constexpr uint32_t kGates = kReverse ? kRevGates : kFwdGates;
+  static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
+  static constexpr uint32_t kRevEnd = kRevGates + kRevStages * kPassGateBytes;
+  static constexpr uint32_t kBarriers = kFwdEnd > kRevEnd ? kFwdEnd : kRevEnd;
   static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
@@ -268,7 +272,36 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
   mbarrier_arrive_warp(barrier, lane);
 }
 
-// A gate vector at the thread's 16 columns: x[2j + e] belongs to column 8j + 2 (lane % 4) + e.
+// One of the passes' gate vectors (store_pass_gates) at the thread's 16 columns: x[2j + e] belongs to column
+// 8j + 2 (lane % 4) + e.
+__device__ __forceinline__ void load_vector(float (&x)[16], uint32_t vector, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 four = load_shared_f4(vector + lane % 4 * 64 + i * 16);
+    x[4 * i] = four.x;
+    x[4 * i + 1] = four.y;
+    x[4 * i + 2] = four.z;
+    x[4 * i + 3] = four.w;
+  }
+}
+
+// Packed dO^T times scale gamma of its tokens, given as store_pass_gates() leaves it.
+template <typename T>
+__device__ __forceinline__ void scale_tokens(uint32_t (&scaled)[16], const uint32_t (&x)[16],
+                                             const float (&factor)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float first = factor[2 * (i / 2)], second = factor[2 * (i / 2) + 1];
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      scaled[i] = scale2_split(x[i], __float_as_uint(first), __float_as_uint(second));
+    } else {
+      const float2 pair = unpack2<T>(x[i]);
+      scaled[i] = pack2<T>(first * pair.x, second * pair.y);
+    }
+  }
+}
+
+// A gate vector in order, at the same columns.
 __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -295,7 +328,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     asm volatile("" : "+r"(at.warp), "+r"(at.lane));
     const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
-    const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes;
     uint32_t packed[32];
     pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
@@ -318,13 +351,11 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
     if constexpr (Traits::kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-    float beta_v[32], beta_gamma[16];
+    float beta_v[32], step_factor[16];
     {
       float beta[16];
-      load_columns(beta, sGates + kBetaOffset, at.lane);
-      load_columns(beta_gamma, sGates + kGammaOffset, at.lane);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) beta_gamma[i] *= beta[i];
+      load_vector(beta, sGates + kPassBeta, at.lane);
+      load_vector(step_factor, sGates + kPassStep, at.lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t v[4];
@@ -332,8 +363,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 x = unpack2<T>(v[i]);
-          beta_v[8 * j + 2 * i] = work.transition() ? 0.0f : beta[4 * j + 2 * (i / 2)] * x.x;
-          beta_v[8 * j + 2 * i + 1] = work.transition() ? 0.0f : beta[4 * j + 2 * (i / 2) + 1] * x.y;
+          beta_v[8 * j + 2 * i] = beta[4 * j + 2 * (i / 2)] * x.x;
+          beta_v[8 * j + 2 * i + 1] = beta[4 * j + 2 * (i / 2) + 1] * x.y;
         }
       }
     }
@@ -353,8 +384,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     float v_new[32];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      v_new[2 * i] = beta_v[2 * i] - beta_gamma[2 * (i / 2)] * u[2 * i];
-      v_new[2 * i + 1] = beta_v[2 * i + 1] - beta_gamma[2 * (i / 2) + 1] * u[2 * i + 1];
+      v_new[2 * i] = beta_v[2 * i] + step_factor[2 * (i / 2)] * u[2 * i];
+      v_new[2 * i + 1] = beta_v[2 * i + 1] + step_factor[2 * (i / 2) + 1] * u[2 * i + 1];
       w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
     }
     const uint64_t ga_desc = wgmma_descriptor(sGA);
@@ -363,8 +394,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     for (int j = 0; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
     wgmma_commit();
     float ratio[16];
-    load_columns(ratio, sGates + kRatioOffset, at.lane);
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
+    load_vector(ratio, sGates + kPassRatio, at.lane);
+    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
     wgmma_wait<0>();
@@ -416,7 +447,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     const uint32_t base = smem + cursor.stage * Traits::kRevStage;
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo + group * kTileBytes;
     const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
       if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
@@ -439,23 +470,19 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     uint32_t packed[32], d_o[16], scaled[16];
     float k_dS[32], p_do[32];
     pack_state<T>(packed, dS);
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
+    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
     for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
     wgmma_fence();
     state_times_keys<T>(k_dS, packed, sK);
     wgmma_commit();
-    float gamma[16], ratio[16];
-    load_columns(gamma, sGates + kGammaOffset, at.lane);
+    float factor[16], ratio[16];
+    load_vector(factor, sGates + kPassFactor, at.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
     }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 x = unpack2<T>(d_o[i]);
-      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
-    }
+    scale_tokens<T>(scaled, d_o, factor);
     if constexpr (Traits::kFused) mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
@@ -463,7 +490,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
     wgmma_commit();
-    load_columns(ratio, sGates + kRatioOffset, at.lane);
+    load_vector(ratio, sGates + kPassRatio, at.lane);
 
     // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
@@ -499,9 +526,9 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_commit();
     add_outer_half<T>(dS, scaled, sQ, 1);
     wgmma_commit();
-    float beta[16];
-    load_columns(beta, sGates + kBetaOffset, at.lane);
-    load_columns(gamma, sGates + kGammaOffset, at.lane);  // again: there are no registers to keep it in
+    float step_factor[16], given[16];
+    load_vector(step_factor, sGates + kPassStep, at.lane);
+    load_vector(given, sGates + kPassGiven, at.lane);
     wgmma_wait<1>();
     pin(d_v_new);
     pin(Z);
@@ -510,8 +537,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     uint32_t dU[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int x = 2 * (i / 2), y = x + 1;
-      dU[i] = pack2<T>(-gamma[x] * beta[x] * Z[2 * i], -gamma[y] * beta[y] * Z[2 * i + 1]);
+      dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
     }
     wgmma_fence();
     add_outer<T>(dS, dU, sK);
@@ -521,9 +547,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       uint32_t d_v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int x = 4 * j + 2 * (i / 2), y = x + 1;
-        d_v[i] = pack2<T>((fabsf(beta[x]) < p.small_beta ? 1.0f : beta[x]) * Z[8 * j + 2 * i],
-                          (fabsf(beta[y]) < p.small_beta ? 1.0f : beta[y]) * Z[8 * j + 2 * i + 1]);
+        d_v[i] = pack2<T>(given[4 * j + 2 * (i / 2)] * Z[8 * j + 2 * i],
+                          given[4 * j + 2 * (i / 2) + 1] * Z[8 * j + 2 * i + 1]);
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
@@ -688,7 +713,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
     }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
-    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kGateBytes));
+    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
     if constexpr (kReverse) {
       // P is made of these first.
       for (int half = 0; half < 2; ++half) {
@@ -707,8 +732,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     } else {
       const int64_t tile = work.tile(p, work.chunk(step));
       bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(smem + Traits::kGates + cursor.stage * kGateBytes, p.gates + tile * kGateVectors * kChunk, kGateBytes,
-                bar);
+      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
       if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
     }
     if constexpr (kReverse) {
@@ -719,15 +744,16 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
     } else {
       for (int group = 0; group < Traits::kHalves; ++group) {
-        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0, chunk.token, work.half + group,
-                    work.head, chunk.batch);
+        // A transition has no values: outside the tensor as well.
+        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
+                    work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
       }
     }
   }
 }
 
 // One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
-template <bool kReverse>
+template <typename T, bool kReverse>
 __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                  const StatesBarriers& bars, int lane) {
   using Traits = StatesTraits<kFusedForm>;
@@ -750,11 +776,12 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
     const bool small = keeps && any_small_beta(raw, p.small_beta, work.info(c).valid, lane);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
-    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
+    store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
+                        p.small_beta, lane);
     arrive_warp(bars.gates(cursor.stage), lane);
     if (keeps) {
       const int64_t tile = work.tile(p, c);
-      float2* kept = reinterpret_cast<float2*>(p.gates + tile * kGateVectors * kChunk) + lane;
+      float2* kept = reinterpret_cast<float2*>(p.gates + tile * p.gate_stride) + lane;
       kept[0] = gates.cumsum;
       kept[kChunk / 2] = gates.gamma;
       kept[kChunk] = gates.ratio;
@@ -803,7 +830,7 @@ __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t sme
     const int valid = work.info(work.chunk(step)).valid;
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
     float c_row[2];
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     load_row_cumsums(c_row, sGates, valid, at);
@@ -859,7 +886,7 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
       fence_proxy_async();
       named_barrier_sync(kPBarrier, 128);
     }
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
     float qk[32], c_row[2], c[16];
     const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
     wgmma_fence();
@@ -916,7 +943,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     }
     if (warp == kCopyWarp + 3) {
       if constexpr (Traits::kFused) {
-        make_gate_stages<kReverse>(p, work, smem, bars, lane);
+        make_gate_stages<T, kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kMade);
       }
@@ -944,7 +971,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
 }
 
 // Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V (or both).
-__device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p, int halves, StatesWork* work) {
+__device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p, int halves, StatesWork* work) {
   int index = blockIdx.x;
   const int one_pass = gridDim.x / 2;
   work->reverse = index < one_pass;
@@ -959,7 +986,6 @@ __device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p,
   work->warmup = 0;
   work->start = kStateGiven;
   work->finish = kStateGiven;
-  return true;
 }
 
 // Segments. Blocks: what the rounds kernel has listed x half of V. False: nothing to do.
@@ -1020,14 +1046,16 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
   launch_dependents();
   using Traits = StatesTraits<kForm>;
   extern __shared__ uint8_t raw[];
-  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
+  // The shuffle keeps it in a register: it is not made again in each step.
+  const uint32_t smem = __shfl_sync(0xffffffffu, (smem_address(raw) + 1023u) & ~1023u, 0);
   const StatesBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   StatesWork work;
-  if (!(p.segment_chunks > 0 ? find_segment_work(p, second_round, &work)
-                             : find_sequence_work(p, Traits::kHalves, &work))) {
-    return;
+  if (kForm == kHalfForm && p.segment_chunks > 0) {  // the others have whole sequences alone
+    if (!find_segment_work(p, second_round, &work)) return;
+  } else {
+    find_sequence_work(p, Traits::kHalves, &work);
   }
   work.key_head = work.head / p.group;
 
