@@ -155,7 +155,8 @@ __device__ __forceinline__ uint32_t scale2(uint32_t packed, float factor) {
 // has no rest.
 struct SplitFactor {
   float high, rest;
-  __device__ explicit SplitFactor(float f) : high(__uint_as_float(__float_as_uint(f) & 0xffff0000u)) {
+  __device__ explicit SplitFactor(float f) {
+    high = __uint_as_float(__float_as_uint(f) & 0xffff0000u);
     rest = fmaf(high, 0x1p-20f, isfinite(f) ? f - high : 0.0f);
   }
 };

@@ -33,7 +33,7 @@ struct StatesTraits {
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
   // everyone.
   static constexpr bool kMovesRegisters = kForm != kHalfForm;
-  static constexpr int kStateRegisters = kFused ? 232 : 216, kPrepareRegisters = 112, kCopyRegisters = kFused ? 56 : 72;
+  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = kFused ? 56 : 40;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
