@@ -75,13 +75,18 @@ __device__ __forceinline__ void store_gates(uint32_t smem, const Gates& gates, i
 }
 
 // What the passes take of them (traits.h). A thread of a warpgroup has columns 8j + 2 (lane % 4) + e of an accumulator,
-// that is, of the pairs of tokens those of lanes 4j + lane % 4 here: they lie side by side. The last vector is split
-// where T is bf16 (SplitFactor): of a pair both first parts, then both second ones.
+// that is, of the pairs of tokens those of lanes 4j + lane % 4 here: they lie side by side, 16 bytes at a time where
+// pass_gate_piece() says, so that four threads read four banks. The last vector is split where T is bf16 (SplitFactor):
+// of a pair both first parts, then both second ones.
+__device__ __forceinline__ uint32_t pass_gate_piece(int quad_lane, int piece) {
+  return static_cast<uint32_t>(quad_lane * 64 + ((piece ^ (quad_lane >> 1)) << 4));
+}
+
 template <typename T>
 __device__ __forceinline__ void store_pass_gates(uint32_t smem, const Gates& gates, float scale, float small_beta,
                                                  int lane) {
   store_shared_f2(smem + static_cast<uint32_t>(lane) * 8, gates.cumsum.x, gates.cumsum.y);
-  const uint32_t to = smem + static_cast<uint32_t>(lane % 4 * 64 + lane / 4 * 8);
+  const uint32_t to = smem + pass_gate_piece(lane % 4, lane / 8) + static_cast<uint32_t>(lane / 4 % 2 * 8);
   store_shared_f2(to + kPassRatio, gates.ratio.x, gates.ratio.y);
   store_shared_f2(to + kPassStep, -gates.gamma.x * gates.beta.x, -gates.gamma.y * gates.beta.y);
   store_shared_f2(to + kPassBeta, gates.beta.x, gates.beta.y);

@@ -277,7 +277,7 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
 __device__ __forceinline__ void load_vector(float (&x)[16], uint32_t vector, int lane) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float4 four = load_shared_f4(vector + lane % 4 * 64 + i * 16);
+    const float4 four = load_shared_f4(vector + pass_gate_piece(lane % 4, i));
     x[4 * i] = four.x;
     x[4 * i + 1] = four.y;
     x[4 * i + 2] = four.z;
@@ -323,14 +323,13 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   uint32_t kept = 1 ^ group;
 
   StatesCursor<Traits::kFwdStages> cursor;
-  for (int step = 0; step < work.steps; ++step) {
-    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-    const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
+  const auto gates_of = [&] { return smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes; };
+  // What the step at the cursor takes of its stage besides the operands of products, while the products of the step
+  // before still run: beside these a load takes 100 clocks.
+  float beta_v[32], step_factor[16];
+  const auto fetch = [&](int step) {
+    const uint32_t base = smem + cursor.stage * Traits::kFwdStage, sGates = gates_of();
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
-    const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes;
-    uint32_t packed[32];
-    pack_state<T>(packed, S);
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
       if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
@@ -345,29 +344,39 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       }
     }
 
-    // u = S^T K^T; under it the state on its way out, and what the next product needs.
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    float beta[16];
+    uint32_t v[16];
+    load_vector(beta, sGates + kPassBeta, at.lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      load_matrix_x4_trans(transposed_piece(sV, j, at), v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+    }
+    load_vector(step_factor, sGates + kPassStep, at.lane);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 x = unpack2<T>(v[i]);
+      beta_v[2 * i] = beta[2 * (i / 2)] * x.x;
+      beta_v[2 * i + 1] = beta[2 * (i / 2) + 1] * x.y;
+    }
+  };
+  if (work.steps > 0) fetch(0);
+  for (int step = 0; step < work.steps; ++step) {
+    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const int stage = cursor.stage;
+    const uint32_t base = smem + stage * Traits::kFwdStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
+    const uint32_t sGA = base + Traits::kFwdGA;
+
+    // u = S^T K^T; under it the state on its way out.
+    uint32_t packed[32];
+    pack_state<T>(packed, S);
     float u[32];
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
-    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-    float beta_v[32], step_factor[16];
-    {
-      float beta[16];
-      load_vector(beta, sGates + kPassBeta, at.lane);
-      load_vector(step_factor, sGates + kPassStep, at.lane);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t v[4];
-        load_matrix_x4_trans(transposed_piece(sV, j, at), v[0], v[1], v[2], v[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack2<T>(v[i]);
-          beta_v[8 * j + 2 * i] = beta[4 * j + 2 * (i / 2)] * x.x;
-          beta_v[8 * j + 2 * i + 1] = beta[4 * j + 2 * (i / 2) + 1] * x.y;
-        }
-      }
-    }
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
     if (work.keeps_state(step)) {
       mbarrier_wait(bars.state_empty(group), kept);
       put_state(out, packed, at);
@@ -377,6 +386,9 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_wait<0>();
     pin(packed);
     pin(u);
+    float ratio[16];
+    load_vector(ratio, sGates + kPassRatio, at.lane);
+    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 
     // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
     // others by the product.
@@ -393,9 +405,6 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 0; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
     wgmma_commit();
-    float ratio[16];
-    load_vector(ratio, sGates + kPassRatio, at.lane);
-    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
     wgmma_wait<0>();
@@ -418,12 +427,13 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
       store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
-    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
+    arrive_warp(bars.tokens_full(stage), at.lane);
+    cursor.advance();
+    if (step + 1 < work.steps) fetch(step + 1);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    arrive_warp(bars.empty(cursor.stage), at.lane);
-    cursor.advance();
+    arrive_warp(bars.empty(stage), at.lane);
   }
   wgmma_wait<0>();
   pin(S);
@@ -441,13 +451,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   uint32_t kept = 1 ^ group;  // as in the forward pass
 
   StatesCursor<Traits::kRevStages> cursor;
-  for (int step = 0; step < work.steps; ++step) {
-    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-    const uint32_t base = smem + cursor.stage * Traits::kRevStage;
-    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo + group * kTileBytes;
-    const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
-    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
+  const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
+  uint32_t d_o[16], scaled[16];  // dO, and dO times scale gamma
+  float ratio[16];
+  const auto fetch = [&](int step) {  // as in the forward pass
+    const uint32_t base = smem + cursor.stage * Traits::kRevStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+    const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
       if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
@@ -465,9 +475,28 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       }
     }
 
-    // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
     if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    uint32_t packed[32], d_o[16], scaled[16];
+    float factor[16];
+    load_vector(factor, sGates + kPassFactor, at.lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
+    }
+    load_vector(ratio, sGates + kPassRatio, at.lane);
+    scale_tokens<T>(scaled, d_o, factor);
+  };
+  if (work.steps > 0) fetch(0);
+  for (int step = 0; step < work.steps; ++step) {
+    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const int stage = cursor.stage;
+    const uint32_t base = smem + stage * Traits::kRevStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+    const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
+    const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
+
+    // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
+    uint32_t packed[32];
     float k_dS[32], p_do[32];
     pack_state<T>(packed, dS);
     const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
@@ -476,13 +505,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     state_times_keys<T>(k_dS, packed, sK);
     wgmma_commit();
-    float factor[16], ratio[16];
-    load_vector(factor, sGates + kPassFactor, at.lane);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
-    }
-    scale_tokens<T>(scaled, d_o, factor);
     if constexpr (Traits::kFused) mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
@@ -490,7 +512,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
     wgmma_commit();
-    load_vector(ratio, sGates + kPassRatio, at.lane);
 
     // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
@@ -502,12 +523,15 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       arrive_warp(bars.state_full(group), at.lane);
       kept ^= 1;
     }
-    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
     pin(k_dS);
     pin(p_do);
+    float step_factor[16], given[16];
+    load_vector(step_factor, sGates + kPassStep, at.lane);
+    load_vector(given, sGates + kPassGiven, at.lane);
     if constexpr (Traits::kFused) arrive_warp(bars.P_empty(), at.lane);
 
     // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV', a token's own share in fp32.
@@ -526,9 +550,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_commit();
     add_outer_half<T>(dS, scaled, sQ, 1);
     wgmma_commit();
-    float step_factor[16], given[16];
-    load_vector(step_factor, sGates + kPassStep, at.lane);
-    load_vector(given, sGates + kPassGiven, at.lane);
     wgmma_wait<1>();
     pin(d_v_new);
     pin(Z);
@@ -552,13 +573,15 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
-    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
-    wgmma_wait<0>();
+    arrive_warp(bars.tokens_full(stage), at.lane);
+    wgmma_wait<1>();  // all but the last product, which takes longest
     pin(scaled);
+    cursor.advance();
+    if (step + 1 < work.steps) fetch(step + 1);
+    wgmma_wait<0>();
     pin(dU);
     pin(dS);
-    arrive_warp(bars.empty(cursor.stage), at.lane);
-    cursor.advance();
+    arrive_warp(bars.empty(stage), at.lane);
   }
 
   wgmma_wait<0>();
