@@ -28,6 +28,8 @@ template <StatesForm kForm>
 struct StatesTraits {
   static constexpr bool kFused = kForm == kFusedForm;
   static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
+  // Two blocks, one for each half, share what both need: each loads half of it, to both.
+  static constexpr bool kShares = kHalves == 1;
   static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
@@ -301,6 +303,17 @@ __device__ __forceinline__ void scale_tokens(uint32_t (&scaled)[16], const uint3
   }
 }
 
+// A stage is read: it may be loaded, by both blocks where they share loads.
+template <StatesForm kForm>
+__device__ __forceinline__ void give_back(uint32_t barrier, int lane) {
+  if constexpr (StatesTraits<kForm>::kShares) {
+    __syncwarp();
+    arrive_both(barrier, lane);
+  } else {
+    arrive_warp(barrier, lane);
+  }
+}
+
 // A gate vector in order, at the same columns.
 __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, int lane) {
 #pragma unroll
@@ -433,7 +446,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    arrive_warp(bars.empty(stage), at.lane);
+    give_back<kForm>(bars.empty(stage), at.lane);
   }
   wgmma_wait<0>();
   pin(S);
@@ -581,7 +594,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_wait<0>();
     pin(dU);
     pin(dS);
-    arrive_warp(bars.empty(stage), at.lane);
+    give_back<kForm>(bars.empty(stage), at.lane);
   }
 
   wgmma_wait<0>();
@@ -676,7 +689,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         tma_store_wait_read();
       }
     }
-    arrive_warp(bars.empty(cursor.stage), lane);
+    give_back<kForm>(bars.empty(cursor.stage), lane);
     if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
     // What was left two steps ago has had the time that it takes.
     if (lane == 0 && step > 0) {
@@ -736,28 +749,44 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
     }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
-    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
-    if constexpr (kReverse) {
-      // P is made of these first.
+    mbarrier_arrive_expect(bar,
+                           (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
+    // Of what both blocks of a cluster need each loads some, to both: a half of K, and of what follows by turns.
+    const auto is_mine = [&](int turn) { return !Traits::kShares || turn % 2 == work.half; };
+    const auto load_tokens = [&](uint32_t to, const CUtensorMap& map) {
       for (int half = 0; half < 2; ++half) {
-        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
-                    chunk.batch);
+        if constexpr (Traits::kShares) {
+          if (half != work.half) continue;
+          tma_load_5d_cluster(to + half * kTileBytes, &map, bar, 0, chunk.token, half, work.key_head, chunk.batch,
+                              kBothBlocks);
+        } else {
+          tma_load_5d(to + half * kTileBytes, &map, bar, 0, chunk.token, half, work.key_head, chunk.batch);
+        }
       }
-    }
+    };
+    const auto load_bytes = [&](uint32_t to, const void* from, uint32_t bytes) {
+      if constexpr (Traits::kShares) {
+        bulk_load_cluster(to, from, bytes, bar, kBothBlocks);
+      } else {
+        bulk_load(to, from, bytes, bar);
+      }
+    };
     static_assert(Traits::kFwdK == Traits::kRevK);
-    for (int half = 0; half < 2; ++half) {
-      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
-                  chunk.batch);
-    }
+    if constexpr (kReverse) load_tokens(base + Traits::kRevQ, maps.q);  // P is made of these first
+    load_tokens(base + Traits::kFwdK, maps.k);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
     if constexpr (Traits::kFused) {
-      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
+      if (is_mine(step)) {
+        tma_load_5d_cluster(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch, kBothBlocks);
+      }
     } else {
       const int64_t tile = work.tile(p, work.chunk(step));
-      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
-                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
-      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
+      if (is_mine(step)) load_bytes(sGA, p.GA + tile * kTileBytes, kTileBytes);
+      if (is_mine(step + 1)) {
+        load_bytes(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                   p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes);
+        if constexpr (kReverse) load_bytes(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes);
+      }
     }
     if constexpr (kReverse) {
       // Without dO: a tile wholly outside the tensor, which arrives as zeros.
@@ -1087,7 +1116,8 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
       mbarrier_init(bars.loaded(i), 1);
       mbarrier_init(bars.gates(i), kWarpArrivals);
       mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
-      mbarrier_init(bars.empty(i), (4 * Traits::kHalves + 1) * kWarpArrivals);
+      // Of the warps that read a stage and the one that stores from it; where blocks share loads, of both.
+      mbarrier_init(bars.empty(i), (Traits::kShares ? 2 * 5 : 4 * Traits::kHalves + 1) * kWarpArrivals);
       mbarrier_init(bars.tokens_full(i), 4 * Traits::kHalves * kWarpArrivals);
     }
     for (int half = 0; half < 2; ++half) {
@@ -1100,12 +1130,20 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);
   }
-  __syncthreads();
+  if constexpr (Traits::kShares) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   if (work.reverse) {
     run_states<T, kForm, true>(p, maps, work, smem, bars, warp, lane);
   } else {
     run_states<T, kForm, false>(p, maps, work, smem, bars, warp, lane);
+  }
+  if constexpr (Traits::kShares) {  // no block ends while the other one writes to it
+    __syncwarp();
+    cluster_sync();
   }
 }
 
