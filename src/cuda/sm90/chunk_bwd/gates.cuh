@@ -5,10 +5,26 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// What memory holds of two tokens.
+// What memory holds of two tokens, in its own type: to convert it would be to wait for it.
 struct RawGates {
-  float g[2], beta[2];
+  uint32_t g[2], beta[2];
 };
+
+// Volatile: where it is asked for is how far ahead it is.
+__device__ __forceinline__ uint32_t load_bits(const StridedTensor& t, int64_t offset) {
+  uint32_t bits;
+  if (t.type == DType::kFloat32) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(bits) : "l"(static_cast<const float*>(t.data) + offset));
+  } else {
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(bits) : "l"(static_cast<const uint16_t*>(t.data) + offset));
+  }
+  return bits;
+}
+
+__device__ __forceinline__ float from_bits(uint32_t bits, DType type) {
+  const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  return type == DType::kFloat32 ? __uint_as_float(bits) : type == DType::kFloat16 ? half : __uint_as_float(bits << 16);
+}
 
 __device__ __forceinline__ RawGates load_gates(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
                                                int lane) {
@@ -20,12 +36,10 @@ __device__ __forceinline__ RawGates load_gates(const ChunkBackwardParams& p, con
     const int token = chunk.token + (p.g_is_cumsum ? min(row, chunk.valid - 1) : row);
     const bool inside = row < chunk.valid;
     if (p.g.data != nullptr && (inside || p.g_is_cumsum)) {
-      raw.g[i] = load_element(p.g, row_offset(p.g, chunk.batch, token, head));
+      raw.g[i] = load_bits(p.g, row_offset(p.g, chunk.batch, token, head));
     }
-    if (inside) {
-      raw.beta[i] = p.beta.data == nullptr
-                        ? 1.0f
-                        : load_element(p.beta, row_offset(p.beta, chunk.batch, chunk.token + row, head));
+    if (p.beta.data != nullptr && inside) {
+      raw.beta[i] = load_bits(p.beta, row_offset(p.beta, chunk.batch, chunk.token + row, head));
     }
   }
   return raw;
@@ -36,10 +50,15 @@ struct Gates {
   float2 cumsum, gamma, ratio, beta;
 };
 
-__device__ __forceinline__ Gates make_gates(const RawGates& raw, bool g_is_cumsum, int lane) {
+__device__ __forceinline__ Gates make_gates(const ChunkBackwardParams& p, const RawGates& raw, int valid, int lane) {
   constexpr float kLog2E = 1.4426950408889634f;
-  float c0 = raw.g[0], c1 = raw.g[1];
-  if (!g_is_cumsum) {
+  float c0 = from_bits(raw.g[0], p.g.type), c1 = from_bits(raw.g[1], p.g.type);
+  float beta[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    beta[i] = p.beta.data != nullptr ? from_bits(raw.beta[i], p.beta.type) : 2 * lane + i < valid ? 1.0f : 0.0f;
+  }
+  if (!p.g_is_cumsum) {
     constexpr float kMinLogDecay = -80.0f;  // docs/math.md; a NaN stays
     c0 = c0 < kMinLogDecay ? kMinLogDecay : c0;
     c1 = c1 < kMinLogDecay ? kMinLogDecay : c1;
@@ -56,13 +75,13 @@ __device__ __forceinline__ Gates make_gates(const RawGates& raw, bool g_is_cumsu
   c0 *= kLog2E;
   c1 *= kLog2E;
   return {make_float2(c0, c1), make_float2(exp2_approx(c0), exp2_approx(c1)),
-          make_float2(exp2_approx(last - c0), exp2_approx(last - c1)), make_float2(raw.beta[0], raw.beta[1])};
+          make_float2(exp2_approx(last - c0), exp2_approx(last - c1)), make_float2(beta[0], beta[1])};
 }
 
 // A beta of the chunk's tokens is below `small`.
-__device__ __forceinline__ bool any_small_beta(const RawGates& raw, float small, int valid, int lane) {
-  return __any_sync(0xffffffffu, (2 * lane < valid && fabsf(raw.beta[0]) < small) ||
-                                     (2 * lane + 1 < valid && fabsf(raw.beta[1]) < small));
+__device__ __forceinline__ bool any_small_beta(const Gates& gates, float small, int valid, int lane) {
+  return __any_sync(0xffffffffu, (2 * lane < valid && fabsf(gates.beta.x) < small) ||
+                                     (2 * lane + 1 < valid && fabsf(gates.beta.y) < small));
 }
 
 // To shared memory: the four vectors one after another.

@@ -99,11 +99,11 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   };
   auto put_gates = [&](const PrepareWork& work, int head) {
     if (head >= (work.key_head + 1) * p.group) return;
-    const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
+    const Gates gates = make_gates(p, raw, work.chunk.valid, lane);
     const uint32_t to = sGates + warp * kAllGateBytes;
     store_gates(to, gates, lane);
     store_pass_gates<T>(to + kGateBytes, gates, p.scale, p.small_beta, lane);
-    if (any_small_beta(raw, p.small_beta, work.chunk.valid, lane) && lane == 0) {
+    if (any_small_beta(gates, p.small_beta, work.chunk.valid, lane) && lane == 0) {
       note_small_beta(p, work.slot * p.Hv + head);
     }
   };

@@ -817,16 +817,12 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
   auto load = [&](int step) {
     return load_gates(p, work.info(work.chunk(min(step, work.steps - 1))), work.head, lane);
   };
-  RawGates next = load(0), after = load(1);
-#pragma unroll 2  // else the two would be moved, which waits for them
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const int c = work.chunk(step);
+  const auto make = [&](int step, RawGates& raw) {
+    const int c = work.chunk(step), valid = work.info(c).valid;
     const bool keeps = may_keep && step >= work.warmup;
-    const RawGates raw = next;
-    next = after;
-    after = load(step + 2);
-    const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
-    const bool small = keeps && any_small_beta(raw, p.small_beta, work.info(c).valid, lane);
+    const Gates gates = make_gates(p, raw, valid, lane);
+    raw = load(step + 2);
+    const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
     store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
                         p.small_beta, lane);
@@ -842,6 +838,13 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       __syncwarp();
       if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
     }
+    cursor.advance();
+  };
+  // By turns in two places: to move one to the other would be to wait for it.
+  RawGates even = load(0), odd = load(1);
+  for (int step = 0; step < work.steps; step += 2) {
+    make(step, even);
+    if (step + 1 < work.steps) make(step + 1, odd);
   }
 }
 
