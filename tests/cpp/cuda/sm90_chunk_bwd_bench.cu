@@ -1,7 +1,8 @@
 // Development harness of the Hopper backward: every intermediate and every gradient against an fp64 token recurrence,
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel. Stands alone: its own oracle, random
 // inputs, no framework.
-//   sm90_chunk_bwd_bench check [part of a case's name] | time [part of a row's name [chunks of a segment [fused | whole]]]
+//   sm90_chunk_bwd_bench check [part of a case's name] | time [part of a row's name [chunks of a segment [fused |
+//   whole]]]
 // Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc
 // -Iinclude from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
 #include <cuda_bf16.h>
@@ -45,7 +46,7 @@ struct Case {
   bool small_beta = false;  // a third of the betas 0 or tiny
   int padding = 0;          // tokens after the last sequence
   bool int64_offsets = false;
-  int segment_chunks = 0;  // -1: what choose_chunk_backward_plan says
+  int segment_chunks = 0;                    // -1: what choose_chunk_backward_plan says
   bool fused = false, whole_values = false;  // forms of the passes
 };
 
@@ -506,8 +507,11 @@ class Runner {
     std::printf(
         "%-14s %s segments of %2d: total %.4f ms (five in a row %.4f): plan %.4f prepare %.4f states %.4f gradients "
         "%.4f\n",
-        c_.name.c_str(), p_.fused ? "fused" : p_.whole_values ? "whole" : "     ", p_.segment_chunks, all, in_a_row, plan, prepare, states,
-        gradients);
+        c_.name.c_str(),
+        p_.fused          ? "fused"
+        : p_.whole_values ? "whole"
+                          : "     ",
+        p_.segment_chunks, all, in_a_row, plan, prepare, states, gradients);
     std::fflush(stdout);
   }
 

@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include "cuda/common/bulk.cuh"
-#include "cuda/common/cluster.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
@@ -169,18 +168,6 @@ __device__ __forceinline__ uint32_t scale2_split(uint32_t packed, uint32_t high,
       : "=r"(y)
       : "r"(packed), "r"(high), "r"(rest));
   return y;
-}
-
-constexpr uint16_t kBothBlocks = 3;  // of a cluster, as a load's targets
-
-// A warp's arrival on a barrier of both blocks of a cluster (mbarrier_arrive_warp).
-__device__ __forceinline__ void arrive_both(uint32_t barrier, int lane) {
-  if constexpr (kWarpArrivals == 32) {
-    mbarrier_arrive_cluster(cluster_address(barrier, 0));
-    mbarrier_arrive_cluster(cluster_address(barrier, 1));
-  } else if (lane < 2) {
-    mbarrier_arrive_cluster(cluster_address(barrier, lane));
-  }
 }
 
 // Sum over the four lanes that share a row of an accumulator.

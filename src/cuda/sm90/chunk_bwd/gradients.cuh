@@ -17,6 +17,7 @@
 // the others leave; two warps make <dS, S>, and one the gate's gradient, for which the blocks exchange one sum a head.
 #pragma once
 
+#include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_bwd/device.cuh"
 #include "cuda/sm90/chunk_bwd/order.cuh"
 
@@ -84,6 +85,7 @@ struct GradientsTraits {
 constexpr uint32_t kKeysBarrier = 1, kMeetBarrier = 2, kStagingBarrier = 3;
 
 constexpr uint32_t kEarly = 0, kLate = 1;  // ranks in the cluster
+constexpr uint16_t kBothBlocks = 3;
 
 // "empty" barriers count both blocks' warps where the other block loads too.
 struct GradientsBarriers {
@@ -107,6 +109,16 @@ struct GradientsBarriers {
   // The cluster has taken its index-th item.
   __device__ uint32_t taken(uint32_t index) const { return tail() + 56 + 8 * (index % GradientsTraits::kTakenSlots); }
 };
+
+// A warp's arrival on a barrier of both blocks (mbarrier_arrive_warp).
+__device__ __forceinline__ void arrive_both(uint32_t barrier, int lane) {
+  if constexpr (kWarpArrivals == 32) {
+    mbarrier_arrive_cluster(cluster_address(barrier, kEarly));
+    mbarrier_arrive_cluster(cluster_address(barrier, kLate));
+  } else if (lane < 2) {
+    mbarrier_arrive_cluster(cluster_address(barrier, lane));
+  }
+}
 
 constexpr uint32_t kNoItem = 0xffffffffu;  // in place of pair * Hq + key head: there are no more
 

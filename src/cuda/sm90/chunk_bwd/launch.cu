@@ -146,15 +146,15 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
 }
 
 // Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
-// multiprocessor does more, but each chunk takes longer.
+// multiprocessor does more, but each chunk takes longer. It pays where blocks of halves come in several waves.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  constexpr int64_t kLeastBlocks = 100;  // of halves, that nearly fill an H200
-  return p.segment_chunks == 0 && !p.fused && (p.whole_values || int64_t{4} * p.N * p.Hv >= kLeastBlocks);
+  constexpr int64_t kMostHalves = 132;  // multiprocessors of an H200
+  return p.segment_chunks == 0 && !p.fused && (p.whole_values || int64_t{4} * p.N * p.Hv > kMostHalves);
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
 bool makes_own_tiles(const ChunkBackwardParams& p) {
-  return (p.fused || (gains_by_fusing(p) && !takes_whole_values(p))) && p.segment_chunks == 0;
+  return (p.fused || (gains_by_fusing(p) && !p.whole_values)) && p.segment_chunks == 0;
 }
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
@@ -174,9 +174,8 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
-  const bool whole_values = takes_whole_values(*params);
   params->fused = makes_own_tiles(*params);
-  params->whole_values = whole_values;
+  params->whole_values = takes_whole_values(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }

@@ -57,9 +57,9 @@ struct ChunkBackwardParams {
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
-  bool solves_A;  // the caller has no A
-  bool beside;    // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
-  bool fused;     // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
+  bool solves_A;      // the caller has no A
+  bool beside;        // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
+  bool fused;         // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
   bool whole_values;  // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense

@@ -28,8 +28,6 @@ template <StatesForm kForm>
 struct StatesTraits {
   static constexpr bool kFused = kForm == kFusedForm;
   static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
-  // Two blocks, one for each half, share what both need: each loads half of it, to both.
-  static constexpr bool kShares = kHalves == 1;
   static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
@@ -151,11 +149,12 @@ __device__ __forceinline__ void store_state(const float (&S)[64], const StridedT
 
 // Packed S^T (A operand order) to its tiles [2 halves of K][64 of V][64 of K].
 __device__ __forceinline__ void put_state(uint32_t tiles, const uint32_t (&packed)[32], const Lane& at) {
+  // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
+  const uint32_t first = tile_piece(tiles, 16 * at.warp + (at.lane & 15), at.lane >> 4);
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    store_matrix_x4(
-        tile_piece(tiles + (step / 4) * kTileBytes, 16 * at.warp + (at.lane & 15), 2 * (step % 4) + (at.lane >> 4)),
-        packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]);
+    store_matrix_x4((first ^ (2 * (step % 4) << 4)) + (step / 4) * kTileBytes, packed[4 * step], packed[4 * step + 1],
+                    packed[4 * step + 2], packed[4 * step + 3]);
   }
 }
 
@@ -232,7 +231,7 @@ struct StatesWork {
   // The pass is at an edge of a pair before the step-th turn, which somebody wants: its state is kept.
   __device__ bool keeps_state(int step) const {
     const int c = chunk(step);
-    return step >= warmup && (reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0);
+    return step >= warmup && (((c & 1) != 0) == reverse || (reverse && c + 1 == sequence.chunks()));
   }
 };
 
@@ -303,17 +302,6 @@ __device__ __forceinline__ void scale_tokens(uint32_t (&scaled)[16], const uint3
   }
 }
 
-// A stage is read: it may be loaded, by both blocks where they share loads.
-template <StatesForm kForm>
-__device__ __forceinline__ void give_back(uint32_t barrier, int lane) {
-  if constexpr (StatesTraits<kForm>::kShares) {
-    __syncwarp();
-    arrive_both(barrier, lane);
-  } else {
-    arrive_warp(barrier, lane);
-  }
-}
-
 // A gate vector in order, at the same columns.
 __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, int lane) {
 #pragma unroll
@@ -339,7 +327,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   const auto gates_of = [&] { return smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes; };
   // What the step at the cursor takes of its stage besides the operands of products, while the products of the step
   // before still run: beside these a load takes 100 clocks.
-  float beta_v[32], step_factor[16];
+  float beta[16], step_factor[16];
+  uint32_t v[16];
   const auto fetch = [&](int step) {
     const uint32_t base = smem + cursor.stage * Traits::kFwdStage, sGates = gates_of();
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
@@ -358,20 +347,12 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     }
 
     if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    float beta[16];
-    uint32_t v[16];
     load_vector(beta, sGates + kPassBeta, at.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sV, j, at), v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 x = unpack2<T>(v[i]);
-      beta_v[2 * i] = beta[2 * (i / 2)] * x.x;
-      beta_v[2 * i + 1] = beta[2 * (i / 2) + 1] * x.y;
-    }
   };
   if (work.steps > 0) fetch(0);
   for (int step = 0; step < work.steps; ++step) {
@@ -389,6 +370,13 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
+    float beta_v[32];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 x = unpack2<T>(v[i]);
+      beta_v[2 * i] = beta[2 * (i / 2)] * x.x;
+      beta_v[2 * i + 1] = beta[2 * (i / 2) + 1] * x.y;
+    }
     if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
     if (work.keeps_state(step)) {
       mbarrier_wait(bars.state_empty(group), kept);
@@ -446,7 +434,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    give_back<kForm>(bars.empty(stage), at.lane);
+    arrive_warp(bars.empty(stage), at.lane);
   }
   wgmma_wait<0>();
   pin(S);
@@ -465,8 +453,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
   StatesCursor<Traits::kRevStages> cursor;
   const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
-  uint32_t d_o[16], scaled[16];  // dO, and dO times scale gamma
-  float ratio[16];
+  uint32_t d_o[16];
+  float factor[16], ratio[16];
   const auto fetch = [&](int step) {  // as in the forward pass
     const uint32_t base = smem + cursor.stage * Traits::kRevStage, sGates = gates_of();
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
@@ -489,14 +477,12 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     }
 
     if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    float factor[16];
     load_vector(factor, sGates + kPassFactor, at.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
     }
     load_vector(ratio, sGates + kPassRatio, at.lane);
-    scale_tokens<T>(scaled, d_o, factor);
   };
   if (work.steps > 0) fetch(0);
   for (int step = 0; step < work.steps; ++step) {
@@ -518,6 +504,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     state_times_keys<T>(k_dS, packed, sK);
     wgmma_commit();
+    uint32_t scaled[16];
+    scale_tokens<T>(scaled, d_o, factor);
     if constexpr (Traits::kFused) mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
@@ -587,14 +575,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
     arrive_warp(bars.tokens_full(stage), at.lane);
-    wgmma_wait<1>();  // all but the last product, which takes longest
-    pin(scaled);
     cursor.advance();
     if (step + 1 < work.steps) fetch(step + 1);
     wgmma_wait<0>();
+    pin(scaled);
     pin(dU);
     pin(dS);
-    give_back<kForm>(bars.empty(stage), at.lane);
+    arrive_warp(bars.empty(stage), at.lane);
   }
 
   wgmma_wait<0>();
@@ -689,7 +676,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         tma_store_wait_read();
       }
     }
-    give_back<kForm>(bars.empty(cursor.stage), lane);
+    arrive_warp(bars.empty(cursor.stage), lane);
     if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
     // What was left two steps ago has had the time that it takes.
     if (lane == 0 && step > 0) {
@@ -751,42 +738,27 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
     mbarrier_arrive_expect(bar,
                            (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
-    // Of what both blocks of a cluster need each loads some, to both: a half of K, and of what follows by turns.
-    const auto is_mine = [&](int turn) { return !Traits::kShares || turn % 2 == work.half; };
-    const auto load_tokens = [&](uint32_t to, const CUtensorMap& map) {
+    if constexpr (kReverse) {
+      // P is made of these first.
       for (int half = 0; half < 2; ++half) {
-        if constexpr (Traits::kShares) {
-          if (half != work.half) continue;
-          tma_load_5d_cluster(to + half * kTileBytes, &map, bar, 0, chunk.token, half, work.key_head, chunk.batch,
-                              kBothBlocks);
-        } else {
-          tma_load_5d(to + half * kTileBytes, &map, bar, 0, chunk.token, half, work.key_head, chunk.batch);
-        }
+        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
+                    chunk.batch);
       }
-    };
-    const auto load_bytes = [&](uint32_t to, const void* from, uint32_t bytes) {
-      if constexpr (Traits::kShares) {
-        bulk_load_cluster(to, from, bytes, bar, kBothBlocks);
-      } else {
-        bulk_load(to, from, bytes, bar);
-      }
-    };
+    }
     static_assert(Traits::kFwdK == Traits::kRevK);
-    if constexpr (kReverse) load_tokens(base + Traits::kRevQ, maps.q);  // P is made of these first
-    load_tokens(base + Traits::kFwdK, maps.k);
+    for (int half = 0; half < 2; ++half) {
+      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
+                  chunk.batch);
+    }
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
     if constexpr (Traits::kFused) {
-      if (is_mine(step)) {
-        tma_load_5d_cluster(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch, kBothBlocks);
-      }
+      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
     } else {
       const int64_t tile = work.tile(p, work.chunk(step));
-      if (is_mine(step)) load_bytes(sGA, p.GA + tile * kTileBytes, kTileBytes);
-      if (is_mine(step + 1)) {
-        load_bytes(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
-                   p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes);
-        if constexpr (kReverse) load_bytes(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes);
-      }
+      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
+      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
+      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
     }
     if constexpr (kReverse) {
       // Without dO: a tile wholly outside the tensor, which arrives as zeros.
@@ -1119,8 +1091,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
       mbarrier_init(bars.loaded(i), 1);
       mbarrier_init(bars.gates(i), kWarpArrivals);
       mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
-      // Of the warps that read a stage and the one that stores from it; where blocks share loads, of both.
-      mbarrier_init(bars.empty(i), (Traits::kShares ? 2 * 5 : 4 * Traits::kHalves + 1) * kWarpArrivals);
+      mbarrier_init(bars.empty(i), (4 * Traits::kHalves + 1) * kWarpArrivals);
       mbarrier_init(bars.tokens_full(i), 4 * Traits::kHalves * kWarpArrivals);
     }
     for (int half = 0; half < 2; ++half) {
@@ -1133,20 +1104,12 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);
   }
-  if constexpr (Traits::kShares) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (work.reverse) {
     run_states<T, kForm, true>(p, maps, work, smem, bars, warp, lane);
   } else {
     run_states<T, kForm, false>(p, maps, work, smem, bars, warp, lane);
-  }
-  if constexpr (Traits::kShares) {  // no block ends while the other one writes to it
-    __syncwarp();
-    cluster_sync();
   }
 }
 
