@@ -141,14 +141,16 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
+// any_bits: a sequence's bits may depend on the batch.
+ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save, bool any_bits) {
   const bool half = type == ElementType::kFloat16;
   if (split) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
-  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save())
-              : (half ? chunk_forward_fp16() : chunk_forward_bf16());
+  if (save) return half ? chunk_forward_fp16_save() : chunk_forward_bf16_save();
+  if (any_bits) return half ? chunk_forward_fp16_fast() : chunk_forward_bf16_fast();
+  return half ? chunk_forward_fp16() : chunk_forward_bf16();
 }
 
 // A step of a pair of blocks takes about this share of a whole tile's (measured: docs/design/sm90_forward.md).
@@ -335,7 +337,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                      (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
                     args.start_lists != nullptr;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save);
+  const bool any_bits = args.split == SplitMode::kAuto;
+  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save, any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
@@ -350,7 +353,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return cudaErrorInvalidValue;
   }
   if (cut) {
-    const ChunkForwardKernel halves = choose_kernel(args.type, true, save);
+    const ChunkForwardKernel halves = choose_kernel(args.type, true, save, any_bits);
     const bool may_halve = variant == ChunkForwardVariant::kAuto && decided.uncut_in_halves;
     return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
   }
