@@ -83,7 +83,9 @@ def emulate(x: Inputs, dtype: torch.dtype, exact: FrozenSet[str] = frozenset()) 
         GA, P = rounded(G * rounded(A, "A"), "G o A"), rounded(scale * G * (Q @ K.mT), "P")
         gamma, end, ratio = c.exp()[..., None], c[..., -1:, None].exp(), (c[..., -1:] - c).exp()[..., None]
         S0 = rounded(S, "S")
-        values = GA @ rounded(b * (v - gamma * (K @ rounded(S, "S of K S"))), "beta W")
+        # On the diagonal G o A is 1: what that multiplies is added in float32.
+        own = b * (v - gamma * (K @ rounded(S, "S of K S")))
+        values = own + GA.tril(-1) @ rounded(own, "beta W")
         S = end * S + K.mT @ rounded(ratio * values, "ratio V'")
         saved.append((at, Q, K, v, b, d_o, KK, G, GA, P, gamma, end, ratio, S0, rounded(values, "V'")))
 
@@ -91,7 +93,8 @@ def emulate(x: Inputs, dtype: torch.dtype, exact: FrozenSet[str] = frozenset()) 
     dg, dbeta = torch.zeros_like(log_decay), torch.zeros_like(log_decay)
     for at, Q, K, v, b, d_o, KK, G, GA, P, gamma, end, ratio, S0, values in reversed(saved):
         dS1 = rounded(dS, "dS")
-        Z = GA.mT @ rounded(ratio * (K @ rounded(dS, "dS of K dS")) + P.mT @ d_o, "dV'")
+        own = ratio * (K @ rounded(dS, "dS of K dS")) + P.mT @ d_o
+        Z = own + GA.tril(-1).mT @ rounded(own, "dV'")
         dS = end * dS + Q.mT @ rounded(scale * gamma * d_o, "gamma dO") - K.mT @ rounded(gamma * b * Z, "gamma beta Z")
         small = b.abs() < SMALL_BETA[dtype]
         dv, rho = rounded(torch.where(small, Z, b * Z), "dv"), torch.where(small, b, torch.ones_like(b))

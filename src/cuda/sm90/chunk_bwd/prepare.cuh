@@ -211,6 +211,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       copy_out(p.P + tile * kTileBytes, sTile, kTileBytes, thread);
 
+      // G o A below the diagonal, on which both are 1: what that multiplies the passes add in fp32.
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int i = (thread + r * Traits::kGroupThreads) / 8, piece = thread % 8;
@@ -222,8 +223,8 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
           const int col = 8 * piece + 2 * w;
           const float2 other = load_shared_f2(gates + col * 4);
           const float2 x = unpack2<T>(words[w]);
-          gated[w] = pack2<T>(col <= i ? x.x * exp2_approx(c - other.x) : 0.0f,
-                              col + 1 <= i ? x.y * exp2_approx(c - other.y) : 0.0f);
+          gated[w] = pack2<T>(col < i ? x.x * exp2_approx(c - other.x) : 0.0f,
+                              col + 1 < i ? x.y * exp2_approx(c - other.y) : 0.0f);
         }
         *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + tile_piece(0, i, piece)) =
             make_uint4(gated[0], gated[1], gated[2], gated[3]);

@@ -331,19 +331,20 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     pin(packed);
     pin(u);
 
-    // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S.
+    // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
+    // others by the product.
     uint32_t w[16];
+    float v_new[32];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      w[i] = pack2<T>(beta_v[2 * i] - beta_gamma[2 * (i / 2)] * u[2 * i],
-                      beta_v[2 * i + 1] - beta_gamma[2 * (i / 2) + 1] * u[2 * i + 1]);
+      v_new[2 * i] = beta_v[2 * i] - beta_gamma[2 * (i / 2)] * u[2 * i];
+      v_new[2 * i + 1] = beta_v[2 * i + 1] - beta_gamma[2 * (i / 2) + 1] * u[2 * i + 1];
+      w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
     }
-    float v_new[32];
     const uint64_t ga_desc = wgmma_descriptor(sGA);
     wgmma_fence();
-    mma_rs_n64_init<T>(v_new, w, ga_desc);
 #pragma unroll
-    for (int j = 1; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
+    for (int j = 0; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
     wgmma_commit();
     float ratio[16];
     load_columns(ratio, sGates + kRatioOffset, at.lane);
@@ -465,19 +466,19 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     pin(p_do);
     if constexpr (kFused) arrive_warp(bars.P_empty(), at.lane);
 
-    // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV'.
+    // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV', a token's own share in fp32.
     uint32_t d_v_new[16];
+    float Z[32];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      d_v_new[i] = pack2<T>(ratio[2 * (i / 2)] * k_dS[2 * i] + p_do[2 * i],
-                            ratio[2 * (i / 2) + 1] * k_dS[2 * i + 1] + p_do[2 * i + 1]);
+      Z[2 * i] = ratio[2 * (i / 2)] * k_dS[2 * i] + p_do[2 * i];
+      Z[2 * i + 1] = ratio[2 * (i / 2) + 1] * k_dS[2 * i + 1] + p_do[2 * i + 1];
+      d_v_new[i] = pack2<T>(Z[2 * i], Z[2 * i + 1]);
     }
-    float Z[32];
     const uint64_t ga_desc = wgmma_descriptor(sGA);
     wgmma_fence();
-    mma_rs_n64_trans_init<T>(Z, d_v_new, ga_desc);
 #pragma unroll
-    for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(Z, d_v_new + 4 * j, wgmma_advance(ga_desc, j * 2048));
+    for (int j = 0; j < 4; ++j) mma_rs_n64_trans<T>(Z, d_v_new + 4 * j, wgmma_advance(ga_desc, j * 2048));
     wgmma_commit();
     add_outer_half<T>(dS, scaled, sQ, 1);
     wgmma_commit();
@@ -737,13 +738,13 @@ __device__ __forceinline__ void load_row_cumsums(float (&c_row)[2], uint32_t sGa
   }
 }
 
-// Which packed pairs of a thread lie on or below the diagonal of a block of 16 x 16 on it: words to mask them with, so
-// that what is above (infinite G, whatever A holds there) leaves no trace.
-__device__ __forceinline__ void diagonal_masks(uint32_t (&diagonal)[4], int lane) {
+// Which packed pairs of a thread lie on or below the diagonal of a block of 16 x 16 on it (strictly: below it alone):
+// words to mask them with, so that what is above (infinite G, whatever A holds there) leaves no trace.
+__device__ __forceinline__ void diagonal_masks(uint32_t (&diagonal)[4], int lane, bool strictly) {
 #pragma unroll
   for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-    const int column = 8 * (part / 2) + 2 * (lane % 4), row = lane / 4 + 8 * (part % 2);
-    diagonal[part] = (column <= row ? 0xffffu : 0u) | (column < row ? 0xffff0000u : 0u);
+    const int below = lane / 4 + 8 * (part % 2) - (8 * (part / 2) + 2 * (lane % 4)) - static_cast<int>(strictly);
+    diagonal[part] = (below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u);
   }
 }
 
@@ -752,13 +753,14 @@ __device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane
   return tile_piece(tile, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4));
 }
 
-// One warpgroup: in each stage A becomes G o A.
+// One warpgroup: in each stage A becomes G o A below the diagonal. On it both are 1: what that multiplies the state
+// group adds in fp32.
 template <typename T, bool kReverse>
 __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
                                             const Lane& at) {
   using Traits = StatesTraits<true>;
   uint32_t diagonal[4];
-  diagonal_masks(diagonal, at.lane);
+  diagonal_masks(diagonal, at.lane, true);
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
@@ -805,7 +807,7 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
                                        const StatesBarriers& bars, const Lane& at) {
   using Traits = StatesTraits<true>;
   uint32_t diagonal[4];
-  diagonal_masks(diagonal, at.lane);
+  diagonal_masks(diagonal, at.lane, false);
   StatesCursor<Traits::kRevStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const int valid = work.info(work.chunk(step)).valid;
