@@ -8,6 +8,7 @@
 #include "../../common/wgmma.cuh"
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "clear.cuh"
 #include "lane_place.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -581,6 +582,7 @@ template <typename Traits>
 __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
   if (group == 1) {
     ProductRole<Traits>{{{}, p, thread}}.run();
+    finish_tiles(p, thread, 128);
     return;
   }
   const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
