@@ -365,6 +365,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
   }
+  if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
     store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
