@@ -58,7 +58,7 @@ struct alignas(16) ChunkWalker {
   int32_t tile;       // tile to open next; not of a list
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
-  int32_t opened;     // tiles of a list so far
+  int32_t opened;     // tiles so far
 };
 static_assert(sizeof(ChunkWalker) == 80);
 
@@ -247,7 +247,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.position = 0;
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
-    if (r.slot_in >= 0) {
+    // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
+    if (walker.opened++ > 0 && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
@@ -293,6 +294,41 @@ template <typename Traits>
 __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, uint32_t m) {
   produce_chunk<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker),
                         reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing]);
+}
+
+// What the first chunk of a block's tile takes, into L2, by one warp, while the kernels before this one may still run.
+// Nothing is kept of it: should they write the offsets or anything else of the call, what was read here is only a wrong
+// guess of a place, within the tensors. With a plan the tile is not known yet.
+template <typename Traits>
+__device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelParams& p, int lane) {
+  if (p.list != nullptr || p.plan != nullptr) return;
+  const ChunkForwardArgs& args = p.args;
+  const int32_t tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
+  const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of two chunks' preparation
+  const int32_t sequence = tile / args.num_value_heads, head = tile - sequence * args.num_value_heads;
+  int64_t start = sequence * args.dense_length;
+  if (args.cu_seqlens != nullptr) {
+    start = args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + sequence)
+                                       : __ldcg(static_cast<const int*>(args.cu_seqlens) + sequence);
+  }
+  if (start < 0 || start >= args.num_tokens) return;
+  const int32_t row = static_cast<int32_t>(start);
+  if (lane == 0) {
+    const int32_t key_head = head / (args.num_value_heads / args.num_key_heads);
+    tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
+    tma_prefetch_4d(&p.q, 0, row + part * kChunk, 0, key_head);
+    tma_prefetch_4d(&p.v, 0, row, part, head);
+    if (args.initial.data != nullptr && args.initial.indices == nullptr && part == 0) {
+      l2_prefetch(state_matrix(args.initial, sequence, head),
+                  kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    }
+  }
+#pragma unroll 1
+  for (int64_t token = start + lane; token < min(start + kChunk, args.num_tokens); token += 32) {
+    if (args.g != nullptr) l2_prefetch_line(args.g + token * args.g_token_stride + head * args.g_head_stride);
+    if (args.beta != nullptr)
+      l2_prefetch_line(args.beta + token * args.beta_token_stride + head * args.beta_head_stride);
+  }
 }
 
 // Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m: whoever has

@@ -8,6 +8,7 @@
 #include "../../common/wgmma.cuh"
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "clear.cuh"
 #include "fast_inverse.cuh"
 #include "lane_place.cuh"
 
@@ -581,15 +582,15 @@ struct ProductRole : DutyRole<Traits> {
     uint32_t packed[16];
     // M is made two chunks ahead of P: K K^T of chunk 0 and 1 first.
     wait_key(0, valid);
-    float2 beta = load_beta(0, valid);
     start_product<Element>(x, wgmma_descriptor(this->stage_k(0)), wgmma_descriptor(this->stage_k(0)));
+    float2 beta = load_beta(0, valid);
     wgmma_wait<0>();
     pin(x);
     pack_m(x, beta, packed);
-    wait_key(1, valid1);
-    beta = load_beta(1, valid1);
-    start_product<Element>(x, wgmma_descriptor(this->stage_k(1)), wgmma_descriptor(this->stage_k(1)));
     store_m(packed, 0);
+    wait_key(1, valid1);
+    start_product<Element>(x, wgmma_descriptor(this->stage_k(1)), wgmma_descriptor(this->stage_k(1)));
+    beta = load_beta(1, valid1);
     wgmma_wait<0>();
     pin(x);
     // x is K K^T of chunk m + 1.
@@ -632,6 +633,7 @@ template <typename Traits>
 __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
   if (group == 1) {
     ProductRole<Traits>{{{}, p, thread}}.run();
+    finish_tiles(p, thread, 128);
     return;
   }
   const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);

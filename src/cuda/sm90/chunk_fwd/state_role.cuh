@@ -251,6 +251,8 @@ struct StateRole {
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t m = 0;
     int2 chunk_now = load_chunk(0);
+    // The first state after the first K, lest all of the card's blocks ask memory for states while they wait for K.
+    if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
     // What is done once a tile lies outside of the loop over its chunks, whose code so lies in one piece.
 #pragma unroll 1
     while (chunk_now.x >= 0) {
