@@ -71,9 +71,10 @@ __device__ __forceinline__ Gates make_gates(const ChunkBackwardParams& p, const 
     c0 = sum - c1;
     c1 = sum;
   }
-  const float last = __shfl_sync(0xffffffffu, c1, 31) * kLog2E;
-  c0 *= kLog2E;
-  c1 *= kLog2E;
+  // Rounded by themselves wherever this is compiled to: all forms of the passes have the same bits.
+  const float last = __fmul_rn(__shfl_sync(0xffffffffu, c1, 31), kLog2E);
+  c0 = __fmul_rn(c0, kLog2E);
+  c1 = __fmul_rn(c1, kLog2E);
   return {make_float2(c0, c1), make_float2(exp2_approx(c0), exp2_approx(c1)),
           make_float2(exp2_approx(last - c0), exp2_approx(last - c1)), make_float2(beta[0], beta[1])};
 }
@@ -111,7 +112,7 @@ __device__ __forceinline__ void store_pass_gates(uint32_t smem, const Gates& gat
   store_shared_f2(to + kPassBeta, gates.beta.x, gates.beta.y);
   store_shared_f2(to + kPassGiven, fabsf(gates.beta.x) < small_beta ? 1.0f : gates.beta.x,
                   fabsf(gates.beta.y) < small_beta ? 1.0f : gates.beta.y);
-  const float2 factor = make_float2(scale * gates.gamma.x, scale * gates.gamma.y);
+  const float2 factor = make_float2(__fmul_rn(scale, gates.gamma.x), __fmul_rn(scale, gates.gamma.y));
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     const SplitFactor x(factor.x), y(factor.y);
     store_shared_f2(to + kPassFactor, __uint_as_float(pack2<T>(x.high, y.high)),

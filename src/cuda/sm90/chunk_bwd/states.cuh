@@ -370,12 +370,13 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
+    // Which product is rounded by itself and which in the sum below is said here: all forms have the same bits.
     float beta_v[32];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 x = unpack2<T>(v[i]);
-      beta_v[2 * i] = beta[2 * (i / 2)] * x.x;
-      beta_v[2 * i + 1] = beta[2 * (i / 2) + 1] * x.y;
+      beta_v[2 * i] = __fmul_rn(beta[2 * (i / 2)], x.x);
+      beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
     }
     if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
     if (work.keeps_state(step)) {
@@ -397,8 +398,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     float v_new[32];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      v_new[2 * i] = beta_v[2 * i] + step_factor[2 * (i / 2)] * u[2 * i];
-      v_new[2 * i + 1] = beta_v[2 * i + 1] + step_factor[2 * (i / 2) + 1] * u[2 * i + 1];
+      v_new[2 * i] = fmaf(step_factor[2 * (i / 2)], u[2 * i], beta_v[2 * i]);
+      v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
       w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
     }
     const uint64_t ga_desc = wgmma_descriptor(sGA);
@@ -700,7 +701,7 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
-      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
+      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hv + work.head);
     }
     if (done[0] == 0) {
       __nanosleep(100);
