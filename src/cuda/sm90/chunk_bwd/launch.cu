@@ -25,7 +25,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->first_pair = workspace.take<int32_t>(p->N);
   p->total_pairs = workspace.take<int32_t>(1);
   p->progress = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
-  p->prepared = workspace.take<uint32_t>(tiles);
+  p->prepared = workspace.take<uint32_t>(static_cast<int64_t>(p->chunk_bound) * p->Hq);
   p->next_item = workspace.take<uint32_t>(1);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr

@@ -29,7 +29,7 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
                            cudaStream_t stream) {
   using Traits = PrepareTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
-  const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * (p.beside ? p.Hv : p.Hq);
+  const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * p.Hq;
   const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : 0);
   const unsigned pairs =
       static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;

@@ -71,7 +71,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   }
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.pair_bound) * p.Hq; i += kPlanThreads) p.progress[i] = 0;
   if (p.beside) {  // nobody else looks
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.chunk_bound) * p.Hv; i += kPlanThreads) p.prepared[i] = 0;
+    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.chunk_bound) * p.Hq; i += kPlanThreads) p.prepared[i] = 0;
   }
   const bool packed = p.cu_seqlens != nullptr;
   if (!packed && p.segment_chunks == 0) return;

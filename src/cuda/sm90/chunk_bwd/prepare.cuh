@@ -1,8 +1,8 @@
 // Chunk-parallel preparation: gate vectors, G o A and P of every chunk and value head, for serial passes that do not
 // make them themselves (states.cuh), and for segments how much a chunk lets a state grow or decay (segments.cuh). A
 // piece of work is a (chunk, key head), its value heads one after another; the four warpgroups of a block work by
-// themselves. Where the passes leave half of the device idle this runs beside them, on the other half, a value head at
-// a time, and they wait for each chunk.
+// themselves. Where the passes leave half of the device idle this runs beside them, on the other half, and they wait
+// for each chunk.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/gates.cuh"
@@ -40,26 +40,20 @@ __device__ __forceinline__ void copy_out(void* global, uint32_t smem, uint32_t b
 struct PrepareWork {
   ChunkInfo chunk;
   int slot, key_head;  // slot < 0: there is no more
-  int head, last;      // value heads: the first one, and the one behind them
 };
 
 // The first piece of work that is there at `at` or a multiple of `step` after it.
 __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardParams& p, uint32_t* at, uint32_t step) {
-  // Passes beside this kernel wait for the first pieces, so that these are small: a value head each.
-  const uint32_t members = p.beside ? 1 : static_cast<uint32_t>(p.group);
-  const uint32_t units = static_cast<uint32_t>(p.N), heads = static_cast<uint32_t>(p.Hv) / members;
+  const uint32_t units = static_cast<uint32_t>(p.N), heads = static_cast<uint32_t>(p.Hq);
   const uint32_t total = static_cast<uint32_t>(total_chunks(p));
   const uint32_t places = units * piece_length(units, total) * heads;
   for (; *at < places; *at += step) {
     const uint32_t turn = *at / heads, slot = outer_first(turn, units, total);
     if (slot >= total) continue;
     const ChunkInfo chunk = chunk_info(p, static_cast<int>(slot));
-    const int head = static_cast<int>((*at - turn * heads) * members);
-    if (chunk.valid > 0) {
-      return {chunk, static_cast<int>(slot), head / p.group, head, head + static_cast<int>(members)};
-    }
+    if (chunk.valid > 0) return {chunk, static_cast<int>(slot), static_cast<int>(*at - turn * heads)};
   }
-  return {{}, -1, 0, 0, 0};
+  return {{}, -1, 0};
 }
 
 template <typename T>
@@ -102,10 +96,10 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   // What a piece's first heads need besides is fetched while the piece before is worked on.
   RawGates raw;
   auto fetch_gates = [&](const PrepareWork& work, int head) {
-    if (work.slot >= 0 && head < work.last) raw = load_gates(p, work.chunk, head, lane);
+    if (work.slot >= 0 && head < (work.key_head + 1) * p.group) raw = load_gates(p, work.chunk, head, lane);
   };
   auto put_gates = [&](const PrepareWork& work, int head) {
-    if (head >= work.last) return;
+    if (head >= (work.key_head + 1) * p.group) return;
     const Gates gates = make_gates(p, raw, work.chunk.valid, lane);
     const uint32_t to = sGates + warp * kAllGateBytes;
     store_gates(to, gates, lane);
@@ -126,13 +120,13 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       if (thread / 8 + kRows * r < work.chunk.valid) a[r] = *reinterpret_cast<const uint4*>(from);
     }
   };
-  fetch_gates(next, next.head + warp);
-  fetch_A(next, next.head);
+  fetch_gates(next, next.key_head * p.group + warp);
+  fetch_A(next, next.key_head * p.group);
 
   for (uint32_t phase = 0; next.slot >= 0; phase ^= 1) {
     const PrepareWork work = next;
-    const int valid = work.chunk.valid;
-    put_gates(work, work.head + warp);
+    const int first_head = work.key_head * p.group, valid = work.chunk.valid;
+    put_gates(work, first_head + warp);
     sync();  // the first time for the barrier too
     mbarrier_wait(barrier, phase);
     if (valid < kChunk) {
@@ -180,8 +174,8 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     load_tokens(next);  // all have read what is there
     const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
 
-    for (int head = work.head; head < work.last; ++head) {
-      const int member = head - work.head;
+    for (int member = 0; member < p.group; ++member) {
+      const int head = first_head + member;
       const int64_t tile = static_cast<int64_t>(work.slot) * p.Hv + head;
       if (member > 0 && member % Traits::kGateHeads == 0) {
         fetch_gates(work, head + warp);
@@ -241,15 +235,15 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
         *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + tile_piece(0, i, piece)) =
             make_uint4(gated[0], gated[1], gated[2], gated[3]);
       }
-      if (head + 1 < work.last) {
+      if (member + 1 < p.group) {
         fetch_A(work, head + 1);
       } else {
-        fetch_gates(next, next.head + warp);
-        fetch_A(next, next.head);
+        fetch_gates(next, next.key_head * p.group + warp);
+        fetch_A(next, next.key_head * p.group);
       }
       sync();
     }
-    if (p.beside && thread == 0) add_release(p.prepared + static_cast<int64_t>(work.slot) * p.Hv + work.head, 1);
+    if (p.beside && thread == 0) add_release(p.prepared + static_cast<int64_t>(work.slot) * p.Hq + work.key_head, 1);
   }
 }
 

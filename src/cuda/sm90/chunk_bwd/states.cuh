@@ -701,7 +701,7 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
-      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hv + work.head);
+      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
     }
     if (done[0] == 0) {
       __nanosleep(100);
