@@ -226,6 +226,7 @@ struct PairStateRole : StateRole<Traits> {
     w.find_products();
     at_pair.wait_record(0);
     w.chunk = this->load_chunk(0);
+    if (__any_sync(0xffffffffu, w.chunk.x >= 0)) at_pair.wait_k(0);  // as in state_role.cuh
 #pragma unroll 1
     while (true) {
       const bool more = __any_sync(0xffffffffu, w.chunk.x >= 0);
