@@ -8,6 +8,7 @@
 #include "chunk_stream.cuh"
 #include "clear.cuh"
 #include "launch_kernel.h"
+#include "lengths.cuh"
 
 namespace flash_qla::cuda::sm90 {
 namespace {
@@ -15,42 +16,12 @@ namespace {
 constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
-// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier, and leaves each lane
-// with the one of its number in `own` (which is else left alone).
-template <int kThreads>
-__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args, PlannedSequence* own) {
-  if (args.cu_seqlens == nullptr) {
-    const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
-    return {static_cast<int64_t>(chunks) * args.num_sequences, chunks > 0 ? args.num_sequences : 0, chunks};
-  }
-  const bool one_warp = args.num_sequences <= 32;
-  int32_t chunks = 0, sequences = 0, longest = 0;
-  for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
-       i += kThreads) {
-    const PlannedSequence s = sequence_at(args, i);
-    const int32_t count = chunks_in(s.length);
-    if (one_warp) *own = s;
-    chunks += count;
-    sequences += count > 0;
-    longest = max(longest, count);
-  }
-  chunks = __reduce_add_sync(0xffffffffu, chunks);
-  sequences = __reduce_add_sync(0xffffffffu, sequences);
-  longest = __reduce_max_sync(0xffffffffu, longest);
-  if (one_warp) return {chunks, sequences, longest};
-  __shared__ int32_t totals[3];
-  if (threadIdx.x < 3) totals[threadIdx.x] = 0;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0 && sequences > 0) {
-    atomicAdd(&totals[0], chunks);
-    atomicAdd(&totals[1], sequences);
-    atomicMax(&totals[2], longest);
-  }
-  __syncthreads();
-  return {totals[0], totals[1], totals[2]};
-}
-
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
+  if (p.lengths_first != 0) {
+    SplitGrid grid;
+    if (const int32_t spacing = *p.workspace.spacing; spacing > 0) grid.set_spacing(spacing);
+    return grid;
+  }
   if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);
 }
@@ -150,9 +121,9 @@ __global__ void __launch_bounds__(kPlanThreads)
       p.workspace.readers[i] = 0;
     }
   }
-  const int units_blocks = static_cast<int>(gridDim.x) - (args.cu_seqlens != nullptr ? kClearBlocks : 0);
+  const int units_blocks = static_cast<int>(gridDim.x) - p.clear_blocks;
   if (static_cast<int>(blockIdx.x) >= units_blocks) {
-    clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
+    clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, p.clear_blocks);
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -446,6 +417,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (keep_sequences && thread < n) kept_sequences[thread] = read_sequence(thread);
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (p.lengths_first != 0 && grid.spacing == 0) {
+    // The kernels after this one have nothing to do.
+    if (thread == 0) *ws.counters = SplitCounters{};
+    return;
+  }
   const uint8_t* warmups = ws.warmups;
   if (p.capacity.slots <= kKeptWarmups) {
     // Whole vectors: the workspace has room for them.
@@ -503,9 +479,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
     __syncthreads();
     if (thread < kMergeChoices) {
-      const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
-                                                     thread, p.uncut_in_halves != 0, p.sms);
-      choice_steps[thread] = estimate.steps(p.by_sms);
+      choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                                             p.uncut_in_halves != 0, p.by_sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.
@@ -612,6 +587,8 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.first_chunks = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n));
+  w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+  w.unsplit = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
@@ -635,8 +612,7 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   params.by_boundary_units = Divisor(args.num_key_heads * params.parts);
   params.by_heads = Divisor(args.num_value_heads);
   params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
-  const int blocks =
-      std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + (args.cu_seqlens != nullptr ? kClearBlocks : 0);
+  const int blocks = std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + params.clear_blocks;
   if (args.type == ElementType::kFloat16) {
     classify_boundaries_kernel<__half><<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(params);
   } else {
