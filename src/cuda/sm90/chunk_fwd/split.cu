@@ -316,17 +316,6 @@ struct TileSink {
   }
 };
 
-// One whole sequence and head as the n-th tile of a list in which all are equal.
-struct WholeTileSink {
-  const TileSink& list;
-  int32_t n;
-  __device__ void tile(const Tile& t) const {
-    list.count_reader(t);
-    list.put(t, n);
-  }
-  __device__ void chain(const TransitionChain&) const {}
-};
-
 __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
@@ -386,12 +375,18 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (thread == 0) chains_used = tiles_used = chunks_before = 0;
   __syncthreads();
 
+  // Where sequences are cut; a larger batch's are kept in memory.
+  CutSequence* const cuts = n <= kKeptSequences ? kept_sequences : ws.cuts;
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
-  if (number_chunks) {
-    for (int32_t first = 0; first < n; first += kListThreads) {
-      const int32_t i = first + thread;
-      const int32_t chunks = i < n ? chunks_in(sequence_at(args, i).length) : 0;
+#pragma unroll 1
+  for (int32_t first = 0; first < n; first += kListThreads) {
+    const int32_t i = first + thread;
+    PlannedSequence s{0, 0, i, 0};
+    if (i < n) s = sequence_at(args, i);
+    if (number_chunks) {
+      const int32_t chunks = chunks_in(s.length);
       int32_t inclusive = chunks;
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += below;
@@ -399,22 +394,18 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       if (lane == 31) warp_chunks[warp] = inclusive;
       __syncthreads();
       int32_t before = chunks_before;
+#pragma unroll 1
       for (int w = 0; w < warp; ++w) before += warp_chunks[w];
-      if (i < n) ws.first_chunks[i] = before + inclusive - chunks;
+      s.first_chunk = before + inclusive - chunks;
       __syncthreads();
       if (thread == kListThreads - 1) chunks_before = before + inclusive;
       __syncthreads();
     }
-  }
-  auto read_sequence = [&](int32_t i) {
-    PlannedSequence s = sequence_at(args, i);
-    if (number_chunks) s.first_chunk = ws.first_chunks[i];
+    if (i >= n) continue;
     // A skipped sequence has no state tiles: the chains wait for all that are listed.
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
-    return CutSequence(s, grid);
-  };
-  const bool keep_sequences = n <= kKeptSequences;
-  if (keep_sequences && thread < n) kept_sequences[thread] = read_sequence(thread);
+    cuts[i] = CutSequence(s, grid);
+  }
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (p.lengths_first != 0 && grid.spacing == 0) {
@@ -437,8 +428,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
-    return HeadPlan(keep_sequences ? kept_sequences[i] : read_sequence(i), head, grid, merge, p.capacity.boundaries,
-                    warmups_of(head));
+    return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
   };
 
   SplitMerge merge;
@@ -502,20 +492,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
-  // Equal lengths without a cut need no sorting, and are what a call is most often that was planned in vain.
-  const bool alike = grid.spacing == 0 && lengths.chunks == static_cast<int64_t>(lengths.longest) * n;
-  if (alike) {
-    for (int32_t pair = thread; pair < pairs; pair += kListThreads) {
-      WholeTileSink whole{sink, pair};
-      head_plan(pair, merge).emit(SegmentRound{1, 1, 0}, SegmentCarry{}, 0, whole);
-    }
-    if (thread == 0) {
-      list_sizes[0] = first_tiles = 0;
-      list_sizes[1] = free_tiles = pairs;
-    }
-  }
 #pragma unroll 1
-  for (int pass = alike ? 2 : 0; pass < 2; ++pass) {
+  for (int pass = 0; pass < 2; ++pass) {
     if (pass == 1 && tiles_used <= kKeptTiles) {
       for (int i = thread; i < tiles_used; i += kListThreads) {
         const Tile t = kept.tiles.tile[i];
@@ -534,14 +512,17 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       const int first = warp == 0 ? 0 : kLengthBuckets,
                 per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
       int32_t sum = 0;
+#pragma unroll 1
       for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
       int32_t inclusive = sum;
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += below;
       }
       if (lane == 31) list_sizes[warp] = inclusive;
       int32_t before = inclusive - sum;
+#pragma unroll 1
       for (int i = 0; i < per_lane; ++i) {
         const int bucket = first + lane * per_lane + i;
         const int32_t count = buckets[bucket];
@@ -586,7 +567,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
-  w.first_chunks = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n));
+  w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
   w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
   w.unsplit = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));

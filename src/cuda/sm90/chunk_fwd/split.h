@@ -9,11 +9,11 @@ namespace flash_qla::cuda::sm90 {
 // Places in the workspace.
 struct SplitWorkspace {
   SplitCounters* counters;
-  uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
-  int32_t* first_chunks;  // [N]; where h is wanted and lengths vary
-  int32_t* spacing;       // SplitGrid's, where lengths are looked at first
-  void* unsplit;          // chunk_forward_workspace_size(N) bytes, likewise
-  uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
+  uint8_t* warmups;   // [boundaries, Hv] of warmup_chunks()
+  CutSequence* cuts;  // [N]
+  int32_t* spacing;   // SplitGrid's, where lengths are looked at first
+  void* unsplit;      // chunk_forward_workspace_size(N) bytes, likewise
+  uint32_t* readers;  // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
