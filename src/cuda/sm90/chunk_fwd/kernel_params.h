@@ -50,8 +50,10 @@ struct ChunkForwardKernelParams {
   uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // with plan: tiles given out beyond the first of each block
-  const int32_t* cut;           // not 0 there: a split does the work, this kernel has no tiles; null: it has
-  int32_t tiles;                // N * Hv
+  // Where lengths are looked at first, 0 there: the unsplit kernel does the work, else that of the lists. Null: no
+  // such question.
+  const int32_t* cut;
+  int32_t tiles;  // N * Hv
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.

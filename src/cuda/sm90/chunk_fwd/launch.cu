@@ -223,8 +223,7 @@ struct DecidedSplit {
 // The last one begins with tiles that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call without
 // a split, which finds its tiles if nothing is to be cut. Where the gates decide and two SMs would share a head, that
-// kernel is the last, with a list. It is then launched as without a split: not beside blocks that end, which leave room
-// in some parts of the card before others, and pairs of blocks that crowd a part take up to a tenth longer.
+// kernel is the last, with a list.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSplit& decided,
                          const ChunkForwardKernel& kernel, const ChunkForwardKernel& uncut_kernel, int sms,
                          cudaStream_t stream) {
@@ -262,6 +261,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.chains = split.workspace.chains;
   tiles.counters = counters;
   tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
+  tiles.cut = decided.lengths_first ? split.workspace.spacing : nullptr;
   tiles.list = split.workspace.state_tiles;
   tiles.tickets = &counters->states;
   error =
@@ -273,7 +273,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, true, stream);
   if (error != cudaSuccess || !decided.uncut_in_halves) return error;
   tiles.tickets = &counters->halves;
-  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, false, stream);
+  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, true, stream);
 }
 
 }  // namespace
