@@ -43,9 +43,7 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
-  static constexpr uint32_t kRehearsed = kListed + 8 * kAuxGroups;  // all warps are through with the first stream
-  static constexpr uint32_t kPlanned = kRehearsed + 8;              // the second one is open
-  static constexpr uint32_t kSmemBytes = kPlanned + 8;
+  static constexpr uint32_t kSmemBytes = kListed + 8 * kAuxGroups;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -348,44 +346,6 @@ __device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list)
   }
 }
 
-// Before a stream of chunks: its barriers and first records, by one thread. rehearsal: of a single chunk, the first
-// tokens' of the first head, from zero, and of which nothing is kept.
-template <typename Traits>
-__device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, bool rehearsal) {
-  const auto init = [&](uint32_t barrier, uint32_t arrivals) {
-    if (!rehearsal) mbarrier_invalidate(barrier);
-    mbarrier_init(barrier, arrivals);
-  };
-#pragma unroll 1
-  for (uint32_t i = 0; i < Traits::kStages; ++i) {
-    init(smem() + Traits::kFull + 8 * i, 1 + 128);
-    init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
-    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
-  }
-#pragma unroll 1
-  for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
-  mbarrier_init_fence();
-  ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
-  if (rehearsal) {
-    walker.tiles = 0;
-    walker.remaining = -1;
-  } else {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-    open_list<Traits>(p, walker);
-    leave_tiles_to_whole_pairs(*p.tickets);
-  }
-#pragma unroll 1
-  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
-  if (rehearsal) {
-    ChunkRecord first{};
-    first.valid = kChunk;
-    first.flags = kFirstChunk;
-    first.slot_in = kNoSlot;
-    *reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks) = first;
-  }
-}
-
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_state_tiles_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
@@ -401,41 +361,31 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     return;
   }
   if (threadIdx.x == 0) {
-    mbarrier_init(smem() + Traits::kRehearsed, Traits::kThreads / 32 * kWarpArrivals);
-    mbarrier_init(smem() + Traits::kPlanned, 1);
+    for (uint32_t i = 0; i < Traits::kStages; ++i) {
+      mbarrier_init(smem() + Traits::kFull + 8 * i, 1 + 128);
+      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
+      mbarrier_init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
+    }
+    for (int i = 0; i < Traits::kAuxGroups; ++i) mbarrier_init(smem() + Traits::kListed + 8 * i, 1);
+    mbarrier_init_fence();
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
-    start_stream<Traits>(p, true);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    open_list<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker));
+    leave_tiles_to_whole_pairs(*p.tickets);
+#pragma unroll 1
+    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
   }
   __syncthreads();
 
-  // Twice: while the plan is being made, a chunk without any consequences is gone through, for the sake of the
-  // instructions, which each role else waits for in its first chunk.
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-#pragma unroll 1
-    for (bool rehearsal = true;; rehearsal = false) {
-      StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
-      if (!rehearsal) break;
-      mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
-      if (threadIdx.x == 0) {
-        mbarrier_wait(smem() + Traits::kRehearsed, 0);
-        start_stream<Traits>(p, false);
-        mbarrier_arrive(smem() + Traits::kPlanned);
-      }
-      __syncwarp();
-      mbarrier_wait(smem() + Traits::kPlanned, 0);
-    }
+    StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
-#pragma unroll 1
-    for (bool rehearsal = true;; rehearsal = false) {
-      role.run(__shfl_sync(0xffffffffu, thread, thread & 31));
-      if (!rehearsal) break;
-      mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
-      mbarrier_wait(smem() + Traits::kPlanned, 0);
-    }
+    StateTileRole<Traits>{{p, group - Traits::kAuxGroups, LanePlace{}}}.run(
+        __shfl_sync(0xffffffffu, thread, thread & 31));
     combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
   }
 }
