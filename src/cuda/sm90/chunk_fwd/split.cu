@@ -280,47 +280,32 @@ constexpr uint32_t kWarpsOfHalf = 4;
 constexpr int32_t kKeptTiles = 1024;
 struct KeptTiles {
   Tile tile[kKeptTiles];
-  alignas(16) uint32_t order[kKeptTiles];  // by bucket, then as neighbours of the same tokens
+  uint16_t rank[kKeptTiles];  // in its bucket
 };
-
-// Those of the same tokens and neighbouring heads beside each other: K and Q are then read once for several, and whole
-// rows of V. Beyond 2^16 chunks and 64 heads the order within a bucket is any.
-__device__ uint32_t tile_order(const Tile& t, bool in_place) {
-  const uint32_t chunk = min(static_cast<uint32_t>(t.row / kSplitChunk), 0xffffu);
-  return static_cast<uint32_t>(tile_bucket(t, in_place)) << 23 | chunk << 7 | static_cast<uint32_t>(t.head & 63) << 1 |
-         ((t.flags & kTileTransition) != 0 ? 1u : 0u);
-}
-static_assert(kTileBuckets <= 1 << 9);
 
 // Counts the tiles of each bucket, then places them.
 struct TileSink {
-  bool place, in_place, count_readers;
+  bool place, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
   int32_t *chains_used, *tiles_used;
   KeptTiles* kept;
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
-    const int bucket = tile_bucket(t, in_place);
+    const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
     if (place) {
-      put(t, atomicAdd(&next[bucket], 1));
+      put(t, n);
       return;
     }
-    // Most tiles of a warp are of one bucket: one atomic for all of these.
-    const uint32_t active = __activemask(), alike = __match_any_sync(active, bucket);
-    const uint32_t below = (1u << threadIdx.x % 32) - 1;
-    if ((alike & below) == 0) atomicAdd(&next[bucket], __popc(alike));
-    int32_t i = 0;
-    if ((active & below) == 0) i = atomicAdd(tiles_used, __popc(active));
-    i = __shfl_sync(active, i, __ffs(static_cast<int>(active)) - 1) + __popc(active & below);
+    const int32_t i = atomicAdd(tiles_used, 1);
     if (i < kKeptTiles) {
       kept->tile[i] = t;
-      kept->order[i] = tile_order(t, in_place);
+      kept->rank[i] = static_cast<uint16_t>(n);
     }
     count_reader(t);
   }
   __device__ void count_reader(const Tile& t) const {
-    if (!count_readers || !(t.flags & kTileFromStart)) return;
+    if (!in_place || !(t.flags & kTileFromStart)) return;
     uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
     for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
   }
@@ -393,7 +378,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     KeptTiles tiles;
     __device__ Kept() {}
   } kept;
-  if (thread == 0) chunks_before = 0;
+  for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
+  if (thread == 0) chains_used = tiles_used = chunks_before = 0;
   __syncthreads();
 
   // Where sequences are cut; a larger batch's are kept in memory.
@@ -427,179 +413,144 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
     cuts[i] = CutSequence(s, grid);
   }
-  const bool keep_warmups = p.capacity.slots <= kKeptWarmups;
-  const uint8_t* warmups = keep_warmups ? reinterpret_cast<const uint8_t*>(kept_warmups) : ws.warmups;
+  // The boundaries' kernel is waited for here.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const uint8_t* warmups = ws.warmups;
+  if (p.capacity.slots <= kKeptWarmups) {
+    // Whole vectors: the workspace has room for them.
+    if (16 * thread < p.capacity.slots) kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
+    warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
+  }
+  __syncthreads();
   auto warmups_of = [warmups, heads](int32_t head) {
     return [warmups, heads, head](int32_t number) {
       return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
     };
   };
-  const bool cutting = grid.spacing > 0;
   const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
     return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
   };
 
+  SplitMerge merge;
+  bool cut = grid.spacing > 0;
   const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
-  // While the boundaries are being classified all of this is done once with made-up warm-ups, for the sake of its
-  // instructions: they are fetched once, run once, and most of the time that they take is that of fetching them. What
-  // it writes is written again.
-  bool rehearsal = keep_warmups && cutting;
+  if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
+    // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+    // call may have that is planned without being forced to.
+    const int32_t summarised = min(pairs, kMostSummaries);
 #pragma unroll 1
-  for (;; rehearsal = false) {
-    if (!rehearsal) {
-      // The boundaries' kernel is waited for here.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
+      const auto plan = head_plan(pair, merge);
+      const int first_lane = lane / width * width;
+      const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
+      int32_t heavy = 0, total = 0;
+      for (int32_t i = 1 + lane - first_lane; i < plan.cuts.pieces; i += width) {
+        const int32_t warmup = plan.warmup_at(i);
+        heavy += warmup == 0;
+        total += warmup;
+      }
+      heavy = __reduce_add_sync(group, heavy);
+      total = __reduce_add_sync(group, total);
+      if (lane == first_lane && pair < summarised)
+        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
     }
-    if (keep_warmups && 16 * thread < p.capacity.slots) {
-      constexpr uint32_t kEveryFourthHeavy = 0x00050505;
-      // Whole vectors: the workspace has room for them.
-      kept_warmups[thread] =
-          rehearsal ? make_uint4(kEveryFourthHeavy, kEveryFourthHeavy, kEveryFourthHeavy, kEveryFourthHeavy)
-                    : reinterpret_cast<const uint4*>(ws.warmups)[thread];
-    }
-    for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
-    if (thread == 0) chains_used = tiles_used = 0;
     __syncthreads();
-    SplitMerge merge;
-    bool cut = cutting;
-    if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
-      // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
-      // call may have that is planned without being forced to.
-      const int32_t summarised = min(pairs, kMostSummaries);
-#pragma unroll 1
-      for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
-        const auto plan = head_plan(pair, merge);
-        const int first_lane = lane / width * width;
-        const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
-        int32_t heavy = 0, total = 0;
-        for (int32_t i = 1 + lane - first_lane; i < plan.cuts.pieces; i += width) {
-          const int32_t warmup = plan.warmup_at(i);
-          heavy += warmup == 0;
-          total += warmup;
-        }
-        heavy = __reduce_add_sync(group, heavy);
-        total = __reduce_add_sync(group, total);
-        if (lane == first_lane && pair < summarised)
-          kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+    // A warp for each part of a choice, then a thread for each choice.
+    {
+      const bool with_heavy = warp >= kMerges;
+      SplitEstimate estimate;
+      estimate.costs = p.costs;
+      for (int32_t pair = lane; pair < summarised; pair += 32) {
+        const HeadSummary head = kept.summaries[pair];
+        if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
       }
-      __syncthreads();
-      // A warp for each part of a choice, then a thread for each choice.
-      {
-        const bool with_heavy = warp >= kMerges;
-        SplitEstimate estimate;
-        estimate.costs = p.costs;
-        for (int32_t pair = lane; pair < summarised; pair += 32) {
-          const HeadSummary head = kept.summaries[pair];
-          if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
-        }
-        estimate = sum_over_warp(estimate);
-        if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
-      }
-      __syncthreads();
-      if (thread < kMergeChoices) {
-        choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
-                                               p.uncut_in_halves != 0, p.by_sms);
-      }
-      __syncthreads();
-      // Every warp looks for the best one, of equals the first.
-      int best = lane;
-#pragma unroll
-      for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
-      float steps = choice_steps[best];
-#pragma unroll
-      for (int i = 16; i > 0; i /= 2) {
-        const float other = __shfl_xor_sync(0xffffffffu, steps, i);
-        const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
-        if (other < steps || (other == steps && other_best < best)) {
-          steps = other;
-          best = other_best;
-        }
-      }
-      merge = merge_choice(best);
-      cut = best != kMergeChoices - 1;
+      estimate = sum_over_warp(estimate);
+      if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
     }
+    __syncthreads();
+    if (thread < kMergeChoices) {
+      choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                                             p.uncut_in_halves != 0, p.by_sms);
+    }
+    __syncthreads();
+    // Every warp looks for the best one, of equals the first.
+    int best = lane;
+#pragma unroll
+    for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
+    float steps = choice_steps[best];
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, steps, i);
+      const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
+      if (other < steps || (other == steps && other_best < best)) {
+        steps = other;
+        best = other_best;
+      }
+    }
+    merge = merge_choice(best);
+    cut = best != kMergeChoices - 1;
+  }
 
-    TileSink sink{false,       p.in_place != 0, p.in_place != 0 && !rehearsal,
-                  heads,       buckets,         &chains_used,
-                  &tiles_used, &kept.tiles,     ws};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
 #pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {
-      if (pass == 1 && tiles_used <= kKeptTiles) {
-        // A tile's place is how many of its list come before it. The lists' own order is that of the buckets.
-        const int32_t padded = (tiles_used + 3) / 4 * 4;
-        if (tiles_used + thread < padded) kept.tiles.order[tiles_used + thread] = ~0u;
-        __syncthreads();
-        for (int i = thread; i < tiles_used; i += kListThreads) {
-          const uint32_t own_order = kept.tiles.order[i];
-          int32_t before = 0;
-#pragma unroll 4
-          for (int j = 0; j < padded; j += 4) {
-            const uint4 others = *reinterpret_cast<const uint4*>(&kept.tiles.order[j]);
-            // Of equal ones, beyond what the order can tell apart, the one that was kept first.
-            before += (others.x < own_order + (j < i)) + (others.y < own_order + (j + 1 < i)) +
-                      (others.z < own_order + (j + 2 < i)) + (others.w < own_order + (j + 3 < i));
-          }
-          const Tile t = kept.tiles.tile[i];
-          sink.put(t, t.flags & kTileToSlot ? before : before - list_sizes[0]);
-        }
-        break;
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1 && tiles_used <= kKeptTiles) {
+      for (int i = thread; i < tiles_used; i += kListThreads) {
+        const Tile t = kept.tiles.tile[i];
+        sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
       }
+      break;
+    }
 #pragma unroll 1
-      for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
-        emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
+    for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
+      emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
+    }
+    __syncthreads();
+    if (pass == 1) break;
+    // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
+    if (warp < 2) {
+      const int first = warp == 0 ? 0 : kLengthBuckets,
+                per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
+      int32_t sum = 0;
+#pragma unroll 1
+      for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
+      int32_t inclusive = sum;
+#pragma unroll 1
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+        if (lane >= step) inclusive += below;
       }
-      __syncthreads();
-      if (pass == 1) break;
-      // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
-      if (warp < 2) {
-        const int first = warp == 0 ? 0 : kLengthBuckets,
-                  per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
-        int32_t sum = 0;
+      if (lane == 31) list_sizes[warp] = inclusive;
+      int32_t before = inclusive - sum;
 #pragma unroll 1
-        for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
-        int32_t inclusive = sum;
-#pragma unroll 1
-        for (int step = 1; step < 32; step *= 2) {
-          const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-          if (lane >= step) inclusive += below;
-        }
-        if (lane == 31) list_sizes[warp] = inclusive;
-        int32_t before = inclusive - sum;
-#pragma unroll 1
-        for (int i = 0; i < per_lane; ++i) {
-          const int bucket = first + lane * per_lane + i;
-          const int32_t count = buckets[bucket];
-          buckets[bucket] = before;
-          if (bucket == 2 * kLengthBuckets) first_tiles = before;
-          if (bucket == 3 * kLengthBuckets) free_tiles = before;
-          before += count;
-        }
+      for (int i = 0; i < per_lane; ++i) {
+        const int bucket = first + lane * per_lane + i;
+        const int32_t count = buckets[bucket];
+        buckets[bucket] = before;
+        if (bucket == 2 * kLengthBuckets) first_tiles = before;
+        if (bucket == 3 * kLengthBuckets) free_tiles = before;
+        before += count;
       }
-      __syncthreads();
-      sink.place = true;
     }
-    if (rehearsal) {
-      __syncthreads();
-      continue;
-    }
-    if (thread == 0) {
-      const bool halves = !cut && p.uncut_in_halves != 0;
-      SplitCounters counters{};
-      counters.states.tiles = list_sizes[0];
-      counters.outputs.tiles = halves ? 0 : free_tiles;
-      counters.outputs.dependent_tiles = list_sizes[1] - free_tiles;  // none where nothing is cut
-      counters.halves.tiles = halves ? free_tiles : 0;
-      counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
-      counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
-      counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
-      counters.spacing = grid.spacing;
-      counters.light_merge = merge.light;
-      counters.heavy_merge = merge.heavy;
-      *ws.counters = counters;
-    }
-    return;
+    __syncthreads();
+    sink.place = true;
+  }
+  if (thread == 0) {
+    const bool halves = !cut && p.uncut_in_halves != 0;
+    SplitCounters counters{};
+    counters.states.tiles = list_sizes[0];
+    counters.outputs.tiles = halves ? 0 : free_tiles;
+    counters.outputs.dependent_tiles = list_sizes[1] - free_tiles;  // none where nothing is cut
+    counters.halves.tiles = halves ? free_tiles : 0;
+    counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
+    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
+    counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
+    counters.spacing = grid.spacing;
+    counters.light_merge = merge.light;
+    counters.heavy_merge = merge.heavy;
+    *ws.counters = counters;
   }
 }
 
