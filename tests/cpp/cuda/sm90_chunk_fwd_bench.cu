@@ -800,6 +800,16 @@ std::vector<Case> check_cases() {
     for (int i = 0; i < 60; ++i) c.lengths.push_back((i * 37) % 400);
   }
   add("fp16 mixed", 2, 8, {37, 300, 64, 129, 1}).half = true;
+  // The same where a sequence's bits may depend on the batch: another kernel.
+  for (size_t i = 0, whole = cases.size(); i < whole; ++i) {
+    for (const bool half : {false, true}) {
+      Case c = cases[i];
+      if (half && c.half) continue;
+      c.name = (half ? "any bits, fp16, " : "any bits, ") + c.name;
+      c.half |= half, c.split = SplitMode::kAuto, c.variant = ChunkForwardVariant::kWholeHead;
+      cases.push_back(c);
+    }
+  }
   {
     Case& c = add("split mixed", 2, 8, {37, 300, 64, 129, 1, 500});
     c.variant = ChunkForwardVariant::kSplitV;

@@ -735,25 +735,40 @@ struct HeadWork {
     }
   }
 
-  // The minus group's first part, diag(gP / gamma) V' dS^T.
+  // The minus group's first part, diag(gP / gamma) V' dS^T. V' is multiplied as it is, for rows with their factor would
+  // be rounded again: the sums of the heads before are divided by it instead, and with the product multiplied, in fp32.
   __device__ __forceinline__ void minus_of_state(float (&acc)[64]) const {
     using Traits = GradientsTraits;
+    // What decays further than this is nothing beside V' and dS; division by it leaves fp32 another 60 binary orders.
+    constexpr float kLeastFactor = 0x1p-64f;
+    const uint32_t ratios = own_gates() + kRatioOffset;
+    open(0);
+    const float decay = rank == kLate ? 1.0f : late_decay();
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float f = decay * load_shared_f1(ratios + row(h) * 4);
+      factor[h] = f < kLeastFactor ? kLeastFactor : f;  // NaN stays
+      const float inverse = __fdividef(1.0f, factor[h]);
+#pragma unroll
+      for (int j = 0; j < 32; ++j) acc[4 * (j / 2) + 2 * h + j % 2] *= inverse;
+    }
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t stage = open(half), ratios = own_gates() + kRatioOffset;
-      const float decay = rank == kLate ? 1.0f : late_decay();
-      const float factor[2] = {decay * load_shared_f1(ratios + row(0) * 4),
-                               decay * load_shared_f1(ratios + row(1) * 4)};
-      uint32_t x[16];
-      load_rows<T>(x, stage + Traits::kVEarly + rank * kTileBytes, factor, warp, lane);
+      const uint32_t stage = open(half);
+      const uint64_t x = wgmma_descriptor(stage + Traits::kVEarly + rank * kTileBytes);
+      const uint64_t y = wgmma_descriptor(stage + Traits::kGrad, kTileBytes);
+      pin(acc);
       wgmma_fence();
-      add_product<T>(acc, x, stage + Traits::kGrad);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) mma_ss_n128_trans<T>(acc, wgmma_advance(x, j * 32), wgmma_advance(y, j * 2048));
       wgmma_commit();
       wgmma_wait<0>();
-      pin(x);
       pin(acc);
       release(half);
     }
+#pragma unroll
+    for (int i = 0; i < 64; ++i) acc[i] *= factor[i / 2 % 2];
   }
 
   // dP^T Q + D^T K, of the chunk's own rows (the minus group) or, in the early block, of the late chunk's (the plus

@@ -88,6 +88,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
   }
+  if constexpr (kWarpArrivals == 32) __syncwarp();  // racecheck does not know that it is the same thread which arrives
   load_tokens(next);
 
   // What a piece's first heads need besides is fetched while the piece before is worked on.

@@ -374,7 +374,7 @@ __device__ __forceinline__ void start_product(float (&d)[32], uint64_t a, uint64
 #pragma unroll
   for (int i = 1; i < 8; ++i) {
     const uint32_t offset = (i >> 2) * kChunk * 128 + (i & 3) * 32;
-    mma_ss_n64<T>(d, wgmma_advance(a, offset), wgmma_advance(b, offset));
+    mma_ss_n64<T>(d, wgmma_advance_uniform(a, offset), wgmma_advance_uniform(b, offset));
   }
   wgmma_commit();
 }
@@ -555,7 +555,7 @@ struct AuxRole : ChunkPlaces<Traits> {
   // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
     if (record(m).valid >= 0)
-      load_gates<Traits, 128>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
+      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
   }
 
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only

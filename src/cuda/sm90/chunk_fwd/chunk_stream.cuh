@@ -58,7 +58,7 @@ struct alignas(16) ChunkWalker {
   int32_t tile;       // tile to open next; not of a list
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
-  int32_t opened;     // tiles of a list so far
+  int32_t opened;     // tiles so far
 };
 static_assert(sizeof(ChunkWalker) == 80);
 
@@ -247,7 +247,8 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     r.position = 0;
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
-    if (r.slot_in >= 0) {
+    // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
+    if (walker.opened++ > 0 && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
@@ -295,6 +296,41 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
                         reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing]);
 }
 
+// What the first chunk of a block's tile takes, into L2, by one warp, while the kernels before this one may still run.
+// Nothing is kept of it: should they write the offsets or anything else of the call, what was read here is only a wrong
+// guess of a place, within the tensors. With a plan the tile is not known yet.
+template <typename Traits>
+__device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelParams& p, int lane) {
+  if (p.list != nullptr || p.plan != nullptr) return;
+  const ChunkForwardArgs& args = p.args;
+  const int32_t tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
+  const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of two chunks' preparation
+  const int32_t sequence = tile / args.num_value_heads, head = tile - sequence * args.num_value_heads;
+  int64_t start = sequence * args.dense_length;
+  if (args.cu_seqlens != nullptr) {
+    start = args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + sequence)
+                                       : __ldcg(static_cast<const int*>(args.cu_seqlens) + sequence);
+  }
+  if (start < 0 || start >= args.num_tokens) return;
+  const int32_t row = static_cast<int32_t>(start);
+  if (lane == 0) {
+    const int32_t key_head = head / (args.num_value_heads / args.num_key_heads);
+    tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
+    tma_prefetch_4d(&p.q, 0, row + part * kChunk, 0, key_head);
+    tma_prefetch_4d(&p.v, 0, row, part, head);
+    if (args.initial.data != nullptr && args.initial.indices == nullptr && part == 0) {
+      l2_prefetch(state_matrix(args.initial, sequence, head),
+                  kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    }
+  }
+#pragma unroll 1
+  for (int64_t token = start + lane; token < min(start + kChunk, args.num_tokens); token += 32) {
+    if (args.g != nullptr) l2_prefetch_line(args.g + token * args.g_token_stride + head * args.g_head_stride);
+    if (args.beta != nullptr)
+      l2_prefetch_line(args.beta + token * args.beta_token_stride + head * args.beta_head_stride);
+  }
+}
+
 // Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m: whoever has
 // seen P of chunk m, or its end, sees record m + 4.
 template <typename Traits>
@@ -310,32 +346,26 @@ __device__ __forceinline__ const void* advance(const void* base, int count, int 
 // Every beta of a call without any.
 static __device__ const float kOne = 1.0f;
 
-// g and beta of a chunk into their stage, zeros past the end, by kThreads threads, all of which `barrier` counts.
-template <typename Traits, int kThreads>
+// g and beta of a chunk into their stage, zeros past the end, by 128 threads, all of which `barrier` counts: half of
+// them fetch g, the others beta.
+template <typename Traits>
 __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t raw,
                                            uint32_t barrier, int thread) {
   const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
-  // A thread's tokens all of g or all of beta: with fewer threads than tokens, both one after the other.
-  constexpr int kStep = kThreads < 2 * kChunk ? kThreads : kChunk, kKinds = kThreads < 2 * kChunk ? 2 : 1;
-#pragma unroll
-  for (int kind = 0; kind < kKinds; ++kind) {
-    const bool is_beta = kKinds == 2 ? kind == 1 : thread >= kChunk;
-    const float* data = is_beta ? args.beta : args.g;
-    const bool given = data != nullptr;
-    // Strides below 2^29 elements: the launcher has looked.
-    const int token_bytes = 4 * static_cast<int>(is_beta ? args.beta_token_stride : args.g_token_stride);
-    const int head_bytes = 4 * static_cast<int>(is_beta ? args.beta_head_stride : args.g_head_stride);
-    const void* base = given ? static_cast<const void*>(data) : is_beta ? static_cast<const void*>(&kOne) : args.q;
-#pragma unroll
-    for (int token = thread % kStep; token < kChunk; token += kStep) {
-      // With nothing to read, any mapped address does: zero bytes are taken from it.
-      const bool have = token < place.y && (given || is_beta);
-      const bool moves = have && given;
-      const void* head = advance(base, moves ? place.w : 0, head_bytes);
-      copy_async_4(raw + (is_beta ? Traits::kRawBeta : Traits::kRawG) + 4 * token,
-                   advance(head, moves ? place.x + token : 0, token_bytes), have);
-    }
-  }
+  const int token = thread % kChunk;
+  const bool is_beta = thread >= kChunk;
+  const float* data = is_beta ? args.beta : args.g;
+  const bool given = data != nullptr;
+  // Strides below 2^29 elements: the launcher has looked.
+  const int token_bytes = 4 * static_cast<int>(is_beta ? args.beta_token_stride : args.g_token_stride);
+  const int head_bytes = 4 * static_cast<int>(is_beta ? args.beta_head_stride : args.g_head_stride);
+  const void* base = given ? static_cast<const void*>(data) : is_beta ? static_cast<const void*>(&kOne) : args.q;
+  // With nothing to read, any mapped address does: zero bytes are taken from it.
+  const bool have = token < place.y && (given || is_beta);
+  const bool moves = have && given;
+  const void* head = advance(base, moves ? place.w : 0, head_bytes);
+  copy_async_4(raw + (is_beta ? Traits::kRawBeta : Traits::kRawG) + 4 * token,
+               advance(head, moves ? place.x + token : 0, token_bytes), have);
   copy_async_arrive(barrier);
 }
 

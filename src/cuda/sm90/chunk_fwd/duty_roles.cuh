@@ -8,6 +8,8 @@
 #include "../../common/wgmma.cuh"
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "clear.cuh"
+#include "fast_inverse.cuh"
 #include "lane_place.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -50,15 +52,21 @@ struct CopyRole : DutyRole<Traits> {
   using Base::p;
   using Base::record;
 
-  __device__ void load_k(uint32_t m) const {
+  // Of a chunk's record: what its loads take. Read ahead, so that a load goes as soon as its stage is free.
+  struct Rows {
+    int row, valid, head, key_head;
+  };
+  __device__ Rows rows(uint32_t m) const {
     const ChunkRecord& c = record(m);
+    return {c.row, c.valid, c.head, c.key_head};
+  }
+  __device__ void load_k(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
     const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(this->stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
   }
-  __device__ void load_q(uint32_t m) const {
-    const ChunkRecord& c = record(m);
+  __device__ void load_q(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
     const uint32_t barrier = smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ);
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
@@ -67,13 +75,12 @@ struct CopyRole : DutyRole<Traits> {
   // At a sequence's end V comes through a barrier of its own: its tail is cleared before it is passed on. The
   // announcement also says that the warp has read O of the stage: for racecheck all lanes make it.
   static constexpr bool kAllAnnounceV = kWarpArrivals == 32;
-  __device__ void load_v(uint32_t m) const {
-    const ChunkRecord& c = record(m);
+  __device__ void load_v(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
     const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : smem() + Traits::kTailV + 8 * (m & 1);
     if (kAllAnnounceV && this->lane() != 0) return mbarrier_arrive(barrier);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
-    tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+    tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, 0, c.head);
   }
 
   // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand.
@@ -102,34 +109,40 @@ struct CopyRole : DutyRole<Traits> {
     if (this->lane() == 0) {
 #pragma unroll 1
       for (uint32_t m = 0; m < 4; ++m) {
-        if (record(m).valid < 0) break;
-        load_k(m);
-        if (m < 3) load_q(m);
-        if (m < 2) load_v(m);
+        const Rows c = rows(m);
+        if (c.valid < 0) break;
+        load_k(m, c);
+        if (m < 3) load_q(m, c);
+        if (m < 2) load_v(m, c);
       }
     } else if (kAllAnnounceV) {
-      load_v(0);
-      load_v(1);
+      load_v(0, rows(0));
+      load_v(1, rows(1));
     }
     // V announces itself on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
-    if (kAllAnnounceV || this->lane() == 0) load_v(2);
+    if (kAllAnnounceV || this->lane() == 0) load_v(2, rows(2));
+    Rows next3 = rows(3), next4 = rows(4);  // of chunks m + 3 and m + 4
 #pragma unroll 1
     for (uint32_t m = 0; record(m).valid >= 0; ++m) {
       mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
       store_o(m);
       this->wait_done(m);
       if (this->lane() == 0) {
-        load_k(m + 4);
-        load_q(m + 3);
+        load_k(m + 4, next4);
+        load_q(m + 3, next3);
       }
-      if (record(m + 3).valid >= 0) {
+      Rows next5{0, -1, 0, 0};
+      if (next3.valid >= 0) {
         mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
         if (kAllAnnounceV || this->lane() == 0) {
           tma_store_wait_read();
-          load_v(m + 3);
+          load_v(m + 3, next3);
         }
+        if (next4.valid >= 0) next5 = rows(m + 5);
       }
+      next3 = next4;
+      next4 = next5;
       __syncwarp();
     }
     if (this->lane() == 0) tma_store_wait_all();
@@ -143,11 +156,30 @@ struct GateRole : DutyRole<Traits> {
   using Base::p;
   using Base::record;
 
-  // g and beta of a chunk, if there is one, on their way.
+  // g and beta of a chunk, if there is one, on their way, as load_gates() does it, with fewer instructions: half of the
+  // lanes fetch g, the others beta.
   __device__ void fetch(uint32_t m) const {
-    if (record(m).valid < 0) return;
-    load_gates<Traits, 32>(p.args, record(m), this->stage_raw(m),
-                           smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw), this->lane());
+    const int4 place = *reinterpret_cast<const int4*>(&record(m));  // row, valid, flags, head
+    if (place.y < 0) return;
+    const int number = this->lane();
+    const bool is_beta = number >= 16;
+    const float* data = is_beta ? p.args.beta : p.args.g;
+    const bool given = data != nullptr;
+    // With nothing to read, any mapped address does: zero bytes are taken from it.
+    const void* base = given ? static_cast<const void*>(data) : is_beta ? static_cast<const void*>(&kOne) : p.args.q;
+    // Strides below 2^29 elements: the launcher has looked.
+    const int token_bytes =
+        given ? 4 * static_cast<int>(is_beta ? p.args.beta_token_stride : p.args.g_token_stride) : 0;
+    const int head_bytes = given ? 4 * static_cast<int>(is_beta ? p.args.beta_head_stride : p.args.g_head_stride) : 0;
+    const void* from = advance(advance(base, place.w, head_bytes), place.x, token_bytes);
+    const uint32_t to = this->stage_raw(m) + (is_beta ? Traits::kRawBeta : Traits::kRawG);
+    const int valid = given || is_beta ? place.y : 0;
+#pragma unroll
+    for (int token = number & 15; token < kChunk; token += 16) {
+      const bool have = token < valid;
+      copy_async_4(to + 4 * token, have ? advance(from, token, token_bytes) : base, have);
+    }
+    copy_async_arrive(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw));
   }
 
   __device__ void run() const {
@@ -406,6 +438,26 @@ struct InverseRole : DutyRole<Traits> {
   }
 };
 
+// The same with FastInverse.
+template <typename Traits>
+struct FastInverseRole : DutyRole<Traits> {
+  using Base = DutyRole<Traits>;
+  using Base::record;
+
+  __device__ void run(uint32_t first) const {
+#pragma unroll 1
+    for (uint32_t m = first; record(m).valid >= 0; m += 2) {
+      mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+      const uint32_t gate = this->stage_gate(m);
+      FastInverse<Traits>::run(this->tile_a(m), gate, this->stage_raw(m) + Traits::kRawBeta, gate + Traits::kGateMild,
+                               this->lane(), [&] { this->wait_gates(m); });
+      fence_proxy_async();
+      __syncwarp();
+      mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());
+    }
+  }
+};
+
 // One warpgroup: K K^T, -M in fp16, transposed, for the inverse; Q K^T and P.
 template <typename Traits>
 struct ProductRole : DutyRole<Traits> {
@@ -530,15 +582,15 @@ struct ProductRole : DutyRole<Traits> {
     uint32_t packed[16];
     // M is made two chunks ahead of P: K K^T of chunk 0 and 1 first.
     wait_key(0, valid);
+    start_product<Element>(x, wgmma_descriptor(this->stage_k(0)), wgmma_descriptor(this->stage_k(0)));
     float2 beta = load_beta(0, valid);
-    start_product<Element>(x, uniform_descriptor(this->stage_k(0)), uniform_descriptor(this->stage_k(0)));
     wgmma_wait<0>();
     pin(x);
     pack_m(x, beta, packed);
-    wait_key(1, valid1);
-    beta = load_beta(1, valid1);
-    start_product<Element>(x, uniform_descriptor(this->stage_k(1)), uniform_descriptor(this->stage_k(1)));
     store_m(packed, 0);
+    wait_key(1, valid1);
+    start_product<Element>(x, wgmma_descriptor(this->stage_k(1)), wgmma_descriptor(this->stage_k(1)));
+    beta = load_beta(1, valid1);
     wgmma_wait<0>();
     pin(x);
     // x is K K^T of chunk m + 1.
@@ -546,7 +598,7 @@ struct ProductRole : DutyRole<Traits> {
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
       mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
-      start_product<Element>(x, uniform_descriptor(this->stage_q(m)), uniform_descriptor(this->stage_k(m)));
+      start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
       store_m(packed, m + 1);
       const int valid2 = record(m + 2).valid;
       this->wait_gates(m);
@@ -560,13 +612,13 @@ struct ProductRole : DutyRole<Traits> {
         pack_gated(x, this->stage_gate(m), packed);
       }
       pin(packed);
-      wait_key(m + 2, valid2);
-      start_product<Element>(x, uniform_descriptor(this->stage_k(m + 2)), uniform_descriptor(this->stage_k(m + 2)));
       if (m >= 2) this->wait_done(m - 2);
       store_p(packed, m);
       if (valid < kChunk) clear_tail_v(m, valid);
       __syncwarp();
       mbarrier_arrive_warp(this->full_p(m), thread & 31);
+      wait_key(m + 2, valid2);
+      start_product<Element>(x, wgmma_descriptor(this->stage_k(m + 2)), wgmma_descriptor(this->stage_k(m + 2)));
       beta = load_beta(m + 2, valid2);
       wgmma_wait<0>();
       pin(x);
@@ -581,6 +633,7 @@ template <typename Traits>
 __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
   if (group == 1) {
     ProductRole<Traits>{{{}, p, thread}}.run();
+    finish_tiles(p, thread, 128);
     return;
   }
   const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
@@ -590,7 +643,8 @@ __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int 
   } else if (warp == 1) {
     GateRole<Traits>{{{}, p, thread}}.run();
   } else {
-    InverseRole<Traits>{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
+    using Inverse = std::conditional_t<Traits::kFastInverse, FastInverseRole<Traits>, InverseRole<Traits>>;
+    Inverse{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
   }
 }
 

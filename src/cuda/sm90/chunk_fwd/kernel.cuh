@@ -12,6 +12,7 @@
 
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "clear.cuh"
 #include "duty_roles.cuh"
 #include "kernel_params.h"
 #include "state_role.cuh"
@@ -60,17 +61,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
     tma_prefetch_map(&p.o);
-    ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
-    // The planner, if there is one, was launched just before. Of a split's output kernels it is done: the state kernel
-    // lets them start after it has waited for the plan.
+    // For what the kernels before this one write; nothing of the call is read or written before. Of a split's output
+    // kernels the plan is there: the state kernel lets them start after it has waited for it.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    ChunkWalker walker;  // in registers for as long as it goes on at once
     open_list<Traits>(p, walker);
 #pragma unroll 1
-    for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) produce_chunk<Traits>(p, m);
+    for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
+      produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
+    }
+    *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
   }
+  if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
     store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
@@ -85,6 +90,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else {
       AuxRole<Traits> role{{}, p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
       role.run();
+      if (group == Traits::kAuxGroups - 1) finish_tiles(p, __shfl_sync(0xffffffffu, thread, thread & 31), 128);
     }
     if (threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.

@@ -85,19 +85,19 @@ __device__ void sort_sequences(const ChunkForwardArgs& args) {
 __global__ void __launch_bounds__(kPlanThreads)
     plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
   asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   if (blockIdx.x == 0) {
     sort_sequences(args);
   } else {
     clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
   }
-  // None of this reads what was prepared, but whoever waits for this kernel waits for that as well.
-  if (args.prepared != 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Of a split whose lengths are looked at first: the same, and the split's grid. The unsplit kernel that follows has
 // its tiles if that is none, and has no tiles otherwise.
 __global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   if (blockIdx.x == 0) {
     PlannedSequence own{0, 0, 0, 0};
     const LengthSummary lengths = summarise_lengths<kPlanThreads>(p.args, &own);
@@ -110,7 +110,6 @@ __global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_
   } else {
     clear_outside(p.args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
   }
-  if (p.args.prepared != 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __global__ void __launch_bounds__(kClearThreads)
@@ -124,15 +123,21 @@ void place_plan(void* workspace, ChunkForwardKernelParams* params) {
   params->plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(workspace) + kPlanOffset);
 }
 
-// At most `tiles` blocks, or pairs of blocks, and no more than the card has room for.
+// Blocks, or pairs of blocks, for `tiles` tiles: no more than the card has room for.
+int count_streams(const ChunkForwardKernel& kernel, int tiles, int sms) {
+  return std::max(1, std::min(tiles, sms / kernel.blocks));
+}
+
+// The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
+// memory but its own.
 cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int tiles, int sms,
-                         bool after_planner, cudaStream_t stream) {
+                         cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
   if (error != cudaSuccess) return error;
-  const int streams = std::max(1, std::min(tiles, sms / kernel.blocks));
-  return launch_kernel(kernel.function, kernel.blocks * streams, kernel.threads, static_cast<size_t>(kernel.smem_bytes),
-                       params, after_planner, stream, static_cast<unsigned>(kernel.blocks));
+  return launch_kernel(kernel.function, kernel.blocks * count_streams(kernel, tiles, sms), kernel.threads,
+                       static_cast<size_t>(kernel.smem_bytes), params, true, stream,
+                       static_cast<unsigned>(kernel.blocks));
 }
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
@@ -167,14 +172,16 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save) {
+// any_bits: a sequence's bits may depend on the batch.
+ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save, bool any_bits) {
   const bool half = type == ElementType::kFloat16;
   if (split) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
-  return save ? (half ? chunk_forward_fp16_save() : chunk_forward_bf16_save())
-              : (half ? chunk_forward_fp16() : chunk_forward_bf16());
+  if (save) return half ? chunk_forward_fp16_save() : chunk_forward_bf16_save();
+  if (any_bits) return half ? chunk_forward_fp16_fast() : chunk_forward_bf16_fast();
+  return half ? chunk_forward_fp16() : chunk_forward_bf16();
 }
 
 // A step of a pair of blocks takes about this share of a whole tile's (measured: docs/design/sm90_forward.md).
@@ -206,9 +213,9 @@ bool encode_values(const ChunkForwardKernel& kernel, ChunkForwardKernelParams* p
 }
 
 cudaError_t launch_tiles_of(const ChunkForwardKernel& kernel, ChunkForwardKernelParams params, int tiles, int sms,
-                            bool after_previous, cudaStream_t stream) {
+                            cudaStream_t stream) {
   if (!encode_values(kernel, &params)) return cudaErrorInvalidValue;
-  return launch_tiles(kernel, params, tiles, sms, after_previous, stream);
+  return launch_tiles(kernel, params, tiles, sms, stream);
 }
 
 // What decide_split() answers, and for whom.
@@ -243,12 +250,12 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
     SplitKernelParams ask = split;
     ask.args.workspace = split.workspace.unsplit;
     error = launch_kernel(reinterpret_cast<const void*>(&ask_lengths_kernel), 1 + kClearBlocks, kPlanThreads, 0, ask,
-                          args.prepared != 0, stream);
+                          true, stream);
     if (error != cudaSuccess) return error;
     ChunkForwardKernelParams whole = params;
     place_plan(split.workspace.unsplit, &whole);
     whole.cut = split.workspace.spacing;
-    error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, true, stream);
+    error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, stream);
     if (error != cudaSuccess) return error;
   }
   error = launch_split_plan(split, stream);
@@ -266,14 +273,14 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.tickets = &counters->states;
   error =
       launch_tiles_of(args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
-                      tiles, sms, sms, true, stream);
+                      tiles, sms, sms, stream);
 
   tiles.list = split.workspace.output_tiles;
   tiles.tickets = &counters->outputs;
-  if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, true, stream);
+  if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, stream);
   if (error != cudaSuccess || !decided.uncut_in_halves) return error;
   tiles.tickets = &counters->halves;
-  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, true, stream);
+  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, stream);
 }
 
 }  // namespace
@@ -383,7 +390,8 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
                       (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
                     args.start_lists != nullptr;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save);
+  const bool any_bits = args.split == SplitMode::kAuto;
+  const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save, any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
@@ -394,17 +402,21 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     return cudaErrorInvalidValue;
   }
   if (decided.decision.planned) {
-    const ChunkForwardKernel cut_kernel = choose_kernel(args.type, variant == ChunkForwardVariant::kSplitV, save);
+    const ChunkForwardKernel cut_kernel =
+        choose_kernel(args.type, variant == ChunkForwardVariant::kSplitV, save, any_bits);
     return launch_split(params, decided, cut_kernel, kernel, sms, stream);
   }
-  if (args.cu_seqlens != nullptr) {
+  // With a tile to a block at most there is nothing to sort, and the blocks clear around the sequences; rows of skipped
+  // ones and of h they do not.
+  const bool one_each =
+      params.tiles <= count_streams(kernel, params.tiles, sms) && args.initial.indices == nullptr && args.h == nullptr;
+  if (args.cu_seqlens != nullptr && !one_each) {
     error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
-                          args, args.prepared != 0, stream);
+                          args, true, stream);
     if (error != cudaSuccess) return error;
     place_plan(args.workspace, &params);
   }
-  // The planner lets this kernel start at once; its first thread waits for the plan, the rest of the set-up does not.
-  return launch_tiles_of(kernel, params, params.tiles, sms, args.cu_seqlens != nullptr || args.prepared != 0, stream);
+  return launch_tiles_of(kernel, params, params.tiles, sms, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

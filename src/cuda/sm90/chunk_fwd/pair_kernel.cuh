@@ -13,6 +13,7 @@
 #include "../../common/cluster.cuh"
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
+#include "clear.cuh"
 #include "kernel_params.h"
 #include "pair_places.cuh"
 #include "pair_state.cuh"
@@ -364,6 +365,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
   }
+  if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
     store_shared_u4(smem() + Traits::kSmemP + i, make_uint4(0, 0, 0, 0));
@@ -374,6 +376,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
     PairAuxRole<Traits>{p, at_pair, group, thread}.run();
+    if (group == 0) finish_tiles(p, thread, 128);
   } else if (group == Traits::kAuxGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     PairStateRole<Traits>{{p, 0, lane_place(thread)}, at_pair}.run();

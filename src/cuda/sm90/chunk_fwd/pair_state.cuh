@@ -55,6 +55,7 @@ struct PairStateRole : StateRole<Traits> {
     // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
     // registers.
     bool more = __any_sync(0xffffffffu, chunk_now.x >= 0);
+    if (more) at_pair.wait_k(0);  // as in state_role.cuh
 #pragma unroll 1
     for (; more; ++m) {
       const ChunkRecord& chunk = this->record(m);

@@ -112,6 +112,8 @@ __device__ int first_chunk_where(bool x, int lane) {
 template <typename Element>
 __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
+  // For what the kernels before this one write, which the one after it reads as well.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (p.lengths_first != 0 && *p.workspace.spacing == 0) return;
   const ChunkForwardArgs& args = p.args;
@@ -596,12 +598,10 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   params.by_heads = Divisor(args.num_value_heads);
   params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
   const int blocks = std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + params.clear_blocks;
-  if (args.type == ElementType::kFloat16) {
-    classify_boundaries_kernel<__half><<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(params);
-  } else {
-    classify_boundaries_kernel<__nv_bfloat16><<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(params);
-  }
-  cudaError_t error = cudaGetLastError();
+  const void* classify = args.type == ElementType::kFloat16
+                             ? reinterpret_cast<const void*>(&classify_boundaries_kernel<__half>)
+                             : reinterpret_cast<const void*>(&classify_boundaries_kernel<__nv_bfloat16>);
+  const cudaError_t error = launch_kernel(classify, blocks, kPlanThreads, 0, params, true, stream);
   if (error != cudaSuccess) return error;
   return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kListThreads, 0, params, true, stream);
 }

@@ -69,11 +69,11 @@ __device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[1
                                                uint64_t a_rows) {
   wgmma_fence();
   mma_rs_n32_init<Element>(low, w, a_rows);
-  mma_rs_n32_init<Element>(high, w, wgmma_advance(a_rows, 4096));
-  mma_rs_n32<Element>(low, w + 4, wgmma_advance(a_rows, 32));
-  mma_rs_n32<Element>(high, w + 4, wgmma_advance(a_rows, 4096 + 32));
-  mma_rs_n32<Element>(high, w + 8, wgmma_advance(a_rows, 4096 + 64));
-  mma_rs_n32<Element>(high, w + 12, wgmma_advance(a_rows, 4096 + 96));
+  mma_rs_n32_init<Element>(high, w, wgmma_advance_uniform(a_rows, 4096));
+  mma_rs_n32<Element>(low, w + 4, wgmma_advance_uniform(a_rows, 32));
+  mma_rs_n32<Element>(high, w + 4, wgmma_advance_uniform(a_rows, 4096 + 32));
+  mma_rs_n32<Element>(high, w + 8, wgmma_advance_uniform(a_rows, 4096 + 64));
+  mma_rs_n32<Element>(high, w + 12, wgmma_advance_uniform(a_rows, 4096 + 96));
   wgmma_commit();
 }
 
@@ -231,8 +231,8 @@ struct StateRole {
     // Out of a shuffle, lest what comes of it be kept through the loop.
     const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
     if (record(ahead).valid >= 0) {
-      load_gates<Traits, 128>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
-                              smem() + Traits::kFullRaw + 8 * stage, thread);
+      load_gates<Traits>(p.args, record(ahead), smem() + Traits::kSmemRaw + stage * Traits::kBytesRaw,
+                         smem() + Traits::kFullRaw + 8 * stage, thread);
     }
   }
 
@@ -251,169 +251,177 @@ struct StateRole {
     for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t m = 0;
     int2 chunk_now = load_chunk(0);
+    // The first state after the first K, lest all of the card's blocks ask memory for states while they wait for K.
+    if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
+    // What is done once a tile lies outside of the loop over its chunks, whose code so lies in one piece.
 #pragma unroll 1
-    for (; chunk_now.x >= 0; ++m) {
-      const ChunkRecord& chunk = record(m);
-      if (chunk_now.y & kFirstChunk) load_initial(s, chunk, at);
-      const uint32_t slot = m & 1, parity = m >> 1 & 1;
-      const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-      // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is not,
-      // and then each product's descriptor is moved from a vector register.
-      const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
-      const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
-      const uint32_t v_base = smem() + Traits::kSmemV;
-      const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
-      const uint32_t columns = gate + 80 * at.q;
-      // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
-      // barrier.
-      mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
+    while (chunk_now.x >= 0) {
+      load_initial(s, record(m), at);
+      bool last_of_tile;
+#pragma unroll 1
+      do {
+        const uint32_t slot = m & 1, parity = m >> 1 & 1;
+        const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+        // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
+        // not, and then each product's descriptor is moved from a vector register.
+        const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+        const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
+        const uint32_t v_base = smem() + Traits::kSmemV;
+        const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+        const uint32_t columns = gate + 80 * at.q;
+        // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
+        // barrier.
+        mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
-      wgmma_wait<0>();
-      pin(s);
-      if constexpr (!Traits::kDuties) pin(o);
-      // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
-      uint32_t packed[32];
+        const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+        wgmma_wait<0>();
+        pin(s);
+        if constexpr (!Traits::kDuties) pin(o);
+        // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
+        uint32_t packed[32];
 #pragma unroll
-      for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-      if constexpr (Traits::kSave) save_listed(s, chunk);
-      float u[32];
-      const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
-      if constexpr (Traits::kDuties) {
-        // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
-        // and then leave them idle, at the same time.
+        for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+        if constexpr (Traits::kSave) save_listed(s, record(m));
+        float u[32];
+        const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+        if constexpr (Traits::kDuties) {
+          // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
+          // and then leave them idle, at the same time.
+          pin(packed);
+          if (group == 1) named_barrier_sync(lag_barrier(m), 256);
+        }
+        wgmma_fence();
+        mma_rs_n64_init<Element>(u, packed, k_rows);
+#pragma unroll
+        for (int i = 1; i < 8; ++i) {
+          mma_rs_n64<Element>(u, packed + 4 * i,
+                              wgmma_advance_uniform(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        }
+        wgmma_commit();
+        // O of the previous chunk leaves while S K runs.
+        if constexpr (!Traits::kDuties)
+          put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+        wgmma_fence();
+        mma_rs_n64_init<Element>(o, packed, q_rows);
+#pragma unroll
+        for (int i = 1; i < 8; ++i) {
+          mma_rs_n64<Element>(o, packed + 4 * i,
+                              wgmma_advance_uniform(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        }
+        wgmma_commit();
+        if constexpr (Traits::kSave) save_h(packed, record(m));
+        // Under both products: gC S0, and V in the accumulator's layout.
+        if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
+#pragma unroll
+          for (int i = 0; i < 64; ++i) s[i] *= last;
+        }
+        uint32_t v[16];
+        const uint32_t v_rows =
+            v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+        for (int b = 0; b < 4; ++b)
+          load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+        wgmma_wait<0>();
+        pin(u);
+        pin(o);
         pin(packed);
-        if (group == 1) named_barrier_sync(lag_barrier(m), 256);
-      }
-      wgmma_fence();
-      mma_rs_n64_init<Element>(u, packed, k_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) {
-        mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
-      }
-      wgmma_commit();
-      // O of the previous chunk leaves while S K runs.
-      if constexpr (!Traits::kDuties)
-        put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
-      wgmma_fence();
-      mma_rs_n64_init<Element>(o, packed, q_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) {
-        mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
-      }
-      wgmma_commit();
-      if constexpr (Traits::kSave) save_h(packed, chunk);
-      // Under both products: gC S0, and V in the accumulator's layout.
-      const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-      if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
-#pragma unroll
-        for (int i = 0; i < 64; ++i) s[i] *= last;
-      }
-      uint32_t v[16];
-      const uint32_t v_rows =
-          v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
-#pragma unroll
-      for (int b = 0; b < 4; ++b)
-        load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
-      wgmma_wait<0>();
-      pin(u);
-      pin(o);
-      pin(packed);
 
-      if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
-      // W^T = V^T - u^T diag(gamma)
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-        take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
-      }
-      // V'^T = W^T Ag^T
-      mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
-      const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
-      float low[16], high[16];
-      multiply_lower<Element>(low, high, v, a_rows);
-      // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gate + Traits::kGateMild) != 0.0f);
-      if (!mild) {
+        if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
+        const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
+        // W^T = V^T - u^T diag(gamma)
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-          const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
-                                       gamma.w * p.args.scale);
-          float* x = o + 8 * b;
-          scale_tokens(x, f);
+          take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
         }
-      } else if (!kWideExponents<Element>) {
+        // V'^T = W^T Ag^T
+        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+        const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
+        float low[16], high[16];
+        multiply_lower<Element>(low, high, v, a_rows);
+        // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
+        const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
+        if (!mild) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) o[i] *= last;
-      }
-      // What comes next, ahead of its use.
-      if constexpr (!Traits::kDuties) {
+          for (int b = 0; b < 4; ++b) {
+            const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+            const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
+                                         gamma.w * p.args.scale);
+            float* x = o + 8 * b;
+            scale_tokens(x, f);
+          }
+        } else if (!kWideExponents<Element>) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) o[i] *= last;
+        }
+        // What comes next, ahead of its use.
 #pragma unroll
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-      }
-      const int2 chunk_next = load_chunk(m + 1);
-      wgmma_wait<0>();
-      pin(low);
-      pin(high);
-      pin(v);
+        const int2 chunk_next = load_chunk(m + 1);
+        wgmma_wait<0>();
+        pin(low);
+        pin(high);
+        pin(v);
 
-      // O^T += V'^T P^T
-      uint32_t corrected[16];
+        // O^T += V'^T P^T
+        uint32_t corrected[16];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
-        corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
-      }
-      const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-      pin(o);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
-      wgmma_commit();
-      // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
-      if (!mild) {
-        wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+        for (int i = 0; i < 8; ++i) {
+          corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+          corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+        }
+        const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
         pin(o);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance_uniform(p_rows, 32 * i));
+        wgmma_commit();
+        // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+        if (!mild) {
+          wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+          pin(o);
+          pin(corrected);
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+            const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+            corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
+            corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
+            corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
+            corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+          }
+        }
+        const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
+        pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
+        wgmma_commit();
+        if constexpr (Traits::kDuties) {
+          // O leaves while the state's update runs.
+          wgmma_wait<1>();
+          pin(o);
+          store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+          __syncwarp();
+          mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), at.lane);
+        } else {
+          fetch_gates(m);
+        }
+        wgmma_wait<0>();
+        pin(o);
+        pin(s);
         pin(corrected);
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-          corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-          corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-          corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-          corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
-        }
-      }
-      const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
-      pin(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
-      wgmma_commit();
-      if constexpr (Traits::kDuties) {
-        // O leaves while the state's update runs.
-#pragma unroll
-        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-        wgmma_wait<1>();
-        pin(o);
-        store_o(o, factor, v_base + stage_v * Traits::kBytesV);
-        __syncwarp();
-        mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), at.lane);
-      } else {
-        fetch_gates(m);
-      }
-      wgmma_wait<0>();
-      pin(o);
-      pin(s);
-      pin(corrected);
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
+        mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
-      if constexpr (Traits::kSave) save_checkpoint(s, chunk);
-      const bool last_of_tile = chunk_now.y & kLastChunk;
-      chunk_now = chunk_next;
-      if (last_of_tile && p.readers != nullptr) settle_readers(chunk, at);
-      if (last_of_tile && chunk.slot_out >= 0) {
+        if constexpr (Traits::kSave) save_checkpoint(s, record(m));
+        last_of_tile = chunk_now.y & kLastChunk;
+        chunk_now = chunk_next;
+        ++m;
+      } while (!last_of_tile);
+      const ChunkRecord& chunk = record(m - 1);
+      if (p.readers != nullptr) settle_readers(chunk, at);
+      if (chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;
         move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
                          first_row(chunk), at.q);

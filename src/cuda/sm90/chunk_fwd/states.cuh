@@ -89,7 +89,7 @@ struct StateTileAuxRole {
       tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
     }
-    load_gates<Traits, 128>(p.args, c, stage + Traits::kStageGate, full, thread);
+    load_gates<Traits>(p.args, c, stage + Traits::kStageGate, full, thread);
   }
 
   // Hides a number from the compiler, so that addresses made from it are worked out anew, not kept: registers are short

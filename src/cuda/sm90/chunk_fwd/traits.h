@@ -14,7 +14,9 @@ inline constexpr int kHeadDim = 128;  // K = V
 inline constexpr float kGateFloor = -80.0f;
 
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
-template <typename Element_, bool kSave_>
+// kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
+// whole batch and save nothing.
+template <typename Element_, bool kSave_, bool kFastInverse_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
@@ -23,9 +25,11 @@ struct ChunkForwardTraits {
   static constexpr int kBlocks = 1;          // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
+  static constexpr bool kFastInverse = kFastInverse_;
   // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
-  // slowly, nor in fp16, whose substitution in fp32 is too much for one.
-  static constexpr bool kDuties = !kSave_ && std::is_same_v<Element_, __nv_bfloat16>;
+  // slowly, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
+  static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
+  static_assert(kDuties || !kFastInverse);
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 

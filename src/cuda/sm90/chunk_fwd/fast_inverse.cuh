@@ -1,0 +1,297 @@
+// A_g of one chunk by one warp with few instructions: where its bits need not be those of the other kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/fragment.cuh"
+#include "aux_role.cuh"
+#include "traits.h"
+
+namespace flash_qla::cuda::sm90 {
+
+// From -M in fp16, which the tile holds transposed, tile[column][row], to A_g in its place. What the tile holds is U =
+// -M^T: blocks U_ji, j < i, right of the diagonal, and on it what D is solved from. With E = D^T all products run on
+// transposes, rows j, columns i:
+//   Y01 = E0 U01, Y23 = E2 U23, T1i = E1 U1i, T0i = E0 U0i + Y01 T1i,
+//   A01 = Y01 E1, A23 = Y23 E3, Aj2 = Tj2 E2, Aj3 = Tj3 E3 + Tj2 A23,
+// three products one after the other. mma.sync waits for the wgmma of other warps, so what does not depend on each
+// other goes together. Sums are fp16 but for the last products', which leave.
+template <typename Traits>
+struct FastInverse {
+  using Element = typename Traits::Element;
+
+  // A 16x16 matrix of fp16 in mma fragments: as a left operand (rows lane / 4 and + 8 of the left, then of the right
+  // eight columns), which is a result's form as well; as a right operand (the left eight columns' upper and lower
+  // eight rows, then the right ones').
+  struct Left {
+    uint32_t x[4];
+  };
+  struct Right {
+    uint32_t x[4];
+  };
+  static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
+
+  // One half of D += A B: eight columns.
+  static __device__ void multiply_add_half(uint32_t& low, uint32_t& high, const Left& a, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+                 : "+r"(low), "+r"(high)
+                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+  }
+  // ... by eight rows of B: a0 and a1 are the columns of A that meet them.
+  static __device__ void multiply_add_eight(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1, uint32_t b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+                 : "+r"(low), "+r"(high)
+                 : "r"(a0), "r"(a1), "r"(b));
+  }
+  static __device__ void multiply_add(Left& d, const Left& a, const Right& b) {
+    multiply_add_half(d.x[0], d.x[1], a, b.x[0], b.x[1]);
+    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
+  }
+  static __device__ Left multiply(const Left& a, const Right& b) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add(d, a, b);
+    return d;
+  }
+  // Sums in fp32, of the products that leave: rows lane / 4 and + 8 of the left eight columns, then of the right.
+  struct Sum {
+    float x[8];
+  };
+  static __device__ void add_product(Sum& d, const Left& a, const Right& b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* x = d.x + 4 * half;
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
+    }
+  }
+  // A B with an upper triangular B.
+  static __device__ Sum triangular_product(const Left& a, const Right& b) {
+    Sum d{{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
+    float* x = d.x;
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+                 : "r"(a.x[0]), "r"(a.x[1]), "r"(b.x[0]));
+    x += 4;
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2]), "r"(b.x[3]));
+    return d;
+  }
+
+  // (I + M)^-1 of the eight 8x8 blocks on the diagonal in the place of -M, by substitution in pairs of fp16: a lane
+  // owns one column of four blocks' 32, then of the other four's. Column k of -M is row k of the tile: 16 bytes of it.
+  static __device__ void solve(uint32_t tile, int lane) {
+    const int column = lane & 7, block = lane >> 3;
+    const uint32_t base = tile + block * (1024 + 16);
+    uint32_t x[2][4];
+    const uint32_t one = column & 1 ? 0x3c000000u : 0x3c00u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[0][i] = x[1][i] = i == column >> 1 ? one : 0u;
+#pragma unroll
+    for (int k = 0; k < 7; ++k) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint4 m = load_shared_u4((base ^ ((k ^ (4 * r)) << 4)) + k * 128 + r * 4096);
+        const uint32_t values[4] = {m.x, m.y, m.z, m.w};
+        const uint32_t known = __byte_perm(x[r][k >> 1], 0u, k & 1 ? 0x3232 : 0x1010);
+#pragma unroll
+        for (int i = (k >> 1) + (k & 1); i < 4; ++i) {
+          x[r][i] = fma2(k == 2 * i ? values[i] & 0xffff0000u : values[i], known, x[r][i]);
+        }
+      }
+    }
+    __syncwarp();  // the solution takes the place of what the other lanes have been reading
+    const uint32_t place = (base ^ (column << 4)) + column * 128;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      store_shared_u4((place ^ (r * 64)) + r * 4096, make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]));
+    }
+    __syncwarp();
+  }
+
+  // A E^T, the upper triangular E as a left operand.
+  static __device__ Left multiply_transpose(const Left& a, const Left& e) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add_half(d.x[0], d.x[1], a, e.x[0], e.x[2]);
+    multiply_add_eight(d.x[2], d.x[3], a.x[2], a.x[3], e.x[3]);
+    return d;
+  }
+  // The product of two 8x8 matrices.
+  static __device__ uint32_t multiply_small(uint32_t a, uint32_t b) {
+    uint32_t d = 0u, unused = 0u;
+    multiply_add_eight(d, unused, a, 0u, b);
+    return d;
+  }
+
+  static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
+    const float2 values = unpack2<__half>(pair);
+    return pack2<Element>(values.x * x, values.y * y);
+  }
+
+  // By one whole warp; `number`: the lane, out of a shuffle, so that the assembler cannot ask for it anew. gate: the
+  // stage with kGateColumnA, kGatePair, kGateRow and kGateSum; betas: beta_t in natural order; mild_factor: the address
+  // of kGateMild. wait_gates() returns when these are there. The caller fences and announces. About 60 registers.
+  template <typename WaitGates>
+  static __device__ __forceinline__ void run(uint32_t tile, uint32_t gate, uint32_t betas, uint32_t mild_factor,
+                                             int number, WaitGates wait_gates) {
+    solve(tile, number);
+
+    // Where the lane's eight elements of block (0, 0) lie when the four 8x8 matrices come by columns, and by rows; the
+    // column of another block is an exclusive or.
+    int lane;
+    uint32_t by_columns, by_rows;
+    uint32_t column_factors;  // by columns of A_g: rows of what the fragments hold
+    auto find_place = [&] {
+      // Out of a shuffle: the assembler would keep, and spill, what it made of the number before.
+      lane = __shfl_sync(0xffffffffu, number, number);
+      by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+      by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+      column_factors = gate + Traits::kGateColumnA + ((lane >> 3) * 20 + ((lane >> 2) & 1)) * 4;
+    };
+    find_place();
+    auto left = [&](int j, int i) {
+      Left a;
+      load_matrix_x4((by_columns ^ (i << 5)) + j * 2048, a.x);
+      return a;
+    };
+    auto left_transposed = [&](int j, int i) {
+      Left a;
+      load_matrix_x4_trans((by_rows ^ (i << 5)) + j * 2048, a.x[0], a.x[1], a.x[2], a.x[3]);
+      return a;
+    };
+    auto right = [&](int j, int i) {
+      Right b;
+      load_matrix_x4_trans((by_columns ^ (i << 5)) + j * 2048, b.x[0], b.x[1], b.x[2], b.x[3]);
+      return b;
+    };
+    // E of the 16x16 blocks on the diagonal: what was solved are the two 8x8 blocks of each; right of the first comes
+    // E' U E'', as below.
+    Left e[4];
+    Right e_right[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      e[j] = left(j, j);
+      e_right[j] = right(j, j);
+      e[j].x[1] = 0u;
+      e[j].x[2] = multiply_small(e[j].x[0], e_right[j].x[2]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) e[j].x[2] = multiply_small(e[j].x[2], e_right[j].x[3]);
+    wait_gates();
+    const bool mild = __any_sync(0xffffffffu, load_shared_f1(mild_factor) != 0.0f);
+    __syncwarp();  // A_g takes the place of what other lanes have been reading; likewise below
+    if (mild) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float low = load_shared_f1(column_factors + 16 * j), high = load_shared_f1(column_factors + 16 * j + 8);
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low, low), 0u,
+                              scaled(e[j].x[2], low, low), scaled(e[j].x[3], high, high));
+      }
+    } else {
+      // For later, lest registers be kept for it.
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
+                        __uint_as_float(e[j].x[2]));
+      }
+    }
+#pragma unroll
+    for (int j = 1; j < 4; ++j) {
+      e_right[j].x[2] = transpose_8x8(e[j].x[2]);
+    }
+    const Left y23 = multiply(e[2], right(2, 3));
+    const Left y01 = multiply(e[0], right(0, 1));
+    const Left t12_transposed = multiply_transpose(left_transposed(1, 2), e[1]);
+    const Left t13_transposed = multiply_transpose(left_transposed(1, 3), e[1]);
+    Left t02 = multiply(e[0], right(0, 2));
+    Left t03 = multiply(e[0], right(0, 3));
+    const Left t12 = multiply(e[1], right(1, 2));
+    const Left t13 = multiply(e[1], right(1, 3));
+    const Left a23_transposed =
+        multiply(Left{{e_right[3].x[0], e_right[3].x[2], 0u, e_right[3].x[3]}}, right_of_transpose(y23));
+    multiply_add(t02, y01, right_of_transpose(t12_transposed));
+    multiply_add(t03, y01, right_of_transpose(t13_transposed));
+    const Right a23_right = right_of_transpose(a23_transposed);
+    __syncwarp();
+    // The last products, each on its way while the next is made. store(sum, j, i).
+    auto finish = [&](auto store) {
+      Sum b = triangular_product(y23, e_right[3]);
+      Sum a = triangular_product(y01, e_right[1]);
+      store(b, 2, 3);
+      b = triangular_product(t02, e_right[2]);
+      store(a, 0, 1);
+      a = triangular_product(t03, e_right[3]);
+      add_product(a, t02, a23_right);
+      store(b, 0, 2);
+      b = triangular_product(t12, e_right[2]);
+      store(a, 0, 3);
+      a = triangular_product(t13, e_right[3]);
+      add_product(a, t12, a23_right);
+      store(b, 1, 2);
+      store(a, 1, 3);
+    };
+    if (mild) {
+      // Of one row of blocks; the next one's are loaded behind its last store.
+      float low, high;
+      auto load_factors = [&](int j) {
+        low = load_shared_f1(column_factors + 16 * j);
+        high = load_shared_f1(column_factors + 16 * j + 8);
+      };
+      load_factors(2);
+      finish([&](const Sum& a, int j, int i) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low, a.x[1] * low),
+                              pack2<Element>(a.x[2] * high, a.x[3] * high), pack2<Element>(a.x[4] * low, a.x[5] * low),
+                              pack2<Element>(a.x[6] * high, a.x[7] * high));
+        if (i == 3 && j != 1) load_factors(j == 2 ? 0 : 1);
+      });
+    } else {
+      find_place();
+      const int q = lane & 3, g = lane >> 2;
+      auto store_diagonal = [&](int j) {
+        const Left a = left(j, j);
+        const uint32_t rows = gate + 64 * j + 8 * q, columns = gate + 64 * j + 4 * g;
+        const uint32_t beta = betas + 64 * j + 4 * g;
+        const float2 sum0 = load_shared_f2(rows + Traits::kGateSum),
+                     sum1 = load_shared_f2(rows + Traits::kGateSum + 32);
+        const float low = load_shared_f1(columns + Traits::kGateSum),
+                    high = load_shared_f1(columns + Traits::kGateSum + 32);
+        const float beta_low = load_shared_f1(beta);
+        const float beta_high = load_shared_f1(beta + 32);
+        // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
+        const uint32_t mask = (2 * q >= g ? 0xffffu : 0u) | (2 * q + 1 >= g ? 0xffff0000u : 0u);
+        store_matrix_x4_trans(
+            (by_rows ^ (j << 5)) + j * 2048,
+            mask & scaled(a.x[0], exp2_approx(sum0.x - low) * beta_low, exp2_approx(sum0.y - low) * beta_low), 0u,
+            scaled(a.x[2], exp2_approx(sum1.x - low) * beta_low, exp2_approx(sum1.y - low) * beta_low),
+            mask & scaled(a.x[3], exp2_approx(sum1.x - high) * beta_high, exp2_approx(sum1.y - high) * beta_high));
+      };
+      auto store = [&](const Sum& a, int j, int i) {
+        const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * i + 4 * j);
+        const float low = load_shared_f1(column_factors + 16 * j) * pair;
+        const float high = load_shared_f1(column_factors + 16 * j + 8) * pair;
+        const float2 row0 = load_shared_f2(gate + Traits::kGateRow + 64 * i + 8 * q);
+        const float2 row1 = load_shared_f2(gate + Traits::kGateRow + 64 * i + 8 * q + 32);
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048,
+                              pack2<Element>(a.x[0] * (row0.x * low), a.x[1] * (row0.y * low)),
+                              pack2<Element>(a.x[2] * (row0.x * high), a.x[3] * (row0.y * high)),
+                              pack2<Element>(a.x[4] * (row1.x * low), a.x[5] * (row1.y * low)),
+                              pack2<Element>(a.x[6] * (row1.x * high), a.x[7] * (row1.y * high)));
+      };
+      finish(store);
+      store_diagonal(0);
+      store_diagonal(1);
+      store_diagonal(2);
+      store_diagonal(3);
+    }
+    // The two blocks right of the diagonal that the state groups read.
+    store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
+    store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);
+  }
+};
+
+}  // namespace flash_qla::cuda::sm90
