@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
   // For what the kernels before this one write, which the one after it reads as well.
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.workspace.counters->made = 0;
   asm volatile("griddepcontrol.launch_dependents;");
   if (p.lengths_first != 0 && *p.workspace.spacing == 0) return;
   const ChunkForwardArgs& args = p.args;
@@ -552,6 +553,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
+    counters.made = 1;
     *ws.counters = counters;
   }
 }

@@ -380,7 +380,8 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
   for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
   if (rehearsal) {
     ChunkRecord first{};
-    first.valid = kChunk;
+    // A block that comes when the plan is made, on the planner's SM, goes on at once.
+    first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
     first.flags = kFirstChunk;
     first.slot_in = kNoSlot;
     *reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks) = first;
