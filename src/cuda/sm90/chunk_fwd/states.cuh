@@ -419,6 +419,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (bool rehearsal = true;; rehearsal = false) {
       StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
       if (!rehearsal) break;
+      __syncwarp();  // all lanes are through with the barriers of the first stream
       mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
       if (threadIdx.x == 0) {
         mbarrier_wait(smem() + Traits::kRehearsed, 0);
@@ -435,6 +436,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (bool rehearsal = true;; rehearsal = false) {
       role.run(__shfl_sync(0xffffffffu, thread, thread & 31));
       if (!rehearsal) break;
+      __syncwarp();  // all lanes are through with the barriers of the first stream
       mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
       mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
