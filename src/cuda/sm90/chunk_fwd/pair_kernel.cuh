@@ -40,6 +40,46 @@ struct PairAuxRole {
                       at_pair.in_other_block(at_pair.full_p(m)));
   }
 
+  // A_g's rows on their way; P.
+  template <bool kMild>
+  __device__ __forceinline__ void finish(uint32_t m, uint32_t tile, uint32_t factors, float mild,
+                                         const LanePlace& at) const {
+    fence_proxy_async();
+    __syncwarp();
+    if (at.lane == 0) send_rows(tile, m, at.warp);
+
+    at_pair.wait_q(m);
+    float qkt[32];
+    start_product<Element>(qkt, uniform_descriptor(at_pair.stage_q(m)), uniform_descriptor(at_pair.stage_k(m)));
+    wgmma_wait<0>();
+    pin(qkt);
+    float2 diagonal[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int first = i == 2 ? 6 : 2 * i;
+      diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
+    }
+    if constexpr (kMild) {
+      store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), at_pair.tile_p(m), factors, at);
+    } else {
+      store_gated<Traits, false>(qkt, diagonal, p.args.scale, at_pair.tile_p(m), factors, at);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    mbarrier_arrive_warp(at_pair.full_p(m), at.lane);
+    if (at.lane == 0) {
+      // A_g's rows are announced here too; they may have come already.
+      const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
+      const uint32_t barrier = at_pair.in_other_block(at_pair.full_p(m));
+      mbarrier_arrive_expect_cluster(barrier, 2 * Traits::kBytesRows + gate_bytes);
+      send_rows(at_pair.tile_p(m), m, at.warp);
+      if (gate_bytes != 0) {
+        bulk_copy_cluster(at_pair.in_other_block(at_pair.received_gate(m)), at_pair.own_gate(m), gate_bytes, barrier);
+      }
+    }
+    __syncwarp();
+  }
+
   __device__ void prepare(uint32_t m) const {
     const LanePlace at = lane_place(thread);
     const ChunkRecord& chunk = at_pair.record(m);
@@ -85,46 +125,15 @@ struct PairAuxRole {
       if constexpr (Traits::kSave) save_a<Element>(p.args, a, d, chunk, at);
       sync();  // the inverse has been read: A_g takes its tile
       const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+      // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
+        finish<true>(m, tile, factors, mild, at);
       } else {
         store_gated<Traits, true>(a[0], diagonal, 1.0f, tile, factors, at);
+        finish<false>(m, tile, factors, mild, at);
       }
     }
-    fence_proxy_async();
-    __syncwarp();
-    if (at.lane == 0) send_rows(tile, m, at.warp);
-
-    at_pair.wait_q(m);
-    float qkt[32];
-    start_product<Element>(qkt, uniform_descriptor(at_pair.stage_q(m)), uniform_descriptor(at_pair.stage_k(m)));
-    wgmma_wait<0>();
-    pin(qkt);
-    float2 diagonal[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int first = i == 2 ? 6 : 2 * i;
-      diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
-    }
-    if (__any_sync(0xffffffffu, mild != 0.0f)) {
-      store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), at_pair.tile_p(m), factors, at);
-    } else {
-      store_gated<Traits, false>(qkt, diagonal, p.args.scale, at_pair.tile_p(m), factors, at);
-    }
-    fence_proxy_async();
-    __syncwarp();
-    mbarrier_arrive_warp(at_pair.full_p(m), at.lane);
-    if (at.lane == 0) {
-      // A_g's rows are announced here too; they may have come already.
-      const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
-      const uint32_t barrier = at_pair.in_other_block(at_pair.full_p(m));
-      mbarrier_arrive_expect_cluster(barrier, 2 * Traits::kBytesRows + gate_bytes);
-      send_rows(at_pair.tile_p(m), m, at.warp);
-      if (gate_bytes != 0) {
-        bulk_copy_cluster(at_pair.in_other_block(at_pair.received_gate(m)), at_pair.own_gate(m), gate_bytes, barrier);
-      }
-    }
-    __syncwarp();
   }
 
   __device__ void run() const {

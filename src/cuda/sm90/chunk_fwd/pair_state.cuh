@@ -39,57 +39,41 @@ struct PairStateRole : StateRole<Traits> {
   }
   static __device__ uint64_t descriptor(uint32_t place) { return (wgmma_descriptor(0) & 0xffffffff00000000u) | place; }
 
-  __device__ void run() const {
-    float s[64];  // S^T: rows V, columns K
-#pragma unroll
-    for (int i = 0; i < 64; ++i) s[i] = 0.0f;
-    // Places in a tile, out of shuffles, so that they are kept and not made anew in every chunk.
-    const uint32_t rows = __shfl_sync(0xffffffffu, at.trans_row + at.trans_chunk, at.lane);
-    const uint32_t column = __shfl_sync(0xffffffffu, 80 * at.q, at.lane);
+  // The chunk that is at hand, and where its things are.
+  struct Walk {
     uint32_t m = 0, stage_k = 0, stage_q = 0, stage_v = 0, own_gate = 0;
-    uint32_t k_place = uniform_place(smem() + Traits::kSmemK), q_place = uniform_place(smem() + Traits::kSmemQ);
-    uint32_t a_place = uniform_place(smem() + Traits::kSmemA);
-    bool ready = false, listed = false;  // chunk m, and the record of the next one, so that they need no wait
-    at_pair.wait_record(0);
-    int2 chunk_now = this->load_chunk(0);
-    // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
-    // registers.
-    bool more = __any_sync(0xffffffffu, chunk_now.x >= 0);
-    if (more) at_pair.wait_k(0);  // as in state_role.cuh
-#pragma unroll 1
-    for (; more; ++m) {
-      const ChunkRecord& chunk = this->record(m);
-      // All that is seldom done in one place: instructions are short of room.
-      if (chunk_now.y & kFirstChunk) {
-        if (m > 0) finish_tile(s, this->record(m - 1));
-        this->load_initial(s, chunk, at);
-      }
-      if (!ready) {
-        at_pair.wait_k(m);
-        at_pair.wait_q(m);
-        at_pair.wait_p(m);
-      }
-      const uint32_t v_rows = smem() + Traits::kSmemV + stage_v * Traits::kBytesV + rows;
-      const uint32_t gate =
-          smem() + Traits::kSmemGate +
-          (at_pair.own(m) ? own_gate : Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
-      const uint32_t columns = gate + column;
+    uint32_t k_place, q_place, a_place;  // low words of descriptors
+    int2 chunk;                          // valid and flags
+    float mild = 0.0f;                   // kGateMild of it, if it is ready
+    bool ready = false;                  // what it needs is there
+    bool listed = false;                 // the next chunk's record is there
 
+    __device__ uint32_t gate(const PairPlaces<Traits>& at_pair) const {
+      return smem() + Traits::kSmemGate +
+             (at_pair.own(m) ? own_gate : Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
+    }
+    __device__ void find_products() {
+      k_place = uniform_place(smem() + Traits::kSmemK + stage_k * Traits::kBytesK);
+      q_place = uniform_place(smem() + Traits::kSmemQ + stage_q * Traits::kBytesK);
+      a_place = uniform_place(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
+    }
+  };
+
+  // Chunks, until one needs something that is seldom done. Two copies, lest the instructions of the other kind of decay
+  // lie between those of this one. rows, column: a lane's places in a tile and in a vector.
+  template <bool kMild>
+  __device__ __forceinline__ void take_chunks(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
+    bool go;
+#pragma unroll 1
+    do {
+      const uint32_t m = w.m;
+      const ChunkRecord& chunk = this->record(m);
+      const uint32_t v_rows = smem() + Traits::kSmemV + w.stage_v * Traits::kBytesV + rows;
+      const uint32_t gate = w.gate(at_pair), columns = gate + column;
       wgmma_wait<0>();
       pin(s);
-      if constexpr (Traits::kSave) this->save_listed(s, chunk);
-      // u^T = S0^T K^T and o^T = S0^T Q^T
-      uint32_t packed[32];
-#pragma unroll
-      for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-      float u[32], o[32];
-      const uint64_t k_rows = descriptor(k_place), q_rows = descriptor(q_place);
-      const auto step = [](int i) { return (i >> 2) * Traits::kHalf + (i & 3) * 32; };
-      wgmma_fence();
-      mma_rs_n64_init<Element>(u, packed, k_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, step(i)));
-      wgmma_commit();
+      // Before S is packed: the assembler asks for them no later than behind the first product, and answers come late
+      // beside products.
       uint32_t v[16];
       float4 gamma[4];
 #pragma unroll
@@ -98,21 +82,26 @@ struct PairStateRole : StateRole<Traits> {
         gamma[b] = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
       }
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-      const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
-      const uint64_t a_rows = descriptor(a_place);
-      const uint64_t p_rows = wgmma_advance(a_rows, Traits::kSmemP - Traits::kSmemA);
-      const uint64_t k_columns = wgmma_advance(k_rows, 0) + (uint64_t{Traits::kHalf / 16 - 1} << 16);
-      // Where the next chunk is.
-      const uint32_t next_v = stage_v == Traits::kStagesV - 1 ? 0 : stage_v + 1;
-      stage_k = stage_k == Traits::kStagesK - 1 ? 0 : stage_k + 1;
-      stage_q = stage_q == Traits::kStagesQ - 1 ? 0 : stage_q + 1;
-      k_place = uniform_place(smem() + Traits::kSmemK + stage_k * Traits::kBytesK);
-      q_place = uniform_place(smem() + Traits::kSmemQ + stage_q * Traits::kBytesK);
-      a_place = uniform_place(smem() + Traits::kSmemA + (m + 1) % Traits::kStagesA * Traits::kBytesMatrix);
+      if constexpr (Traits::kSave) this->save_listed(s, chunk);
+      // u^T = S0^T K^T and o^T = S0^T Q^T
+      uint32_t packed[32];
+#pragma unroll
+      for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+      float u[32], o[32];
+      const uint64_t k_rows = descriptor(w.k_place), q_rows = descriptor(w.q_place);
+      const auto step = [](int i) { return (i >> 2) * Traits::kHalf + (i & 3) * 32; };
+      wgmma_fence();
+      mma_rs_n64_init<Element>(u, packed, k_rows);
+#pragma unroll
+      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, step(i)));
+      wgmma_commit();
       mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
       for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, step(i)));
       wgmma_commit();
+      const uint64_t a_rows = descriptor(w.a_place);
+      const uint64_t p_rows = wgmma_advance(a_rows, Traits::kSmemP - Traits::kSmemA);
+      const uint64_t k_columns = wgmma_advance(k_rows, 0) + (uint64_t{Traits::kHalf / 16 - 1} << 16);
       wgmma_wait<1>();
       pin(u);
 
@@ -123,16 +112,33 @@ struct PairStateRole : StateRole<Traits> {
       float low[16], high[16];
       multiply_lower<Element>(low, high, v, a_rows);
       if constexpr (Traits::kSave) this->save_h(packed, chunk);
-      // Under it: gC S0, and what comes next.
+      // Under it: gC S0, and what comes next. In a branch that is always taken, lest it sink between the products
+      // below.
+      if (m != 0xffffffffu) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] *= last;
-      const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
+        for (int i = 0; i < 64; ++i) s[i] *= last;
+      }
       float4 factor[4];  // of O, by tokens
 #pragma unroll
-      for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-      if (!listed) at_pair.wait_record(m + 1);
-      const int2 chunk_next = this->load_chunk(m + 1);
-      more = __any_sync(0xffffffffu, chunk_next.x >= 0);
+      for (int b = 0; b < 4; ++b) {
+        if constexpr (!kMild) {
+          factor[b] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        } else if constexpr (kWideExponents<Element>) {
+          const float4 g = gamma[b];
+          const float scale = p.args.scale;
+          factor[b] = make_float4(g.x * scale, g.y * scale, g.z * scale, g.w * scale);
+        } else {
+          factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        }
+      }
+      ++w.m;
+      w.stage_k = w.stage_k == Traits::kStagesK - 1 ? 0 : w.stage_k + 1;
+      w.stage_q = w.stage_q == Traits::kStagesQ - 1 ? 0 : w.stage_q + 1;
+      w.stage_v = w.stage_v == Traits::kStagesV - 1 ? 0 : w.stage_v + 1;
+      if (m & 1) w.own_gate = w.own_gate == Traits::kOwnGates - 1 ? 0 : w.own_gate + 1;
+      w.find_products();
+      if (!w.listed) at_pair.wait_record(w.m);
+      w.chunk = this->load_chunk(w.m);
       wgmma_wait<0>();
       pin(low);
       pin(high);
@@ -142,16 +148,15 @@ struct PairStateRole : StateRole<Traits> {
 
       // O^T += V'^T P^T. With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of
       // all.
-      if (!mild) {
+      if constexpr (!kMild) {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 decay = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
           const float4 f = make_float4(decay.x * p.args.scale, decay.y * p.args.scale, decay.z * p.args.scale,
                                        decay.w * p.args.scale);
-          float* x = o + 8 * b;
-          scale_tokens(x, f);
+          scale_tokens(o + 8 * b, f);
         }
-      } else if (!kWideExponents<Element>) {
+      } else if constexpr (!kWideExponents<Element>) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[i] *= last;
       }
@@ -167,18 +172,18 @@ struct PairStateRole : StateRole<Traits> {
       for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance(p_rows, 32 * i));
       wgmma_commit();
       // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
-      if (!mild) {
+      if constexpr (!kMild) {
         wgmma_wait<0>();  // P V' reads its operand's registers as it goes
         pin(o);
         pin(corrected);
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-          const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-          corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-          corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-          corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-          corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+          const float* y = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+          corrected[4 * b] = pack2<Element>(y[0] * rest.x, y[1] * rest.y);
+          corrected[4 * b + 1] = pack2<Element>(y[2] * rest.x, y[3] * rest.y);
+          corrected[4 * b + 2] = pack2<Element>(y[4] * rest.z, y[5] * rest.w);
+          corrected[4 * b + 3] = pack2<Element>(y[6] * rest.z, y[7] * rest.w);
         }
       }
       pin(s);
@@ -187,26 +192,61 @@ struct PairStateRole : StateRole<Traits> {
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
       // O takes V's place while S is made. A barrier answers late: it is asked before.
-      const bool is_ready = at_pair.ready(m + 1), is_listed = at_pair.test_record(m + 2);
+      const bool is_ready = at_pair.ready(w.m), is_listed = at_pair.test_record(w.m + 1);
       wgmma_wait<1>();
       pin(o);
+      w.ready = __all_sync(0xffffffffu, is_ready);
+      w.listed = __all_sync(0xffffffffu, is_listed);
+      if (w.ready) w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
 #pragma unroll
       for (int b = 0; b < 4; ++b) put_o_quarter(o + 8 * b, factor[b], v_rows + b * 2048);
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_o(m), at.lane);
-      ready = __all_sync(0xffffffffu, is_ready);
-      listed = __all_sync(0xffffffffu, is_listed);
-      stage_v = next_v;
-      if (m & 1) own_gate = own_gate == Traits::kOwnGates - 1 ? 0 : own_gate + 1;
       wgmma_wait<0>();
       pin(s);
       pin(corrected);
       at_pair.arrive_done(m, at.lane);
 
       if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
-      chunk_now = chunk_next;
+      // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
+      // registers.
+      go =
+          __all_sync(0xffffffffu, w.ready && w.chunk.x >= 0 && !(w.chunk.y & kFirstChunk) && (w.mild != 0.0f) == kMild);
+    } while (go);
+  }
+
+  __device__ void run() const {
+    float s[64];  // S^T: rows V, columns K
+#pragma unroll
+    for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+    // Places in a tile, out of shuffles, so that they are kept and not made anew in every chunk.
+    const uint32_t rows = __shfl_sync(0xffffffffu, at.trans_row + at.trans_chunk, at.lane);
+    const uint32_t column = __shfl_sync(0xffffffffu, 80 * at.q, at.lane);
+    Walk w;
+    w.find_products();
+    at_pair.wait_record(0);
+    w.chunk = this->load_chunk(0);
+    if (__any_sync(0xffffffffu, w.chunk.x >= 0)) at_pair.wait_k(0);  // as in state_role.cuh
+#pragma unroll 1
+    while (true) {
+      const bool more = __any_sync(0xffffffffu, w.chunk.x >= 0);
+      if (!more || (w.chunk.y & kFirstChunk)) {
+        if (w.m > 0) finish_tile(s, this->record(w.m - 1));
+        if (!more) return;
+        this->load_initial(s, this->record(w.m), at);
+      }
+      if (!w.ready) {
+        at_pair.wait_k(w.m);
+        at_pair.wait_q(w.m);
+        at_pair.wait_p(w.m);
+        w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
+      }
+      if (__any_sync(0xffffffffu, w.mild != 0.0f)) {
+        take_chunks<true>(s, w, rows, column);
+      } else {
+        take_chunks<false>(s, w, rows, column);
+      }
     }
-    if (m > 0) finish_tile(s, this->record(m - 1));
   }
 };
 

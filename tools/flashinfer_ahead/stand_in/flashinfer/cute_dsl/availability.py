@@ -1,0 +1,2 @@
+def is_cute_dsl_arch_supported(*capability):
+    return True

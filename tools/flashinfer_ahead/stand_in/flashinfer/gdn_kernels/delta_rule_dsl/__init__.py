@@ -1,0 +1,2 @@
+from .delta_rule_cp_sm90 import cp_delta_rule_dsl_sm90
+from .delta_rule_sm90 import delta_rule_prefill_dsl_sm90 as chunk_gated_delta_rule_sm90
