@@ -163,10 +163,10 @@ Plan make_plan(const Batch& batch) {
     }
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
-      const SplitEstimate estimate = estimate_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges],
-                                                     choice, batch.uncut_in_halves, batch.sms);
-      if (estimate.steps(Divisor(batch.sms)) < best) {
-        best = estimate.steps(Divisor(batch.sms));
+      const float steps = steps_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice,
+                                          batch.uncut_in_halves, Divisor(batch.sms));
+      if (steps < best) {
+        best = steps;
         plan.merge = merge_choice(choice);
       }
     }
@@ -358,9 +358,7 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   const SplitCosts costs;
   auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
-    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs,
-                           sequences == 1 ? kLeastGainKnownLengths : kLeastGain)
-        .pays;
+    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs).pays;
   };
   for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
   for (int32_t heads : {8, 16, 24}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
@@ -375,6 +373,26 @@ TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
   for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;
   EXPECT_FALSE(pays(64, 1, 32768));
+  for (int32_t heads : {24, 32, 48}) EXPECT_FALSE(pays(heads, 2, 16384)) << heads;
+}
+
+// Lengths that only the device knows: 28672 + 4096 gain 13 to 30 %, 2 x 16384 lose with a cut.
+TEST(SplitPlan, LengthsDecideOnTheDevice) {
+  const SplitCosts costs;
+  auto cuts = [&](int32_t heads, std::vector<int32_t> tokens) {
+    LengthSummary lengths;
+    for (const int32_t t : tokens) {
+      lengths.chunks += chunks_in(t);
+      lengths.longest = std::max(lengths.longest, chunks_in(t));
+      ++lengths.sequences;
+    }
+    return choose_grid(SplitMode::kAuto, false, lengths, heads, 132, costs, kLeastUnequal).spacing > 0;
+  };
+  for (int32_t heads : {24, 32, 48, 64}) {
+    EXPECT_TRUE(cuts(heads, {28672, 4096})) << heads;
+    EXPECT_FALSE(cuts(heads, {16384, 16384})) << heads;
+  }
+  EXPECT_FALSE(cuts(32, {8192, 8192, 8192, 8192}));
 }
 
 TEST(SplitPlan, GrowthAndNaNAreHeavy) {

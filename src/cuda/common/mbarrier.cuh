@@ -17,6 +17,11 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
 }
 
 // Makes initialised barriers visible to the copy engine.
+// Before a barrier's memory is used for anything else, another barrier among it; nobody waits for it any more.
+__device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -136,7 +136,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
     walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
-    walker.tiles = p.tiles;
+    walker.tiles = p.cut != nullptr && *p.cut != 0 ? 0 : p.tiles;
   }
 }
 

@@ -32,6 +32,7 @@ struct SplitCounters {
   uint32_t helpers;                           // blocks without a tile that may stay for the chains
   uint32_t chain_ticket;                      // next piece of a chain
   int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
+  uint32_t made;                              // 1: all of this is there; a hint, 0 while the plan is being made
 };
 
 struct ChunkForwardKernelParams {
@@ -50,7 +51,10 @@ struct ChunkForwardKernelParams {
   uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
   uint32_t* ticket;             // with plan: tiles given out beyond the first of each block
-  int32_t tiles;                // N * Hv
+  // Where lengths are looked at first, 0 there: the unsplit kernel does the work, else that of the lists. Null: no
+  // such question.
+  const int32_t* cut;
+  int32_t tiles;  // N * Hv
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.

@@ -5,6 +5,7 @@
 #include "clear.cuh"
 #include "kernel_params.h"
 #include "launch_kernel.h"
+#include "lengths.cuh"
 #include "split.h"
 #include "traits.h"
 
@@ -92,9 +93,34 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
+// Of a split whose lengths are looked at first: the same, and the split's grid. The unsplit kernel that follows has
+// its tiles if that is none, and has no tiles otherwise.
+__global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_constant__ SplitKernelParams p) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (blockIdx.x == 0) {
+    PlannedSequence own{0, 0, 0, 0};
+    const LengthSummary lengths = summarise_lengths<kPlanThreads>(p.args, &own);
+    if (threadIdx.x == 0) {
+      *p.workspace.spacing = choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms,
+                                         p.costs, kLeastUnequal)
+                                 .spacing;
+    }
+    sort_sequences(p.args);
+  } else {
+    clear_outside(p.args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
+  }
+}
+
 __global__ void __launch_bounds__(kClearThreads)
     clear_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
+}
+
+// Where plan_chunk_forward_kernel() leaves the sequences' order and the ticket.
+void place_plan(void* workspace, ChunkForwardKernelParams* params) {
+  params->ticket = static_cast<uint32_t*>(workspace);
+  params->plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(workspace) + kPlanOffset);
 }
 
 // Blocks, or pairs of blocks, for `tiles` tiles: no more than the card has room for.
@@ -177,36 +203,62 @@ bool overlap(const StateSet& a, const StateSet& b, int32_t sequences, int32_t he
   return a.data != nullptr && b.data != nullptr && begin(a) < end(b) && begin(b) < end(a);
 }
 
-// The tiles' kernel with V in boxes of its own height.
-cudaError_t launch_listed(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel, int sms,
-                          cudaStream_t stream) {
-  const ChunkForwardArgs& args = params.args;
-  ChunkForwardKernelParams tiles = params;
-  if (!encode_map(&tiles.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
-                  args.v_head_stride, kernel.state_groups) ||
-      !encode_map(&tiles.o, args.type, args.o, args.num_tokens, args.num_value_heads, args.o_token_stride,
-                  args.o_head_stride, kernel.state_groups)) {
-    return cudaErrorInvalidValue;
-  }
-  return launch_tiles(kernel, tiles, sms, sms, stream);
+// With V and O in boxes of the kernel's own height.
+bool encode_values(const ChunkForwardKernel& kernel, ChunkForwardKernelParams* params) {
+  const ChunkForwardArgs& args = params->args;
+  return encode_map(&params->v, args.type, args.v, std::max<int64_t>(args.num_tokens, 1), args.num_value_heads,
+                    args.v_token_stride, args.v_head_stride, kernel.state_groups) &&
+         encode_map(&params->o, args.type, args.o, std::max<int64_t>(args.num_tokens, 1), args.num_value_heads,
+                    args.o_token_stride, args.o_head_stride, kernel.state_groups);
 }
+
+cudaError_t launch_tiles_of(const ChunkForwardKernel& kernel, ChunkForwardKernelParams params, int tiles, int sms,
+                            cudaStream_t stream) {
+  if (!encode_values(kernel, &params)) return cudaErrorInvalidValue;
+  return launch_tiles(kernel, params, tiles, sms, stream);
+}
+
+// What decide_split() answers, and for whom.
+struct DecidedSplit {
+  SplitDecision decision{false, ""};
+  bool uncut_in_halves = false;  // the gates may be such that nothing is cut, in tiles of half heads
+  bool lengths_first = false;    // the lengths may be such that nothing is cut
+};
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free. uncut_kernel: null, or
-// that of half heads, a fifth that does its work where nothing is to be gained by a cut.
-cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForwardKernel& kernel,
-                         const ChunkForwardKernel* uncut_kernel, int sms, cudaStream_t stream) {
+// The last one begins with tiles that depend on none of the others, as soon as an SM is free.
+// Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call without
+// a split, which finds its tiles if nothing is to be cut. Where the gates decide and two SMs would share a head, that
+// kernel is the last, with a list.
+cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSplit& decided,
+                         const ChunkForwardKernel& kernel, const ChunkForwardKernel& uncut_kernel, int sms,
+                         cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
   SplitKernelParams split{};
   split.args = args;
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  split.uncut_in_halves = uncut_kernel != nullptr;
+  split.uncut_in_halves = decided.uncut_in_halves;
+  split.lengths_first = decided.lengths_first;
+  split.clear_blocks = args.cu_seqlens != nullptr && !decided.lengths_first ? kClearBlocks : 0;
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
-  cudaError_t error = launch_split_plan(split, stream);
+  cudaError_t error = cudaSuccess;
+  if (decided.lengths_first) {
+    SplitKernelParams ask = split;
+    ask.args.workspace = split.workspace.unsplit;
+    error = launch_kernel(reinterpret_cast<const void*>(&ask_lengths_kernel), 1 + kClearBlocks, kPlanThreads, 0, ask,
+                          true, stream);
+    if (error != cudaSuccess) return error;
+    ChunkForwardKernelParams whole = params;
+    place_plan(split.workspace.unsplit, &whole);
+    whole.cut = split.workspace.spacing;
+    error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, stream);
+    if (error != cudaSuccess) return error;
+  }
+  error = launch_split_plan(split, stream);
   if (error != cudaSuccess) return error;
 
   SplitCounters* counters = split.workspace.counters;
@@ -216,18 +268,19 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const ChunkForw
   tiles.chains = split.workspace.chains;
   tiles.counters = counters;
   tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
+  tiles.cut = decided.lengths_first ? split.workspace.spacing : nullptr;
   tiles.list = split.workspace.state_tiles;
   tiles.tickets = &counters->states;
-  error = launch_listed(tiles,
-                        args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
-                        sms, stream);
+  error =
+      launch_tiles_of(args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
+                      tiles, sms, sms, stream);
 
   tiles.list = split.workspace.output_tiles;
   tiles.tickets = &counters->outputs;
-  if (error == cudaSuccess) error = launch_listed(tiles, kernel, sms, stream);
-  if (error != cudaSuccess || uncut_kernel == nullptr) return error;
+  if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, stream);
+  if (error != cudaSuccess || !decided.uncut_in_halves) return error;
   tiles.tickets = &counters->halves;
-  return launch_listed(tiles, *uncut_kernel, sms, stream);
+  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, stream);
 }
 
 }  // namespace
@@ -247,12 +300,6 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
 
 namespace {
 
-// What decide_split() answers, and for whom.
-struct DecidedSplit {
-  SplitDecision decision{false, ""};
-  bool uncut_in_halves = false;  // the plan may be not to cut, in tiles of half heads
-};
-
 DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const bool forced = args.force_split != 0;
   if (args.split == SplitMode::kOff || sms == 0) return {{false, "auto_cp is off"}};
@@ -271,21 +318,23 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const bool dense = args.cu_seqlens == nullptr;
   const SplitCosts costs;
   const int32_t heads = args.num_value_heads;
-  // Lengths on the device are not known here. Equal ones are the least work that a call without a cut can have, and
-  // one long sequence beside empty ones the most that a cut can gain.
+  // Lengths on the device are not known here. Equal ones are the least that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
-  const SplitPromise promise =
-      promise_of_plan(equal, heads, sms, costs, dense || args.num_sequences == 1 ? kLeastGainKnownLengths : kLeastGain);
+  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  const auto uncut_in_halves = [&](const SplitPromise& found) { return halves_pay(tiles, sms) && !found.surely; };
   if (promise.pays) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
-            halves_pay(tiles, sms) && !promise.surely};
+            uncut_in_halves(promise)};
   }
-  // Not where pairs of blocks would do the work: behind a plan they take 10 % longer.
-  if (!dense && args.num_sequences > 1 && !halves_pay(tiles, sms) &&
-      costs.plan_uncut <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
-    if (promise_of_plan(equal_lengths(longest, 1, false), heads, sms, costs, kLeastGain).pays) {
-      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"}};
+  // One sequence of seven eighths beside short ones.
+  if (!dense && args.num_sequences > 1 && costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
+    const int64_t chunks = std::max<int64_t>(divide_up(longest, kSplitChunk), args.num_sequences);
+    const LengthSummary unequal{chunks, args.num_sequences, static_cast<int32_t>(chunks - chunks / 8)};
+    if (const SplitPromise found = promise_of_plan(unequal, heads, sms, costs); found.pays) {
+      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
+              uncut_in_halves(found),
+              true};
     }
   }
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
@@ -337,43 +386,37 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error != cudaSuccess) return error;
 
   const DecidedSplit& decided = decided_split(args, sms);
-  const bool cut = decided.decision.planned;
-  const bool split = variant == ChunkForwardVariant::kSplitV ||
-                     (variant == ChunkForwardVariant::kAuto && !cut && split_pays(whole_tiles, sms));
+  const bool halves = variant == ChunkForwardVariant::kSplitV ||
+                      (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
   const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
                     args.start_lists != nullptr;
   const bool any_bits = args.split == SplitMode::kAuto;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, split, save, any_bits);
+  const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save, any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
   params.tiles = static_cast<int32_t>(whole_tiles);
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
-      !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2) ||
-      !encode_map(&params.v, args.type, args.v, rows, args.num_value_heads, args.v_token_stride, args.v_head_stride,
-                  kernel.state_groups) ||
-      !encode_map(&params.o, args.type, args.o, rows, args.num_value_heads, args.o_token_stride, args.o_head_stride,
-                  kernel.state_groups)) {
+      !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
-  if (cut) {
-    const ChunkForwardKernel halves = choose_kernel(args.type, true, save, any_bits);
-    const bool may_halve = variant == ChunkForwardVariant::kAuto && decided.uncut_in_halves;
-    return launch_split(params, kernel, may_halve ? &halves : nullptr, sms, stream);
+  if (decided.decision.planned) {
+    const ChunkForwardKernel cut_kernel =
+        choose_kernel(args.type, variant == ChunkForwardVariant::kSplitV, save, any_bits);
+    return launch_split(params, decided, cut_kernel, kernel, sms, stream);
   }
   // With a tile to a block at most there is nothing to sort, and the blocks clear around the sequences; rows of skipped
   // ones and of h they do not.
-  const bool one_each = params.tiles <= count_streams(kernel, params.tiles, sms) && args.initial.indices == nullptr &&
-                        args.h == nullptr;
+  const bool one_each =
+      params.tiles <= count_streams(kernel, params.tiles, sms) && args.initial.indices == nullptr && args.h == nullptr;
   if (args.cu_seqlens != nullptr && !one_each) {
     error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
                           args, true, stream);
     if (error != cudaSuccess) return error;
-    params.ticket = static_cast<uint32_t*>(args.workspace);
-    params.plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(args.workspace) + kPlanOffset);
+    place_plan(args.workspace, &params);
   }
-  return launch_tiles(kernel, params, params.tiles, sms, stream);
+  return launch_tiles_of(kernel, params, params.tiles, sms, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -8,6 +8,7 @@
 #include "chunk_stream.cuh"
 #include "clear.cuh"
 #include "launch_kernel.h"
+#include "lengths.cuh"
 
 namespace flash_qla::cuda::sm90 {
 namespace {
@@ -15,42 +16,12 @@ namespace {
 constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
-// Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier, and leaves each lane
-// with the one of its number in `own` (which is else left alone).
-template <int kThreads>
-__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args, PlannedSequence* own) {
-  if (args.cu_seqlens == nullptr) {
-    const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
-    return {static_cast<int64_t>(chunks) * args.num_sequences, chunks > 0 ? args.num_sequences : 0, chunks};
-  }
-  const bool one_warp = args.num_sequences <= 32;
-  int32_t chunks = 0, sequences = 0, longest = 0;
-  for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
-       i += kThreads) {
-    const PlannedSequence s = sequence_at(args, i);
-    const int32_t count = chunks_in(s.length);
-    if (one_warp) *own = s;
-    chunks += count;
-    sequences += count > 0;
-    longest = max(longest, count);
-  }
-  chunks = __reduce_add_sync(0xffffffffu, chunks);
-  sequences = __reduce_add_sync(0xffffffffu, sequences);
-  longest = __reduce_max_sync(0xffffffffu, longest);
-  if (one_warp) return {chunks, sequences, longest};
-  __shared__ int32_t totals[3];
-  if (threadIdx.x < 3) totals[threadIdx.x] = 0;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0 && sequences > 0) {
-    atomicAdd(&totals[0], chunks);
-    atomicAdd(&totals[1], sequences);
-    atomicMax(&totals[2], longest);
-  }
-  __syncthreads();
-  return {totals[0], totals[1], totals[2]};
-}
-
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
+  if (p.lengths_first != 0) {
+    SplitGrid grid;
+    if (const int32_t spacing = *p.workspace.spacing; spacing > 0) grid.set_spacing(spacing);
+    return grid;
+  }
   if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);
 }
@@ -141,7 +112,11 @@ __device__ int first_chunk_where(bool x, int lane) {
 template <typename Element>
 __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
+  // For what the kernels before this one write, which the one after it reads as well.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.workspace.counters->made = 0;
   asm volatile("griddepcontrol.launch_dependents;");
+  if (p.lengths_first != 0 && *p.workspace.spacing == 0) return;
   const ChunkForwardArgs& args = p.args;
   if (p.in_place != 0) {
     const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
@@ -150,9 +125,9 @@ __global__ void __launch_bounds__(kPlanThreads)
       p.workspace.readers[i] = 0;
     }
   }
-  const int units_blocks = static_cast<int>(gridDim.x) - (args.cu_seqlens != nullptr ? kClearBlocks : 0);
+  const int units_blocks = static_cast<int>(gridDim.x) - p.clear_blocks;
   if (static_cast<int>(blockIdx.x) >= units_blocks) {
-    clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, kClearBlocks);
+    clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, p.clear_blocks);
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -345,17 +320,6 @@ struct TileSink {
   }
 };
 
-// One whole sequence and head as the n-th tile of a list in which all are equal.
-struct WholeTileSink {
-  const TileSink& list;
-  int32_t n;
-  __device__ void tile(const Tile& t) const {
-    list.count_reader(t);
-    list.put(t, n);
-  }
-  __device__ void chain(const TransitionChain&) const {}
-};
-
 __device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
@@ -390,6 +354,12 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
+  if (p.lengths_first != 0 && *ws.spacing == 0) {
+    // The kernels after this one have nothing to do.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (thread == 0) *ws.counters = SplitCounters{};
+    return;
+  }
   PlannedSequence own{0, 0, 0, 0};
   const LengthSummary lengths = summarise_lengths<kListThreads>(args, &own);
   const SplitGrid grid = choose_grid(p, lengths);
@@ -415,12 +385,18 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (thread == 0) chains_used = tiles_used = chunks_before = 0;
   __syncthreads();
 
+  // Where sequences are cut; a larger batch's are kept in memory.
+  CutSequence* const cuts = n <= kKeptSequences ? kept_sequences : ws.cuts;
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
-  if (number_chunks) {
-    for (int32_t first = 0; first < n; first += kListThreads) {
-      const int32_t i = first + thread;
-      const int32_t chunks = i < n ? chunks_in(sequence_at(args, i).length) : 0;
+#pragma unroll 1
+  for (int32_t first = 0; first < n; first += kListThreads) {
+    const int32_t i = first + thread;
+    PlannedSequence s{0, 0, i, 0};
+    if (i < n) s = sequence_at(args, i);
+    if (number_chunks) {
+      const int32_t chunks = chunks_in(s.length);
       int32_t inclusive = chunks;
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += below;
@@ -428,22 +404,18 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       if (lane == 31) warp_chunks[warp] = inclusive;
       __syncthreads();
       int32_t before = chunks_before;
+#pragma unroll 1
       for (int w = 0; w < warp; ++w) before += warp_chunks[w];
-      if (i < n) ws.first_chunks[i] = before + inclusive - chunks;
+      s.first_chunk = before + inclusive - chunks;
       __syncthreads();
       if (thread == kListThreads - 1) chunks_before = before + inclusive;
       __syncthreads();
     }
-  }
-  auto read_sequence = [&](int32_t i) {
-    PlannedSequence s = sequence_at(args, i);
-    if (number_chunks) s.first_chunk = ws.first_chunks[i];
+    if (i >= n) continue;
     // A skipped sequence has no state tiles: the chains wait for all that are listed.
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
-    return CutSequence(s, grid);
-  };
-  const bool keep_sequences = n <= kKeptSequences;
-  if (keep_sequences && thread < n) kept_sequences[thread] = read_sequence(thread);
+    cuts[i] = CutSequence(s, grid);
+  }
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const uint8_t* warmups = ws.warmups;
@@ -461,8 +433,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
-    return HeadPlan(keep_sequences ? kept_sequences[i] : read_sequence(i), head, grid, merge, p.capacity.boundaries,
-                    warmups_of(head));
+    return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
   };
 
   SplitMerge merge;
@@ -503,9 +474,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
     __syncthreads();
     if (thread < kMergeChoices) {
-      const SplitEstimate estimate = estimate_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges],
-                                                     thread, p.uncut_in_halves != 0, p.sms);
-      choice_steps[thread] = estimate.steps(p.by_sms);
+      choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                                             p.uncut_in_halves != 0, p.by_sms);
     }
     __syncthreads();
     // Every warp looks for the best one, of equals the first.
@@ -527,20 +497,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
-  // Equal lengths without a cut need no sorting, and are what a call is most often that was planned in vain.
-  const bool alike = grid.spacing == 0 && lengths.chunks == static_cast<int64_t>(lengths.longest) * n;
-  if (alike) {
-    for (int32_t pair = thread; pair < pairs; pair += kListThreads) {
-      WholeTileSink whole{sink, pair};
-      head_plan(pair, merge).emit(SegmentRound{1, 1, 0}, SegmentCarry{}, 0, whole);
-    }
-    if (thread == 0) {
-      list_sizes[0] = first_tiles = 0;
-      list_sizes[1] = free_tiles = pairs;
-    }
-  }
 #pragma unroll 1
-  for (int pass = alike ? 2 : 0; pass < 2; ++pass) {
+  for (int pass = 0; pass < 2; ++pass) {
     if (pass == 1 && tiles_used <= kKeptTiles) {
       for (int i = thread; i < tiles_used; i += kListThreads) {
         const Tile t = kept.tiles.tile[i];
@@ -559,14 +517,17 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       const int first = warp == 0 ? 0 : kLengthBuckets,
                 per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
       int32_t sum = 0;
+#pragma unroll 1
       for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
       int32_t inclusive = sum;
+#pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += below;
       }
       if (lane == 31) list_sizes[warp] = inclusive;
       int32_t before = inclusive - sum;
+#pragma unroll 1
       for (int i = 0; i < per_lane; ++i) {
         const int bucket = first + lane * per_lane + i;
         const int32_t count = buckets[bucket];
@@ -592,6 +553,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
+    counters.made = 1;
     *ws.counters = counters;
   }
 }
@@ -611,7 +573,9 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
-  w.first_chunks = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n));
+  w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
+  w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+  w.unsplit = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
@@ -635,14 +599,11 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   params.by_boundary_units = Divisor(args.num_key_heads * params.parts);
   params.by_heads = Divisor(args.num_value_heads);
   params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
-  const int blocks =
-      std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + (args.cu_seqlens != nullptr ? kClearBlocks : 0);
-  if (args.type == ElementType::kFloat16) {
-    classify_boundaries_kernel<__half><<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(params);
-  } else {
-    classify_boundaries_kernel<__nv_bfloat16><<<static_cast<unsigned>(blocks), kPlanThreads, 0, stream>>>(params);
-  }
-  cudaError_t error = cudaGetLastError();
+  const int blocks = std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + params.clear_blocks;
+  const void* classify = args.type == ElementType::kFloat16
+                             ? reinterpret_cast<const void*>(&classify_boundaries_kernel<__half>)
+                             : reinterpret_cast<const void*>(&classify_boundaries_kernel<__nv_bfloat16>);
+  const cudaError_t error = launch_kernel(classify, blocks, kPlanThreads, 0, params, true, stream);
   if (error != cudaSuccess) return error;
   return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kListThreads, 0, params, true, stream);
 }

@@ -9,9 +9,11 @@ namespace flash_qla::cuda::sm90 {
 // Places in the workspace.
 struct SplitWorkspace {
   SplitCounters* counters;
-  uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
-  int32_t* first_chunks;  // [N]; where h is wanted and lengths vary
-  uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
+  uint8_t* warmups;   // [boundaries, Hv] of warmup_chunks()
+  CutSequence* cuts;  // [N]
+  int32_t* spacing;   // SplitGrid's, where lengths are looked at first
+  void* unsplit;      // chunk_forward_workspace_size(N) bytes, likewise
+  uint32_t* readers;  // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
@@ -32,7 +34,9 @@ struct SplitKernelParams {
   // Lengths that the call may well have, and the grid that follows: both are what the device would work out.
   LengthSummary expected_lengths;
   SplitGrid expected_grid;
-  int32_t in_place;  // final states overwrite initial ones
+  int32_t in_place;       // final states overwrite initial ones
+  int32_t lengths_first;  // a kernel before these has chosen the grid, and done the work if nothing is to be cut
+  int32_t clear_blocks;
   int32_t sms;
 };
 

@@ -20,14 +20,16 @@ namespace flash_qla::cuda::sm90 {
 // sequence_split.md); they are near what was measured of each alone.
 struct SplitCosts {
   float state_step = 0.65f;   // a chunk in the kernel that makes states alone
-  float half_step = 0.56f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
-  float half_crowd = 0.11f;   // ... and this times the square of the share of SMs that are at work
+  float half_step = 0.50f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_crowd = 0.07f;   // ... and this times the square of the share of SMs that are at work, on average
+  float whole_step = 0.85f;   // a chunk of a head by one SM, where nothing is cut
+  float whole_crowd = 0.13f;  // ... likewise
   float tile_edge = 2.8f;     // a tile's first and last state, and filling the pipeline
   float state_edge = 2.0f;    // ... of a state tile, which starts from zero
   float combine_step = 0.3f;  // one transition applied to a boundary state
   float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 4.0f;          // what a call with a plan takes beyond the estimate, less what one without does
-  float plan_uncut = 4.2f;    // ... where the lengths turn out to ask for no cut
+  float plan = 5.5f;          // what a call with a plan takes beyond the estimate, less what one without does
+  float asking = 2.5f;        // ... where lengths are looked at first and turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -45,17 +47,18 @@ inline constexpr int32_t kMostPieces =
 inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
 // a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
-// known before, and on the device no cut is among the choices. kMostLoss: by asking in vain.
-inline constexpr float kLeastGain = 0.05f;
-// ... where the lengths are known, that is of one sequence or of equal ones. Several sequences are cut for less: they
-// may be far from equal, and then gain a quarter. As calls of the library two SMs to a head take a tenth less than
-// `half_step`, which was measured in a harness: of 27 lengths and head counts this leaves out the six that a cut made
-// slower, by up to 16 %, or no faster, and none that it made faster.
-inline constexpr float kLeastGainKnownLengths = 0.22f;
-// Measured times with a cut are this much longer than the estimate's, and the cost of the plan.
-inline constexpr float kDoubt = 1.1f;
-inline constexpr float kMostLoss = 0.03f;
+// known before, and on the device no cut is among the choices.
+inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
+// With state tiles a cut takes this much longer than the estimate's phases, which overlap less than they could:
+// 1.17 to 1.21 in the rows of 24 to 48 heads, 1.0 where a plan has none.
+inline constexpr float kDoubt = 1.2f;
+// Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
+// equal lengths take; a cut must promise kLeastUnequal of what it takes at best (known for lengths alone, and so
+// without kDoubt) before the device goes on to the gates.
+inline constexpr float kMostLoss = 0.02f;
+inline constexpr float kLeastUnequal = 1.25f;
+inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
 inline constexpr int32_t kUsualWarmup = 6;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
 inline constexpr int64_t kTilesPerSmUnsplit = 16;
@@ -121,9 +124,11 @@ FLASH_QLA_HOST_DEVICE inline float quotient(float a, float b) {
 // Whether tiles of half of V each pay where nothing is cut: while they are one wave.
 FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
 
-FLASH_QLA_HOST_DEVICE inline float half_step(int32_t tiles, int32_t sms, const SplitCosts& costs) {
-  const float share = quotient(2.0f * static_cast<float>(tiles), static_cast<float>(sms));
-  return costs.half_step + costs.half_crowd * share * share;
+// A chunk's share of a step where nothing is cut, by `share` of the SMs on average over the longest tile's time.
+FLASH_QLA_HOST_DEVICE inline float uncut_step(bool halves, float share, const SplitCosts& costs) {
+  share = share < 1.0f ? share : 1.0f;
+  return halves ? costs.half_step + costs.half_crowd * share * share
+                : costs.whole_step + costs.whole_crowd * share * share;
 }
 
 // Steps that the card needs without a cut, an estimate: exact for equal lengths.
@@ -131,19 +136,23 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
                                                  const SplitCosts& costs) {
   if (lengths.sequences == 0) return 0.0f;
   const int32_t tiles = lengths.sequences * heads;
-  const float average = static_cast<float>(lengths.chunks) / static_cast<float>(lengths.sequences);
-  const float edged = static_cast<float>(lengths.longest) + costs.tile_edge;
-  if (halves_pay(tiles, sms)) return edged * half_step(tiles, sms, costs);
-  if (static_cast<float>(lengths.longest) <= average * 1.02f)
-    return static_cast<float>((tiles + sms - 1) / sms) * edged;
+  const bool halves = halves_pay(tiles, sms);
+  const float cards = static_cast<float>(sms), longest = static_cast<float>(lengths.longest);
+  const float average = quotient(static_cast<float>(lengths.chunks), static_cast<float>(lengths.sequences));
+  const float edged = longest + costs.tile_edge;
+  const float share = quotient(average * static_cast<float>(halves ? 2 * tiles : tiles), longest * cards);
+  const float step = uncut_step(halves, share, costs);
+  if (halves) return edged * step;
+  if (longest <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * edged * step;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
-  const float even = (static_cast<float>(tiles) * (average + costs.tile_edge)) / static_cast<float>(sms);
+  const float even = quotient(static_cast<float>(tiles) * (average + costs.tile_edge), cards);
   const float spread = tiles > sms ? even + average / 3 : even;
-  return edged > spread ? edged : spread;
+  return (edged > spread ? edged : spread) * step;
 }
 
 FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
-                                                   int32_t heads, int32_t sms, const SplitCosts& costs) {
+                                                   int32_t heads, int32_t sms, const SplitCosts& costs,
+                                                   float least_possible = kLeastPossible) {
   SplitGrid grid;
   if (mode == SplitMode::kOff || lengths.sequences == 0) return grid;
   if (mode == SplitMode::kInvariant) {
@@ -161,7 +170,7 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
     const float uncut = even > whole ? even : whole,
                 cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
-    if (unsplit_steps(lengths, heads, sms, costs) <= 1.05f * best) return grid;
+    if (unsplit_steps(lengths, heads, sms, costs) <= least_possible * best) return grid;
   }
   // 64-bit divisions take long on the device, and are seldom needed.
   const int32_t items = kItemsPerSm * sms, least = forced ? kForcedSpacing : kMinSpacing;
@@ -480,11 +489,13 @@ struct SplitEstimate {
     chains *= heads;
   }
 
-  // Of tiles without a cut: the same by two SMs each.
-  FLASH_QLA_HOST_DEVICE void halve(int32_t sms) {
-    const float step = half_step(free_tiles, sms, costs);
-    free_tiles *= 2;
-    free_work *= 2.0f * step;
+  // Of tiles without a cut: as the unsplit kernels take them, perhaps by two SMs each.
+  FLASH_QLA_HOST_DEVICE void leave_uncut(bool in_halves, int32_t sms) {
+    const int32_t blocks = in_halves ? 2 : 1;
+    const float share = quotient(static_cast<float>(blocks) * free_work, longest_free * static_cast<float>(sms));
+    const float step = uncut_step(in_halves, share, costs);
+    free_tiles *= blocks;
+    free_work *= static_cast<float>(blocks) * step;
     longest_free *= step;
   }
 
@@ -534,64 +545,71 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
   return {merge_step(i % kMerges), merge_step(i / kMerges)};
 }
 
-// A choice from its two parts: the heads without and those with a heavy boundary, joined by merge_step() of their own.
-// uncut_in_halves: without a cut a kernel of half heads writes O. (With cuts that was slower for all shapes tried.)
-FLASH_QLA_HOST_DEVICE inline SplitEstimate estimate_choice(const SplitEstimate& light, const SplitEstimate& heavy,
-                                                           int32_t choice, bool uncut_in_halves, int32_t sms) {
+// Steps that a choice takes, from its two parts: the heads without and those with a heavy boundary, joined by
+// merge_step() of their own. uncut_in_halves: without a cut a kernel of half heads writes O. (With cuts that was slower
+// for all shapes tried.)
+FLASH_QLA_HOST_DEVICE inline float steps_of_choice(const SplitEstimate& light, const SplitEstimate& heavy,
+                                                   int32_t choice, bool uncut_in_halves, const Divisor& sms) {
   SplitEstimate estimate = light;
   estimate.add(heavy);
-  if (choice == kMergeChoices - 1 && uncut_in_halves) estimate.halve(sms);
-  return estimate;
+  if (choice == kMergeChoices - 1) estimate.leave_uncut(uncut_in_halves, static_cast<int32_t>(sms.by));
+  return estimate.steps(sms) * (estimate.state_tiles > 0 ? kDoubt : 1.0f);
 }
 
-// Steps of the best choice for equal sequences, with `heavy` heads that do not decay and the others that do
-// (kUsualWarmup).
+// Steps of the best choice with `heavy` heads that do not decay and the others that do (kUsualWarmup), where all
+// sequences but the longest are equal.
 FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
                                               int32_t heavy, bool uncut_in_halves, int32_t sms,
                                               const SplitCosts& costs) {
-  HeadSummary head;
-  head.chunks = lengths.longest;
-  head.pieces = pieces_of(head.chunks, grid);
-  head.warmups = kUsualWarmup * (head.pieces - 1);
   SplitEstimate light[kMerges], without_decay[kMerges];
-  for (int32_t i = 0; i < kMerges; ++i) {
-    light[i].costs = without_decay[i].costs = costs;
-    if (heavy < heads) {
+  for (int32_t i = 0; i < kMerges; ++i) light[i].costs = without_decay[i].costs = costs;
+  const int32_t others = lengths.sequences - 1;
+  for (int32_t kind = 0; kind < (others > 0 ? 2 : 1); ++kind) {
+    const int32_t sequences = kind == 0 ? 1 : others;
+    HeadSummary head;
+    head.chunks = kind == 0 ? lengths.longest : static_cast<int32_t>((lengths.chunks - lengths.longest) / others);
+    head.pieces = pieces_of(head.chunks, grid);
+    for (int32_t i = 0; i < kMerges; ++i) {
+      SplitEstimate part;
+      part.costs = costs;
+      head.warmups = kUsualWarmup * (head.pieces - 1);
       head.heavy = 0;
-      light[i].add(head, merge_step(i));
-      light[i].repeat(lengths.sequences * (heads - heavy));
-    }
-    if (heavy > 0) {
+      part.add(head, merge_step(i));
+      part.repeat(sequences * (heads - heavy));
+      if (heavy < heads) light[i].add(part);
+      part = SplitEstimate{};
+      part.costs = costs;
+      head.warmups = 0;
       head.heavy = head.pieces - 1;
-      without_decay[i].add(head, merge_step(i));
-      without_decay[i].repeat(lengths.sequences * heavy);
+      part.add(head, merge_step(i));
+      part.repeat(sequences * heavy);
+      if (heavy > 0) without_decay[i].add(part);
     }
   }
   const Divisor by_sms(sms);
   float best = 0.0f;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    const float steps =
-        estimate_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, sms).steps(by_sms);
+    const float steps = steps_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, by_sms);
     best = i == 0 || steps < best ? steps : best;
   }
   return best;
 }
 
-// What a plan promises for equal sequences of these lengths.
+// What a plan promises for sequences of these lengths.
 struct SplitPromise {
   bool pays = false;
   bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
 };
 FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                          const SplitCosts& costs, float least_gain) {
+                                                          const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
   const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
   const auto steps = [&](int32_t heavy) {
-    return costs.plan + kDoubt * best_steps(lengths, grid, heads, heavy, halves, sms, costs);
+    return costs.plan + best_steps(lengths, grid, heads, heavy, halves, sms, costs);
   };
-  return {steps(heads / 4) <= (1.0f - least_gain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
+  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
           steps(heads) <= (1.0f - kLeastGain) * unsplit};
 }
 

@@ -43,7 +43,9 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
-  static constexpr uint32_t kSmemBytes = kListed + 8 * kAuxGroups;
+  static constexpr uint32_t kRehearsed = kListed + 8 * kAuxGroups;  // all warps are through with the first stream
+  static constexpr uint32_t kPlanned = kRehearsed + 8;              // the second one is open
+  static constexpr uint32_t kSmemBytes = kPlanned + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -332,6 +334,60 @@ struct StateTileRole : StateRole<Traits> {
   }
 };
 
+// Two SMs beside each other (2i and 2i + 1) share a cache of instructions. With another kernel on its neighbour a block
+// took 3.3 us a chunk in place of 1.7, and so do the tiles that write O beside it: state tiles go to as few such pairs
+// as hold them, and one more, as the planner still holds an SM. Other blocks let those have the tiles, and take what is
+// left, if anything is, after some microseconds.
+__device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list) {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  const uint32_t tiles = static_cast<uint32_t>(list.tiles);
+  if (sm < (tiles + 1) / 2 * 2 + 2) return;
+  constexpr int kLooks = 6;  // each is most of a microsecond
+#pragma unroll 1
+  for (int i = 0; i < kLooks && load_now(&list.ticket) < tiles; ++i) {
+  }
+}
+
+// Before a stream of chunks: its barriers and first records, by one thread. rehearsal: of a single chunk, the first
+// tokens' of the first head, from zero, and of which nothing is kept.
+template <typename Traits>
+__device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, bool rehearsal) {
+  const auto init = [&](uint32_t barrier, uint32_t arrivals) {
+    if (!rehearsal) mbarrier_invalidate(barrier);
+    mbarrier_init(barrier, arrivals);
+  };
+#pragma unroll 1
+  for (uint32_t i = 0; i < Traits::kStages; ++i) {
+    init(smem() + Traits::kFull + 8 * i, 1 + 128);
+    init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
+    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
+  }
+#pragma unroll 1
+  for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
+  mbarrier_init_fence();
+  ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+  if (rehearsal) {
+    walker.tiles = 0;
+    walker.remaining = -1;
+  } else {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    open_list<Traits>(p, walker);
+    leave_tiles_to_whole_pairs(*p.tickets);
+  }
+#pragma unroll 1
+  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
+  if (rehearsal) {
+    ChunkRecord first{};
+    // A block that comes when the plan is made, on the planner's SM, goes on at once.
+    first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
+    first.flags = kFirstChunk;
+    first.slot_in = kNoSlot;
+    *reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks) = first;
+  }
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_state_tiles_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
@@ -340,31 +396,50 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
                     (__any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   const int thread = threadIdx.x % 128;
+  if (p.cut != nullptr && *p.cut == 0) {
+    // A kernel must not end before those it depends on.
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    return;
+  }
   if (threadIdx.x == 0) {
-    for (uint32_t i = 0; i < Traits::kStages; ++i) {
-      mbarrier_init(smem() + Traits::kFull + 8 * i, 1 + 128);
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
-      mbarrier_init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
-    }
-    for (int i = 0; i < Traits::kAuxGroups; ++i) mbarrier_init(smem() + Traits::kListed + 8 * i, 1);
-    mbarrier_init_fence();
+    mbarrier_init(smem() + Traits::kRehearsed, Traits::kThreads / 32 * kWarpArrivals);
+    mbarrier_init(smem() + Traits::kPlanned, 1);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-    open_list<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker));
-#pragma unroll 1
-    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
+    start_stream<Traits>(p, true);
   }
   __syncthreads();
 
+  // Twice: while the plan is being made, a chunk without any consequences is gone through, for the sake of the
+  // instructions, which each role else waits for in its first chunk.
   if (group < Traits::kAuxGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-    StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
+#pragma unroll 1
+    for (bool rehearsal = true;; rehearsal = false) {
+      StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
+      if (!rehearsal) break;
+      __syncwarp();  // all lanes are through with the barriers of the first stream
+      mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
+      if (threadIdx.x == 0) {
+        mbarrier_wait(smem() + Traits::kRehearsed, 0);
+        start_stream<Traits>(p, false);
+        mbarrier_arrive(smem() + Traits::kPlanned);
+      }
+      __syncwarp();
+      mbarrier_wait(smem() + Traits::kPlanned, 0);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateTileRole<Traits>{{p, group - Traits::kAuxGroups, LanePlace{}}}.run(
-        __shfl_sync(0xffffffffu, thread, thread & 31));
+    const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
+#pragma unroll 1
+    for (bool rehearsal = true;; rehearsal = false) {
+      role.run(__shfl_sync(0xffffffffu, thread, thread & 31));
+      if (!rehearsal) break;
+      __syncwarp();  // all lanes are through with the barriers of the first stream
+      mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
+      mbarrier_wait(smem() + Traits::kPlanned, 0);
+    }
     combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
   }
 }
