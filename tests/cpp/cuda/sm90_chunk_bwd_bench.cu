@@ -1,7 +1,8 @@
 // Development harness of the Hopper backward: every intermediate and every gradient against an fp64 token recurrence,
 // bitwise repeats, neighbours poisoned with NaN, and the time of each kernel. Stands alone: its own oracle, random
 // inputs, no framework.
-//   sm90_chunk_bwd_bench check [part of a case's name] | time [part of a row's name [chunks of a segment [fused]]]
+//   sm90_chunk_bwd_bench check [part of a case's name] | time [part of a row's name [chunks of a segment [fused |
+//   whole]]]
 // Built with nvcc -std=c++20 -O3 --extended-lambda --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -Isrc
 // -Iinclude from this file and src/cuda/sm90/chunk_bwd/{chunk_bwd_bf16,chunk_bwd_fp16,launch}.cu.
 #include <cuda_bf16.h>
@@ -45,8 +46,8 @@ struct Case {
   bool small_beta = false;  // a third of the betas 0 or tiny
   int padding = 0;          // tokens after the last sequence
   bool int64_offsets = false;
-  int segment_chunks = 0;  // -1: what choose_chunk_backward_plan says
-  bool fused = false;
+  int segment_chunks = 0;                    // -1: what choose_chunk_backward_plan says
+  bool fused = false, whole_values = false;  // forms of the passes
 };
 
 template <typename T>
@@ -506,8 +507,11 @@ class Runner {
     std::printf(
         "%-14s %s segments of %2d: total %.4f ms (five in a row %.4f): plan %.4f prepare %.4f states %.4f gradients "
         "%.4f\n",
-        c_.name.c_str(), p_.fused ? "fused" : "     ", p_.segment_chunks, all, in_a_row, plan, prepare, states,
-        gradients);
+        c_.name.c_str(),
+        p_.fused          ? "fused"
+        : p_.whole_values ? "whole"
+                          : "     ",
+        p_.segment_chunks, all, in_a_row, plan, prepare, states, gradients);
     std::fflush(stdout);
   }
 
@@ -658,6 +662,7 @@ class Runner {
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
     p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
     p_.fused = c_.fused;
+    p_.whole_values = c_.whole_values;
     workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, workspace_);
@@ -905,8 +910,13 @@ int main(int argc, char** argv) {
     for (Case c : check_cases()) {
       if (c.name.find(wanted) == std::string::npos) continue;
       good &= Runner(c).check();
-      c.name = "fused " + c.name;
+      const std::string name = c.name;
+      c.name = "fused " + name;
       c.fused = true;
+      good &= Runner(c).check();
+      c.name = "both halves of V " + name;
+      c.fused = false;
+      c.whole_values = true;
       good &= Runner(c).check();
     }
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
@@ -925,7 +935,8 @@ int main(int argc, char** argv) {
       c.Hq = row.Hq;
       c.Hv = row.Hv;
       c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
-      c.fused = argc > 4;
+      c.fused = argc > 4 && std::string(argv[4]) == "fused";
+      c.whole_values = argc > 4 && std::string(argv[4]) == "whole";
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);

@@ -165,42 +165,33 @@ struct RowFactor {
   __device__ uint32_t times(uint32_t packed) const { return scale2<T>(packed, factor); }
 };
 
-// bf16 has the exponents of fp32, so a factor is a sum of two bf16 numbers, to 17 bits, and a pair of elements takes
-// two instructions in place of five.
 template <>
 struct RowFactor<__nv_bfloat16> {
   uint32_t high, low;
   __device__ explicit RowFactor(float f) {
-    const float truncated = __uint_as_float(__float_as_uint(f) & 0xffff0000u);
-    high = __byte_perm(__float_as_uint(f), 0, 0x3232);
-    // A millionth of the factor more, so that the second part has the first one's sign and is not 0: an infinite
-    // element stays infinite. An infinite factor has no rest.
-    const float rest = fmaf(truncated, 0x1p-20f, isfinite(f) ? f - truncated : 0.0f);
-    low = pack2<__nv_bfloat16>(rest, rest);
+    const SplitFactor split(f);
+    high = __byte_perm(__float_as_uint(split.high), 0, 0x3232);
+    low = pack2<__nv_bfloat16>(split.rest, split.rest);
   }
-  __device__ uint32_t times(uint32_t packed) const {
-    uint32_t y;
-    asm("{\n.reg .b32 rest;\nmul.rn.bf16x2 rest, %1, %3;\nfma.rn.bf16x2 %0, %1, %2, rest;\n}"
-        : "=r"(y)
-        : "r"(packed), "r"(high), "r"(low));
-    return y;
-  }
+  __device__ uint32_t times(uint32_t packed) const { return scale2_split(packed, high, low); }
 };
 
-// diag(factor) X as A operand, X a tile [64 rows][64]; factor[0], [1]: of the thread's two rows.
-template <typename T>
-__device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, const float (&factor)[2], int warp,
-                                          int lane) {
-  const RowFactor<T> rows[2] = {RowFactor<T>(factor[0]), RowFactor<T>(factor[1])};
+// The warp's rows of a tile [64 rows][64] as A operand.
+__device__ __forceinline__ void load_rows(uint32_t (&x)[16], uint32_t sX, int warp, int lane) {
   const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     uint32_t* a = x + 4 * step;
     // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
     load_matrix_x4(first ^ (2 * step << 4), a[0], a[1], a[2], a[3]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = rows[i % 2].times(a[i]);
   }
+}
+
+// diag(factor) of it; rows[0], [1]: the factors of the thread's two rows.
+template <typename T>
+__device__ __forceinline__ void scale_rows(uint32_t (&x)[16], const RowFactor<T> (&rows)[2]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = rows[i % 2].times(x[i]);
 }
 
 // acc [64 rows, 128] += X [64 rows, 64] Y, X packed, Y tiles [2 halves of its columns][64][64]: 64 of V of a state, or
@@ -436,7 +427,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
         bulk_load_cluster(to + Traits::kGrad + rank * kTileBytes, p.state_grads + from, kTileBytes, bar, kBothBlocks);
         if (half == 0) {
           bulk_load_cluster(smem + Traits::kGates + turn % 2 * Traits::kHeadGates + rank * kGateBytes,
-                            p.gates + tile * kGateVectors * kChunk, kGateBytes, bar, kBothBlocks);
+                            p.gates + tile * p.gate_stride, kGateBytes, bar, kBothBlocks);
         }
       }
       if (turn == index * p.group) load_keys(p, maps, smem, bars, rank, index);
@@ -575,6 +566,12 @@ struct HeadWork {
     const uint32_t gates = own_gates(), group_barrier = kStagingBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
     for (int i = 0; i < kOwn + 32; ++i) product[i] = 0.0f;
+    open(0);  // the gates have come with it; ahead of the products, beside which a load takes 100 clocks
+    const float gamma_early = rank == kLate ? load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
+    const auto row_factor = [&](int h) {
+      return RowFactor<T>(factor_of(plus, gates, h) * gamma_early * load_shared_f1(gates + kGammaOffset + row(h) * 4));
+    };
+    const RowFactor<T> row_factors[2] = {row_factor(0), row_factor(1)};
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t stage = open(half);
@@ -584,17 +581,12 @@ struct HeadWork {
         fence_proxy_async();
         named_barrier_sync(group_barrier, 128);
       }
+      uint32_t x[16];
+      load_rows(x, stage + rows_at, warp, lane);
       wgmma_fence();
       add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kDo + rank * kTileBytes);
       wgmma_commit();
-      float row_factor[2];
-      const float gamma_early = rank == kLate ? load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        row_factor[h] = factor_of(plus, gates, h) * gamma_early * load_shared_f1(gates + kGammaOffset + row(h) * 4);
-      }
-      uint32_t x[16];
-      load_rows<T>(x, stage + rows_at, row_factor, warp, lane);
+      scale_rows<T>(x, row_factors);
       wgmma_fence();
       add_product<T>(acc, x, stage + Traits::kState);
       wgmma_commit();

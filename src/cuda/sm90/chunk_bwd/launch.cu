@@ -50,7 +50,8 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
     p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   }
-  p->gates = workspace.take<float>(tiles * kGateVectors * kChunk);
+  p->gate_stride = static_cast<int32_t>((p->fused ? kGateBytes : kAllGateBytes) / sizeof(float));
+  p->gates = workspace.take<float>(tiles * p->gate_stride);
   p->states = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->state_grads = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
@@ -144,13 +145,22 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
   return p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
 }
 
+// Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
+// multiprocessor does more, but each chunk takes longer. It pays where blocks of halves come in several waves.
+bool takes_whole_values(const ChunkBackwardParams& p) {
+  constexpr int64_t kMostHalves = 132;  // multiprocessors of an H200
+  return p.segment_chunks == 0 && !p.fused && (p.whole_values || int64_t{4} * p.N * p.Hv > kMostHalves);
+}
+
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
-bool makes_own_tiles(const ChunkBackwardParams& p) { return (p.fused || gains_by_fusing(p)) && p.segment_chunks == 0; }
+bool makes_own_tiles(const ChunkBackwardParams& p) {
+  return (p.fused || (gains_by_fusing(p) && !p.whole_values)) && p.segment_chunks == 0;
+}
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
 // the passes take them.
 bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
-  return !p.fused && p.segment_chunks == 0 && 8ll * p.N * p.Hv <= multiprocessors;
+  return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
 }
 
 }  // namespace
@@ -165,6 +175,7 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
+  params->whole_values = takes_whole_values(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }

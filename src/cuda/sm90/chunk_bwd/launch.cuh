@@ -17,9 +17,6 @@ cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-// Of passes over whole sequences: two passes, two halves of V.
-inline int64_t states_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
-
 template <typename T>
 cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));
@@ -41,11 +38,11 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
                            maps);
 }
 
-template <typename T, bool kFused>
+template <typename T, StatesForm kForm>
 cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
                           cudaStream_t stream) {
-  using Traits = StatesTraits<kFused>;
-  const auto kernel = sm90_chunk_bwd_states_kernel<T, kFused>;
+  using Traits = StatesTraits<kForm>;
+  const auto kernel = sm90_chunk_bwd_states_kernel<T, kForm>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
   auto launch = [&](unsigned blocks, bool second_round) {
     // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
@@ -85,8 +82,9 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused ? launch_states<T, true>(p, maps, multiprocessors, stream)
-                                           : launch_states<T, false>(p, maps, multiprocessors, stream));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused          ? launch_states<T, kFusedForm>(p, maps, multiprocessors, stream)
+                                   : p.whole_values ? launch_states<T, kWholeForm>(p, maps, multiprocessors, stream)
+                                                    : launch_states<T, kHalfForm>(p, maps, multiprocessors, stream));
   }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;

@@ -44,6 +44,9 @@ struct ChunkBackwardStage {
   bool plan = true, prepare = true, states = true, gradients = true;
 };
 
+// Of passes over whole sequences: two passes, halves of V.
+inline int64_t states_blocks(const ChunkBackwardParams& p) { return int64_t{p.whole_values ? 2 : 4} * p.N * p.Hv; }
+
 // The shortest segment that choose_segment_chunks() looks at.
 constexpr int32_t kLeastSegmentChunks = 12;
 

@@ -57,9 +57,10 @@ struct ChunkBackwardParams {
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
-  bool solves_A;  // the caller has no A
-  bool beside;    // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
-  bool fused;     // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
+  bool solves_A;      // the caller has no A
+  bool beside;        // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
+  bool fused;         // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
+  bool whole_values;  // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
@@ -103,7 +104,8 @@ struct ChunkBackwardParams {
   float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
   uint8_t* P;            // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
-  float* gates;          // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta
+  float* gates;          // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta;
+  int32_t gate_stride;   // unless fused [.., 10, 64], behind them what the passes take (traits.h); so many floats
   uint8_t* states;       // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
   uint8_t* state_grads;  // the same of dS at the pair's end
   uint8_t* v_new;        // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'

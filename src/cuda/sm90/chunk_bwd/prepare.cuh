@@ -21,7 +21,7 @@ struct PrepareTraits {
   static constexpr uint32_t kTile = kK + kTokensBytes;  // P on its way out
   static constexpr uint32_t kGates = kTile + kTileBytes;
   static constexpr int kGateHeads = kGroupThreads / 32;  // value heads whose gates are made at once, a warp each
-  static constexpr uint32_t kGroupBytes = kGates + kGateHeads * kGateBytes;
+  static constexpr uint32_t kGroupBytes = kGates + kGateHeads * kAllGateBytes;
   static_assert(kGroupBytes % 1024 == 0, "the tiles' alignment");
 
   // Of all: a barrier and four sums each.
@@ -79,9 +79,11 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   auto load_tokens = [&](const PrepareWork& work) {
     if (thread > 0 || work.slot < 0) return;
     mbarrier_arrive_expect(barrier, 2 * kTokensBytes);
-    for (int half = 0; half < 2; ++half) {
-      tma_load_5d(sQ + half * kTileBytes, &maps.q, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
-      tma_load_5d(sK + half * kTileBytes, &maps.k, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
+    uint32_t to = sQ;
+    asm volatile("" : "+r"(to));  // what follows from it is made again: few registers
+    for (int half = 0; half < 2; ++half, to += kTileBytes) {
+      tma_load_5d(to, &maps.q, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
+      tma_load_5d(to + kTokensBytes, &maps.k, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
     }
   };
   if (thread == 0) {
@@ -98,8 +100,11 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   };
   auto put_gates = [&](const PrepareWork& work, int head) {
     if (head >= (work.key_head + 1) * p.group) return;
-    store_gates(sGates + warp * kGateBytes, make_gates(raw, p.g_is_cumsum, lane), lane);
-    if (any_small_beta(raw, p.small_beta, work.chunk.valid, lane) && lane == 0) {
+    const Gates gates = make_gates(p, raw, work.chunk.valid, lane);
+    const uint32_t to = sGates + warp * kAllGateBytes;
+    store_gates(to, gates, lane);
+    store_pass_gates<T>(to + kGateBytes, gates, p.scale, p.small_beta, lane);
+    if (any_small_beta(gates, p.small_beta, work.chunk.valid, lane) && lane == 0) {
       note_small_beta(p, work.slot * p.Hv + head);
     }
   };
@@ -177,8 +182,8 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
         put_gates(work, head + warp);
         sync();
       }
-      const uint32_t gates = sGates + member % Traits::kGateHeads * kGateBytes;
-      copy_out(p.gates + tile * kGateVectors * kChunk, gates, kGateBytes, thread);
+      const uint32_t gates = sGates + member % Traits::kGateHeads * kAllGateBytes;
+      copy_out(p.gates + tile * (kAllGateBytes / 4), gates, kAllGateBytes, thread);
       if (p.segment_chunks > 0) {
         const float factor = fabsf(1.0f - load_shared_f1(gates + kBetaOffset + thread / 2 * 4) * square);
         // NaN stays; an odd thread has its neighbour's row.

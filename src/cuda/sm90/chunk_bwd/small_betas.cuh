@@ -36,7 +36,7 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
     const int64_t tile = p.small_tiles[entry];
     const int slot = static_cast<int>(tile / p.Hv), head = static_cast<int>(tile % p.Hv);
     const ChunkInfo chunk = chunk_info(p, slot);
-    const float* gates = p.gates + tile * kGateVectors * kChunk;
+    const float* gates = p.gates + tile * p.gate_stride;
     const float* betas = gates + 3 * kChunk;
     const SequenceInfo sequence = sequence_info(p, chunk.sequence);
     const int place = slot - sequence.first_slot, early = place % 2 * kChunk;  // tokens of the pair before this chunk
@@ -45,7 +45,7 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
     // Of the pair's first chunk.
     const int64_t first_tile = tile - (early > 0 ? p.Hv : 0);
     const uint8_t* v_new = p.v_new + first_tile * kTokensBytes;
-    const float* first_gates = p.gates + first_tile * kGateVectors * kChunk;
+    const float* first_gates = p.gates + first_tile * p.gate_stride;
     const float early_decay = early > 0 ? first_gates[2 * kChunk - 1] : 1.0f;
     auto key_row = [&](int row) {
       return static_cast<const uint16_t*>(p.k.data) + row_offset(p.k, chunk.batch, chunk.token + row, head / p.group);

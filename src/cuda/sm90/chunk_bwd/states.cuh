@@ -17,37 +17,53 @@ namespace flash_qla::cuda::sm90 {
 
 constexpr int kMostStatesStages = 6;
 
-template <bool kFused>
+// What a block has, and whether it makes G o A and P itself.
+enum StatesForm {
+  kHalfForm,   // half of V
+  kFusedForm,  // half of V, and makes them
+  kWholeForm,  // both halves of V, a warpgroup each
+};
+
+template <StatesForm kForm>
 struct StatesTraits {
-  static constexpr int kThreads = kFused ? 4 * 128 : 2 * 128;
-  // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
-  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = 56;
+  static constexpr bool kFused = kForm == kFusedForm;
+  static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
+  static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
+  static constexpr int kThreads = (kCopyWarp + 4) * 32;
+  // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
+  // everyone.
+  static constexpr bool kMovesRegisters = kForm != kHalfForm;
+  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = kFused ? 56 : 40;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
-  static constexpr uint32_t kFwdGA = kFwdV + kTileBytes;
+  static constexpr uint32_t kFwdGA = kFwdV + kHalves * kTileBytes;
   static constexpr uint32_t kFwdStage = kFwdGA + kTileBytes;
   // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (fused: A at first), P (fused: elsewhere).
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
-  static constexpr uint32_t kRevGA = kRevDo + kTileBytes;
+  static constexpr uint32_t kRevGA = kRevDo + kHalves * kTileBytes;
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
   static constexpr uint32_t kRevStage = kRevP + (kFused ? 0 : kTileBytes);
 
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
-  static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = 6;
+  static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
 
-  // The state on its way out, when fused P of the next step (it is read early in a step, so one is enough), gates of
-  // each stage.
+  // The state on its way out, when fused P of the reverse pass's next step (it is read early in a step, so one is
+  // enough), gates of each stage.
   static constexpr uint32_t kOut = kStagesBytes;
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
-  static constexpr uint32_t kGates = kP + (kFused ? kTileBytes : 0);
-  static constexpr uint32_t kBarriers = kGates + kMostStatesStages * kGateBytes;
-  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 4;
+  static constexpr uint32_t kFwdGates = kP, kRevGates = kP + (kFused ? kTileBytes : 0);
+  template <bool kReverse>
+  static constexpr uint32_t kGates = kReverse ? kRevGates : kFwdGates;
+  static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
+  static constexpr uint32_t kRevEnd = kRevGates + kRevStages * kPassGateBytes;
+  static constexpr uint32_t kBarriers = kFwdEnd > kRevEnd ? kFwdEnd : kRevEnd;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
   static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
@@ -56,6 +72,7 @@ struct StatesTraits {
 };
 
 constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named barriers of the groups
+constexpr uint32_t kOtherHalfBarrier = 2;                               // of the second half of V, where nobody makes P
 
 // A stage is loaded (copy engine); fused: its gates are made and G o A is there ("gated"); empty again. What goes out
 // is written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
@@ -69,10 +86,11 @@ struct StatesBarriers {
   // A stage's own, for the storing warp may be several steps behind, but never by a whole round of the stages, which it
   // gives back.
   __device__ uint32_t tokens_full(int stage) const { return base + 40 * stage + 32; }
-  __device__ uint32_t state_full() const { return base + 40 * kMostStatesStages; }
-  __device__ uint32_t state_empty() const { return state_full() + 8; }
-  __device__ uint32_t P_full() const { return state_full() + 16; }
-  __device__ uint32_t P_empty() const { return state_full() + 24; }
+  // Of each half of V: its state is in the place that they take in turns; it may be put there.
+  __device__ uint32_t state_full(int half = 0) const { return base + 40 * kMostStatesStages + 16 * half; }
+  __device__ uint32_t state_empty(int half = 0) const { return state_full(half) + 8; }
+  __device__ uint32_t P_full() const { return state_full(2); }
+  __device__ uint32_t P_empty() const { return state_full(2) + 8; }
 };
 
 // A place in the ring of stages.
@@ -131,11 +149,12 @@ __device__ __forceinline__ void store_state(const float (&S)[64], const StridedT
 
 // Packed S^T (A operand order) to its tiles [2 halves of K][64 of V][64 of K].
 __device__ __forceinline__ void put_state(uint32_t tiles, const uint32_t (&packed)[32], const Lane& at) {
+  // The swizzle in one exclusive or: the row's part of it is the lane's, and a piece's is a constant.
+  const uint32_t first = tile_piece(tiles, 16 * at.warp + (at.lane & 15), at.lane >> 4);
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    store_matrix_x4(
-        tile_piece(tiles + (step / 4) * kTileBytes, 16 * at.warp + (at.lane & 15), 2 * (step % 4) + (at.lane >> 4)),
-        packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]);
+    store_matrix_x4((first ^ (2 * (step % 4) << 4)) + (step / 4) * kTileBytes, packed[4 * step], packed[4 * step + 1],
+                    packed[4 * step + 2], packed[4 * step + 3]);
   }
 }
 
@@ -212,7 +231,7 @@ struct StatesWork {
   // The pass is at an edge of a pair before the step-th turn, which somebody wants: its state is kept.
   __device__ bool keeps_state(int step) const {
     const int c = chunk(step);
-    return step >= warmup && (reverse ? c % 2 == 1 || (c + 1) * kChunk >= sequence.length : c % 2 == 0);
+    return step >= warmup && (((c & 1) != 0) == reverse || (reverse && c + 1 == sequence.chunks()));
   }
 };
 
@@ -254,7 +273,36 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
   mbarrier_arrive_warp(barrier, lane);
 }
 
-// A gate vector at the thread's 16 columns: x[2j + e] belongs to column 8j + 2 (lane % 4) + e.
+// One of the passes' gate vectors (store_pass_gates) at the thread's 16 columns: x[2j + e] belongs to column
+// 8j + 2 (lane % 4) + e.
+__device__ __forceinline__ void load_vector(float (&x)[16], uint32_t vector, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 four = load_shared_f4(vector + pass_gate_piece(lane % 4, i));
+    x[4 * i] = four.x;
+    x[4 * i + 1] = four.y;
+    x[4 * i + 2] = four.z;
+    x[4 * i + 3] = four.w;
+  }
+}
+
+// Packed dO^T times scale gamma of its tokens, given as store_pass_gates() leaves it.
+template <typename T>
+__device__ __forceinline__ void scale_tokens(uint32_t (&scaled)[16], const uint32_t (&x)[16],
+                                             const float (&factor)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float first = factor[2 * (i / 2)], second = factor[2 * (i / 2) + 1];
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      scaled[i] = scale2_split(x[i], __float_as_uint(first), __float_as_uint(second));
+    } else {
+      const float2 pair = unpack2<T>(x[i]);
+      scaled[i] = pack2<T>(first * pair.x, second * pair.y);
+    }
+  }
+}
+
+// A gate vector in order, at the same columns.
 __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -264,27 +312,29 @@ __device__ __forceinline__ void load_columns(float (&x)[16], uint32_t vector, in
   }
 }
 
-template <typename T, bool kFused>
+template <typename T, StatesForm kForm>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float S[64];
   start_state(S, p, work, p.initial_state, at);
-  uint32_t kept = 1;  // the phase of state_empty that has to have ended: before the first state one has
+  const int group = Traits::kHalves == 2 ? work.half : 0;
+  // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
+  uint32_t kept = 1 ^ group;
 
   StatesCursor<Traits::kFwdStages> cursor;
-  for (int step = 0; step < work.steps; ++step) {
-    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-    const uint32_t base = smem + cursor.stage * Traits::kFwdStage;
-    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV;
-    const uint32_t sGA = base + Traits::kFwdGA, sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
-    uint32_t packed[32];
-    pack_state<T>(packed, S);
+  const auto gates_of = [&] { return smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes; };
+  // What the step at the cursor takes of its stage besides the operands of products, while the products of the step
+  // before still run: beside these a load takes 100 clocks.
+  float beta[16], step_factor[16];
+  uint32_t v[16];
+  const auto fetch = [&](int step) {
+    const uint32_t base = smem + cursor.stage * Traits::kFwdStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
-      if constexpr (kFused) {  // those who prepare it zero its last rows
+      if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
         mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
       } else {
         const int valid = work.info(work.chunk(step)).valid, thread = 32 * at.warp + at.lane;
@@ -292,44 +342,55 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
         zero_tail(sK + kTileBytes, valid, thread, 128);
         zero_tail(sV, valid, thread, 128);
         fence_proxy_async();
-        named_barrier_sync(kStateBarrier, 128);
+        named_barrier_sync(group == 0 ? kStateBarrier : kOtherHalfBarrier, 128);
       }
     }
 
-    // u = S^T K^T; under it the state on its way out, and what the next product needs.
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_vector(beta, sGates + kPassBeta, at.lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      load_matrix_x4_trans(transposed_piece(sV, j, at), v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+    }
+    load_vector(step_factor, sGates + kPassStep, at.lane);
+  };
+  if (work.steps > 0) fetch(0);
+  for (int step = 0; step < work.steps; ++step) {
+    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const int stage = cursor.stage;
+    const uint32_t base = smem + stage * Traits::kFwdStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
+    const uint32_t sGA = base + Traits::kFwdGA;
+
+    // u = S^T K^T; under it the state on its way out.
+    uint32_t packed[32];
+    pack_state<T>(packed, S);
     float u[32];
     wgmma_fence();
     state_times_keys<T>(u, packed, sK);
     wgmma_commit();
-    if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-    float beta_v[32], beta_gamma[16];
-    {
-      float beta[16];
-      load_columns(beta, sGates + kBetaOffset, at.lane);
-      load_columns(beta_gamma, sGates + kGammaOffset, at.lane);
+    // Which product is rounded by itself and which in the sum below is said here: all forms have the same bits.
+    float beta_v[32];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) beta_gamma[i] *= beta[i];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t v[4];
-        load_matrix_x4_trans(transposed_piece(sV, j, at), v[0], v[1], v[2], v[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack2<T>(v[i]);
-          beta_v[8 * j + 2 * i] = work.transition() ? 0.0f : beta[4 * j + 2 * (i / 2)] * x.x;
-          beta_v[8 * j + 2 * i + 1] = work.transition() ? 0.0f : beta[4 * j + 2 * (i / 2) + 1] * x.y;
-        }
-      }
+    for (int i = 0; i < 16; ++i) {
+      const float2 x = unpack2<T>(v[i]);
+      beta_v[2 * i] = __fmul_rn(beta[2 * (i / 2)], x.x);
+      beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
     }
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
     if (work.keeps_state(step)) {
-      mbarrier_wait(bars.state_empty(), kept);
+      mbarrier_wait(bars.state_empty(group), kept);
       put_state(out, packed, at);
-      arrive_warp(bars.state_full(), at.lane);
+      arrive_warp(bars.state_full(group), at.lane);
       kept ^= 1;
     }
     wgmma_wait<0>();
     pin(packed);
     pin(u);
+    float ratio[16];
+    load_vector(ratio, sGates + kPassRatio, at.lane);
+    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 
     // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
     // others by the product.
@@ -337,8 +398,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     float v_new[32];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      v_new[2 * i] = beta_v[2 * i] - beta_gamma[2 * (i / 2)] * u[2 * i];
-      v_new[2 * i + 1] = beta_v[2 * i + 1] - beta_gamma[2 * (i / 2) + 1] * u[2 * i + 1];
+      v_new[2 * i] = fmaf(step_factor[2 * (i / 2)], u[2 * i], beta_v[2 * i]);
+      v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
       w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
     }
     const uint64_t ga_desc = wgmma_descriptor(sGA);
@@ -346,9 +407,6 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 0; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
     wgmma_commit();
-    float ratio[16];
-    load_columns(ratio, sGates + kRatioOffset, at.lane);
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
 #pragma unroll
     for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
     wgmma_wait<0>();
@@ -371,38 +429,40 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
       store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
     }
-    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
+    arrive_warp(bars.tokens_full(stage), at.lane);
+    cursor.advance();
+    if (step + 1 < work.steps) fetch(step + 1);
     wgmma_wait<0>();
     pin(scaled);
     pin(S);
-    arrive_warp(bars.empty(cursor.stage), at.lane);
-    cursor.advance();
+    arrive_warp(bars.empty(stage), at.lane);
   }
   wgmma_wait<0>();
   pin(S);
   finish_state(S, p, work, StridedTensor{}, at);
 }
 
-template <typename T, bool kFused>
+template <typename T, StatesForm kForm>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64];
   start_state(dS, p, work, p.dht, at);
-  uint32_t kept = 1;
+  const int group = Traits::kHalves == 2 ? work.half : 0;
+  uint32_t kept = 1 ^ group;  // as in the forward pass
 
   StatesCursor<Traits::kRevStages> cursor;
-  for (int step = 0; step < work.steps; ++step) {
-    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-    const uint32_t base = smem + cursor.stage * Traits::kRevStage;
-    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ, sDo = base + Traits::kRevDo;
-    const uint32_t sGA = base + Traits::kRevGA, sP = kFused ? smem + Traits::kP : base + Traits::kRevP;
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+  const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
+  uint32_t d_o[16];
+  float factor[16], ratio[16];
+  const auto fetch = [&](int step) {  // as in the forward pass
+    const uint32_t base = smem + cursor.stage * Traits::kRevStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+    const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
     mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
     if (work.has_tail(step)) {
-      if constexpr (kFused) {  // those who prepare it zero its last rows
+      if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
         mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
         mbarrier_wait(bars.P_full(), step & 1);
       } else {
@@ -413,58 +473,68 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
         }
         zero_tail(sDo, valid, thread, 128);
         fence_proxy_async();
-        named_barrier_sync(kStateBarrier, 128);
+        named_barrier_sync(group == 0 ? kStateBarrier : kOtherHalfBarrier, 128);
       }
     }
 
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_vector(factor, sGates + kPassFactor, at.lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
+    }
+    load_vector(ratio, sGates + kPassRatio, at.lane);
+  };
+  if (work.steps > 0) fetch(0);
+  for (int step = 0; step < work.steps; ++step) {
+    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+    const int stage = cursor.stage;
+    const uint32_t base = smem + stage * Traits::kRevStage, sGates = gates_of();
+    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+    const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
+    const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
+
     // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
-    if constexpr (kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    uint32_t packed[32], d_o[16], scaled[16];
+    uint32_t packed[32];
     float k_dS[32], p_do[32];
     pack_state<T>(packed, dS);
-    const float gamma_end = load_shared_f1(sGates + kGammaOffset + (kChunk - 1) * 4);
+    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
     for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
     wgmma_fence();
     state_times_keys<T>(k_dS, packed, sK);
     wgmma_commit();
-    float gamma[16], ratio[16];
-    load_columns(gamma, sGates + kGammaOffset, at.lane);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 x = unpack2<T>(d_o[i]);
-      scaled[i] = pack2<T>(p.scale * gamma[2 * (i / 2)] * x.x, p.scale * gamma[2 * (i / 2) + 1] * x.y);
-    }
-    if constexpr (kFused) mbarrier_wait(bars.P_full(), step & 1);
+    uint32_t scaled[16];
+    scale_tokens<T>(scaled, d_o, factor);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.P_full(), step & 1);
     const uint64_t p_desc = wgmma_descriptor(sP);
     wgmma_fence();
     mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
 #pragma unroll
     for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
     wgmma_commit();
-    load_columns(ratio, sGates + kRatioOffset, at.lane);
 
     // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
     add_outer_half<T>(dS, scaled, sQ, 0);
     wgmma_commit();
     if (work.keeps_state(step)) {
-      mbarrier_wait(bars.state_empty(), kept);
+      mbarrier_wait(bars.state_empty(group), kept);
       put_state(out, packed, at);
-      arrive_warp(bars.state_full(), at.lane);
+      arrive_warp(bars.state_full(group), at.lane);
       kept ^= 1;
     }
-    if constexpr (kFused) mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
+    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
     wgmma_wait<1>();
     pin(packed);
     pin(d_o);
     pin(k_dS);
     pin(p_do);
-    if constexpr (kFused) arrive_warp(bars.P_empty(), at.lane);
+    float step_factor[16], given[16];
+    load_vector(step_factor, sGates + kPassStep, at.lane);
+    load_vector(given, sGates + kPassGiven, at.lane);
+    if constexpr (Traits::kFused) arrive_warp(bars.P_empty(), at.lane);
 
     // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV', a token's own share in fp32.
     uint32_t d_v_new[16];
@@ -482,9 +552,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     wgmma_commit();
     add_outer_half<T>(dS, scaled, sQ, 1);
     wgmma_commit();
-    float beta[16];
-    load_columns(beta, sGates + kBetaOffset, at.lane);
-    load_columns(gamma, sGates + kGammaOffset, at.lane);  // again: there are no registers to keep it in
     wgmma_wait<1>();
     pin(d_v_new);
     pin(Z);
@@ -493,8 +560,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     uint32_t dU[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int x = 2 * (i / 2), y = x + 1;
-      dU[i] = pack2<T>(-gamma[x] * beta[x] * Z[2 * i], -gamma[y] * beta[y] * Z[2 * i + 1]);
+      dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
     }
     wgmma_fence();
     add_outer<T>(dS, dU, sK);
@@ -504,19 +570,19 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       uint32_t d_v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int x = 4 * j + 2 * (i / 2), y = x + 1;
-        d_v[i] = pack2<T>((fabsf(beta[x]) < p.small_beta ? 1.0f : beta[x]) * Z[8 * j + 2 * i],
-                          (fabsf(beta[y]) < p.small_beta ? 1.0f : beta[y]) * Z[8 * j + 2 * i + 1]);
+        d_v[i] = pack2<T>(given[4 * j + 2 * (i / 2)] * Z[8 * j + 2 * i],
+                          given[4 * j + 2 * (i / 2) + 1] * Z[8 * j + 2 * i + 1]);
       }
       store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
     }
-    arrive_warp(bars.tokens_full(cursor.stage), at.lane);
+    arrive_warp(bars.tokens_full(stage), at.lane);
+    cursor.advance();
+    if (step + 1 < work.steps) fetch(step + 1);
     wgmma_wait<0>();
     pin(scaled);
     pin(dU);
     pin(dS);
-    arrive_warp(bars.empty(cursor.stage), at.lane);
-    cursor.advance();
+    arrive_warp(bars.empty(stage), at.lane);
   }
 
   wgmma_wait<0>();
@@ -526,10 +592,10 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
 // One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
 // them is in memory. Counting waits for memory, longer now and then than a step takes.
-template <bool kFused>
+template <StatesForm kForm>
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
-  using Traits = StatesTraits<kFused>;
-  const bool keeps_gates = kFused && work.reverse && work.half == 0;
+  using Traits = StatesTraits<kForm>;
+  const bool keeps_gates = Traits::kFused && work.reverse && work.half == 0;
   auto wait_for = [](uint32_t steps, int step) {
     while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
   };
@@ -537,7 +603,7 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const
   for (int step = work.warmup; step < work.steps; ++step) {
     const int c = work.chunk(step);
     const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
-    uncounted += alone ? 2 : 1;
+    uncounted += (alone ? 2 : 1) * Traits::kHalves;
     if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
     wait_for(smem + Traits::kStored, step);
     if (keeps_gates) wait_for(smem + Traits::kMade, step);
@@ -547,10 +613,10 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const
 }
 
 // One warp: what goes out, to memory; it gives the stages back.
-template <bool kFused, bool kReverse>
+template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   uint32_t kept = 0;  // phase of state_full
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -563,15 +629,24 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
                             (kReverse ? Traits::kRevDo : Traits::kFwdV);
     const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
     if (keeps) {
-      mbarrier_wait(bars.state_full(), kept);
-      kept ^= 1;
-      if (lane == 0) {
-        fence_proxy_async();
-        uint8_t* to =
-            (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes + work.half * kTileBytes;
-        bulk_store(to, out, kTileBytes);
-        bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        mbarrier_wait(bars.state_full(group), kept);
+        if (lane == 0) {
+          fence_proxy_async();
+          uint8_t* to = (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes +
+                        (work.half + group) * kTileBytes;
+          bulk_store(to, out, kTileBytes);
+          bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+        }
+        if constexpr (Traits::kHalves == 2) {
+          if (lane == 0) {
+            tma_store_commit();
+            tma_store_wait_read();
+          }
+          arrive_warp(bars.state_empty(group ^ 1), lane);
+        }
       }
+      kept ^= 1;
     }
     mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
     if (wanted) {
@@ -581,14 +656,20 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
           const int row = piece / 8, within = piece % 8;
           uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
                          row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
-          *reinterpret_cast<uint4*>(to) = load_shared_u4(tile_piece(tokens, row, within));
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            *reinterpret_cast<uint4*>(to + 64 * group) =
+                load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
+          }
         }
       } else if (lane == 0) {
         fence_proxy_async();
         if (kReverse) {
-          tma_store_5d(&maps.dv, tokens, 0, chunk.token, work.half, work.head, chunk.batch);
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
+                         chunk.batch);
+          }
         } else {
-          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, kTileBytes);
+          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
         }
       }
       if (lane == 0) {
@@ -597,7 +678,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
       }
     }
     arrive_warp(bars.empty(cursor.stage), lane);
-    if (keeps) arrive_warp(bars.state_empty(), lane);
+    if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
     // What was left two steps ago has had the time that it takes.
     if (lane == 0 && step > 0) {
       tma_store_wait_but<2>();
@@ -638,17 +719,17 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, con
 }
 
 // One thread: the tensors' tiles into the stages.
-template <bool kFused, bool kReverse>
+template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
     const uint32_t bar = bars.loaded(cursor.stage);
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-    if constexpr (!kFused) {
+    if constexpr (!Traits::kFused) {
       if (p.beside && static_cast<uint32_t>(step) >= prepared) {
         while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
         }
@@ -656,7 +737,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
     }
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
-    mbarrier_arrive_expect(bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (kFused ? 0 : kGateBytes));
+    mbarrier_arrive_expect(bar,
+                           (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
     if constexpr (kReverse) {
       // P is made of these first.
       for (int half = 0; half < 2; ++half) {
@@ -670,30 +752,36 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
                   chunk.batch);
     }
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    if constexpr (kFused) {
+    if constexpr (Traits::kFused) {
       tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
     } else {
       const int64_t tile = work.tile(p, work.chunk(step));
       bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(smem + Traits::kGates + cursor.stage * kGateBytes, p.gates + tile * kGateVectors * kChunk, kGateBytes,
-                bar);
+      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
       if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
     }
     if constexpr (kReverse) {
       // Without dO: a tile wholly outside the tensor, which arrives as zeros.
-      tma_load_5d(base + Traits::kRevDo, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk, work.half, work.head,
-                  chunk.batch);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
+                    work.half + group, work.head, chunk.batch);
+      }
     } else {
-      tma_load_5d(base + Traits::kFwdV, &maps.v, bar, 0, chunk.token, work.half, work.head, chunk.batch);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        // A transition has no values: outside the tensor as well.
+        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
+                    work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
+      }
     }
   }
 }
 
 // One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
-template <bool kReverse>
+template <typename T, bool kReverse>
 __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                  const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<true>;
+  using Traits = StatesTraits<kFusedForm>;
   const bool may_keep = kReverse && work.half == 0;
   if (work.steps == 0) return;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -702,22 +790,19 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
   auto load = [&](int step) {
     return load_gates(p, work.info(work.chunk(min(step, work.steps - 1))), work.head, lane);
   };
-  RawGates next = load(0), after = load(1);
-#pragma unroll 2  // else the two would be moved, which waits for them
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const int c = work.chunk(step);
+  const auto make = [&](int step, RawGates& raw) {
+    const int c = work.chunk(step), valid = work.info(c).valid;
     const bool keeps = may_keep && step >= work.warmup;
-    const RawGates raw = next;
-    next = after;
-    after = load(step + 2);
-    const Gates gates = make_gates(raw, p.g_is_cumsum, lane);
-    const bool small = keeps && any_small_beta(raw, p.small_beta, work.info(c).valid, lane);
+    const Gates gates = make_gates(p, raw, valid, lane);
+    raw = load(step + 2);
+    const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
     mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
-    store_gates(smem + Traits::kGates + cursor.stage * kGateBytes, gates, lane);
+    store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
+                        p.small_beta, lane);
     arrive_warp(bars.gates(cursor.stage), lane);
     if (keeps) {
       const int64_t tile = work.tile(p, c);
-      float2* kept = reinterpret_cast<float2*>(p.gates + tile * kGateVectors * kChunk) + lane;
+      float2* kept = reinterpret_cast<float2*>(p.gates + tile * p.gate_stride) + lane;
       kept[0] = gates.cumsum;
       kept[kChunk / 2] = gates.gamma;
       kept[kChunk] = gates.ratio;
@@ -726,6 +811,13 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       __syncwarp();
       if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
     }
+    cursor.advance();
+  };
+  // By turns in two places: to move one to the other would be to wait for it.
+  RawGates even = load(0), odd = load(1);
+  for (int step = 0; step < work.steps; step += 2) {
+    make(step, even);
+    if (step + 1 < work.steps) make(step + 1, odd);
   }
 }
 
@@ -758,7 +850,7 @@ __device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane
 template <typename T, bool kReverse>
 __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
                                             const Lane& at) {
-  using Traits = StatesTraits<true>;
+  using Traits = StatesTraits<kFusedForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, true);
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
@@ -766,7 +858,7 @@ __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t sme
     const int valid = work.info(work.chunk(step)).valid;
     const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
     const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
     float c_row[2];
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     load_row_cumsums(c_row, sGates, valid, at);
@@ -805,7 +897,7 @@ __device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t sme
 template <typename T>
 __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                        const StatesBarriers& bars, const Lane& at) {
-  using Traits = StatesTraits<true>;
+  using Traits = StatesTraits<kFusedForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, false);
   StatesCursor<Traits::kRevStages> cursor;
@@ -822,7 +914,7 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
       fence_proxy_async();
       named_barrier_sync(kPBarrier, 128);
     }
-    const uint32_t sGates = smem + Traits::kGates + cursor.stage * kGateBytes;
+    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
     float qk[32], c_row[2], c[16];
     const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
     wgmma_fence();
@@ -862,56 +954,58 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
   }
 }
 
-template <typename T, bool kFused, bool kReverse>
+template <typename T, StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
                                            int lane) {
-  using Traits = StatesTraits<kFused>;
-  constexpr int kCopyWarp = kFused ? 12 : 4;
+  using Traits = StatesTraits<kForm>;
+  constexpr int kCopyWarp = Traits::kCopyWarp;
   if (warp >= kCopyWarp) {
-    if constexpr (kFused) release_registers<Traits::kCopyRegisters>();
-    if (warp == kCopyWarp && lane == 0) load_stages<kFused, kReverse>(p, maps, work, smem, bars);
-    if (warp == kCopyWarp + 1) store_tiles<kFused, kReverse>(p, maps, work, smem, bars, lane);
+    if constexpr (Traits::kMovesRegisters) release_registers<Traits::kCopyRegisters>();
+    if (warp == kCopyWarp && lane == 0) load_stages<kForm, kReverse>(p, maps, work, smem, bars);
+    if (warp == kCopyWarp + 1) store_tiles<kForm, kReverse>(p, maps, work, smem, bars, lane);
     if (warp == kCopyWarp + 2) {
-      if (lane == 0) count_chunks<kFused>(p, work, smem);
+      if (lane == 0) count_chunks<kForm>(p, work, smem);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside) wait_for_predecessors();
     }
     if (warp == kCopyWarp + 3) {
-      if constexpr (kFused) {
-        make_gate_stages<kReverse>(p, work, smem, bars, lane);
+      if constexpr (Traits::kFused) {
+        make_gate_stages<T, kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kMade);
       }
     }
-  } else if (warp >= 8) {
-    if constexpr (kFused) {
+  } else if (Traits::kFused && warp >= 8) {
+    if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
       gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
     }
-  } else if (warp >= 4) {
-    if constexpr (kFused) {
+  } else if (Traits::kFused && warp >= 4) {
+    if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
       if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
     }
   } else {
-    if constexpr (kFused) claim_registers<Traits::kStateRegisters>();
+    if constexpr (Traits::kMovesRegisters) claim_registers<Traits::kStateRegisters>();
+    StatesWork mine = work;
+    if constexpr (Traits::kHalves == 2) mine.half = warp / 4;
     if constexpr (kReverse) {
-      reverse_states<T, kFused>(p, work, smem, bars, {warp, lane});
+      reverse_states<T, kForm>(p, mine, smem, bars, {warp % 4, lane});
     } else {
-      forward_states<T, kFused>(p, work, smem, bars, {warp, lane});
+      forward_states<T, kForm>(p, mine, smem, bars, {warp % 4, lane});
     }
   }
 }
 
-// Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V.
-__device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p, StatesWork* work) {
+// Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V (or both).
+__device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p, int halves, StatesWork* work) {
   int index = blockIdx.x;
   const int one_pass = gridDim.x / 2;
   work->reverse = index < one_pass;
   if (!work->reverse) index -= one_pass;
-  work->half = index % 2;
-  index /= 2;
+  work->half = halves == 2 ? 0 : index % 2;
+  if (halves == 1) index /= 2;
   work->head = index % p.Hv;
   work->n = index / p.Hv;
   work->sequence = sequence_info(p, work->n);
@@ -920,7 +1014,6 @@ __device__ __forceinline__ bool find_sequence_work(const ChunkBackwardParams& p,
   work->warmup = 0;
   work->start = kStateGiven;
   work->finish = kStateGiven;
-  return true;
 }
 
 // Segments. Blocks: what the rounds kernel has listed x half of V. False: nothing to do.
@@ -970,8 +1063,8 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
   return true;
 }
 
-template <typename T, bool kFused>
-__global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
+template <typename T, StatesForm kForm>
+__global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
                              1) void sm90_chunk_bwd_states_kernel(const ChunkBackwardParams p,
                                                                   const __grid_constant__ ChunkBackwardMaps maps,
                                                                   bool second_round) {
@@ -979,14 +1072,19 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
   // find the counters as the kernels before have left them.
   if (!p.beside) wait_for_predecessors();
   launch_dependents();
-  using Traits = StatesTraits<kFused>;
+  using Traits = StatesTraits<kForm>;
   extern __shared__ uint8_t raw[];
-  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u;
+  // The shuffle keeps it in a register: it is not made again in each step.
+  const uint32_t smem = __shfl_sync(0xffffffffu, (smem_address(raw) + 1023u) & ~1023u, 0);
   const StatesBarriers bars = {smem + Traits::kBarriers};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   StatesWork work;
-  if (!(p.segment_chunks > 0 ? find_segment_work(p, second_round, &work) : find_sequence_work(p, &work))) return;
+  if (kForm == kHalfForm && p.segment_chunks > 0) {  // the others have whole sequences alone
+    if (!find_segment_work(p, second_round, &work)) return;
+  } else {
+    find_sequence_work(p, Traits::kHalves, &work);
+  }
   work.key_head = work.head / p.group;
 
   if (threadIdx.x == 0) {
@@ -994,11 +1092,13 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
       mbarrier_init(bars.loaded(i), 1);
       mbarrier_init(bars.gates(i), kWarpArrivals);
       mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
-      mbarrier_init(bars.empty(i), 5 * kWarpArrivals);
-      mbarrier_init(bars.tokens_full(i), 4 * kWarpArrivals);
+      mbarrier_init(bars.empty(i), (4 * Traits::kHalves + 1) * kWarpArrivals);
+      mbarrier_init(bars.tokens_full(i), 4 * Traits::kHalves * kWarpArrivals);
     }
-    mbarrier_init(bars.state_full(), 4 * kWarpArrivals);
-    mbarrier_init(bars.state_empty(), kWarpArrivals);
+    for (int half = 0; half < 2; ++half) {
+      mbarrier_init(bars.state_full(half), 4 * kWarpArrivals);
+      mbarrier_init(bars.state_empty(half), kWarpArrivals);
+    }
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     mbarrier_init_fence();
@@ -1008,9 +1108,9 @@ __global__ __launch_bounds__(StatesTraits<kFused>::kThreads,
   __syncthreads();
 
   if (work.reverse) {
-    run_states<T, kFused, true>(p, maps, work, smem, bars, warp, lane);
+    run_states<T, kForm, true>(p, maps, work, smem, bars, warp, lane);
   } else {
-    run_states<T, kFused, false>(p, maps, work, smem, bars, warp, lane);
+    run_states<T, kForm, false>(p, maps, work, smem, bars, warp, lane);
   }
 }
 

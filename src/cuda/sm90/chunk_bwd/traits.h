@@ -23,6 +23,14 @@ constexpr int kGateVectors = 4;
 constexpr uint32_t kGateBytes = kGateVectors * kChunk * sizeof(float);
 constexpr uint32_t kGammaOffset = kChunk * 4, kRatioOffset = 2 * kChunk * 4, kBetaOffset = 3 * kChunk * 4;
 
+// What the passes take of a chunk's gates: cumsum, and in the order in which a thread of a warpgroup wants its columns
+// of an accumulator (gates.cuh) gC / gamma, -gamma beta, beta, beta of dv (1 where it is small: below), scale gamma.
+constexpr int kPassVectors = 6;
+constexpr uint32_t kPassGateBytes = kPassVectors * kChunk * sizeof(float);
+constexpr uint32_t kAllGateBytes = kGateBytes + kPassGateBytes;
+constexpr uint32_t kPassRatio = kChunk * 4, kPassStep = 2 * kChunk * 4, kPassBeta = 3 * kChunk * 4;
+constexpr uint32_t kPassGiven = 4 * kChunk * 4, kPassFactor = 5 * kChunk * 4;
+
 // What ChunkBackwardParams::progress counts of a pair and value head: two chunks, two passes, two halves of V.
 constexpr uint32_t kPairCount = 8;
 

@@ -49,8 +49,7 @@ __device__ __forceinline__ void clear_h(const ChunkForwardArgs& args, int64_t be
   const int64_t row_bytes = static_cast<int64_t>(args.num_value_heads) * kHeadDim * kHeadDim * 2;
   begin = max(begin, int64_t{0});
   end = min(end, args.h_rows);
-  if (begin < end)
-    clear_bytes(static_cast<char*>(args.h) + begin * row_bytes, (end - begin) * row_bytes, share);
+  if (begin < end) clear_bytes(static_cast<char*>(args.h) + begin * row_bytes, (end - begin) * row_bytes, share);
 }
 
 // Tokens before the first offset and after the last.
@@ -68,14 +67,16 @@ __device__ __forceinline__ void finish_tiles(const ChunkForwardKernelParams& p, 
   // The next call's blocks take the SMs that become free. Not earlier: they hold what another stream might use.
   asm volatile("griddepcontrol.launch_dependents;");
   if (p.plan == nullptr && p.args.cu_seqlens != nullptr) {
-    clear_around(p.args, {static_cast<int64_t>(blockIdx.x) * threads + thread, static_cast<int64_t>(gridDim.x) * threads});
+    clear_around(p.args,
+                 {static_cast<int64_t>(blockIdx.x) * threads + thread, static_cast<int64_t>(gridDim.x) * threads});
   }
 }
 
 // One of `blocks` blocks of kClearThreads threads.
 __device__ __forceinline__ void clear_outside(const ChunkForwardArgs& args, int block, int blocks) {
   const int n = args.num_sequences, thread = threadIdx.x;
-  const Sharer share{static_cast<int64_t>(block) * kClearThreads + thread, static_cast<int64_t>(blocks) * kClearThreads};
+  const Sharer share{static_cast<int64_t>(block) * kClearThreads + thread,
+                     static_cast<int64_t>(blocks) * kClearThreads};
   if (args.cu_seqlens != nullptr) clear_around(args, share);
   const bool may_skip = args.initial.data != nullptr && args.initial.indices != nullptr;
   if (!may_skip && args.h == nullptr) return;

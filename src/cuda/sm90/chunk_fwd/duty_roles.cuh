@@ -628,10 +628,22 @@ struct ProductRole : DutyRole<Traits> {
   }
 };
 
+// Instructions that no warp executes: they move the code behind them to other places of the instruction cache.
+template <int kCount>
+__device__ __forceinline__ void move_code(const ChunkForwardKernelParams& p) {
+  if constexpr (kCount > 0) {
+    if (p.tiles < 0) {  // never, which only the launcher knows
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) asm volatile("nanosleep.u32 1;");
+    }
+  }
+}
+
 // What an auxiliary warp does. thread: in its warpgroup.
 template <typename Traits>
 __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
   if (group == 1) {
+    move_code<Traits::kProductsMoved>(p);
     ProductRole<Traits>{{{}, p, thread}}.run();
     finish_tiles(p, thread, 128);
     return;

@@ -30,6 +30,11 @@ struct ChunkForwardTraits {
   // slowly, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
   static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
   static_assert(kDuties || !kFastInverse);
+  // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
+  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of ten moves measured
+  // in two runs this was the best for bf16 and for fp16, by 1 to 4 % in every row (docs/design/sm90_forward.md); to be
+  // measured again when the code changes.
+  static constexpr int kProductsMoved = kFastInverse ? 300 : 0;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
