@@ -117,8 +117,8 @@ struct SplitDecision {
 };
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms);
 
-// Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four of a
-// sequence split. No allocation, no synchronisation; the arguments must satisfy the comments above (they are not
+// Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four to seven
+// of a sequence split. No allocation, no synchronisation; the arguments must satisfy the comments above (they are not
 // checked here, beyond what the tensor maps refuse).
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream);
 
