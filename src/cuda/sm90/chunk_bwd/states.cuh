@@ -2,11 +2,12 @@
 // one keeps dS at each pair's end and writes dv. Neither needs the other, so a short batch fills twice the
 // multiprocessors.
 //
-// A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V. States are held
-// transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one warpgroup: packed, they are the A operand of the
-// next product, and S never waits for shared memory. Two more warpgroups run ahead: one makes G o A of A where that
-// landed, one P (the reverse pass's). Of a fourth, one warp loads, one makes the gate vectors, one stores, one counts
-// what is stored.
+// A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V, or both halves, each
+// with a warpgroup (StatesForm). States are held transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one
+// warpgroup: packed, they are the A operand of the next product, and S never waits for shared memory. In the fused form
+// two more warpgroups run ahead: one makes G o A of A where that landed, one P (the reverse pass's). Of the last one, a
+// warp loads, one stores, one counts what is stored, and one makes the gate vectors (fused) or knows what prepare.cuh
+// has left.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"

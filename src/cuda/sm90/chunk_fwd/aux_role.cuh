@@ -656,7 +656,7 @@ struct AuxRole : ChunkPlaces<Traits> {
         const int first = i == 2 ? 6 : 2 * i;
         diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
       }
-      const uint32_t tile = smem() + Traits::kSmemP + opaque(group) * Traits::kBytesMatrix;
+      const uint32_t tile = smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix;
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
       } else {

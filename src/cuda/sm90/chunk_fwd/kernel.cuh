@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else {
       AuxRole<Traits> role{{}, p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
       role.run();
-      if (group == Traits::kAuxGroups - 1) finish_tiles(p, __shfl_sync(0xffffffffu, thread, thread & 31), 128);
+      // Asked anew, lest the group be kept through the role, and spilled.
+      if (threadIdx.x / 128 == Traits::kAuxGroups - 1)
+        finish_tiles(p, __shfl_sync(0xffffffffu, thread, thread & 31), 128);
     }
     if (threadIdx.x == 0) {
       // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.

@@ -273,7 +273,9 @@ struct StateRole {
         // barrier.
         mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
 
-        const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+        // Ahead of its use where there is a register for it.
+        float last = 0.0f;
+        if constexpr (Traits::kDuties) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
         wgmma_wait<0>();
         pin(s);
         if constexpr (!Traits::kDuties) pin(o);
@@ -311,6 +313,7 @@ struct StateRole {
         wgmma_commit();
         if constexpr (Traits::kSave) save_h(packed, record(m));
         // Under both products: gC S0, and V in the accumulator's layout.
+        if constexpr (!Traits::kDuties) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
         if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
 #pragma unroll
           for (int i = 0; i < 64; ++i) s[i] *= last;
