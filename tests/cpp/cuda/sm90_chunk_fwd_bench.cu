@@ -869,6 +869,12 @@ std::vector<Case> check_cases() {
     Case& c = add(name, 2, 8, lengths);
     c.split = SplitMode::kAuto;
   }
+  // Lengths are looked at first: uncut, with a poisoned tail behind them, and cut.
+  for (auto [name, lengths] : {std::pair<const char*, std::vector<int>>{"asked 2x16384", {16384, 16384}},
+                               {"asked 28672+4096", {28672, 4096}}}) {
+    Case& c = add(name, 8, 24, lengths);
+    c.split = SplitMode::kAuto, c.padding = 77;
+  }
   {
     Case& c = add("scale 0", 2, 2, {200});
     c.scale = 0.0f;
