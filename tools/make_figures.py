@@ -194,10 +194,10 @@ def sanitized(record: dict) -> str:
         return text + "\n" + NOTHING
     text += f"\n{record['machine']}; commit {', '.join(record['commits'])}, {record['date']}.\n\n## Runs\n\n"
     runs = [
-        [run["tool"], f"`{run['command']}`" + (f" without {', '.join(run['without'])}" if "without" in run else ""), str(run["cases"]), "did not end" if run["reports"] is None else str(run["reports"]), str(run["seconds"])]
-        for run in sorted(record["sanitizers"], key=lambda run: (run["tool"], run["command"]))
+        [run["tool"], run["commit"][:7], f"`{run['command']}`" + (f" without {', '.join(run['without'])}" if "without" in run else ""), str(run["cases"]), "did not end" if run["reports"] is None else str(run["reports"]), str(run["seconds"])]
+        for run in sorted(record["sanitizers"], key=lambda run: (run["tool"], record["commits"].index(run["commit"]), run["command"]))
     ]
-    text += table(["tool", "program", "cases", "reports", "seconds"], runs)
+    text += table(["tool", "commit", "program", "cases", "reports", "seconds"], runs)
     kernels = record["kernels"]
     text += f"\n## Kernels\n\nAll {len(kernels)} of the program.\n\n"
     lines = [[f"`{name}`", *("yes" if tool in found else "" for tool in TOOLS)] for name, found in kernels.items()]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes benchmarks/results/h200_reliability.json (what ran on a GPU, how often, how long, how it ended) from logs alone.
 
-    record_reliability.py OUT.json @COMMIT LOG... [@OTHER_COMMIT LOG...]
+    record_reliability.py OUT.json @COMMIT LOG... [@EARLIER_COMMIT LOG...]
 
 Logs, told apart by their content; any number may be given, each after the commit that was run:
     pytest's --junitxml of tests/python (with the text log of the same name beside it, which says whether the run was cut short),
@@ -10,7 +10,7 @@ Logs, told apart by their content; any number may be given, each after the commi
     what `python -m flash_qla check` prints
     what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."; with
     cuda_generic_test --kernels it also says which of the library's kernels a run has launched, and with which tails: the record
-    has these by tool, over all of its runs that ended
+    has these by tool, over all of its runs that ended, for the kernels that the first commit's program has
 """
 
 import datetime
@@ -99,7 +99,7 @@ def main() -> int:
     out, commit = Path(sys.argv[1]), ""
     report = {"machine": None, "commits": [], "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
     newest = 0.0
-    kernels, reached, tails = set(), defaultdict(set), defaultdict(dict)
+    kernels, reached, tails = {}, defaultdict(set), defaultdict(dict)
     for argument in sys.argv[2:]:
         if argument.startswith("@"):
             commit = argument[1:]
@@ -119,7 +119,9 @@ def main() -> int:
         if SANITIZER.search(text):
             records = read_sanitizer(text)
             report["sanitizers"] += [{"commit": commit, **record} for record in records]
-            kernels.update(HAS.findall(text))
+            # Where the tool has words of its own they may stand in the middle of the program's.
+            if all(record["reports"] == 0 for record in records):
+                kernels.setdefault(commit, set()).update(HAS.findall(text))
             if len(records) == 1 and records[0]["reports"] is not None:
                 without = records[0].get("without", [])
                 reached[records[0]["tool"]].update(name for name in LAUNCHED.findall(text) if not any(part in name for part in without))
@@ -137,6 +139,7 @@ def main() -> int:
     failed = sum(record["failed"] for record in counted)
     reports = sum(record["reports"] is None or record["reports"] > 0 for record in report["sanitizers"])
     cases = sum(record["cases"] for record in counted)
+    kernels = next(iter(kernels.values()), set())  # of the first commit
     if kernels:
         report["kernels"] = {name: sorted(tool for tool in reached if name in reached[tool]) for name in sorted(kernels)}
         report["tails"] = tails

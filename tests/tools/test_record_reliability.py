@@ -69,3 +69,13 @@ def test_kernels_that_a_tool_was_told_to_leave_out_are_not_seen(tmp_path):
     report, _ = record(tmp_path, seen("racecheck", ["a<1>", "b"], []).replace("racecheck x", f"racecheck {options} /there/x --once"))
     assert report["kernels"] == {"a<1>": [], "b": ["racecheck"]}
     assert report["sanitizers"][0]["command"] == "x --once" and report["sanitizers"][0]["without"] == ["a<", "c"]
+
+
+def test_kernels_are_those_of_the_first_commit(tmp_path):
+    new, old, torn = (tmp_path / name for name in ("new.txt", "old.txt", "torn.txt"))
+    new.write_text(seen("memcheck", ["a<1>"], []))
+    old.write_text(seen("memcheck", ["b", "gone"], []).replace("the program has b", "the program has b\nthe program has gone"))
+    torn.write_text(seen("racecheck", [], []).replace("0 errors", "1 error").replace("has b", "has b========= Error: Race"))
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, TOOL, out, "@new", torn, new, "@old", old], capture_output=True)
+    assert json.loads(out.read_text())["kernels"] == {"a<1>": ["memcheck"], "b": ["memcheck"]}

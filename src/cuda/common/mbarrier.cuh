@@ -123,7 +123,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 // are.
 __device__ __forceinline__ void store_shared_release(uint32_t smem, uint32_t value) {
   if constexpr (kWarpArrivals == 32) {
-    uint32_t before;
+    [[maybe_unused]] uint32_t before;
     asm volatile("atom.release.cta.shared.exch.b32 %0, [%1], %2;" : "=r"(before) : "r"(smem), "r"(value) : "memory");
   } else {
     asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");

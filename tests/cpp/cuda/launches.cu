@@ -39,7 +39,14 @@ std::string readable(const char* mangled) {
   for (const char* part : {"flash_qla::cuda::", "(anonymous namespace)::", "void "}) {
     for (size_t at; (at = name.find(part)) != std::string::npos;) name.erase(at, std::string(part).size());
   }
-  return name.substr(0, name.find('('));
+  // Up to the parameters: a template argument may have parentheses too, as "(Form)1".
+  int depth = 0;
+  size_t end = 0;
+  while (end < name.size() && (depth > 0 || name[end] != '(')) {
+    depth += name[end] == '<' ? 1 : name[end] == '>' ? -1 : 0;
+    ++end;
+  }
+  return name.substr(0, end);
 }
 
 bool of_the_library(const char* mangled) { return std::string(mangled).find("9flash_qla4cuda") != std::string::npos; }
