@@ -1,0 +1,373 @@
+// The warps beside the passes (states.cuh): they load stages, store tiles, count chunks for the gradients, wait for
+// prepare.cuh, and in the fused form make gates, G o A and P.
+#pragma once
+
+#include "cuda/sm90/chunk_bwd/states_parts.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+// One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
+// them is in memory. Counting waits for memory, longer now and then than a step takes.
+template <StatesForm kForm>
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
+  using Traits = StatesTraits<kForm>;
+  const bool keeps_gates = Traits::kFused && work.reverse && work.half == 0;
+  auto wait_for = [](uint32_t steps, int step) {
+    while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
+  };
+  uint32_t uncounted = 0;
+  for (int step = work.warmup; step < work.steps; ++step) {
+    const int c = work.chunk(step);
+    const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
+    uncounted += (alone ? 2 : 1) * Traits::kHalves;
+    if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
+    wait_for(smem + Traits::kStored, step);
+    if (keeps_gates) wait_for(smem + Traits::kMade, step);
+    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head, uncounted);
+    uncounted = 0;
+  }
+}
+
+// One warp: what goes out, to memory; it gives the stages back.
+template <StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+                                            StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
+  using Traits = StatesTraits<kForm>;
+  const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
+  uint32_t kept = 0;  // phase of state_full
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
+    const int c = work.chunk(step);
+    const ChunkInfo chunk = work.info(c);
+    const int64_t tile = work.tile(p, c);
+    const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
+                            (kReverse ? Traits::kRevDo : Traits::kFwdV);
+    const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
+    if (keeps) {
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        mbarrier_wait(bars.state_full(group), kept);
+        if (lane == 0) {
+          fence_proxy_async();
+          uint8_t* to = (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes +
+                        (work.half + group) * kTileBytes;
+          bulk_store(to, out, kTileBytes);
+          bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+        }
+        if constexpr (Traits::kHalves == 2) {
+          if (lane == 0) {
+            tma_store_commit();
+            tma_store_wait_read();
+          }
+          arrive_warp(bars.state_empty(group ^ 1), lane);
+        }
+      }
+      kept ^= 1;
+    }
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
+    if (wanted) {
+      if (kReverse && chunk.valid < kChunk) {
+        // The copy engine knows no sequence ends.
+        for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
+          const int row = piece / 8, within = piece % 8;
+          uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
+                         row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            *reinterpret_cast<uint4*>(to + 64 * group) =
+                load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
+          }
+        }
+      } else if (lane == 0) {
+        fence_proxy_async();
+        if (kReverse) {
+          for (int group = 0; group < Traits::kHalves; ++group) {
+            tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
+                         chunk.batch);
+          }
+        } else {
+          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
+        }
+      }
+      if (lane == 0) {
+        tma_store_commit();  // a group a step
+        tma_store_wait_read();
+      }
+    }
+    arrive_warp(bars.empty(cursor.stage), lane);
+    if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
+    // What was left two steps ago has had the time that it takes.
+    if (lane == 0 && step > 0) {
+      tma_store_wait_but<2>();
+      store_shared_release(stored, step - 1);
+    }
+  }
+  if (lane == 0) {
+    tma_store_wait_all();
+    store_shared_release(stored, work.steps);
+  }
+}
+
+// One thread of a warp of its own: tells the one below for how many steps prepare.cuh has left what the copy engine is
+// to load. To ask takes as long as a step.
+__device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, const StatesWork& work,
+                                               uint32_t prepared) {
+  constexpr int kSteps = 8;  // asked for at once
+  for (int known = 0; known < work.steps;) {
+    uint32_t done[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
+      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
+    }
+    if (done[0] == 0) {
+      __nanosleep(100);
+      continue;
+    }
+    acquire_loads();
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      all &= done[i] != 0;
+      known += all;
+    }
+    store_shared_release(prepared, known);
+  }
+}
+
+// One thread: the tensors' tiles into the stages.
+template <StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
+                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
+  using Traits = StatesTraits<kForm>;
+  [[maybe_unused]] uint32_t prepared = 0;  // steps
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const ChunkInfo chunk = work.info(work.chunk(step));
+    const uint32_t bar = bars.loaded(cursor.stage);
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    if constexpr (!Traits::kFused) {
+      if (p.beside && static_cast<uint32_t>(step) >= prepared) {
+        while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
+        }
+        fence_proxy_async_all();
+      }
+    }
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
+    mbarrier_arrive_expect(bar,
+                           (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
+    if constexpr (kReverse) {
+      // P is made of these first.
+      for (int half = 0; half < 2; ++half) {
+        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
+                    chunk.batch);
+      }
+    }
+    static_assert(Traits::kFwdK == Traits::kRevK);
+    for (int half = 0; half < 2; ++half) {
+      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
+                  chunk.batch);
+    }
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    if constexpr (Traits::kFused) {
+      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
+    } else {
+      const int64_t tile = work.tile(p, work.chunk(step));
+      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
+      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
+      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
+    }
+    if constexpr (kReverse) {
+      // Without dO: a tile wholly outside the tensor, which arrives as zeros.
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
+                    work.half + group, work.head, chunk.batch);
+      }
+    } else {
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        // A transition has no values: outside the tensor as well.
+        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
+                    work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
+      }
+    }
+  }
+}
+
+// One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
+template <typename T, bool kReverse>
+__device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                                 const StatesBarriers& bars, int lane) {
+  using Traits = StatesTraits<kFusedForm>;
+  const bool may_keep = kReverse && work.half == 0;
+  if (work.steps == 0) return;
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  // Two chunks' are on their way while a stage is waited for: beside the copy engine's loads they take longer than a
+  // step.
+  auto load = [&](int step) {
+    return load_gates(p, work.info(work.chunk(min(step, work.steps - 1))), work.head, lane);
+  };
+  const auto make = [&](int step, RawGates& raw) {
+    const int c = work.chunk(step), valid = work.info(c).valid;
+    const bool keeps = may_keep && step >= work.warmup;
+    const Gates gates = make_gates(p, raw, valid, lane);
+    raw = load(step + 2);
+    const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
+                        p.small_beta, lane);
+    arrive_warp(bars.gates(cursor.stage), lane);
+    if (keeps) {
+      const int64_t tile = work.tile(p, c);
+      float2* kept = reinterpret_cast<float2*>(p.gates + tile * p.gate_stride) + lane;
+      kept[0] = gates.cumsum;
+      kept[kChunk / 2] = gates.gamma;
+      kept[kChunk] = gates.ratio;
+      kept[3 * kChunk / 2] = gates.beta;
+      if (small && lane == 0) note_small_beta(p, static_cast<int>(tile));
+      __syncwarp();
+      if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
+    }
+    cursor.advance();
+  };
+  // By turns in two places: to move one to the other would be to wait for it.
+  RawGates even = load(0), odd = load(1);
+  for (int step = 0; step < work.steps; step += 2) {
+    make(step, even);
+    if (step + 1 < work.steps) make(step + 1, odd);
+  }
+}
+
+// The cumsum at a thread's two rows; past the end -infinity, so that G is 0 there.
+__device__ __forceinline__ void load_row_cumsums(float (&c_row)[2], uint32_t sGates, int valid, const Lane& at) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = 16 * at.warp + at.lane / 4 + 8 * h;
+    c_row[h] = row < valid ? load_shared_f1(sGates + row * 4) : -INFINITY;
+  }
+}
+
+// Which packed pairs of a thread lie on or below the diagonal of a block of 16 x 16 on it (strictly: below it alone):
+// words to mask them with, so that what is above (infinite G, whatever A holds there) leaves no trace.
+__device__ __forceinline__ void diagonal_masks(uint32_t (&diagonal)[4], int lane, bool strictly) {
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+    const int below = lane / 4 + 8 * (part % 2) - (8 * (part / 2) + 2 * (lane % 4)) - static_cast<int>(strictly);
+    diagonal[part] = (below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u);
+  }
+}
+
+// Where a lane's part of 16 rows by 16 columns j lies in a tile, for loads and stores of four 8x8 matrices.
+__device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane& at) {
+  return tile_piece(tile, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4));
+}
+
+// One warpgroup: in each stage A becomes G o A below the diagonal. On it both are 1: what that multiplies the state
+// group adds in fp32.
+template <typename T, bool kReverse>
+__device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
+                                            const Lane& at) {
+  using Traits = StatesTraits<kFusedForm>;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane, true);
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
+    float c_row[2];
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_row_cumsums(c_row, sGates, valid, at);
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      const int thread = 32 * at.warp + at.lane;
+      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
+      if constexpr (!kReverse) {
+        for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
+      }
+      zero_tail(sGA, valid, thread, 128);
+      named_barrier_sync(kGateBarrier, 128);
+    }
+    // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
+#pragma unroll 1
+    for (int j = 0; j <= at.warp; ++j) {
+      uint32_t a[4];
+      load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+        const float2 x = unpack2<T>(a[part]);
+        a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                  (j < at.warp ? ~0u : diagonal[part]);
+      }
+      store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+    }
+#pragma unroll 1
+    for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
+    fence_proxy_async();
+    arrive_warp(bars.gated(cursor.stage), at.lane);
+  }
+}
+
+// One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
+template <typename T>
+__device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                       const StatesBarriers& bars, const Lane& at) {
+  using Traits = StatesTraits<kFusedForm>;
+  uint32_t diagonal[4];
+  diagonal_masks(diagonal, at.lane, false);
+  StatesCursor<Traits::kRevStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+    const int valid = work.info(work.chunk(step)).valid;
+    const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
+    const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
+    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+    if (valid < kChunk) {
+      for (int half = 0; half < 2; ++half) {
+        zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+        zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+      }
+      fence_proxy_async();
+      named_barrier_sync(kPBarrier, 128);
+    }
+    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
+    float qk[32], c_row[2], c[16];
+    const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
+    wgmma_fence();
+#pragma unroll
+    for (int k_step = 0; k_step < 8; ++k_step) {
+      const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
+      if (k_step == 0) {
+        mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      } else {
+        mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+      }
+    }
+    wgmma_commit();
+    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+    load_row_cumsums(c_row, sGates, valid, at);
+    load_columns(c, sGates, at.lane);
+    mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
+    wgmma_wait<0>();
+    pin(qk);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t packed[4] = {};
+      if (j <= at.warp) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+          const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
+          const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
+          packed[part] =
+              pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
+        }
+      }
+      store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_proxy_async();
+    arrive_warp(bars.P_full(), at.lane);
+  }
+}
+
+}  // namespace flash_qla::cuda::sm90
