@@ -9,7 +9,6 @@
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/common/wgmma_trans.cuh"
 #include "cuda/sm90/chunk_bwd/params.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
