@@ -181,4 +181,30 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// qk [64 of q, 64 of k] = Q K^T by a warpgroup, Q and K tiles [2 halves of K][64 tokens][64]: on its way.
+template <typename T>
+__device__ __forceinline__ void start_query_key_products(float (&qk)[32], uint32_t sQ, uint32_t sK) {
+  const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
+  wgmma_fence();
+#pragma unroll
+  for (int k_step = 0; k_step < 8; ++k_step) {
+    const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
+    if (k_step == 0) {
+      mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+    } else {
+      mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
+    }
+  }
+  wgmma_commit();
+}
+
+// acc [64 rows, 128] += X [64 rows, 64] Y by a warpgroup, X packed, Y tiles [2 halves of its columns][64][64]: 64 of V
+// of a state, or tokens.
+template <typename T>
+__device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x)[16], uint32_t sY) {
+  const uint64_t y = wgmma_descriptor(sY, kTileBytes);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(acc, x + 4 * j, wgmma_advance(y, j * 2048));
+}
+
 }  // namespace flash_qla::cuda::sm90

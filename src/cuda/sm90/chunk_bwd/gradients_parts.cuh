@@ -179,15 +179,6 @@ __device__ __forceinline__ void scale_rows(uint32_t (&x)[16], const RowFactor<T>
   for (int i = 0; i < 16; ++i) x[i] = rows[i % 2].times(x[i]);
 }
 
-// acc [64 rows, 128] += X [64 rows, 64] Y, X packed, Y tiles [2 halves of its columns][64][64]: 64 of V of a state, or
-// tokens.
-template <typename T>
-__device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x)[16], uint32_t sY) {
-  const uint64_t y = wgmma_descriptor(sY, kTileBytes);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(acc, x + 4 * j, wgmma_advance(y, j * 2048));
-}
-
 // <acc_i, X_i> of the thread's two rows, for X [2 halves][64 rows][64].
 template <typename T>
 __device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64], uint32_t sX, int warp, int lane) {

@@ -139,18 +139,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     }
 
     float qk[32];
-    const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
-    wgmma_fence();
-#pragma unroll
-    for (int k_step = 0; k_step < 8; ++k_step) {
-      const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
-      if (k_step == 0) {
-        mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
-      } else {
-        mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
-      }
-    }
-    wgmma_commit();
+    start_query_key_products<T>(qk, sQ, sK);
     // |k|^2 of a row by two threads, under the products.
     float square = 0.0f;
     if (p.segment_chunks > 0) {

@@ -332,18 +332,7 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const State
     }
     const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
     float qk[32], c_row[2], c[16];
-    const uint64_t q_desc = wgmma_descriptor(sQ), k_desc = wgmma_descriptor(sK);
-    wgmma_fence();
-#pragma unroll
-    for (int k_step = 0; k_step < 8; ++k_step) {
-      const uint32_t by = (k_step / 4) * kTileBytes + (k_step % 4) * 32;
-      if (k_step == 0) {
-        mma_ss_n64_init<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
-      } else {
-        mma_ss_n64<T>(qk, wgmma_advance(q_desc, by), wgmma_advance(k_desc, by));
-      }
-    }
-    wgmma_commit();
+    start_query_key_products<T>(qk, sQ, sK);
     mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
     load_row_cumsums(c_row, sGates, valid, at);
     load_columns(c, sGates, at.lane);

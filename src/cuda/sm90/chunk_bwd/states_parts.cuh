@@ -179,17 +179,9 @@ __device__ __forceinline__ void state_times_keys(float (&acc)[32], const uint32_
   }
 }
 
-// S^T += X^T [64 of V, 64 tokens] Y [64 tokens, 128 of K].
+// S^T += X^T [64 of V, 64 tokens] Y [64 tokens, 128 of K], as add_product(), of the first or second 32 tokens alone.
 template <typename T>
-__device__ __forceinline__ void add_outer(float (&S)[64], const uint32_t (&x)[16], uint32_t sY) {
-  const uint64_t desc = wgmma_descriptor(sY, kTileBytes);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));
-}
-
-// Its first or second 32 tokens alone.
-template <typename T>
-__device__ __forceinline__ void add_outer_half(float (&S)[64], const uint32_t (&x)[16], uint32_t sY, int half) {
+__device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t (&x)[16], uint32_t sY, int half) {
   const uint64_t desc = wgmma_descriptor(sY, kTileBytes);
 #pragma unroll
   for (int j = 2 * half; j < 2 * half + 2; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));

@@ -113,7 +113,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
       scaled[i] = pack2<T>(ratio[2 * (i / 2)] * v_new[2 * i], ratio[2 * (i / 2) + 1] * v_new[2 * i + 1]);
     }
     wgmma_fence();
-    add_outer<T>(S, scaled, sK);
+    add_product<T>(S, scaled, sK);
     wgmma_commit();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
     // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
     wgmma_fence();
-    add_outer_half<T>(dS, scaled, sQ, 0);
+    add_product_half<T>(dS, scaled, sQ, 0);
     wgmma_commit();
     if (work.keeps_state(step)) {
       mbarrier_wait(bars.state_empty(group), kept);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 #pragma unroll
     for (int j = 0; j < 4; ++j) mma_rs_n64_trans<T>(Z, d_v_new + 4 * j, wgmma_advance(ga_desc, j * 2048));
     wgmma_commit();
-    add_outer_half<T>(dS, scaled, sQ, 1);
+    add_product_half<T>(dS, scaled, sQ, 1);
     wgmma_commit();
     wgmma_wait<1>();
     pin(d_v_new);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
     }
     wgmma_fence();
-    add_outer<T>(dS, dU, sK);
+    add_product<T>(dS, dU, sK);
     wgmma_commit();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -5,6 +5,7 @@
 #include "../../common/bulk.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
+#include "../../common/mma.cuh"
 #include "chunk_stream.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -40,11 +41,7 @@ __device__ __forceinline__ uint2 pack_two_parts(float x, float y) {
 
 // d += A B, m16n8k16.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  mma_m16n8k16<__nv_bfloat16>(d, a.x, a.y, a.z, a.w, b0, b1);
 }
 
 // A thread's share of sixteen rows and eight columns: [rows 0..7 or 8..15][one of two columns]. With g = lane / 4 and

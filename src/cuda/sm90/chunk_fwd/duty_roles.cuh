@@ -4,6 +4,7 @@
 
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
+#include "../../common/mma.cuh"
 #include "../../common/tma.cuh"
 #include "../../common/wgmma.cuh"
 #include "aux_role.cuh"
@@ -215,32 +216,12 @@ struct InverseRole : DutyRole<Traits> {
   using Base::p;
   using Base::record;
 
-  // A 16x16 matrix of fp16 in mma fragments: as a left operand (rows lane / 4 and + 8 of the left, then of the right
-  // eight columns), which is a result's form as well; as a right operand (the upper and lower eight rows of the left,
-  // then of the right eight columns, transposed).
-  struct Left {
-    uint32_t x[4];
-  };
-  struct Right {
-    uint32_t x[4];
-  };
-  struct Sum {
-    float x[8];
-  };
-  static __device__ void multiply_add(Sum& d, const Left& a, const Right& b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* x = d.x + 4 * half;
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
-    }
-  }
+  using Left = HalfLeft;
+  using Right = HalfRight;
+  using Sum = HalfSum;
   static __device__ Sum multiply(const Left& a, const Right& b) {
-    Sum d{{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
-    multiply_add(d, a, b);
+    Sum d;
+    add_half_product(d, a, b);
     return d;
   }
   static __device__ Left rounded(const Sum& d) {
@@ -343,7 +324,7 @@ struct InverseRole : DutyRole<Traits> {
       x31 = rounded(multiply(d3, right(3, 1)));
       const Left y31 = rounded(multiply(x32, as_right(x21)));
       Sum square30 = multiply(x31, r10);
-      multiply_add(square30, x32, as_right(x20));
+      add_half_product(square30, x32, as_right(x20));
       const Sum cube = multiply(y31, r10);
       x30 = rounded(multiply(d3, right(3, 0)));
       const Left y20 = rounded(square20);

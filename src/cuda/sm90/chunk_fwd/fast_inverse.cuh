@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../../common/fragment.cuh"
+#include "../../common/mma.cuh"
 #include "aux_role.cuh"
 #include "traits.h"
 
@@ -20,15 +21,9 @@ template <typename Traits>
 struct FastInverse {
   using Element = typename Traits::Element;
 
-  // A 16x16 matrix of fp16 in mma fragments: as a left operand (rows lane / 4 and + 8 of the left, then of the right
-  // eight columns), which is a result's form as well; as a right operand (the left eight columns' upper and lower
-  // eight rows, then the right ones').
-  struct Left {
-    uint32_t x[4];
-  };
-  struct Right {
-    uint32_t x[4];
-  };
+  using Left = HalfLeft;
+  using Right = HalfRight;
+  using Sum = HalfSum;
   static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
 
   // One half of D += A B: eight columns.
@@ -52,34 +47,14 @@ struct FastInverse {
     multiply_add(d, a, b);
     return d;
   }
-  // Sums in fp32, of the products that leave: rows lane / 4 and + 8 of the left eight columns, then of the right.
-  struct Sum {
-    float x[8];
-  };
-  static __device__ void add_product(Sum& d, const Left& a, const Right& b) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* x = d.x + 4 * half;
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-          : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2 * half]), "r"(b.x[2 * half + 1]));
-    }
-  }
   // A B with an upper triangular B.
   static __device__ Sum triangular_product(const Left& a, const Right& b) {
-    Sum d{{0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f}};
+    Sum d;
     float* x = d.x;
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                  : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(b.x[0]));
-    x += 4;
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[2]), "r"(b.x[3]));
+    mma_m16n8k16<__half>(x + 4, a.x[0], a.x[1], a.x[2], a.x[3], b.x[2], b.x[3]);
     return d;
   }
 
@@ -226,12 +201,12 @@ struct FastInverse {
       b = triangular_product(t02, e_right[2]);
       store(a, 0, 1);
       a = triangular_product(t03, e_right[3]);
-      add_product(a, t02, a23_right);
+      add_half_product(a, t02, a23_right);
       store(b, 0, 2);
       b = triangular_product(t12, e_right[2]);
       store(a, 0, 3);
       a = triangular_product(t13, e_right[3]);
-      add_product(a, t12, a23_right);
+      add_half_product(a, t12, a23_right);
       store(b, 1, 2);
       store(a, 1, 3);
     };

@@ -20,8 +20,9 @@ struct PairStateRole : StateRole<Traits> {
 
   // A quarter, 16 tokens, of O^T, tokens times `factor`, into V's stage.
   __device__ static void put_o_quarter(const float* x, const float4& f, uint32_t address) {
-    store_matrix_x4_trans(address, pack2<Element>(x[0] * f.x, x[1] * f.y), pack2<Element>(x[2] * f.x, x[3] * f.y),
-                          pack2<Element>(x[4] * f.z, x[5] * f.w), pack2<Element>(x[6] * f.z, x[7] * f.w));
+    uint32_t packed[4];
+    pack_scaled<Element>(packed, x, f);
+    store_matrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
   }
 
   // After a tile's last chunk.
@@ -179,11 +180,7 @@ struct PairStateRole : StateRole<Traits> {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-          const float* y = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-          corrected[4 * b] = pack2<Element>(y[0] * rest.x, y[1] * rest.y);
-          corrected[4 * b + 1] = pack2<Element>(y[2] * rest.x, y[3] * rest.y);
-          corrected[4 * b + 2] = pack2<Element>(y[4] * rest.z, y[5] * rest.w);
-          corrected[4 * b + 3] = pack2<Element>(y[6] * rest.z, y[7] * rest.w);
+          pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
         }
       }
       pin(s);

@@ -63,6 +63,14 @@ __device__ __forceinline__ void scale_tokens(float* x, const float4& factor) {
   x[4] *= factor.z, x[5] *= factor.w, x[6] *= factor.z, x[7] *= factor.w;
 }
 
+template <typename Element>
+__device__ __forceinline__ void pack_scaled(uint32_t* packed, const float* x, const float4& factor) {
+  packed[0] = pack2<Element>(x[0] * factor.x, x[1] * factor.y);
+  packed[1] = pack2<Element>(x[2] * factor.x, x[3] * factor.y);
+  packed[2] = pack2<Element>(x[4] * factor.z, x[5] * factor.w);
+  packed[3] = pack2<Element>(x[6] * factor.z, x[7] * factor.w);
+}
+
 // V'^T = W^T Ag^T, tokens 0..31 and 32..63: the first need two 16-token steps only, Ag being lower triangular.
 template <typename Element>
 __device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[16], const uint32_t (&w)[16],
@@ -387,11 +395,7 @@ struct StateRole {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
             const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-            const float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
-            corrected[4 * b] = pack2<Element>(x[0] * rest.x, x[1] * rest.y);
-            corrected[4 * b + 1] = pack2<Element>(x[2] * rest.x, x[3] * rest.y);
-            corrected[4 * b + 2] = pack2<Element>(x[4] * rest.z, x[5] * rest.w);
-            corrected[4 * b + 3] = pack2<Element>(x[6] * rest.z, x[7] * rest.w);
+            pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
           }
         }
         const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
