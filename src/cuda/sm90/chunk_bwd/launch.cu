@@ -146,12 +146,13 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
 }
 
 // Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
-// multiprocessor does more, but each chunk takes longer (1.9 us for 1.1). It pays where blocks of halves come in more
-// than two waves; with two it does for sequences of one length, but not where one is longer than the others, which the
-// host cannot see: 16/32 7212 + 25556 took 1.60 ms so, 1.51 by halves, 8/16 5809 + 1244 + 406 + 733 0.270, 0.234.
+// multiprocessor does more, but each chunk takes longer (1.9 us for 1.1). It pays where blocks of halves come in
+// several waves; with two of them not where one sequence is longer than the others, which the host cannot see: 16/32
+// 7212 + 25556 took 1.60 ms so, 1.51 by halves, 8/16 5809 + 1244 + 406 + 733 0.270, 0.234.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  constexpr int64_t kMostHalves = 2 * 132;  // multiprocessors of an H200
-  return p.segment_chunks == 0 && !p.fused && (p.whole_values || int64_t{4} * p.N * p.Hv > kMostHalves);
+  constexpr int64_t kWave = 132;  // multiprocessors of an H200
+  const int64_t most_halves = p.N == 1 || p.cu_seqlens == nullptr ? kWave : 2 * kWave;
+  return p.segment_chunks == 0 && !p.fused && (p.whole_values || int64_t{4} * p.N * p.Hv > most_halves);
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.

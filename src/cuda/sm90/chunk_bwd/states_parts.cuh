@@ -104,6 +104,23 @@ struct Lane {
   int warp, lane;
 };
 
+// visit(type, register, offset) of each of the thread's numbers of S^T in memory.
+template <typename Visit>
+__device__ __forceinline__ void visit_state(const StridedTensor& t, bool v_first, int64_t n, int head, int v0,
+                                            const Lane& at, Visit visit) {
+  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
+  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
+  with_type(t.type, [&](auto type) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        visit(type, 4 * j + i, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride);
+      }
+    }
+  });
+}
+
 // S^T from memory, or zeros.
 __device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& t, bool v_first, int64_t n, int head,
                                            int v0, const Lane& at) {
@@ -112,32 +129,14 @@ __device__ __forceinline__ void load_state(float (&S)[64], const StridedTensor& 
     for (int i = 0; i < 64; ++i) S[i] = 0.0f;
     return;
   }
-  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
-  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
-  with_type(t.type, [&](auto type) {
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        S[4 * j + i] = load_element_of<type()>(t, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride);
-      }
-    }
-  });
+  visit_state(t, v_first, n, head, v0, at,
+              [&](auto type, int i, int64_t offset) { S[i] = load_element_of<type()>(t, offset); });
 }
 
 __device__ __forceinline__ void store_state(const float (&S)[64], const StridedTensor& t, bool v_first, int64_t n,
                                             int head, int v0, const Lane& at) {
-  const int64_t k_stride = t.stride[v_first ? 3 : 2], v_stride = t.stride[v_first ? 2 : 3];
-  const int64_t first = state_offset(t, v_first, n, head, 2 * (at.lane % 4), v0 + 16 * at.warp + at.lane / 4);
-  with_type(t.type, [&](auto type) {
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        store_element_of<type()>(t, first + (8 * j + i % 2) * k_stride + 8 * (i / 2) * v_stride, S[4 * j + i]);
-      }
-    }
-  });
+  visit_state(t, v_first, n, head, v0, at,
+              [&](auto type, int i, int64_t offset) { store_element_of<type()>(t, offset, S[i]); });
 }
 
 // Packed S^T (A operand order) to its tiles [2 halves of K][64 of V][64 of K].
