@@ -58,7 +58,7 @@ struct alignas(16) ChunkWalker {
   int32_t tile;       // tile to open next; not of a list
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
-  int32_t opened;     // tiles so far
+  int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
 };
 static_assert(sizeof(ChunkWalker) == 80);
 
@@ -70,8 +70,9 @@ __device__ __forceinline__ char* shared_memory() {
 }
 __device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
 
+// From L2: some are read while the kernels before may still write them, and then again.
 __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, int64_t i) {
-  return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  return is_64_bit ? __ldcg(static_cast<const long long*>(data) + i) : __ldcg(static_cast<const int*>(data) + i);
 }
 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
@@ -223,15 +224,52 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   }
 }
 
+// Which tile a block takes after `tile`, of which it has opened `opened` before.
+__device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, int32_t tile, int32_t opened,
+                                             int32_t streams) {
+  // Of sorted tiles the longest is followed by the shortest of as many: no ticket would give them out better, and
+  // tickets need a kernel before this one.
+  const bool sorted = p.order == BlockOrder::kSorted;
+  if (sorted && opened == 0) return 2 * streams - 1 - tile;
+  if (p.ticket != nullptr) return streams * (sorted ? 2 : 1) + static_cast<int32_t>(atomicAdd(p.ticket, 1u));
+  return sorted ? p.tiles : tile + streams;
+}
+
+// Of up to kMostSorted sequences, one to a lane, the lane's place: longest first, by chunks, equal ones in their order.
+__device__ __forceinline__ int32_t sorted_rank(const PlannedSequence& s, int32_t sequences, int lane) {
+  const int32_t chunks = (s.length + kChunk - 1) / kChunk;
+  int32_t rank = 0;
+#pragma unroll 1
+  for (int32_t i = 0; i < sequences; ++i) {
+    const int32_t other = __shfl_sync(0xffffffffu, chunks, i);
+    rank += other > chunks || (other == chunks && i < lane);
+  }
+  return rank;
+}
+
+// The sequences that the block has found itself: kSorted: all, in their order; kOneTile: that of its tile.
+template <typename Traits>
+__device__ __forceinline__ PlannedSequence* found_sequences() {
+  return reinterpret_cast<PlannedSequence*>(shared_memory() + Traits::kSmemSequences);
+}
+template <typename Traits>
+__device__ __forceinline__ PlannedSequence sequence_of_rank(const ChunkForwardKernelParams& p, int32_t rank) {
+  if constexpr (Traits::kBlocks == 1 && !Traits::kStateOnly) {
+    if (p.order != BlockOrder::kGiven) return found_sequences<Traits>()[p.order == BlockOrder::kSorted ? rank : 0];
+  }
+  return p.plan != nullptr ? p.plan[rank] : sequence_at(p.args, rank);
+}
+
 // Opens the next tile that has anything to do.
 template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
     const int32_t tile = walker.tile, streams = static_cast<int32_t>(gridDim.x) / Traits::kBlocks;
-    walker.tile = p.plan != nullptr ? streams + static_cast<int32_t>(atomicAdd(p.ticket, 1u)) : tile + streams;
     const int32_t rank = tile / args.num_value_heads;
-    const PlannedSequence sequence = p.plan != nullptr ? p.plan[rank] : sequence_at(args, rank);
+    walker.tile = next_tile(p, tile, walker.opened, streams);
+    const bool first = walker.opened++ == 0;
+    const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
@@ -248,7 +286,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
     // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
-    if (walker.opened++ > 0 && r.slot_in >= 0) {
+    if (!first && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
@@ -305,14 +343,19 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
   const ChunkForwardArgs& args = p.args;
   const int32_t tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
   const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of two chunks' preparation
-  const int32_t sequence = tile / args.num_value_heads, head = tile - sequence * args.num_value_heads;
-  int64_t start = sequence * args.dense_length;
-  if (args.cu_seqlens != nullptr) {
-    start = args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + sequence)
-                                       : __ldcg(static_cast<const int*>(args.cu_seqlens) + sequence);
+  const int32_t place = tile / args.num_value_heads, head = tile - place * args.num_value_heads;
+  const bool sorted = p.order == BlockOrder::kSorted;
+  int32_t sequence = sorted ? min(lane, args.num_sequences - 1) : place;
+  PlannedSequence s = args.cu_seqlens != nullptr
+                          ? sequence_at(args, sequence)
+                          : PlannedSequence{sequence * static_cast<int32_t>(args.dense_length), 1, sequence, 0};
+  if (sorted) {
+    const int32_t rank = sorted_rank(s, args.num_sequences, lane);
+    sequence = __ffs(__ballot_sync(0xffffffffu, lane < args.num_sequences && rank == place)) - 1;
+    s.start = __shfl_sync(0xffffffffu, s.start, sequence);
   }
-  if (start < 0 || start >= args.num_tokens) return;
-  const int32_t row = static_cast<int32_t>(start);
+  const int32_t row = s.start;
+  if (sequence < 0 || row >= args.num_tokens) return;
   if (lane == 0) {
     const int32_t key_head = head / (args.num_value_heads / args.num_key_heads);
     tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
@@ -324,7 +367,7 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
     }
   }
 #pragma unroll 1
-  for (int64_t token = start + lane; token < min(start + kChunk, args.num_tokens); token += 32) {
+  for (int64_t token = row + lane; token < min(int64_t{row} + kChunk, args.num_tokens); token += 32) {
     if (args.g != nullptr) l2_prefetch_line(args.g + token * args.g_token_stride + head * args.g_head_stride);
     if (args.beta != nullptr)
       l2_prefetch_line(args.beta + token * args.beta_token_stride + head * args.beta_head_stride);
@@ -335,6 +378,51 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
 // seen P of chunk m, or its end, sees record m + 4.
 template <typename Traits>
 inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
+
+// ... by one warp.
+template <typename Traits>
+__device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
+  const ChunkForwardArgs& args = p.args;
+  const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
+  const bool guesses = finds && p.ticket == nullptr;  // a ticket is taken once
+  // For what the kernels before this one write. Of a split's output kernels the plan is there: the state kernel lets
+  // them start after it has waited for it.
+  const auto wait = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
+  if (p.list != nullptr) {
+    asm volatile("griddepcontrol.launch_dependents;");
+  } else if (!guesses) {
+    wait();
+  }
+  // The list is made while those may still run, of offsets that they might write, and once more if they have.
+  const int32_t mine = sorted ? min(lane, args.num_sequences - 1)
+                              : static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;
+  PlannedSequence s{};
+  if (finds) s = sequence_at(args, mine);
+#pragma unroll 1
+  for (bool known = !guesses;;) {
+    if (finds) {
+      const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
+      if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
+      __syncwarp();
+    }
+    if (lane == 0) {
+      ChunkWalker walker;  // in registers for as long as it goes on at once
+      open_list<Traits>(p, walker);
+#pragma unroll 1
+      for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
+        produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
+      }
+      *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
+    }
+    if (known) return;
+    __syncwarp();
+    wait();
+    const PlannedSequence now = sequence_at(args, mine);
+    if (__all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
+    s = now;
+    known = true;
+  }
+}
 
 // base + count * bytes, in one instruction.
 __device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {
