@@ -799,6 +799,13 @@ std::vector<Case> check_cases() {
     Case& c = add("many tiles", 4, 16, {});
     for (int i = 0; i < 60; ++i) c.lengths.push_back((i * 37) % 400);
   }
+  // Few enough sequences that blocks sort them: two tiles to a block at most, and more, by tickets.
+  add("two tiles to a block", 4, 32, {0, 300, 1, 64, 129, 700, 65, 2}).padding = 33;
+  {
+    Case& c = add("sorted, by tickets", 4, 32, {});
+    for (int i = 0; i < 32; ++i) c.lengths.push_back((i * 53) % 300);
+    c.padding = 5;
+  }
   add("fp16 mixed", 2, 8, {37, 300, 64, 129, 1}).half = true;
   // The same where a sequence's bits may depend on the batch: another kernel.
   for (size_t i = 0, whole = cases.size(); i < whole; ++i) {
