@@ -193,23 +193,23 @@ inline int64_t test_orders(const Settings& settings, Arena& arena) {
   kept_h = kept;
   kept_h.h = true;
   pool.pool = pool.skip_rows = pool.has_initial = pool.packed_checkpoints = true;
-  const int64_t shorter = settings.small ? 4 : 1;
+  const int64_t shorter = settings.small ? 2 : 1;
   // 132 multiprocessors: what is a tile to a block, two, and more of them, which are given out by tickets.
   const Case forwards[] = {
-      {"a tile to a block", 8, 32, 4, 400, DType::kBFloat16, states, none},
-      {"blocks that sort", 4, 32, 8, 400, DType::kBFloat16, states, none},
-      {"blocks that sort, fp16", 4, 32, 8, 400, DType::kFloat16, states, none},
-      {"blocks that sort, no split", 4, 32, 8, 400, DType::kBFloat16, off, none},
-      {"blocks that sort, saved", 4, 32, 8, 400, DType::kBFloat16, states, kept},
-      {"blocks that sort, tickets", 4, 32, 12, 300, DType::kBFloat16, states, none},
-      {"planned", 2, 8, 40, 200, DType::kBFloat16, states, none},
-      {"h", 4, 32, 8, 200, DType::kBFloat16, states, kept_h},
-      {"pool in place", 4, 16, 9, 300, DType::kBFloat16, states, pool},
-      {"options", 4, 16, 9, 300, DType::kBFloat16, options, none},
-      {"pairs", 2, 8, 8, 500, DType::kBFloat16, states, none},
-      {"pairs, saved", 2, 8, 8, 300, DType::kBFloat16, states, kept},
-      {"cut", 2, 4, 1, 4096, DType::kBFloat16, forced, none},
-      {"cut, lengths", 2, 4, 3, 2000, DType::kBFloat16, forced, none},
+      {"a tile to a block", 8, 32, 4, 150, DType::kBFloat16, states, none},
+      {"blocks that sort", 4, 32, 8, 150, DType::kBFloat16, states, none},
+      {"blocks that sort, fp16", 4, 32, 8, 150, DType::kFloat16, states, none},
+      {"blocks that sort, no split", 4, 32, 8, 150, DType::kBFloat16, off, none},
+      {"blocks that sort, saved", 4, 32, 8, 150, DType::kBFloat16, states, kept},
+      {"blocks that sort, tickets", 4, 32, 12, 130, DType::kBFloat16, states, none},
+      {"planned", 2, 8, 40, 130, DType::kBFloat16, states, none},
+      {"h", 4, 32, 8, 130, DType::kBFloat16, states, kept_h},
+      {"pool in place", 4, 16, 9, 150, DType::kBFloat16, states, pool},
+      {"options", 4, 16, 9, 150, DType::kBFloat16, options, none},
+      {"pairs", 2, 8, 8, 300, DType::kBFloat16, states, none},
+      {"pairs, saved", 2, 8, 8, 200, DType::kBFloat16, states, kept},
+      {"cut", 2, 4, 1, 2048, DType::kBFloat16, forced, none},
+      {"cut, lengths", 2, 4, 3, 1000, DType::kBFloat16, forced, none},
   };
   for (const Case& c : forwards) {
     Shape s;
@@ -245,7 +245,7 @@ inline int64_t test_orders(const Settings& settings, Arena& arena) {
     s.Hv = 4;
     s.K = s.V = 128;
     std::vector<int64_t> stale;
-    s.cu_seqlens = draw_lengths(sequences, (sequences == 1 ? 6000 : 500) / shorter, &stale, random);
+    s.cu_seqlens = draw_lengths(sequences, (sequences == 1 ? 3000 : 300) / shorter, &stale, random);
     s.T = s.cu_seqlens.back() + 5;
     Features f;
     f.initial_state = true;
