@@ -383,44 +383,48 @@ inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
   const ChunkForwardArgs& args = p.args;
+  if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
   const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
-  const bool guesses = finds && p.ticket == nullptr;  // a ticket is taken once
-  // For what the kernels before this one write. Of a split's output kernels the plan is there: the state kernel lets
-  // them start after it has waited for it.
-  const auto wait = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
-  if (p.list != nullptr) {
-    asm volatile("griddepcontrol.launch_dependents;");
-  } else if (!guesses) {
-    wait();
-  }
-  // The list is made while those may still run, of offsets that they might write, and once more if they have.
-  const int32_t mine = sorted ? min(lane, args.num_sequences - 1)
-                              : static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;
+  const int32_t rank = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;  // of the first tile
+  const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
   PlannedSequence s{};
   if (finds) s = sequence_at(args, mine);
+  // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
+  // that they might write, and once more if they have. Of a split's output kernels the plan is there: the state kernel
+  // lets them start after it has waited for it.
+  bool waits = p.list == nullptr;
 #pragma unroll 1
-  for (bool known = !guesses;;) {
+  while (true) {
+    // A ticket is taken once, and is zero when the kernel before this one has ended: the first records must need none.
+    bool guesses = finds && waits;
     if (finds) {
       const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
       if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
       __syncwarp();
-    }
-    if (lane == 0) {
-      ChunkWalker walker;  // in registers for as long as it goes on at once
-      open_list<Traits>(p, walker);
-#pragma unroll 1
-      for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
-        produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
+      if (p.ticket != nullptr) {
+        guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
       }
-      *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
     }
-    if (known) return;
-    __syncwarp();
-    wait();
-    const PlannedSequence now = sequence_at(args, mine);
-    if (__all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
-    s = now;
-    known = true;
+    if (guesses || !waits) {
+      if (lane == 0) {
+        ChunkWalker walker;  // in registers for as long as it goes on at once
+        open_list<Traits>(p, walker);
+#pragma unroll 1
+        for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
+          produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
+        }
+        *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
+      }
+      if (!waits) return;
+      __syncwarp();
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    waits = false;
+    if (finds) {
+      const PlannedSequence now = sequence_at(args, mine);
+      if (guesses && __all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
+      s = now;
+    }
   }
 }
 
