@@ -224,16 +224,9 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   }
 }
 
-// Which tile a block takes after `tile`, of which it has opened `opened` before.
-__device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, int32_t tile, int32_t opened,
-                                             int32_t streams) {
-  // Of sorted tiles the longest is followed by the shortest of as many: no ticket would give them out better, and
-  // tickets need a kernel before this one.
-  const bool sorted = p.order == BlockOrder::kSorted;
-  if (sorted && opened == 0) return 2 * streams - 1 - tile;
-  if (p.ticket != nullptr) return streams * (sorted ? 2 : 1) + static_cast<int32_t>(atomicAdd(p.ticket, 1u));
-  return sorted ? p.tiles : tile + streams;
-}
+// Whether blocks may sort their sequences by themselves.
+template <typename Traits>
+inline constexpr bool kMaySort = Traits::kBlocks == 1 && !Traits::kStateOnly;
 
 // Of up to kMostSorted sequences, one to a lane, the lane's place: longest first, by chunks, equal ones in their order.
 __device__ __forceinline__ int32_t sorted_rank(const PlannedSequence& s, int32_t sequences, int lane) {
@@ -254,10 +247,38 @@ __device__ __forceinline__ PlannedSequence* found_sequences() {
 }
 template <typename Traits>
 __device__ __forceinline__ PlannedSequence sequence_of_rank(const ChunkForwardKernelParams& p, int32_t rank) {
-  if constexpr (Traits::kBlocks == 1 && !Traits::kStateOnly) {
+  if constexpr (kMaySort<Traits>) {
     if (p.order != BlockOrder::kGiven) return found_sequences<Traits>()[p.order == BlockOrder::kSorted ? rank : 0];
   }
   return p.plan != nullptr ? p.plan[rank] : sequence_at(p.args, rank);
+}
+
+// The tiles of a block that sorts, after its first.
+struct DealtTiles {
+  int32_t count;
+  int32_t first_ticket;  // the tile of ticket 0, which follow
+  uint16_t tiles[kMostDealt];
+};
+static_assert(sizeof(DealtTiles) == 8 + 2 * kMostDealt);
+template <typename Traits>
+__device__ __forceinline__ DealtTiles& dealt_tiles() {
+  return *reinterpret_cast<DealtTiles*>(shared_memory() + Traits::kSmemDealt);
+}
+
+// Which tile a block takes after `tile`, of which it has opened `opened` before.
+template <typename Traits>
+__device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, int32_t tile, int32_t opened,
+                                             int32_t streams) {
+  int32_t first_ticket = streams;
+  if constexpr (kMaySort<Traits>) {
+    if (p.order == BlockOrder::kSorted) {
+      const DealtTiles& dealt = dealt_tiles<Traits>();
+      if (opened < dealt.count) return dealt.tiles[opened];
+      if (p.ticket == nullptr) return p.tiles;
+      first_ticket = dealt.first_ticket;
+    }
+  }
+  return p.ticket != nullptr ? first_ticket + static_cast<int32_t>(atomicAdd(p.ticket, 1u)) : tile + streams;
 }
 
 // Opens the next tile that has anything to do.
@@ -267,7 +288,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
   while (walker.tile < walker.tiles) {
     const int32_t tile = walker.tile, streams = static_cast<int32_t>(gridDim.x) / Traits::kBlocks;
     const int32_t rank = tile / args.num_value_heads;
-    walker.tile = next_tile(p, tile, walker.opened, streams);
+    walker.tile = next_tile<Traits>(p, tile, walker.opened, streams);
     const bool first = walker.opened++ == 0;
     const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
@@ -379,6 +400,72 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
 template <typename Traits>
 inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
 
+// What a tile of a sequence takes, in chunks: its first and last state take about as long as two. Sums of kMostDealt,
+// and five bits beside them, fit 32 bits; longer sequences than this are dealt as if they were as long.
+__device__ __forceinline__ uint32_t tile_cost(const PlannedSequence& s) {
+  return static_cast<uint32_t>(min((s.length + kChunk - 1) / kChunk, 1 << 19)) + 2;
+}
+
+// Deals the tiles of sorted sequences by one warp, the same in every block: each to the block that has least to do so
+// far, longest first, as tickets would do it; they need a kernel before this one. Blocks that have as much to do are a
+// group, whose first, number, load and tiles a lane keeps: in the beginning those of a sequence, and a sequence's end
+// splits one.
+template <typename Traits>
+__device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, int lane) {
+  const PlannedSequence* sequences = found_sequences<Traits>();
+  DealtTiles& dealt = dealt_tiles<Traits>();
+  const int32_t heads = p.args.num_value_heads, streams = static_cast<int32_t>(gridDim.x);
+  const int32_t block = static_cast<int32_t>(blockIdx.x);
+  int32_t begin = lane * heads, blocks = 0, tiles = 0, count = 0;
+  uint32_t load = 0;
+  if (lane < p.args.num_sequences) {
+    blocks = min(max(streams - begin, 0), heads);
+    load = tile_cost(sequences[lane]);
+  }
+#pragma unroll 1
+  for (int32_t tile = streams; tile < p.tiles;) {
+    const int32_t rank = tile / heads, end = min((rank + 1) * heads, p.tiles);
+    const uint32_t cost = tile_cost(sequences[rank]);
+#pragma unroll 1
+    while (tile < end) {
+      const uint32_t place = blocks > 0 && tiles < kMostDealt ? load << 5 | static_cast<uint32_t>(lane) : ~0u;
+      const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, place) & 31);
+      const int32_t first = __shfl_sync(0xffffffffu, begin, least), have = __shfl_sync(0xffffffffu, blocks, least);
+      const int32_t taken = min(have, end - tile);
+      if (block >= first && block < first + taken) {
+        if (lane == 0) dealt.tiles[count] = static_cast<uint16_t>(tile + block - first);
+        ++count;
+      }
+      if (taken < have) {
+        const int rest = __ffs(__ballot_sync(0xffffffffu, blocks == 0)) - 1;
+        const uint32_t their_load = __shfl_sync(0xffffffffu, load, least);
+        const int32_t their_tiles = __shfl_sync(0xffffffffu, tiles, least);
+        if (lane == rest) begin = first + taken, blocks = have - taken, load = their_load, tiles = their_tiles;
+        if (lane == least) blocks = taken;
+      }
+      if (lane == least) load += cost, ++tiles;
+      tile += taken;
+    }
+  }
+  if (lane == 0) dealt.count = count;
+}
+
+// Where all tiles are too many for that: the second tile is the shortest of as many as are second, if no block has then
+// more than its share; the others, or all from the second on, go by tickets.
+template <typename Traits>
+__device__ __forceinline__ void deal_second_tiles(const ChunkForwardKernelParams& p, int lane) {
+  const PlannedSequence* sequences = found_sequences<Traits>();
+  const int32_t heads = p.args.num_value_heads, streams = static_cast<int32_t>(gridDim.x);
+  const uint32_t all = __reduce_add_sync(0xffffffffu, lane < p.args.num_sequences ? tile_cost(sequences[lane]) : 0u);
+  const uint32_t most = tile_cost(sequences[0]) + tile_cost(sequences[streams / heads]);
+  const bool second = static_cast<uint64_t>(most) * streams <= static_cast<uint64_t>(all) * heads;
+  if (lane != 0) return;
+  DealtTiles& dealt = dealt_tiles<Traits>();
+  dealt.count = second ? 1 : 0;
+  dealt.first_ticket = second ? 2 * streams : streams;
+  dealt.tiles[0] = static_cast<uint16_t>(2 * streams - 1 - static_cast<int32_t>(blockIdx.x));
+}
+
 // ... by one warp.
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
@@ -401,8 +488,15 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
       if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
       __syncwarp();
-      if (p.ticket != nullptr) {
-        guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
+      if (sorted) {
+        if (p.ticket == nullptr) {
+          deal_tiles<Traits>(p, lane);
+        } else {
+          deal_second_tiles<Traits>(p, lane);
+          __syncwarp();
+          guesses &= dealt_tiles<Traits>().count > 0 &&
+                     found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
+        }
       }
     }
     if (guesses || !waits) {

@@ -135,6 +135,13 @@ int count_streams(const ChunkForwardKernel& kernel, int tiles, int sms) {
   return std::max(1, std::min(tiles, sms / kernel.blocks));
 }
 
+// Whether blocks deal the tiles of few sequences among themselves, without tickets: each goes through about so many
+// rounds for every sequence, some 0.1 us each, mostly before the kernel before has ended.
+bool blocks_deal(int tiles, int sequences, int streams) {
+  constexpr int kMostRounds = 48;
+  return (tiles + streams - 1) / streams * sequences <= kMostRounds && tiles <= UINT16_MAX;
+}
+
 // The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
 // memory but its own.
 cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int tiles, int sms,
@@ -417,7 +424,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     const int streams = count_streams(kernel, params.tiles, sms);
     // With a tile to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
     // around the sequences, too, but not rows of skipped ones and of h.
-    const bool one_tile = params.tiles <= streams, few_tiles = params.tiles <= 2 * streams;
+    const bool one_tile = params.tiles <= streams;
     const bool indexed =
         args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
     if (indexed || args.h != nullptr || !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
@@ -426,7 +433,7 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
       place_plan(args.workspace, &params);
     } else {
       params.order = one_tile ? BlockOrder::kOneTile : BlockOrder::kSorted;
-      if (!few_tiles) {
+      if (!one_tile && !blocks_deal(params.tiles, args.num_sequences, streams)) {
         params.ticket = static_cast<uint32_t*>(args.workspace);
         error =
             launch_kernel(reinterpret_cast<const void*>(&reset_ticket_kernel), 1, 1, 0, params.ticket, true, stream);

@@ -14,7 +14,10 @@ inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the
 inline constexpr int kHeadDim = 128;  // K = V
 // e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
 inline constexpr float kGateFloor = -80.0f;
-inline constexpr int kMostSorted = 32;  // sequences that a block sorts by itself, one to a lane of a warp
+// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (deal_tiles()).
+inline constexpr int kMostSorted = 31;
+// ... and tiles of its own that it then lists.
+inline constexpr int kMostDealt = 64;
 
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
@@ -122,7 +125,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
   static constexpr uint32_t kSmemSequences = (kFullGate + 8 * kStagesGate + 15) / 16 * 16;  // that the block has found
-  static constexpr uint32_t kSmemBytes = kSmemSequences + kMostSorted * sizeof(PlannedSequence);
+  static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
+  static constexpr uint32_t kSmemBytes = kSmemDealt + 8 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
