@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // For what the kernels before this one write; nothing of the call is read or written before. Of a split's output
     // kernels the plan is there: the state kernel lets them start after it has waited for it.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list != nullptr || p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
     ChunkWalker walker;  // in registers for as long as it goes on at once
     open_list<Traits>(p, walker);
 #pragma unroll 1
