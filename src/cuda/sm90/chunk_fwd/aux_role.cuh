@@ -49,8 +49,8 @@ __device__ __forceinline__ GateSums sum_gates(float2 g, int lane) {
 // gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
 // the state groups read go to `state_gate`, the others to `gate`.
 template <typename Traits, typename LoadBeta>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, float2 g,
-                                           LoadBeta load_beta, uint32_t gate, uint32_t state_gate, int lane) {
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
+                                           uint32_t state_gate, int lane) {
   const GateSums sums = sum_gates(g, lane);
   const float cx = sums.x, cy = sums.y, before = sums.before, end = sums.end;
   const float end0 = sums.ends[0], end1 = sums.ends[1], end2 = sums.ends[2], end3 = sums.ends[3];
@@ -559,7 +559,7 @@ struct AuxRole : ChunkPlaces<Traits> {
         if (opaque_thread() >= 96) {
           const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
           make_gates<Traits>(
-              p.args, record(m), load_shared_f2(gate + Traits::kGateRaw + place),
+              p.args, load_shared_f2(gate + Traits::kGateRaw + place),
               [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, opaque_thread() & 31);
         }
       }

@@ -328,8 +328,7 @@ struct PairServiceRole {
       at_pair.wait_done(m, 2 * Traits::kOwnGates);
       const uint32_t factors = at_pair.factors(m);
       store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
-      make_gates<Traits>(
-          p.args, at_pair.record(m), next_g, [&] { return next_beta; }, factors, at_pair.own_gate(m), lane);
+      make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, factors, at_pair.own_gate(m), lane);
       fence_proxy_async();  // the copy engine takes them to the other block
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_gate(m), lane);
