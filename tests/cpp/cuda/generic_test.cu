@@ -15,6 +15,7 @@
 
 #include "checker.h"
 #include "launches.h"
+#include "order_tests.cuh"
 #include "sm90_lengths_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
@@ -376,6 +377,7 @@ int run(const Settings& settings) {
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
+      {"orders", true, [&] { return test_orders(settings, arena); }},
       {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
       {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},

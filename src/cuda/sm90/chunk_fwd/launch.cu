@@ -112,6 +112,13 @@ __global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_
   }
 }
 
+// For tickets alone.
+__global__ void reset_ticket_kernel(uint32_t* ticket) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  *ticket = 0;
+}
+
 __global__ void __launch_bounds__(kClearThreads)
     clear_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
@@ -126,6 +133,13 @@ void place_plan(void* workspace, ChunkForwardKernelParams* params) {
 // Blocks, or pairs of blocks, for `tiles` tiles: no more than the card has room for.
 int count_streams(const ChunkForwardKernel& kernel, int tiles, int sms) {
   return std::max(1, std::min(tiles, sms / kernel.blocks));
+}
+
+// Whether blocks deal the tiles of few sequences among themselves, without tickets: each goes through about so many
+// rounds for every sequence, some 0.1 us each, mostly before the kernel before has ended.
+bool blocks_deal(int tiles, int sequences, int streams) {
+  constexpr int kMostRounds = 48;
+  return (tiles + streams - 1) / streams * sequences <= kMostRounds && tiles <= UINT16_MAX;
 }
 
 // The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
@@ -406,15 +420,26 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
         choose_kernel(args.type, variant == ChunkForwardVariant::kSplitV, save, any_bits);
     return launch_split(params, decided, cut_kernel, kernel, sms, stream);
   }
-  // With a tile to a block at most there is nothing to sort, and the blocks clear around the sequences; rows of skipped
-  // ones and of h they do not.
-  const bool one_each =
-      params.tiles <= count_streams(kernel, params.tiles, sms) && args.initial.indices == nullptr && args.h == nullptr;
-  if (args.cu_seqlens != nullptr && !one_each) {
-    error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
-                          args, true, stream);
+  if (args.cu_seqlens != nullptr) {
+    const int streams = count_streams(kernel, params.tiles, sms);
+    // With a tile to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
+    // around the sequences, too, but not rows of skipped ones and of h.
+    const bool one_tile = params.tiles <= streams;
+    const bool indexed =
+        args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
+    if (indexed || args.h != nullptr || !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+      error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads,
+                            0, args, true, stream);
+      place_plan(args.workspace, &params);
+    } else {
+      params.order = one_tile ? BlockOrder::kOneTile : BlockOrder::kSorted;
+      if (!one_tile && !blocks_deal(params.tiles, args.num_sequences, streams)) {
+        params.ticket = static_cast<uint32_t*>(args.workspace);
+        error =
+            launch_kernel(reinterpret_cast<const void*>(&reset_ticket_kernel), 1, 1, 0, params.ticket, true, stream);
+      }
+    }
     if (error != cudaSuccess) return error;
-    place_plan(args.workspace, &params);
   }
   return launch_tiles_of(kernel, params, params.tiles, sms, stream);
 }

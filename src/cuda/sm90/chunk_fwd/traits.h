@@ -6,12 +6,18 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "split_types.h"
+
 namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
 inline constexpr int kHeadDim = 128;  // K = V
 // e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
 inline constexpr float kGateFloor = -80.0f;
+// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (deal_tiles()).
+inline constexpr int kMostSorted = 31;
+// ... and tiles of its own that it then lists.
+inline constexpr int kMostDealt = 64;
 
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
@@ -118,7 +124,9 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
-  static constexpr uint32_t kSmemBytes = kFullGate + 8 * kStagesGate;
+  static constexpr uint32_t kSmemSequences = (kFullGate + 8 * kStagesGate + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
+  static constexpr uint32_t kSmemBytes = kSmemDealt + 8 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
