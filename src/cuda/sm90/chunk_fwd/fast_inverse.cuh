@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../../common/fragment.cuh"
+#include "../../common/mma.cuh"
 #include "aux_role.cuh"
 #include "traits.h"
 
