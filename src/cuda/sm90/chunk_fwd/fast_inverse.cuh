@@ -44,14 +44,19 @@ struct FastInverse {
     multiply_add(d, a, b);
     return d;
   }
-  // ... with an upper triangular right operand.
-  static __device__ Left multiply_triangular(const Left& a, const Right& b) {
-    Left d{{0u, 0u, 0u, 0u}};
-    multiply_add_eight(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
-    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
-    return d;
+  static __device__ Left rounded(const Sum& d) {
+    Left a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.x[i] = pack2<__half>(d.x[2 * i], d.x[2 * i + 1]);
+    return a;
   }
-  // The same with sums in fp32.
+  static __device__ Right as_right(const Left& a) {
+    Right b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.x[i] = transpose_8x8(a.x[i]);
+    return b;
+  }
+  // A B with an upper triangular B, in fp32.
   static __device__ Sum triangular_product(const Left& a, const Right& b) {
     Sum d;
     float* x = d.x;
@@ -100,15 +105,6 @@ struct FastInverse {
     multiply_add_half(d0, d1, Left{{a0, 0u, 0u, a1}}, b0, b1);
   }
 
-  static __device__ Sum unpacked(const Left& a) {
-    Sum sum;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack2<__half>(a.x[i]);
-      sum.x[2 * i] = pair.x, sum.x[2 * i + 1] = pair.y;
-    }
-    return sum;
-  }
   static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
     const float2 values = unpack2<__half>(pair);
     return pack2<Element>(values.x * x, values.y * y);
@@ -196,36 +192,41 @@ struct FastInverse {
     for (int j = 1; j < 4; ++j) {
       e_right[j].x[2] = transpose_8x8(e[j].x[2]);
     }
-    Left s01 = multiply(e[0], right(0, 1)), s12 = multiply(e[1], right(1, 2)), s23 = multiply(e[2], right(2, 3));
-    Left s02 = multiply(e[0], right(0, 2)), s13 = multiply(e[1], right(1, 3)), s03 = multiply(e[0], right(0, 3));
+    const Left y01 = multiply(e[0], right(0, 1)), y23 = multiply(e[2], right(2, 3));
+    const Left x12 = multiply(e[1], right(1, 2)), x13 = multiply(e[1], right(1, 3));
     // store(block, j, i): what leaves.
     auto finish = [&](auto store) {
-      const Left a01 = multiply_triangular(s01, e_right[1]);
-      const Left a12 = multiply_triangular(s12, e_right[2]);
-      multiply_add(s02, a01, right(1, 2));
-      multiply_add(s13, a12, right(2, 3));
-      multiply_add(s03, a01, right(1, 3));
-      const Left a02 = multiply_triangular(s02, e_right[2]);
-      Sum sum = triangular_product(s23, e_right[3]);
-      store(unpacked(a01), 0, 1);
-      store(unpacked(a12), 1, 2);
-      multiply_add(s03, a02, right(2, 3));
+      Sum sum = triangular_product(y01, e_right[1]);
+      const Left a01 = rounded(sum);
+      store(sum, 0, 1);
+      sum = triangular_product(y23, e_right[3]);
+      const Right a23 = as_right(rounded(sum));
       store(sum, 2, 3);
-      sum = triangular_product(s13, e_right[3]);
-      store(unpacked(a02), 0, 2);
+      sum = triangular_product(x12, e_right[2]);
+      Left x02 = multiply(e[0], right(0, 2));
+      store(sum, 1, 2);
+      sum = triangular_product(x13, e_right[3]);
+      add_half_product(sum, x12, a23);
+      multiply_add(x02, a01, right(1, 2));
+      Left x03 = multiply(e[0], right(0, 3));
+      multiply_add(x03, a01, right(1, 3));
       store(sum, 1, 3);
-      sum = triangular_product(s03, e_right[3]);
-      store(sum, 0, 3);
+      sum = triangular_product(x02, e_right[2]);
+      Sum last = triangular_product(x03, e_right[3]);
+      store(sum, 0, 2);
+      add_half_product(last, x02, a23);
+      store(last, 0, 3);
     };
     if (mild) {
-      Factors factors[3];
-#pragma unroll
-      for (int j = 0; j < 3; ++j) factors[j] = load_factors(j);
+      // Of a row of blocks; the next one's are loaded behind its last store.
+      Factors factors = load_factors(0);
       finish([&](const Sum& a, int j, int i) {
-        const float low = factors[j].low, high = factors[j].high;
+        const float low = factors.low, high = factors.high;
         store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low, a.x[1] * low),
                               pack2<Element>(a.x[2] * high, a.x[3] * high), pack2<Element>(a.x[4] * low, a.x[5] * low),
                               pack2<Element>(a.x[6] * high, a.x[7] * high));
+        if (i == 1) factors = load_factors(2);
+        if (i == 3 && j > 0) factors = load_factors(j - 1);
       });
     } else {
       find_place();

@@ -44,9 +44,10 @@ struct ChunkForwardTraits {
   static constexpr int kStateRegisters = 192;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
-  // is used.
-  static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = 3;
+  // is used. With duties K K^T is made a chunk earlier still, so that the inverse need not wait for it, and Q, which is
+  // given back when Q K^T and S Q are made, not at its chunk's end, has two stages.
+  static constexpr int kStagesK = kDuties ? 5 : 4;
+  static constexpr int kStagesQ = kDuties ? 2 : 3;
   // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
   static constexpr int kBarriersQ = kDuties ? kStagesQ : 2 * kAuxGroups;
@@ -118,7 +119,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
-  static constexpr uint32_t kSmemBytes = kFullGate + 8 * kStagesGate;
+  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
+  static constexpr uint32_t kSmemBytes = kFreeQ + 8 * kStagesQ;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
