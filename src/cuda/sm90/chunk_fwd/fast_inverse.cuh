@@ -44,11 +44,12 @@ struct FastInverse {
     multiply_add(d, a, b);
     return d;
   }
-  static __device__ Left rounded(const Sum& d) {
-    Left a;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.x[i] = pack2<__half>(d.x[2 * i], d.x[2 * i + 1]);
-    return a;
+  // ... with an upper triangular right operand.
+  static __device__ Left multiply_triangular(const Left& a, const Right& b) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add_eight(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
+    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
+    return d;
   }
   static __device__ Right as_right(const Left& a) {
     Right b;
@@ -105,6 +106,15 @@ struct FastInverse {
     multiply_add_half(d0, d1, Left{{a0, 0u, 0u, a1}}, b0, b1);
   }
 
+  static __device__ Sum unpacked(const Left& a) {
+    Sum sum;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack2<__half>(a.x[i]);
+      sum.x[2 * i] = pair.x, sum.x[2 * i + 1] = pair.y;
+    }
+    return sum;
+  }
   static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
     const float2 values = unpack2<__half>(pair);
     return pack2<Element>(values.x * x, values.y * y);
@@ -141,18 +151,6 @@ struct FastInverse {
       load_matrix_x4_trans((by_columns ^ (i << 5)) + j * 2048, b.x[0], b.x[1], b.x[2], b.x[3]);
       return b;
     };
-    wait_gates();
-    const bool mild = __any_sync(0xffffffffu, load_shared_f1(mild_factor) != 0.0f);
-    // Factors of a row of blocks, ahead of the products before their use.
-    struct Factors {
-      float low, high;
-    };
-    auto load_factors = [&](int j) {
-      return Factors{load_shared_f1(column_factors + 16 * j), load_shared_f1(column_factors + 16 * j + 8)};
-    };
-    Factors diagonal_factors[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) diagonal_factors[j] = load_factors(j);
     // E of the 16x16 blocks on the diagonal: what was solved are the two 8x8 blocks of each; right of the first comes
     // E' U E'', as below.
     Left e[4];
@@ -163,6 +161,9 @@ struct FastInverse {
       e_right[j] = right(j, j);
       e[j].x[1] = 0u;
     }
+    wait_gates();
+    const bool mild = __any_sync(0xffffffffu, load_shared_f1(mild_factor) != 0.0f);
+    const Right u01 = right(0, 1), u23 = right(2, 3);
     uint32_t corner[4];
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
@@ -172,64 +173,64 @@ struct FastInverse {
     for (int j = 0; j < 4; j += 2) {
       multiply_eights(e[j].x[2], e[j + 1].x[2], corner[j], corner[j + 1], e_right[j].x[3], e_right[j + 1].x[3]);
     }
-    __syncwarp();  // A_g takes the place of what other lanes have been reading; likewise below
-    if (mild) {
+    const Left y01 = multiply(e[0], u01), y23 = multiply(e[2], u23);
+    Left x12, x13, x02, x03;
+    {
+      const Right u12 = right(1, 2), u13 = right(1, 3);
+      x12 = multiply(e[1], u12);
+      x13 = multiply(e[1], u13);
+      x02 = multiply(e[0], right(0, 2));
+      x03 = multiply(e[0], right(0, 3));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float low = diagonal_factors[j].low, high = diagonal_factors[j].high;
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low, low), 0u,
-                              scaled(e[j].x[2], low, low), scaled(e[j].x[3], high, high));
-      }
-    } else {
-      // For later, lest registers be kept for it.
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
-                        __uint_as_float(e[j].x[2]));
-      }
+      for (int j = 1; j < 4; ++j) e_right[j].x[2] = transpose_8x8(e[j].x[2]);
     }
+    __syncwarp();
+    // For later, lest registers be kept for it.
 #pragma unroll
-    for (int j = 1; j < 4; ++j) {
-      e_right[j].x[2] = transpose_8x8(e[j].x[2]);
+    for (int j = 0; j < 4; ++j) {
+      store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
+                      __uint_as_float(e[j].x[2]));
     }
-    const Left y01 = multiply(e[0], right(0, 1)), y23 = multiply(e[2], right(2, 3));
-    const Left x12 = multiply(e[1], right(1, 2)), x13 = multiply(e[1], right(1, 3));
-    // store(block, j, i): what leaves.
-    auto finish = [&](auto store) {
-      Sum sum = triangular_product(y01, e_right[1]);
-      const Left a01 = rounded(sum);
-      store(sum, 0, 1);
-      sum = triangular_product(y23, e_right[3]);
-      const Right a23 = as_right(rounded(sum));
-      store(sum, 2, 3);
-      sum = triangular_product(x12, e_right[2]);
-      Left x02 = multiply(e[0], right(0, 2));
-      store(sum, 1, 2);
-      sum = triangular_product(x13, e_right[3]);
-      add_half_product(sum, x12, a23);
-      multiply_add(x02, a01, right(1, 2));
-      Left x03 = multiply(e[0], right(0, 3));
-      multiply_add(x03, a01, right(1, 3));
-      store(sum, 1, 3);
-      sum = triangular_product(x02, e_right[2]);
-      Sum last = triangular_product(x03, e_right[3]);
-      store(sum, 0, 2);
-      add_half_product(last, x02, a23);
-      store(last, 0, 3);
+    const Left a01 = multiply_triangular(y01, e_right[1]), a23 = multiply_triangular(y23, e_right[3]);
+    Sum a12 = triangular_product(x12, e_right[2]), a13 = triangular_product(x13, e_right[3]);
+    multiply_add(x02, a01, right(1, 2));
+    multiply_add(x03, a01, right(1, 3));
+    const Right a23_right = as_right(a23);
+    add_half_product(a13, x12, a23_right);
+    Sum a02 = triangular_product(x02, e_right[2]), a03 = triangular_product(x03, e_right[3]);
+    add_half_product(a03, x02, a23_right);
+    __syncwarp();  // A_g takes the place of what other lanes have been reading
+    find_place();
+    // Blocks right of the diagonal: store(block, j, i).
+    auto store_all = [&](auto store) {
+      store(unpacked(a01), 0, 1);
+      store(a02, 0, 2);
+      store(a03, 0, 3);
+      store(a12, 1, 2);
+      store(a13, 1, 3);
+      store(unpacked(a23), 2, 3);
     };
     if (mild) {
-      // Of a row of blocks; the next one's are loaded behind its last store.
-      Factors factors = load_factors(0);
-      finish([&](const Sum& a, int j, int i) {
-        const float low = factors.low, high = factors.high;
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low, a.x[1] * low),
-                              pack2<Element>(a.x[2] * high, a.x[3] * high), pack2<Element>(a.x[4] * low, a.x[5] * low),
-                              pack2<Element>(a.x[6] * high, a.x[7] * high));
-        if (i == 1) factors = load_factors(2);
-        if (i == 3 && j > 0) factors = load_factors(j - 1);
+      float low[4], high[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        low[j] = load_shared_f1(column_factors + 16 * j);
+        high[j] = load_shared_f1(column_factors + 16 * j + 8);
+      }
+      store_all([&](const Sum& a, int j, int i) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low[j], a.x[1] * low[j]),
+                              pack2<Element>(a.x[2] * high[j], a.x[3] * high[j]),
+                              pack2<Element>(a.x[4] * low[j], a.x[5] * low[j]),
+                              pack2<Element>(a.x[6] * high[j], a.x[7] * high[j]));
       });
+#pragma unroll
+      for (int j = 0; j < 4; ++j) e[j] = left(j, j);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low[j], low[j]), 0u,
+                              scaled(e[j].x[2], low[j], low[j]), scaled(e[j].x[3], high[j], high[j]));
+      }
     } else {
-      find_place();
       const int q = lane & 3, g = lane >> 2;
       auto store_diagonal = [&](int j) {
         const Left a = left(j, j);
@@ -261,7 +262,7 @@ struct FastInverse {
                               pack2<Element>(a.x[4] * (row1.x * low), a.x[5] * (row1.y * low)),
                               pack2<Element>(a.x[6] * (row1.x * high), a.x[7] * (row1.y * high)));
       };
-      finish(store);
+      store_all(store);
       store_diagonal(0);
       store_diagonal(1);
       store_diagonal(2);
