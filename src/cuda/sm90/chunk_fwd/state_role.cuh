@@ -371,6 +371,8 @@ struct StateRole {
         // What comes next, ahead of its use.
 #pragma unroll
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        int2 chunk_next;
+        if constexpr (!Traits::kDuties) chunk_next = load_chunk(m + 1);
         wgmma_wait<0>();
         pin(low);
         pin(high);
@@ -407,8 +409,8 @@ struct StateRole {
         for (int i = 0; i < 4; ++i)
           mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
         wgmma_commit();
-        const int2 chunk_next = load_chunk(m + 1);
         if constexpr (Traits::kDuties) {
+          chunk_next = load_chunk(m + 1);
           // O leaves while the state's update runs.
           wgmma_wait<1>();
           pin(o);

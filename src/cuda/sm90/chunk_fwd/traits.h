@@ -37,10 +37,10 @@ struct ChunkForwardTraits {
   static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
   static_assert(kDuties || !kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
-  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of ten moves measured
-  // in two runs this was the best for bf16 and for fp16, by 1 to 4 % in every row (docs/design/sm90_forward.md); to be
-  // measured again when the code changes.
-  static constexpr int kProductsMoved = kFastInverse ? 300 : 0;
+  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
+  // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
+  // (docs/design/sm90_forward.md). To be measured again when the code changes.
+  static constexpr int kProductsMoved = kFastInverse ? 192 : 0;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
