@@ -133,6 +133,13 @@ __device__ __forceinline__ PairInfo pair_info(const ChunkBackwardParams& p, int 
   return {chunk * kChunk, min(2 * kChunk, p.T - chunk * kChunk), n * p.per_sequence + chunk, n};
 }
 
+// Whether dS at the end of a pair of `valid` tokens waits for the gradients in rows of dq or (a group's last head's)
+// dk. There or in scratch (params.h) it is tiles [64 of V][64 of K], the columns of which are those of a half of V; in
+// the outputs each chunk of the pair has a half of K.
+__device__ __forceinline__ bool waits_in_output(const ChunkBackwardParams& p, int valid) {
+  return p.grads_in_outputs && valid == 2 * kChunk;
+}
+
 // Zeroes rows valid .. 63 of a tile: rows past a sequence's end hold its neighbour's tokens, and 0 * NaN is NaN.
 __device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int thread, int threads) {
   for (int piece = valid * 8 + thread; piece < 64 * 8; piece += threads) {

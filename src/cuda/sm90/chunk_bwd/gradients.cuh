@@ -122,6 +122,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     // The next item's q and k may come: what is left needs neither.
     __syncwarp();
     arrive_both(bars.keys_empty(), lane);
+    // Where rows go, the last head's dS may have waited: both blocks have it by now.
+    for (int half = 0; half < 2; ++half) mbarrier_wait(bars.empty(half), (turn - 1) % 2);
     asm volatile("" : "+r"(warp), "+r"(lane));  // what follows from these is made again
     // dk = plus + minus: each gives the other half of its columns, 128 threads x 32 floats, and adds and stores the
     // half that it keeps. Where dP and D were, which nobody needs any more: minus gives first, and what plus takes it

@@ -84,10 +84,14 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
         bulk_load_cluster(to + Traits::kState + part,
                           p.states + tile_of(item.pair()) * kStateBytes + rank * kStateHalfBytes + half * kTileBytes,
                           kTileBytes, bar, kBothBlocks);
-        bulk_load_cluster(
-            to + Traits::kGrad + part,
-            p.state_grads + tile_of(item.pair()) * kStateBytes + rank * kStateHalfBytes + half * kTileBytes, kTileBytes,
-            bar, kBothBlocks);
+        const uint32_t grad = to + Traits::kGrad + part;
+        if (!waits_in_output(p, kChunk + item.late_valid())) {
+          const int place = (p.grads_in_outputs ? chunk.sequence : item.pair()) * p.Hv + head;
+          tma_load_5d_cluster(grad, &maps.state_grads, bar, 0, 0, half, static_cast<int>(rank), place, kBothBlocks);
+        } else {
+          const CUtensorMap* map = of_group + 1 == p.group ? &maps.dk : &maps.dq;
+          tma_load_5d_cluster(grad, map, bar, 0, chunk.token, half, item.key_head(), chunk.batch, kBothBlocks);
+        }
         if (half == 0) {
           bulk_load_cluster(smem + Traits::kGates + turn % 2 * Traits::kHeadGates + rank * kGateBytes,
                             p.gates + tile * static_cast<uint32_t>(p.gate_stride), kGateBytes, bar, kBothBlocks);
