@@ -126,9 +126,18 @@ __device__ __forceinline__ PairInfo pair_info(const ChunkBackwardParams& p, int 
     return {x.x, x.y, x.z, x.w};
   }
   // Unsigned: a division of signed numbers takes half as many instructions more.
-  const uint32_t pairs = pairs_of(p.per_sequence), sequence = static_cast<uint32_t>(pair) / pairs;
+  int32_t chunks = p.per_sequence;
+  asm volatile("" : "+r"(chunks));  // not kept by who asks again and again, with few registers
+  const uint32_t pairs = pairs_of(chunks), sequence = static_cast<uint32_t>(pair) / pairs;
   const int n = static_cast<int>(sequence), chunk = 2 * static_cast<int>(pair - sequence * pairs);
   return {chunk * kChunk, min(2 * kChunk, p.T - chunk * kChunk), n * p.per_sequence + chunk, n};
+}
+
+// Whether dS at the end of a pair of `valid` tokens waits for the gradients in rows of dq or (a group's last head's)
+// dk. There or in scratch (params.h) it is tiles [64 of V][64 of K], the columns of which are those of a half of V; in
+// the outputs each chunk of the pair has a half of K.
+__device__ __forceinline__ bool waits_in_output(const ChunkBackwardParams& p, int valid) {
+  return p.grads_in_outputs && valid == 2 * kChunk;
 }
 
 // Zeroes rows valid .. 63 of a tile: rows past a sequence's end hold its neighbour's tokens, and 0 * NaN is NaN.
@@ -169,10 +178,9 @@ __device__ __forceinline__ uint32_t scale2_split(uint32_t packed, uint32_t high,
   return y;
 }
 
-// Sum over the four lanes that share a row of an accumulator.
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+// 16 bytes in one store: what nvcc knows of where a value comes from it takes for a reason to store it in four.
+__device__ __forceinline__ void store_global_u4(void* to, uint4 x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

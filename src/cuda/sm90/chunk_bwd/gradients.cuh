@@ -8,8 +8,8 @@
 //   minus   the part whose gate enters with -:        diag(gP / gamma) V' dS^T + dP^T Q + D^T K
 // with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T) over the pair: S is the state at its start,
 // dS its gradient at its end, gP the decay of all of it. Of the blocks of dP and D, [late rows, early columns] is made
-// by the late block, which needs it for dq and plus, and handed to the early one: its part of minus is made there by
-// the plus group, which has more time. Then the gradient of the gate's cumsum at token i is
+// by the late block, which needs it for dq and plus, and handed to the early one: its part of minus is made there, that
+// of D by the plus group, which has more time. Then the gradient of the gate's cumsum at token i is
 //   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the pair's last token + gP <dS, S> + sum_i <k_i, (diag(gP /
 //   gamma) V' dS^T)_i>.
 // Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
@@ -75,7 +75,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       mbarrier_arrive_warp(bars.tail(), lane);
       mbarrier_wait(bars.tail(), item.tails() % 2);
     }
-    float acc[64], dots[2];
+    float acc[64], dot = 0.0f;
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] = 0.0f;
 
@@ -84,85 +84,100 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       asm volatile("" : "+r"(warp), "+r"(lane));
       HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
-      // In the early block the plus group sees to the late rows' part of the minus group's work: after the row sums of
+      // In the early block the plus group sees to one of the late rows' two products, minus's work: after the row sums of
       // its own, which it is not among.
       const bool two_parts = kIsMinus || (group == kPlus && rank == kEarly);
       uint32_t part = 0;
 #pragma unroll 1
       do {
+        uint32_t dot_rows[32];
         if constexpr (kIsMinus) {
           if (part == 0) {
             work.minus_of_state(acc);
             mbarrier_wait(bars.keys_full(), index % 2);
             work.open_sums();
           } else {
-            work.add_transposed(true, acc);
+            work.add_transposed(turn + 1 == (index + 1) * p.group, acc);
           }
         } else {
           if (part == 0) {
-            work.lower(group == kPlus, acc);
+            work.lower(group == kPlus, own_rows, acc, dot_rows);
           } else {
-            work.add_transposed(false, acc);
+            work.add_late_rows(own_rows, acc, dot_rows);
           }
         }
-        row_dots<T>(dots, acc, own_rows, warp, lane);
-        work.keep_sums(group, part != 0, dots);
+        if constexpr (kIsMinus) load_dot_rows(dot_rows, own_rows, warp, lane);
+        dot = row_dots<T>(acc, dot_rows, lane);
+        work.keep_sums(group, part != 0, dot);
       } while (part++ == 0 && two_parts);
       __syncwarp();
       mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
     } while (++turn < (index + 1) * p.group);
 
     if constexpr (kNorms) {
-      through_norm<T>(acc, dots, keys + (group == kQuery ? Traits::kQ : Traits::kK),
+      through_norm<T>(acc, dot, keys + (group == kQuery ? Traits::kQ : Traits::kK),
                       group == kQuery ? p.q_inverse_norms : p.k_inverse_norms, p, item.chunk(p), item.key_head(), warp,
                       lane);
     }
-    // dk = plus + minus, met where q and k were: 128 threads x 64 floats are just their 32 KB, 8 of them a warp's.
-    static_assert(2 * kTokensBytes == 128 * 64 * sizeof(float));
-    const uint32_t warps_place = keys + warp * (kTokensBytes / 2), mine = warps_place + lane * 16;
-    // The fence, after which the copy engine may write here, waits for all that is on its way: stores come later. Those
-    // that read here are done before the arrival: a store has its value by then.
-    const auto leave_keys = [&] {
-      __syncwarp();
-      arrive_both(bars.keys_empty(), lane);
+    // The next item's q and k may come: what is left needs neither.
+    __syncwarp();
+    arrive_both(bars.keys_empty(), lane);
+    // Where rows go, the last head's dS may have waited: both blocks have it by now.
+    for (int half = 0; half < 2; ++half) mbarrier_wait(bars.empty(half), (turn - 1) % 2);
+    asm volatile("" : "+r"(warp), "+r"(lane));  // what follows from these is made again
+    // dk = plus + minus: each gives the other half of its columns, 128 threads x 32 floats, and adds and stores the
+    // half that it keeps. Where dP and D were, which nobody needs any more: minus gives first, and what plus takes it
+    // replaces by what it gives. A warp deals with that of the other group which has the same rows.
+    static_assert(2 * kTileBytes == 128 * 32 * sizeof(float));
+    const uint32_t warps_part = smem + Traits::kP + warp * (kTileBytes / 2), mine = warps_part + lane * 16;
+    const auto give = [&](const float* half) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        store_shared_u4(mine + i * 32 * 16,
+                        make_uint4(__float_as_uint(half[4 * i]), __float_as_uint(half[4 * i + 1]),
+                                   __float_as_uint(half[4 * i + 2]), __float_as_uint(half[4 * i + 3])));
+      }
     };
-    const auto leave_rows = [&](const StridedTensor& t, uint32_t place) {
-      gather_rows<T>(acc, place, lane);
-      fence_proxy_async();
+    const auto add_given = [&](float* half) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float4 x = load_shared_f4(mine + i * 32 * 16);
+        half[4 * i] += x.x;
+        half[4 * i + 1] += x.y;
+        half[4 * i + 2] += x.z;
+        half[4 * i + 3] += x.w;
+      }
+    };
+    const auto leave = [&](const StridedTensor& t, int quarter, uint32_t place) {
+      gather_quarter_rows<T>(acc + 16 * quarter, place, lane);
       __syncwarp();
-      store_rows(t, item.chunk(p), item.key_head(), place, warp, lane);
-      leave_keys();
+      store_quarter_rows(t, item.chunk(p), item.key_head(), quarter, place, warp, lane);
+      __syncwarp();
     };
     if constexpr (kIsMinus) {
-      named_barrier_arrive(kKeysBarrier, Traits::kGroups * 128);
-      named_barrier_sync(kMeetBarrier, 2 * 128);
-      asm volatile("" : "+r"(lane));  // what follows from it is made again
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const float4 x = load_shared_f4(mine + i * 32 * 16);
-        acc[4 * i] += x.x;
-        acc[4 * i + 1] += x.y;
-        acc[4 * i + 2] += x.z;
-        acc[4 * i + 3] += x.w;
-        if (i % 4 == 3) pin(acc);  // else all 64 are on their way at once, in as many registers
-      }
+      named_barrier_sync(kTakenBarrier, 128);
+      give(acc);
+      named_barrier_arrive(kMinusBarrier, 2 * 128);
+      named_barrier_sync(kPlusBarrier, 2 * 128);
+      add_given(acc + 32);
       __syncwarp();
-      leave_rows(p.dk, warps_place);
+      leave(p.dk, 2, warps_part);
+      leave(p.dk, 3, warps_part);
+      mbarrier_arrive_warp(bars.products_empty(), lane);
     } else {
-      named_barrier_sync(kKeysBarrier, Traits::kGroups * 128);
       if (group == kPlus) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          store_shared_u4(mine + i * 32 * 16,
-                          make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
-                                     __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
-        }
-        named_barrier_arrive(kMeetBarrier, 2 * 128);
-        fence_proxy_async();
-        leave_keys();
-      } else {
-        const uint32_t others_k = smem + (rank ^ 1) * Traits::kKeys + Traits::kK;
-        leave_rows(p.dq, others_k + warp * (kTokensBytes / 4));
+        named_barrier_sync(kMinusBarrier, 2 * 128);
+        add_given(acc);
+        give(acc + 32);
+        named_barrier_arrive(kPlusBarrier, 2 * 128);
+      }
+      const StridedTensor& t = group == kPlus ? p.dk : p.dq;
+      const uint32_t place = smem + Traits::kRows + (group == kPlus ? 4 + warp : warp) * (kTileBytes / 8);
+      leave(t, 0, place);
+      leave(t, 1, place);
+      if (group == kQuery) {
+        leave(t, 2, place);
+        leave(t, 3, place);
       }
     }
   }
@@ -191,7 +206,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
     mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
     mbarrier_init(bars.late_rows_full(), 1);
-    mbarrier_init(bars.late_rows_empty(), 4 * kWarpArrivals);
+    mbarrier_init(bars.late_rows_empty(), 8 * kWarpArrivals);
     mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     for (uint32_t parity = 0; parity < 2; ++parity) {
       mbarrier_init(bars.sums_full(parity), (Traits::kConsumerWarps + Traits::kInnerWarps) * kWarpArrivals);

@@ -5,8 +5,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-enum GradientsGroup : int { kQuery, kPlus, kMinus };
-
 // One warpgroup through one value head, both halves of V. Its sums go to `sums` and `last`.
 template <typename T>
 struct HeadWork {
@@ -38,32 +36,18 @@ struct HeadWork {
     __syncwarp();
     arrive_both(bars.empty(half), lane);
   }
-  // What the group's accumulator had for row(h) before this head: it runs on over the heads of an item. For the lanes
-  // that keep sums (lane % 4 == 0), from shared memory: there are no registers to keep it in.
-  __device__ uint32_t running(int group, int h) const {
-    return smem + GradientsTraits::kRunning + static_cast<uint32_t>(group * kChunk + row(h)) * 4;
-  }
-  __device__ float before(int group, int h) const {
-    return turn == index * p.group ? 0.0f : load_shared_f1(running(group, h));
-  }
-  // The rows' sums over this head alone, after its first and after its second part. The minus group's first ones go to
-  // a place of their own; the plus group's second part counts with minus.
-  __device__ void keep_sums(int group, bool second, const float (&dots)[2]) const {
-    if ((lane & 3) != 0) return;
-    const bool of_state = group == kMinus && !second, others = group == kPlus && second;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t to =
-          sums() + (of_state ? GradientsTraits::kStateSums : static_cast<uint32_t>(group) * kChunk * 4) + row(h) * 4;
-      const float sum = dots[h] - (others ? load_shared_f1(running(group, h)) : before(group, h));
-      store_shared_f1(to, others ? load_shared_f1(to) - sum : sum);
-      if (!of_state) store_shared_f1(running(group, h), dots[h]);
-    }
+  // The rows' sums after a group's first and after its second part of the head, as they run on over the heads of an
+  // item (who makes dg takes the differences); dot: the lane's of row_dots().
+  __device__ void keep_sums(int group, bool second, float dot) const {
+    const uint32_t to = group != kMinus
+                            ? (second ? GradientsTraits::kLateRowSums : static_cast<uint32_t>(group) * kChunk * 4)
+                            : (second ? kMinus * kChunk * 4 : GradientsTraits::kStateSums);
+    if ((lane & 2) == 0) store_shared_f1(sums() + to + row(lane & 1) * 4, dot);
   }
 
   // The query group's part (rows dO, factor scale, the diagonal included) and the plus group's (rows dv, factor -rho,
   // strictly lower) are one code: two groups running the same instructions fetch them once.
-  __device__ __forceinline__ void lower(bool plus, float (&acc)[64]) {
+  __device__ __forceinline__ void lower(bool plus, uint32_t own_rows, float (&acc)[64], uint32_t (&dot_rows)[32]) {
     using Traits = GradientsTraits;
     // Products with the own chunk's V', in the late block after those with the early chunk's (in the early one after
     // what nobody uses: one code for both blocks).
@@ -184,6 +168,7 @@ struct HeadWork {
     store_rows_of(smem + (plus ? Traits::kD : Traits::kP), packed);
     __syncwarp();
     mbarrier_arrive_warp(bars.products_full(), lane);
+    load_dot_rows(dot_rows, own_rows, warp, lane);
     wgmma_wait<0>();
     pin(packed);
     pin(acc);
@@ -273,27 +258,53 @@ struct HeadWork {
     for (int i = 0; i < 64; ++i) acc[i] *= factor[i / 2 % 2];
   }
 
-  // dP^T Q + D^T K, of the chunk's own rows (the minus group) or, in the early block, of the late chunk's (the plus
-  // group, which has more time there).
-  __device__ __forceinline__ void add_transposed(bool own, float (&acc)[64]) const {
+  // The minus group's second part: dP^T Q + D^T K of the chunk's own rows, and in the early block dP^T Q of the late
+  // chunk's. Of an item's last head the place of dP and D is needed once more.
+  __device__ __forceinline__ void add_transposed(bool is_last, float (&acc)[64]) const {
     using Traits = GradientsTraits;
-    mbarrier_wait(own ? bars.products_full() : bars.late_rows_full(), turn % 2);
+    mbarrier_wait(bars.products_full(), turn % 2);
     uint32_t dP[16], D[16];
-    load_transposed(dP, smem + (own ? Traits::kP : Traits::kLateRowsP));
-    load_transposed(D, smem + (own ? Traits::kD : Traits::kLateRowsD));
+    load_transposed(dP, smem + Traits::kP);
+    load_transposed(D, smem + Traits::kD);
     __syncwarp();
-    if (kWarpArrivals == 32 || lane == 0) {
-      mbarrier_arrive_cluster(own ? cluster_address(bars.products_empty(), rank)
-                                  : cluster_address(bars.late_rows_empty(), kLate));
-    }
-    const uint32_t keys = smem + (own ? rank : kLate) * Traits::kKeys;
+    if (!is_last) mbarrier_arrive_warp(bars.products_empty(), lane);
     wgmma_fence();
-    add_product<T>(acc, dP, keys + Traits::kQ);
-    add_product<T>(acc, D, keys + Traits::kK);
+    add_product<T>(acc, dP, sQ());
+    add_product<T>(acc, D, sK());
     wgmma_commit();
     wgmma_wait<0>();
     pin(dP);
     pin(D);
+    pin(acc);
+    if (rank == kEarly) {
+      uint32_t x[16];
+      start_late_rows(false, x, acc);
+      wgmma_wait<0>();
+      pin(x);
+      pin(acc);
+    }
+  }
+
+  // In the early block, dP^T Q (the minus group) or D^T K (the plus group, which has more time) of the late chunk: on
+  // its way, from x.
+  __device__ __forceinline__ void start_late_rows(bool plus, uint32_t (&x)[16], float (&acc)[64]) const {
+    using Traits = GradientsTraits;
+    mbarrier_wait(bars.late_rows_full(), turn % 2);
+    load_transposed(x, smem + (plus ? Traits::kLateRowsD : Traits::kLateRowsP));
+    __syncwarp();
+    if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive_cluster(cluster_address(bars.late_rows_empty(), kLate));
+    wgmma_fence();
+    add_product<T>(acc, x, smem + kLate * Traits::kKeys + (plus ? Traits::kK : Traits::kQ));
+    wgmma_commit();
+  }
+
+  // The plus group's second part in the early block; dot_rows: own_rows for row_dots(), loaded under the product.
+  __device__ __forceinline__ void add_late_rows(uint32_t own_rows, float (&acc)[64], uint32_t (&dot_rows)[32]) const {
+    uint32_t x[16];
+    start_late_rows(true, x, acc);
+    load_dot_rows(dot_rows, own_rows, warp, lane);
+    wgmma_wait<0>();
+    pin(x);
     pin(acc);
   }
 

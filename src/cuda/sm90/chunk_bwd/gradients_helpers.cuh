@@ -33,35 +33,41 @@ __device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const Ch
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
                                             const GradientsBarriers& bars, uint32_t rank) {
   using Traits = GradientsTraits;
-  uint32_t turn = 0;
   for (uint32_t index = 0;; ++index) {
     mbarrier_arrive_expect(bars.taken(index), 4);
     const uint32_t taken = taken_item(smem, bars, index);
     if (taken == kNoItem) {
-      mbarrier_wait(bars.empty(0), (turn % 2) ^ 1);
+      mbarrier_wait(bars.empty(0), (index * p.group % 2) ^ 1);
       GradientsItem(smem, index).store_end();
       mbarrier_arrive(bars.full(0));
       return;
     }
     wait_until_left(p, taken);
-    const uint32_t heads = static_cast<uint32_t>(p.Hq);
-    const int pair_index = static_cast<int>(taken / heads), key_head = static_cast<int>(taken % heads);
-    const PairInfo pair = pair_info(p, pair_index);
+    uint32_t heads = static_cast<uint32_t>(p.Hq);
+    asm volatile("" : "+r"(heads));  // what a division by it takes is made again for each item: few registers
+    const uint32_t pair_index = taken / heads;
+    const int key_head = static_cast<int>(taken - pair_index * static_cast<uint32_t>(p.Hq));
+    const PairInfo pair = pair_info(p, static_cast<int>(pair_index));
     const ChunkInfo chunk = chunk_of(p, pair, rank);
     const int slot = pair.slot + (rank == kLate && has_late_chunk(pair) ? 1 : 0);
-    const GradientsItem before(smem, index - 1);
+    const GradientsItem item(smem, index), before(smem, index - 1);
     const uint32_t tails = index == 0 ? 0 : before.tails() + (before.late_valid() < kChunk ? 1 : 0);
-    const GradientsItem item(smem, index);
-    item.store(chunk, key_head, max(0, pair.valid - kChunk), tails, slot, pair_index);
-    for (const uint32_t end = turn + p.group; turn < end; ++turn) {
+    item.store(chunk, key_head, max(0, pair.valid - kChunk), tails, slot, static_cast<int>(pair_index));
+    for (int of_group = 0; of_group < p.group; ++of_group) {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         // What is known of the item is read again each time, and what follows from the rank is made again: few
         // registers.
-        asm volatile("" : "+r"(rank));
+        asm volatile("" : "+r"(rank), "+r"(index));
         const ChunkInfo chunk = item.chunk(p);
-        const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);
-        const int64_t tile = static_cast<int64_t>(item.slot()) * p.Hv + head;
+        const uint32_t turn = index * p.group + of_group;
+        const int head = item.key_head() * p.group + of_group;
+        // Unsigned: products of signed numbers take more registers.
+        const auto tile_of = [&](int place) {
+          return static_cast<uint64_t>(static_cast<uint32_t>(place)) * static_cast<uint32_t>(p.Hv) +
+                 static_cast<uint32_t>(head);
+        };
+        const uint64_t tile = tile_of(item.slot());
         const uint32_t bar = bars.full(half), to = smem + Traits::kStageRing + half * Traits::kStage;
         mbarrier_wait(bars.empty(half), (turn % 2) ^ 1);  // the first round finds everything empty
         mbarrier_arrive_expect(
@@ -74,16 +80,24 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
           bulk_load(to + Traits::kVLate, v_new, kTileBytes, bar);
         }
         tma_load_5d(to + Traits::kDv, &maps.dv, bar, 0, chunk.token, half, head, chunk.batch);
-        const int64_t from = (static_cast<int64_t>(item.pair()) * p.Hv + head) * kStateBytes + rank * kStateHalfBytes +
-                             half * kTileBytes;
-        bulk_load_cluster(to + Traits::kState + rank * kTileBytes, p.states + from, kTileBytes, bar, kBothBlocks);
-        bulk_load_cluster(to + Traits::kGrad + rank * kTileBytes, p.state_grads + from, kTileBytes, bar, kBothBlocks);
+        const uint32_t part = rank * kTileBytes;
+        bulk_load_cluster(to + Traits::kState + part,
+                          p.states + tile_of(item.pair()) * kStateBytes + rank * kStateHalfBytes + half * kTileBytes,
+                          kTileBytes, bar, kBothBlocks);
+        const uint32_t grad = to + Traits::kGrad + part;
+        if (!waits_in_output(p, kChunk + item.late_valid())) {
+          const int place = (p.grads_in_outputs ? chunk.sequence : item.pair()) * p.Hv + head;
+          tma_load_5d_cluster(grad, &maps.state_grads, bar, 0, 0, half, static_cast<int>(rank), place, kBothBlocks);
+        } else {
+          const CUtensorMap* map = of_group + 1 == p.group ? &maps.dk : &maps.dq;
+          tma_load_5d_cluster(grad, map, bar, 0, chunk.token, half, item.key_head(), chunk.batch, kBothBlocks);
+        }
         if (half == 0) {
           bulk_load_cluster(smem + Traits::kGates + turn % 2 * Traits::kHeadGates + rank * kGateBytes,
-                            p.gates + tile * p.gate_stride, kGateBytes, bar, kBothBlocks);
+                            p.gates + tile * static_cast<uint32_t>(p.gate_stride), kGateBytes, bar, kBothBlocks);
         }
       }
-      if (turn == index * p.group) load_keys(p, maps, smem, bars, rank, index);
+      if (of_group == 0) load_keys(p, maps, smem, bars, rank, index);
     }
   }
 }
@@ -102,8 +116,27 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
       const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes + lane * 8;
       mbarrier_wait(bars.sums_full(parity), phase);
       if (GradientsItem(smem, index).is_end()) return;
-      const float2 query = load_shared_f2(sums), plus = load_shared_f2(sums + kChunk * 4),
-                   minus = load_shared_f2(sums + 2 * kChunk * 4), of_state = load_shared_f2(sums + Traits::kStateSums);
+      // Sums run on over the heads of an item.
+      const uint32_t before = smem + Traits::kBefore + lane * 8;
+      const auto less_before = [&](float2 x, uint32_t group) {
+        if (turn == index * p.group) return x;
+        const float2 y = load_shared_f2(before + group * kChunk * 4);
+        return make_float2(x.x - y.x, x.y - y.y);
+      };
+      const float2 of_state = less_before(load_shared_f2(sums + Traits::kStateSums), kMinus);
+      const auto of_group = [&](uint32_t group) {
+        const float2 x = load_shared_f2(sums + group * kChunk * 4), y = less_before(x, group);
+        store_shared_f2(before + group * kChunk * 4, x.x, x.y);
+        return y;
+      };
+      const float2 query = of_group(kQuery), minus = of_group(kMinus);
+      float2 plus = of_group(kPlus);
+      if (rank == kEarly) {  // late rows count with minus
+        const float2 own = load_shared_f2(sums + kPlus * kChunk * 4), all = load_shared_f2(sums + Traits::kLateRowSums);
+        plus.x -= all.x - own.x;
+        plus.y -= all.y - own.y;
+        store_shared_f2(before + kPlus * kChunk * 4, all.x, all.y);
+      }
       const int valid = GradientsItem(smem, index).valid(), row = 2 * lane;
       const float first = row < valid ? query.x + plus.x - minus.x : 0.0f;
       // Sum over this lane's tokens and all later ones; lane 0's is that of the chunk, as its `last` is.

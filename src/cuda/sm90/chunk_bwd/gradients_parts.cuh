@@ -8,6 +8,8 @@
 
 namespace flash_qla::cuda::sm90 {
 
+enum GradientsGroup : int { kQuery, kPlus, kMinus };
+
 struct GradientsTraits {
   static constexpr int kGroups = 3;
   static constexpr int kThreads = kGroups * 128 + 128;
@@ -43,14 +45,16 @@ struct GradientsTraits {
   // Both chunks' gates, of two heads: they are needed after the stages.
   static constexpr uint32_t kGates = kStageRing + kStages * kStage;
   static constexpr uint32_t kHeadGates = 2 * kGateBytes;
-  // Row sums of the three groups, <dv, V'>, beta and the row sums of diag(gP / gamma) V' dS^T, and the two parts of
-  // gP <dS, S>, two heads deep; the other block's sum.
+  // Row sums of the three groups, <dv, V'>, beta, the row sums of the minus group after diag(gP / gamma) V' dS^T alone,
+  // those of the early block's plus group after the late rows', and the two parts of gP <dS, S>, two heads deep; the
+  // other block's sum.
   static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
   static constexpr uint32_t kStateSums = 5 * kChunk * 4;  // in a head's sums
-  static constexpr uint32_t kSumsBytes = 6 * kChunk * 4;
-  // The three groups' row sums as they run on over the heads of an item.
-  static constexpr uint32_t kRunning = kSums + 2 * kSumsBytes;
-  static constexpr uint32_t kLast = kRunning + 3 * kChunk * 4;
+  static constexpr uint32_t kLateRowSums = 6 * kChunk * 4;
+  static constexpr uint32_t kSumsBytes = 7 * kChunk * 4;
+  // What the three groups' were before the head, for who makes dg.
+  static constexpr uint32_t kBefore = kSums + 2 * kSumsBytes;
+  static constexpr uint32_t kLast = kBefore + 3 * kChunk * 4;
   static constexpr uint32_t kLastBytes = kInnerWarps * 4;
   static constexpr uint32_t kReceived = kLast + 2 * kLastBytes;
   // What the groups know of an item. Who loads is at most three heads ahead of them, and they two of who makes dg.
@@ -59,15 +63,18 @@ struct GradientsTraits {
   // Which items the cluster has taken: one more than it works on.
   static constexpr uint32_t kTaken = kItems + kItemSlots * 32;
   static constexpr int kTakenSlots = 2;
-  static constexpr uint32_t kBarriers = kTaken + kTakenSlots * 4;
+  // Rows on their way out, of the query and the plus group: 16 rows of 32 columns a warp.
+  static constexpr uint32_t kRows = (kTaken + kTakenSlots * 4 + 127) / 128 * 128;
+  static constexpr uint32_t kBarriers = kRows + kTileBytes;
   static constexpr uint32_t kBarrierCount = 2 * (kStages + 3) + 1 + 3 * 2 + kTakenSlots;
   static constexpr uint32_t kBytes = 1024 + kBarriers + 8 * kBarrierCount;
   static_assert(kBarriers % 8 == 0 && kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
-// Named barriers: all are done with q and k (plus waits, to take their place); plus has put its part where minus takes
-// it (minus waits); what a group sends to the other block is there (one for query, one for plus).
-constexpr uint32_t kKeysBarrier = 1, kMeetBarrier = 2, kStagingBarrier = 3;
+// Named barriers: minus has put the columns of dk that plus adds where it takes them (plus waits), and the other way
+// round (minus waits); what a group sends to the other block is there (one for query, one for plus); minus has taken
+// an item's last dP and D.
+constexpr uint32_t kMinusBarrier = 1, kPlusBarrier = 2, kStagingBarrier = 3, kTakenBarrier = 5;
 
 constexpr uint32_t kEarly = 0, kLate = 1;  // ranks in the cluster
 constexpr uint16_t kBothBlocks = 3;
@@ -179,70 +186,83 @@ __device__ __forceinline__ void scale_rows(uint32_t (&x)[16], const RowFactor<T>
   for (int i = 0; i < 16; ++i) x[i] = rows[i % 2].times(x[i]);
 }
 
-// <acc_i, X_i> of the thread's two rows, for X [2 halves][64 rows][64].
-template <typename T>
-__device__ __forceinline__ void row_dots(float (&dots)[2], const float (&acc)[64], uint32_t sX, int warp, int lane) {
+// The warp's rows of X [2 halves][64 rows][64], for row_dots().
+__device__ __forceinline__ void load_dot_rows(uint32_t (&x)[32], uint32_t sX, int warp, int lane) {
   const uint32_t first = tile_piece(sX, 16 * warp + (lane & 15), lane >> 4);  // as in load_rows
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};                                    // two chains a row
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    uint32_t x[4];
-    load_matrix_x4((first ^ (2 * (j % 4) << 4)) + (j / 4) * kTileBytes, x[0], x[1], x[2], x[3]);
+    load_matrix_x4((first ^ (2 * (j % 4) << 4)) + (j / 4) * kTileBytes, x[4 * j], x[4 * j + 1], x[4 * j + 2],
+                   x[4 * j + 3]);
+  }
+}
+
+// <acc_i, X_i>, of the thread's first row in even lanes and of its second one in odd lanes.
+template <typename T>
+__device__ __forceinline__ float row_dots(const float (&acc)[64], const uint32_t (&x)[32], int lane) {
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // two chains a row
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-      const float2 pair = unpack2<T>(x[part]);
+      const float2 pair = unpack2<T>(x[4 * j + part]);
       const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
       sum[part] = fmaf(acc[i], pair.x, fmaf(acc[i + 1], pair.y, sum[part]));
     }
   }
-  dots[0] = quad_sum(sum[0] + sum[2]);
-  dots[1] = quad_sum(sum[1] + sum[3]);
+  // Over the four lanes that share the rows: each half of them goes on with one.
+  const float first_row = sum[0] + sum[2], second_row = sum[1] + sum[3];
+  const bool odd = lane % 2 != 0;
+  const float both = (odd ? second_row : first_row) + __shfl_xor_sync(0xffffffffu, odd ? first_row : second_row, 1);
+  return both + __shfl_xor_sync(0xffffffffu, both, 2);
 }
 
-// The rows' gradient through their normalisation y = r x: r (acc - <acc, y> y), where dots is <acc, y>, sX holds y, and
-// inverse_norms r. For the parts of a sum too: it is linear.
+// The rows' gradient through their normalisation y = r x: r (acc - <acc, y> y), where dot is <acc, y> as row_dots()
+// leaves it, sX holds y, and inverse_norms r. For the parts of a sum too: it is linear.
 template <typename T>
-__device__ __forceinline__ void through_norm(float (&acc)[64], const float (&dots)[2], uint32_t sX,
-                                             const float* inverse_norms, const ChunkBackwardParams& p,
-                                             const ChunkInfo& chunk, int key_head, int warp, int lane) {
+__device__ __forceinline__ void through_norm(float (&acc)[64], float dot, uint32_t sX, const float* inverse_norms,
+                                             const ChunkBackwardParams& p, const ChunkInfo& chunk, int key_head,
+                                             int warp, int lane) {
   const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in load_rows
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = max(0, min(16 * warp + lane / 4 + 8 * h, chunk.valid - 1));  // past the end: stored nowhere
+    const float row_dot = __shfl_sync(0xffffffffu, dot, (lane & ~3) | h);
     const float r = inverse_norms[(static_cast<int64_t>(chunk.batch) * p.T + chunk.token + row) * p.Hq + key_head];
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float2 y = unpack2<T>(load_shared_u1((first ^ ((j % 8) << 4)) + (j / 8) * kTileBytes + h * 8 * 128));
-      acc[4 * j + 2 * h] = r * (acc[4 * j + 2 * h] - dots[h] * y.x);
-      acc[4 * j + 2 * h + 1] = r * (acc[4 * j + 2 * h + 1] - dots[h] * y.y);
+      acc[4 * j + 2 * h] = r * (acc[4 * j + 2 * h] - row_dot * y.x);
+      acc[4 * j + 2 * h + 1] = r * (acc[4 * j + 2 * h + 1] - row_dot * y.y);
     }
   }
 }
 
-// The accumulator's rows, rounded, to the warp's 4 KB of shared memory (two halves of 16 rows).
+// A quarter of the accumulator's columns, rounded, to 1 KB of shared memory: 16 rows of 4 pieces of 16 bytes, permuted
+// by (piece ^ row / 2 % 4).
 template <typename T>
-__device__ __forceinline__ void gather_rows(const float (&acc)[64], uint32_t place, int lane) {
-  const uint32_t first = tile_piece(place, lane & 15, lane >> 4);  // as in load_rows
+__device__ __forceinline__ void gather_quarter_rows(const float* quarter, uint32_t place, int lane) {
+  const uint32_t first = place + (lane & 15) * 64 + (((lane >> 4) ^ (lane >> 1 & 3)) << 4);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float* x = acc + 8 * j;
-    store_matrix_x4((first ^ (2 * (j % 4) << 4)) + j / 4 * (16 * 128), pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
-                    pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+  for (int j = 0; j < 2; ++j) {
+    const float* x = quarter + 8 * j;
+    store_matrix_x4(first ^ (2 * j << 4), pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
+                    pack2<T>(x[6], x[7]));
   }
 }
 
-// From there to [b, token + row, head, :]: by a loop, which the accumulator's registers do not allow, and whole rows.
-__device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkInfo& chunk, int head, uint32_t place,
-                                           int warp, int lane) {
+// From there to [b, token + row, head, 32 * quarter :], four lanes a row.
+__device__ __forceinline__ void store_quarter_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
+                                                   int quarter, uint32_t place, int warp, int lane) {
   if (t.data == nullptr) return;
-  place += (lane >> 3 & 1) * (16 * 128);
-  int row = lane >> 4;
+  const int row = lane >> 2;
   auto* to = static_cast<uint16_t*>(t.data) + row_offset(t, chunk.batch, chunk.token + 16 * warp + row, head) +
-             8 * (lane & 15);
-#pragma unroll 1
-  for (; row < min(16, chunk.valid - 16 * warp); row += 2, to += 2 * t.stride[1]) {
-    const uint4 piece = load_shared_u4(tile_piece(place, row, lane & 7));
-    *reinterpret_cast<uint4*>(to) = piece;
+             kDim / 4 * quarter + 8 * (lane & 3);
+  const uint32_t from = place + row * 64 + (((lane & 3) ^ (row >> 1 & 3)) << 4);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (16 * warp + row + 8 * h < chunk.valid) {
+      store_global_u4(to + 8 * h * t.stride[1], load_shared_u4(from + 8 * h * 64));
+    }
   }
 }
 
@@ -251,14 +271,23 @@ __device__ __forceinline__ void store_rows(const StridedTensor& t, const ChunkIn
 template <typename T>
 __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32_t thread, uint32_t threads) {
   float sum[2] = {0.0f, 0.0f};
+  // Two pieces at a time: a load takes longer than what is done with it.
 #pragma unroll 1
-  for (uint32_t at = thread * 16; at < kTileBytes; at += threads * 16) {
-    const uint4 a = load_shared_u4(sS + at), b = load_shared_u4(sDS + at);
-    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  for (uint32_t at = thread * 16; at < kTileBytes; at += 2 * threads * 16) {
+    uint4 a[2], b[2];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
-      sum[w % 2] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w % 2]));
+    for (int i = 0; i < 2; ++i) {
+      a[i] = load_shared_u4(sS + at + i * threads * 16);
+      b[i] = load_shared_u4(sDS + at + i * threads * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t x[4] = {a[i].x, a[i].y, a[i].z, a[i].w}, y[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 s = unpack2<T>(x[w]), d = unpack2<T>(y[w]);
+        sum[w % 2] = fmaf(s.x, d.x, fmaf(s.y, d.y, sum[w % 2]));
+      }
     }
   }
   return sum[0] + sum[1];
@@ -311,7 +340,9 @@ __device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBar
 
 // One thread: until the passes have left all that the copy engine is to load of an item.
 __device__ __forceinline__ void wait_until_left(const ChunkBackwardParams& p, uint32_t item) {
-  const uint32_t all = kPairCount * static_cast<uint32_t>(p.group);
+  uint32_t all = static_cast<uint32_t>(p.group);
+  asm volatile("" : "+r"(all));  // what follows from it is made again for each item: few registers
+  all *= kPairCount;
   while (load_acquire(p.progress + item) < all) __nanosleep(200);
   fence_proxy_async_all();
 }

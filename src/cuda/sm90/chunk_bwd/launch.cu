@@ -12,6 +12,9 @@
 namespace flash_qla::cuda::sm90 {
 namespace {
 
+// dq and dk of a pair of 128 tokens and key head have the bytes of two states.
+bool keeps_grads_in_outputs(const ChunkBackwardParams& p) { return p.has_dq_and_dk && p.group <= 2; }
+
 size_t take_all(ChunkBackwardParams* p, void* base) {
   Workspace workspace(base);
   const int64_t tiles = static_cast<int64_t>(p->chunk_bound) * p->Hv;
@@ -53,7 +56,9 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->gate_stride = static_cast<int32_t>((p->fused ? kGateBytes : kAllGateBytes) / sizeof(float));
   p->gates = workspace.take<float>(tiles * p->gate_stride);
   p->states = workspace.take<uint8_t>(pair_tiles * kStateBytes);
-  p->state_grads = workspace.take<uint8_t>(pair_tiles * kStateBytes);
+  p->grads_in_outputs = keeps_grads_in_outputs(*p);
+  p->state_grads =
+      workspace.take<uint8_t>((p->grads_in_outputs ? static_cast<int64_t>(p->N) * p->Hv : pair_tiles) * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
   if (p->solves_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
@@ -194,6 +199,11 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
   if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
   if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
   if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
+  const StridedTensor state_grads = {p.state_grads, {kDim * kDim, kDim, kDim * kChunk, 1}, p.v.type};
+  const int64_t grads = int64_t{p.grads_in_outputs ? p.N : p.pair_bound} * p.Hv;
+  if (error == cudaSuccess) error = make_map(encode, state_grads, grads, kChunk, 2, 2, &maps->state_grads);
+  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
+  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
   return error;
 }
 

@@ -57,10 +57,15 @@ struct ChunkBackwardParams {
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
+  bool has_dq_and_dk;
   bool solves_A;      // the caller has no A
   bool beside;        // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
   bool fused;         // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
   bool whole_values;  // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
+  // dS at the end of a pair of 128 tokens waits in the rows of dq and dk of that pair and key head, which the gradients
+  // kernel stores when it is done with it: the first value head's in dq, the second one's in dk. For groups of at most
+  // two heads, where dq and dk are there.
+  bool grads_in_outputs;
 
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
@@ -103,18 +108,22 @@ struct ChunkBackwardParams {
   int32_t *chain_listed, *chain_count, *chains;  // [N, Hv, 2] flags, [1], [N * Hv * 2]: what is combined (combine.cuh)
   float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
-  uint8_t* P;            // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
-  float* gates;          // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta;
-  int32_t gate_stride;   // unless fused [.., 10, 64], behind them what the passes take (traits.h); so many floats
-  uint8_t* states;       // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
-  uint8_t* state_grads;  // the same of dS at the pair's end
-  uint8_t* v_new;        // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+  uint8_t* P;           // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
+  float* gates;         // [chunk_bound, Hv, 4, 64]: cumsum of g in units of log 2, gamma, gC / gamma, beta;
+  int32_t gate_stride;  // unless fused [.., 10, 64], behind them what the passes take (traits.h); so many floats
+  uint8_t* states;      // [pair_bound, Hv] tiles [2 halves of K][128 of V][64 of K]: S at the pair's start
+  // [pair_bound, Hv] tiles [2 halves of K][64 of V][2 halves of V][64 of K] of dS at the pair's end, as rows, not as
+  // images; with grads_in_outputs [N, Hv]: of sequences' last pairs that are short.
+  uint8_t* state_grads;
+  uint8_t* v_new;  // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
 
-// Tiles of 64 tokens by 64 columns of one head: dims (64, T, 2 (A: 1), heads, B), 128-byte swizzle.
+// Tiles of 64 tokens by 64 columns of one head: dims (64, T, 2 (A: 1), heads, B), 128-byte swizzle. dq and dk: with
+// grads_in_outputs alone.
 struct ChunkBackwardMaps {
-  CUtensorMap q, k, v, d_o, dv, A;
+  CUtensorMap q, k, v, d_o, dv, A, dq, dk;
+  CUtensorMap state_grads;  // dims (64, 64 of V, 2 halves of V, 2 halves of K, states)
 };
 
 }  // namespace flash_qla::cuda::sm90

@@ -85,6 +85,7 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.g_is_cumsum = args.g_is_cumsum != 0;
   params.state_v_first = args.options.state_v_first != 0;
   params.has_d_o = present(args.d_o);
+  params.has_dq_and_dk = present(args.dq) && present(args.dk);
   if (p.varlen) {
     params.cu_seqlens = args.cu_seqlens.data;
     params.cu_seqlens_64 = dtype(args.cu_seqlens) == DType::kInt64;

@@ -49,10 +49,28 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         mbarrier_wait(bars.state_full(group), kept);
         if (lane == 0) {
           fence_proxy_async();
-          uint8_t* to = (kReverse ? p.state_grads : p.states) + work.state_tile(p, c) * kStateBytes +
-                        (work.half + group) * kTileBytes;
-          bulk_store(to, out, kTileBytes);
-          bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+          const int half = work.half + group;
+          if (kReverse) {
+            const int first = c / 2 * (2 * kChunk);  // of the pair's tokens
+            const bool in_output = waits_in_output(p, min(2 * kChunk, work.sequence.length - first));
+            const int place = (p.grads_in_outputs ? work.n : work.sequence.first_pair + c / 2) * p.Hv + work.head;
+#pragma unroll 1
+            for (int part = 0; part < 2; ++part) {
+              const uint32_t from = out + part * kTileBytes;
+              const int token = work.sequence.token + first + part * kChunk;
+              if (!in_output) {
+                tma_store_5d(&maps.state_grads, from, 0, 0, half, part, place);
+              } else if (work.head + 1 == (work.key_head + 1) * p.group) {
+                tma_store_5d(&maps.dk, from, 0, token, half, work.key_head, work.sequence.batch);
+              } else {
+                tma_store_5d(&maps.dq, from, 0, token, half, work.key_head, work.sequence.batch);
+              }
+            }
+          } else {
+            uint8_t* to = p.states + work.state_tile(p, c) * kStateBytes + half * kTileBytes;
+            bulk_store(to, out, kTileBytes);
+            bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+          }
         }
         if constexpr (Traits::kHalves == 2) {
           if (lane == 0) {
