@@ -90,18 +90,19 @@ __device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int
   *length = static_cast<int32_t>(max(int64_t{0}, offset[1] - offset[0]));
 }
 
-// A packed sequence that asks for `length` tokens from `token` on. Only wrong offsets can ask for more chunks than
-// there are slots.
-__device__ __forceinline__ SequenceInfo sequence_within(const ChunkBackwardParams& p, int32_t token, int32_t length,
-                                                        int32_t first_slot, int32_t first_pair) {
-  return {token, min(length, max(0, p.chunk_bound - first_slot) * kChunk), first_slot, 0, first_pair};
-}
-
 __device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams& p, int n) {
-  if (p.cu_seqlens == nullptr) return {0, p.T, n * p.per_sequence, n, n * pairs_of(p.per_sequence)};
-  int32_t begin, length;
-  sequence_range(p, n, &begin, &length);
-  return sequence_within(p, begin, length, p.first_slot[n], p.first_pair[n]);
+  SequenceInfo s;
+  if (p.cu_seqlens == nullptr) {
+    s = {0, p.T, n * p.per_sequence, n, n * pairs_of(p.per_sequence)};
+  } else {
+    s.batch = 0;
+    s.first_slot = p.first_slot[n];
+    s.first_pair = p.first_pair[n];
+    sequence_range(p, n, &s.token, &s.length);
+    // Only wrong offsets can ask for more chunks than there are slots.
+    s.length = min(s.length, max(0, p.chunk_bound - s.first_slot) * kChunk);
+  }
+  return s;
 }
 
 __device__ __forceinline__ int total_chunks(const ChunkBackwardParams& p) {

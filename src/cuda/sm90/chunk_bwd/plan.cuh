@@ -9,8 +9,6 @@ namespace flash_qla::cuda::sm90 {
 constexpr int kPlanThreads = 1024;
 // Clear the tokens outside all sequences. Usually there are none; 131 and the planning block are an H200's width.
 constexpr int kPaddingBlocks = 131;
-// Of so many sequences at most the planning block keeps what it looks up in shared memory: one for each of its threads.
-constexpr int kKnownSequences = kPlanThreads;
 
 // Zeroes `columns` elements of each row [0, token, head] from `begin` on.
 __device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int end, int heads, int columns) {
@@ -60,7 +58,7 @@ __device__ __forceinline__ int3 operator+(const int3& x, const int3& y) {
 }
 
 // Block 0: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by bisection.
-__global__ __launch_bounds__(kPlanThreads, 1) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
+__global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
   if (blockIdx.x > 0) {
@@ -79,10 +77,6 @@ __global__ __launch_bounds__(kPlanThreads, 1) void sm90_chunk_bwd_plan_kernel(co
   if (!packed && p.segment_chunks == 0) return;
   __shared__ int3 warp_total[kPlanThreads / 32];
   __shared__ int3 carry;
-  // Of each sequence: what is looked up below many times over. In memory each look takes as long as all sums.
-  __shared__ int32_t known_slot[kKnownSequences], known_pair[kKnownSequences], known_segment[kKnownSequences];
-  __shared__ int32_t known_begin[kKnownSequences], known_length[kKnownSequences];
-  const bool known = p.N <= kKnownSequences;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
   if (thread == 0) carry = make_int3(0, 0, 0);
   __syncthreads();
@@ -111,21 +105,11 @@ __global__ __launch_bounds__(kPlanThreads, 1) void sm90_chunk_bwd_plan_kernel(co
     int3 before = carry;
     for (int w = 0; w < warp; ++w) before = before + warp_total[w];
     if (n < p.N) {
-      const int32_t slot = min(before.x + sum.x - chunks, p.chunk_bound);
-      const int32_t pair = min(before.z + sum.z - pairs, p.pair_bound);
-      const int32_t segment = min(before.y + sum.y - segments, p.segment_bound);
       if (packed) {
-        p.first_slot[n] = slot;
-        p.first_pair[n] = pair;
+        p.first_slot[n] = min(before.x + sum.x - chunks, p.chunk_bound);
+        p.first_pair[n] = min(before.z + sum.z - pairs, p.pair_bound);
       }
-      if (p.segment_chunks > 0) p.first_segment[n] = segment;
-      if (known) {
-        known_slot[n] = slot;
-        known_pair[n] = pair;
-        known_segment[n] = segment;
-        known_begin[n] = begin;
-        known_length[n] = length;
-      }
+      if (p.segment_chunks > 0) p.first_segment[n] = min(before.y + sum.y - segments, p.segment_bound);
     }
     __syncthreads();
     // Offsets that overlap could overflow the sums: they need not grow past the bounds.
@@ -136,36 +120,21 @@ __global__ __launch_bounds__(kPlanThreads, 1) void sm90_chunk_bwd_plan_kernel(co
     __syncthreads();
   }
   const int3 total = carry;
-  const int32_t* first_slot = known ? known_slot : p.first_slot;
-  const int32_t* first_pair = known ? known_pair : p.first_pair;
-  const int32_t* first_segment = known ? known_segment : p.first_segment;
-  auto range_of = [&](int n, int32_t* begin, int32_t* length) {
-    if (known) {
-      *begin = known_begin[n];
-      *length = known_length[n];
-    } else {
-      sequence_range(p, n, begin, length);
-    }
-  };
-  auto info_of = [&](int n) -> SequenceInfo {
-    if (!packed || !known) return sequence_info(p, n);
-    return sequence_within(p, known_begin[n], known_length[n], known_slot[n], known_pair[n]);
-  };
   if (packed) {
     if (thread == 0) {
       *p.total_chunks = total.x;
       *p.total_pairs = total.z;
     }
     for (int slot = thread; slot < total.x; slot += kPlanThreads) {
-      const int n = sequence_of(first_slot, p.N, slot);
+      const int n = sequence_of(p.first_slot, p.N, slot);
       int32_t begin, length;
-      range_of(n, &begin, &length);
-      const int32_t offset = (slot - first_slot[n]) * kChunk;
+      sequence_range(p, n, &begin, &length);
+      const int32_t offset = (slot - p.first_slot[n]) * kChunk;
       p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), n, 0};
     }
     for (int pair = thread; pair < total.z; pair += kPlanThreads) {
-      const int n = sequence_of(first_pair, p.N, pair);
-      const SequenceInfo sequence = info_of(n);
+      const int n = sequence_of(p.first_pair, p.N, pair);
+      const SequenceInfo sequence = sequence_info(p, n);
       const int32_t chunk = 2 * (pair - sequence.first_pair);
       p.pair_map[pair] = {sequence.token + chunk * kChunk, max(0, min(2 * kChunk, sequence.length - chunk * kChunk)),
                           min(sequence.first_slot + chunk, p.chunk_bound - 1), n};
@@ -176,9 +145,9 @@ __global__ __launch_bounds__(kPlanThreads, 1) void sm90_chunk_bwd_plan_kernel(co
     SegmentInfo info{};
     info.n = -1;
     if (segment < total.y) {
-      info.n = sequence_of(first_segment, p.N, segment);
-      info.index = segment - first_segment[info.n];
-      const SequenceInfo sequence = info_of(info.n);
+      info.n = sequence_of(p.first_segment, p.N, segment);
+      info.index = segment - p.first_segment[info.n];
+      const SequenceInfo sequence = sequence_info(p, info.n);
       info.count = segments_of(p, sequence.chunks());
       info.token = sequence.token;
       info.length = sequence.length;
