@@ -17,14 +17,14 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   launch_dependents();
   wait_for_predecessors();
   __shared__ int3 warp_total[kRoundsThreads / 32];
-  __shared__ int listed[2];
+  __shared__ int listed[3];  // in the first round, in the second, and of that at exact edges
   __shared__ int8_t found[kKnownWarmups];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, pieces = p.segment_bound * p.Hv;
   // Blocks, in pairs of halves of V: bound to the first round, to the second, and free. A thread has a run of pieces,
   // so that the free ones are numbered in order.
   for (int i = thread; i < 2 * p.N * p.Hv; i += kRoundsThreads) p.chain_listed[i] = 0;
   if (thread == 0) *p.chain_count = 0;
-  if (thread < 2) listed[thread] = 0;
+  if (thread < 3) listed[thread] = 0;
   for (int i = thread; i < 2 * pieces; i += kRoundsThreads) {
     const int segment = i / 2 / p.Hv, head = i / 2 % p.Hv;
     const bool reverse = i % 2 == 1;
@@ -95,9 +95,14 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
       }
     }
   }
-  // The order within a list changes no result.
+  // The order within a list changes no result. In the second round those at exact edges come last: the others need not
+  // wait for them (states.cuh).
+  const int free_in_second = all.z - free_in_first;
   auto list = [&](int round, int piece, Pass pass) {
     round_list(p, round)[atomicAdd(&listed[round], 1)] = list_entry(piece, pass);
+  };
+  auto list_exact = [&](int piece, Pass pass) {
+    round_list(p, 1)[free_in_second + atomicAdd(&listed[2], 1)] = list_entry(piece, pass);
   };
   for (int piece = begin; piece < end; ++piece) {
     const int segment = piece / p.Hv, head = piece % p.Hv;
@@ -111,7 +116,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
       const Pass pass = reverse ? kReversePass : kForwardPass;
       if (at.warmup == kExact) {
         if (at.feeds) list(0, piece, pass);
-        list(1, piece, pass);
+        list_exact(piece, pass);
       } else if (at.feeds) {
         list(0, piece, pass);
       } else {
@@ -121,7 +126,10 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     }
   }
   __syncthreads();
-  if (thread < 2) p.round_counts[thread] = listed[thread];
+  if (thread == 0) {
+    p.round_counts[0] = listed[0];
+    p.round_counts[1] = listed[1] + listed[2];
+  }
 }
 
 struct CombineTraits {
@@ -307,7 +315,8 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
       }
     }
   }
-  if (!waited) wait_for_predecessors();
+  // Blocks without work make room for passes that need not wait; one waits for the kernel's sake.
+  if (!waited && blockIdx.x == 0) wait_for_predecessors();
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -28,7 +28,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     if (warp == kCopyWarp + 2) {
       if (lane == 0) count_chunks<kForm>(p, work, smem);
       // For the kernel after this one, which waits for this one alone.
-      if (p.beside) wait_for_predecessors();
+      if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
     }
     if (warp == kCopyWarp + 3) {
       if constexpr (Traits::kFused) {
@@ -137,7 +137,8 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
   // In this order: the gradients' blocks, which wait for what these count, come when all of these have started, and
   // find the counters as the kernels before have left them.
   // The second round of segments waits below: it starts beside the combination, after all blocks of which and so after
-  // the first round has found the lists made.
+  // the first round has found the lists made. Only who starts at an exact edge needs what the combination leaves, the
+  // others wait at their end.
   const bool waits_late = kForm == kHalfForm && second_round;
   if (!p.beside && !waits_late) wait_for_predecessors();
   launch_dependents();
@@ -151,7 +152,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
   StatesWork work;
   if (kForm == kHalfForm && p.segment_chunks > 0) {  // the others have whole sequences alone
     const bool found = find_segment_work(p, second_round, &work);
-    if (waits_late) wait_for_predecessors();
+    if (waits_late && (found ? work.start >= 0 : blockIdx.x == 0)) wait_for_predecessors();
     if (!found) return;
   } else {
     find_sequence_work(p, Traits::kHalves, &work);
