@@ -556,11 +556,16 @@ FLASH_QLA_HOST_DEVICE inline float steps_of_choice(const SplitEstimate& light, c
   return estimate.steps(sms) * (estimate.state_tiles > 0 ? kDoubt : 1.0f);
 }
 
-// Steps of the best choice with `heavy` heads that do not decay and the others that do (kUsualWarmup), where all
-// sequences but the longest are equal.
-FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
-                                              int32_t heavy, bool uncut_in_halves, int32_t sms,
-                                              const SplitCosts& costs) {
+// The best choice, and the steps that it takes.
+struct BestChoice {
+  int32_t choice = 0;
+  float steps = 0.0f;
+};
+
+// With `heavy` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
+// equal.
+inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, int32_t heavy,
+                              bool uncut_in_halves, int32_t sms, const SplitCosts& costs) {
   SplitEstimate light[kMerges], without_decay[kMerges];
   for (int32_t i = 0; i < kMerges; ++i) light[i].costs = without_decay[i].costs = costs;
   const int32_t others = lengths.sequences - 1;
@@ -587,12 +592,36 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
     }
   }
   const Divisor by_sms(sms);
-  float best = 0.0f;
+  BestChoice best;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
     const float steps = steps_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, by_sms);
-    best = i == 0 || steps < best ? steps : best;
+    if (i == 0 || steps < best.steps) best = {i, steps};
   }
   return best;
+}
+
+// The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
+// ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.
+struct UsualChoices {
+  static constexpr int32_t kShares = 8;
+  static constexpr int32_t kLeastWarmup = 5, kMostWarmup = 7;  // chunks, on average over a head's boundaries
+  uint8_t of_share[kShares + 1] = {};
+
+  // Of `heavy` heads among `heads`; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads) const {
+    const int32_t share = kShares * heavy / heads;
+    return share * heads == kShares * heavy ? of_share[share] : -1;
+  }
+};
+inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
+                                  bool uncut_in_halves, int32_t sms, const SplitCosts& costs) {
+  UsualChoices choices;
+  for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
+    const int32_t heavy = share * heads / UsualChoices::kShares;
+    choices.of_share[share] =
+        static_cast<uint8_t>(best_choice(lengths, grid, heads, heavy, uncut_in_halves, sms, costs).choice);
+  }
+  return choices;
 }
 
 // What a plan promises for sequences of these lengths.
@@ -600,14 +629,13 @@ struct SplitPromise {
   bool pays = false;
   bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
 };
-FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                          const SplitCosts& costs) {
+inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
   const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
   const auto steps = [&](int32_t heavy) {
-    return costs.plan + best_steps(lengths, grid, heads, heavy, halves, sms, costs);
+    return costs.plan + best_choice(lengths, grid, heads, heavy, halves, sms, costs).steps;
   };
   return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
           steps(heads) <= (1.0f - kLeastGain) * unsplit};
