@@ -358,7 +358,7 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   const SplitCosts costs;
   auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
-    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs).pays;
+    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs).pays();
   };
   for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
   for (int32_t heads : {8, 16, 24}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;

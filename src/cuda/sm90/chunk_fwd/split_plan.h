@@ -15,21 +15,21 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.47 us on an H200. Those of
-// the estimate below are what makes it choose best among the times of all choices of 30 calls (docs/design/
-// sequence_split.md); they are near what was measured of each alone.
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, where sequences are cut: 2.06
+// us on an H200. They are what fits best to the times of all choices of ten calls and of one choice of eleven more
+// (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides (a
+// transition's own 1.0 us are half of a step; the first one's delay is in it too).
 struct SplitCosts {
-  float state_step = 0.65f;   // a chunk in the kernel that makes states alone
-  float half_step = 0.50f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
-  float half_crowd = 0.07f;   // ... and this times the square of the share of SMs that are at work, on average
-  float whole_step = 0.85f;   // a chunk of a head by one SM, where nothing is cut
-  float whole_crowd = 0.13f;  // ... likewise
-  float tile_edge = 2.8f;     // a tile's first and last state, and filling the pipeline
-  float state_edge = 2.0f;    // ... of a state tile, which starts from zero
-  float combine_step = 0.3f;  // one transition applied to a boundary state
-  float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 5.5f;          // what a call with a plan takes beyond the estimate, less what one without does
-  float asking = 2.5f;        // ... where lengths are looked at first and turn out to ask for no cut
+  float state_step = 0.885f;   // a chunk in the kernel that makes states alone
+  float half_step = 0.584f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_crowd = 0.064f;   // ... and this times the square of the share of SMs that are at work, on average
+  float whole_step = 0.97f;    // a chunk of a head by one SM, where nothing is cut
+  float whole_crowd = 0.084f;  // ... likewise
+  float tile_edge = 5.9f;      // a tile's first and last state, and filling the pipeline
+  float state_edge = 1.5f;     // ... of a state tile, which starts from zero
+  float combine_step = 0.54f;  // one transition applied to a boundary state
+  float plan = 9.45f;          // what a call with a plan takes beyond the estimate, less what one without does
+  float asking = 3.0f;         // ... where lengths are looked at first and turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -48,14 +48,12 @@ inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
 // a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
 // known before, and on the device no cut is among the choices.
-inline constexpr float kLeastGain = 0.08f;
+inline constexpr float kLeastGain = 0.05f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
-// With state tiles a cut takes this much longer than the estimate's phases, which overlap less than they could:
-// 1.17 to 1.21 in the rows of 24 to 48 heads, 1.0 where a plan has none.
-inline constexpr float kDoubt = 1.2f;
+// ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
+inline constexpr float kLeastOfEqual = 0.03f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
-// equal lengths take; a cut must promise kLeastUnequal of what it takes at best (known for lengths alone, and so
-// without kDoubt) before the device goes on to the gates.
+// equal lengths take; a cut must promise kLeastUnequal of what it takes at best before the device goes on to the gates.
 inline constexpr float kMostLoss = 0.02f;
 inline constexpr float kLeastUnequal = 1.25f;
 inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
@@ -167,8 +165,7 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
     const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
-    const float uncut = even > whole ? even : whole,
-                cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
+    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.25f * 1.25f * costs.state_step);
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= least_possible * best) return grid;
   }
@@ -499,32 +496,52 @@ struct SplitEstimate {
     longest_free *= step;
   }
 
-  // Steps until the last tile ends.
+  // Steps until the last tile ends: all SMs take tiles as the kernels' blocks do. SMs that are free at the same time
+  // are a group.
   FLASH_QLA_HOST_DEVICE float steps(const Divisor& sms) const {
     if (free_tiles == 0) return 0.0f;
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const int32_t blocks = static_cast<int32_t>(sms.by), pieces = kCombineSlices * chains;
-    const float cards = static_cast<float>(sms.by);
-    const float combine = costs.phase + costs.combine_step * static_cast<float>(longest_chain);
-    // When the boundary states are there, and what is left then: dependent tiles go first.
-    const float start = whole_waves(state_tiles, state_work, longest_state, sms) + combine;
-    const float room = cards * start - state_work - static_cast<float>(pieces < blocks ? pieces : blocks) * combine;
-    const float left = free_work > room ? free_work - room : 0.0f;
-    const float free = quotient(free_work, static_cast<float>(free_tiles));
-    float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
-                               quotient(left + dependent_work, cards) + (left > 0.0f ? kUneven * free : 0.0f));
-    // A free tile that finds no SM at first starts when a state tile ends.
-    const float late = state_tiles >= blocks               ? quotient(state_work, cards)
-                       : state_tiles + free_tiles > blocks ? longest_state
-                                                           : 0.0f;
-    end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
-    return larger(end, longest_free);
+    const int32_t blocks = static_cast<int32_t>(sms.by);
+    const float state = quotient(state_work, static_cast<float>(state_tiles)),
+                free = quotient(free_work, static_cast<float>(free_tiles)),
+                dependent =
+                    dependent_tiles > 0 ? quotient(dependent_work, static_cast<float>(dependent_tiles)) : 0.0f;
+    // State tiles by waves; the chains by SMs of the last one.
+    const int32_t waves = sms.divide(state_tiles + blocks - 1), last_wave = state_tiles - (waves - 1) * blocks;
+    const float states_end = state * static_cast<float>(waves),
+                chains_end = states_end + costs.combine_step * static_cast<float>(longest_chain);
+    const int32_t pieces = kCombineSlices * chains, at_chains = pieces < last_wave ? pieces : last_wave;
+    constexpr int32_t kGroups = 8;  // three at first; each kind of tile runs out once, and divides one
+    int32_t count[kGroups] = {blocks - last_wave, last_wave - at_chains, at_chains};
+    float time[kGroups] = {states_end - state, states_end, chains_end};
+    int32_t groups = 3, free_left = free_tiles, dependent_left = dependent_tiles;
+    float end = chains_end;
+    while (free_left + dependent_left > 0) {
+      int32_t first = -1;
+      for (int32_t i = 0; i < groups; ++i) {
+        if (count[i] > 0 && (first < 0 || time[i] < time[first])) first = i;
+      }
+      // Tiles that wait go first once the boundary states are there, and are taken before when no other is left.
+      const bool waits = dependent_left > 0 && (time[first] >= chains_end || free_left == 0);
+      int32_t& left = waits ? dependent_left : free_left;
+      const int32_t taken = left < count[first] ? left : count[first];
+      const float begin = waits ? larger(time[first], chains_end) : time[first], done = begin + (waits ? dependent : free);
+      left -= taken;
+      if (taken < count[first] && groups < kGroups) {
+        count[groups] = count[first] - taken;
+        time[groups++] = time[first];
+      }
+      count[first] = taken;
+      time[first] = done;
+      end = larger(end, done);
+    }
+    return end;
   }
 
  private:
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
   // What is lost at the end where tiles are not whole waves: a part of one.
-  static constexpr float kUneven = 0.1f;
+  static constexpr float kUneven = 0.15f;
   // Tiles of one list by themselves: whole waves where they are nearly equal.
   FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
     const int32_t blocks = static_cast<int32_t>(sms.by);
@@ -553,7 +570,7 @@ FLASH_QLA_HOST_DEVICE inline float steps_of_choice(const SplitEstimate& light, c
   SplitEstimate estimate = light;
   estimate.add(heavy);
   if (choice == kMergeChoices - 1) estimate.leave_uncut(uncut_in_halves, static_cast<int32_t>(sms.by));
-  return estimate.steps(sms) * (estimate.state_tiles > 0 ? kDoubt : 1.0f);
+  return estimate.steps(sms);
 }
 
 // The best choice, and the steps that it takes.
@@ -624,21 +641,26 @@ inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid&
   return choices;
 }
 
-// What a plan promises for sequences of these lengths.
+// What a plan promises for sequences of these lengths: the time with it, as a share of that without, where a quarter,
+// half or all of the heads do not decay.
 struct SplitPromise {
-  bool pays = false;
-  bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
+  bool possible = false;
+  float quarter = 0.0f, half = 0.0f, all = 0.0f;
+  bool pays(float least_gain = kLeastGain) const {
+    return possible && quarter <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
+  }
+  // Whatever the gates are, so that no plan without a cut need be allowed for.
+  bool surely() const { return possible && all <= 1.0f - kLeastGain; }
 };
 inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
   const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
-  const auto steps = [&](int32_t heavy) {
-    return costs.plan + best_choice(lengths, grid, heads, heavy, halves, sms, costs).steps;
+  const auto share = [&](int32_t heavy) {
+    return (costs.plan + best_choice(lengths, grid, heads, heavy, halves, sms, costs).steps) / unsplit;
   };
-  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
-          steps(heads) <= (1.0f - kLeastGain) * unsplit};
+  return {true, share(heads / 4), share(heads / 2), share(heads)};
 }
 
 // --- order ---
