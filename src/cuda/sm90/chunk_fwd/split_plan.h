@@ -48,7 +48,7 @@ inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
 // a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
 // known before, and on the device no cut is among the choices.
-inline constexpr float kLeastGain = 0.05f;
+inline constexpr float kLeastGain = 0.06f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
 inline constexpr float kLeastOfEqual = 0.03f;
@@ -496,46 +496,26 @@ struct SplitEstimate {
     longest_free *= step;
   }
 
-  // Steps until the last tile ends: all SMs take tiles as the kernels' blocks do. SMs that are free at the same time
-  // are a group.
+  // Steps until the last tile ends.
   FLASH_QLA_HOST_DEVICE float steps(const Divisor& sms) const {
     if (free_tiles == 0) return 0.0f;
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const int32_t blocks = static_cast<int32_t>(sms.by);
-    const float state = quotient(state_work, static_cast<float>(state_tiles)),
-                free = quotient(free_work, static_cast<float>(free_tiles)),
-                dependent =
-                    dependent_tiles > 0 ? quotient(dependent_work, static_cast<float>(dependent_tiles)) : 0.0f;
-    // State tiles by waves; the chains by SMs of the last one.
-    const int32_t waves = sms.divide(state_tiles + blocks - 1), last_wave = state_tiles - (waves - 1) * blocks;
-    const float states_end = state * static_cast<float>(waves),
-                chains_end = states_end + costs.combine_step * static_cast<float>(longest_chain);
-    const int32_t pieces = kCombineSlices * chains, at_chains = pieces < last_wave ? pieces : last_wave;
-    constexpr int32_t kGroups = 8;  // three at first; each kind of tile runs out once, and divides one
-    int32_t count[kGroups] = {blocks - last_wave, last_wave - at_chains, at_chains};
-    float time[kGroups] = {states_end - state, states_end, chains_end};
-    int32_t groups = 3, free_left = free_tiles, dependent_left = dependent_tiles;
-    float end = chains_end;
-    while (free_left + dependent_left > 0) {
-      int32_t first = -1;
-      for (int32_t i = 0; i < groups; ++i) {
-        if (count[i] > 0 && (first < 0 || time[i] < time[first])) first = i;
-      }
-      // Tiles that wait go first once the boundary states are there, and are taken before when no other is left.
-      const bool waits = dependent_left > 0 && (time[first] >= chains_end || free_left == 0);
-      int32_t& left = waits ? dependent_left : free_left;
-      const int32_t taken = left < count[first] ? left : count[first];
-      const float begin = waits ? larger(time[first], chains_end) : time[first], done = begin + (waits ? dependent : free);
-      left -= taken;
-      if (taken < count[first] && groups < kGroups) {
-        count[groups] = count[first] - taken;
-        time[groups++] = time[first];
-      }
-      count[first] = taken;
-      time[first] = done;
-      end = larger(end, done);
-    }
-    return end;
+    const int32_t blocks = static_cast<int32_t>(sms.by), pieces = kCombineSlices * chains;
+    const float cards = static_cast<float>(sms.by);
+    const float combine = costs.combine_step * static_cast<float>(longest_chain);
+    // When the boundary states are there, and what is left then: dependent tiles go first.
+    const float start = whole_waves(state_tiles, state_work, longest_state, sms) + combine;
+    const float room = cards * start - state_work - static_cast<float>(pieces < blocks ? pieces : blocks) * combine;
+    const float left = free_work > room ? free_work - room : 0.0f;
+    const float free = quotient(free_work, static_cast<float>(free_tiles));
+    float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
+                               quotient(left + dependent_work, cards) + (left > 0.0f ? kUneven * free : 0.0f));
+    // A free tile that finds no SM at first starts when a state tile ends.
+    const float late = state_tiles >= blocks               ? quotient(state_work, cards)
+                       : state_tiles + free_tiles > blocks ? longest_state
+                                                           : 0.0f;
+    end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
+    return larger(end, longest_free);
   }
 
  private:
