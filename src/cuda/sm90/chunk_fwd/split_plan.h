@@ -15,20 +15,19 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, where sequences are cut: 2.06
-// us on an H200. They are what fits best to the times of all choices of ten calls and of one choice of eleven more
-// (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides (a
-// transition's own 1.0 us are half of a step; the first one's delay is in it too).
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, where sequences are cut: 2.07
+// us on an H200. They are what fits best to the times of all choices of 28 calls (docs/design/sequence_split.md): near
+// what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
-  float state_step = 0.885f;   // a chunk in the kernel that makes states alone
-  float half_step = 0.584f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
-  float half_crowd = 0.064f;   // ... and this times the square of the share of SMs that are at work, on average
-  float whole_step = 0.97f;    // a chunk of a head by one SM, where nothing is cut
-  float whole_crowd = 0.084f;  // ... likewise
-  float tile_edge = 5.9f;      // a tile's first and last state, and filling the pipeline
-  float state_edge = 1.5f;     // ... of a state tile, which starts from zero
-  float combine_step = 0.54f;  // one transition applied to a boundary state
-  float plan = 9.45f;          // what a call with a plan takes beyond the estimate, less what one without does
+  float state_step = 0.99f;    // a chunk in the kernel that makes states alone
+  float half_step = 0.60f;     // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_crowd = 0.042f;   // ... and this times the square of the share of SMs that are at work, on average
+  float whole_step = 0.93f;    // a chunk of a head by one SM, where nothing is cut
+  float whole_crowd = 0.114f;  // ... likewise
+  float tile_edge = 2.56f;     // a tile's first and last state, and filling the pipeline
+  float state_edge = 0.99f;    // ... of a state tile, which starts from zero
+  float combine_step = 0.40f;  // one transition applied to a boundary state
+  float plan = 11.8f;          // what a call with a plan takes beyond the estimate, less what one without does
   float asking = 3.0f;         // ... where lengths are looked at first and turn out to ask for no cut
 };
 
@@ -51,7 +50,7 @@ inline constexpr int32_t kMaxWarmup = 64;
 inline constexpr float kLeastGain = 0.06f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
-inline constexpr float kLeastOfEqual = 0.03f;
+inline constexpr float kLeastOfEqual = 0.02f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
 // equal lengths take; a cut must promise kLeastUnequal of what it takes at best before the device goes on to the gates.
 inline constexpr float kMostLoss = 0.02f;
@@ -515,13 +514,19 @@ struct SplitEstimate {
                        : state_tiles + free_tiles > blocks ? longest_state
                                                            : 0.0f;
     end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
+    // More free tiles than SMs: those beyond go to SMs without a state tile, and so do the dependent ones. Where these
+    // SMs are too few some dependent tiles wait for one that has had a state tile and a free one.
+    const int32_t idle = blocks - state_tiles, second = free_tiles - blocks;
+    if (idle > 0 && second > 0 && dependent_tiles > idle - second) {
+      end = larger(end, longest_state + longest_free + longest_dependent);
+    }
     return larger(end, longest_free);
   }
 
  private:
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
   // What is lost at the end where tiles are not whole waves: a part of one.
-  static constexpr float kUneven = 0.15f;
+  static constexpr float kUneven = 0.16f;
   // Tiles of one list by themselves: whole waves where they are nearly equal.
   FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
     const int32_t blocks = static_cast<int32_t>(sms.by);
