@@ -59,6 +59,7 @@ struct alignas(16) ChunkWalker {
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
+  int32_t waits;      // of a list: the last tile was taken before the boundary states that it waits for were there
 };
 static_assert(sizeof(ChunkWalker) == 80);
 
@@ -131,7 +132,7 @@ __device__ __forceinline__ int transition_place(int rows, int columns, int part,
 template <typename Traits>
 __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   walker.remaining = -1;
-  walker.opened = 0;
+  walker.opened = walker.waits = 0;
   if (p.list != nullptr) {
     walker.tile = 0;
     walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
@@ -160,13 +161,19 @@ __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelPara
     walker.tiles = 0;
   } else {
     while (walker.tiles != 0) {
-      bool dependent = walker.tiles == 2;
-      if (walker.tiles == 3) {
-        // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
-        const SplitProgress& progress = p.counters->progress;
-        dependent = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0 &&
-                    (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles);
+      // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
+      const SplitProgress& progress = p.counters->progress;
+      const bool there = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0;
+      const bool dependent =
+          walker.tiles == 2 || (walker.tiles == 3 && there &&
+                                (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles));
+      // Tiles are taken chunks ahead of their time. A block that waits leaves the other tiles that do to blocks that
+      // are still to come: where there are as many blocks as such tiles, none is left over.
+      if (walker.waits != 0 && !there && p.tickets->dependent_tiles <= static_cast<int32_t>(gridDim.x)) {
+        walker.tiles = 0;
+        break;
       }
+      walker.waits = dependent && !there;
       const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u));
       if (tile < (&p.tickets->tiles)[dependent ? 1 : 0]) return dependent ? tile + p.tickets->tiles : tile;
       walker.tiles &= dependent ? ~2 : ~1;

@@ -180,6 +180,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     stages += static_cast<uint32_t>(chain.transitions);
     meet();
     if (first) {
+      __threadfence();
       atomicSub(&p.counters->progress.pieces_left, 1u);
       take();
     }

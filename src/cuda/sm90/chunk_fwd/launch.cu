@@ -238,6 +238,7 @@ struct DecidedSplit {
   SplitDecision decision{false, ""};
   bool uncut_in_halves = false;  // the gates may be such that nothing is cut, in tiles of half heads
   bool lengths_first = false;    // the lengths may be such that nothing is cut
+  UsualChoices choices{};        // of equal lengths
 };
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
@@ -257,6 +258,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.uncut_in_halves = decided.uncut_in_halves;
   split.lengths_first = decided.lengths_first;
   split.clear_blocks = args.cu_seqlens != nullptr && !decided.lengths_first ? kClearBlocks : 0;
+  split.usual_choices = decided.choices;
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
@@ -337,21 +339,26 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   // Lengths on the device are not known here. Equal ones are the least that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
   const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
-  const auto uncut_in_halves = [&](const SplitPromise& found) { return halves_pay(tiles, sms) && !found.surely; };
-  if (promise.pays) {
+  // One sequence of seven eighths beside short ones.
+  const int64_t chunks = std::max<int64_t>(divide_up(longest, kSplitChunk), args.num_sequences);
+  const LengthSummary one_long{chunks, args.num_sequences, static_cast<int32_t>(chunks - chunks / 8)};
+  const bool vary = !dense && args.num_sequences > 1;
+  const SplitPromise unequal = vary ? promise_of_plan(one_long, heads, sms, costs) : SplitPromise{};
+  // Where unequal lengths would gain, equal ones need not.
+  if (promise.pays() || (unequal.pays() && promise.pays(kLeastOfEqual))) {
+    const bool halves = halves_pay(tiles, sms) && !promise.surely();
+    const SplitGrid grid = choose_grid(SplitMode::kAuto, false, equal, heads, sms, costs);
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
-            uncut_in_halves(promise)};
+            halves,
+            false,
+            usual_choices(equal, grid, heads, halves, sms, costs)};
   }
-  // One sequence of seven eighths beside short ones.
-  if (!dense && args.num_sequences > 1 && costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
-    const int64_t chunks = std::max<int64_t>(divide_up(longest, kSplitChunk), args.num_sequences);
-    const LengthSummary unequal{chunks, args.num_sequences, static_cast<int32_t>(chunks - chunks / 8)};
-    if (const SplitPromise found = promise_of_plan(unequal, heads, sms, costs); found.pays) {
-      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
-              uncut_in_halves(found),
-              true};
-    }
+  if (unequal.pays() && args.num_sequences <= kMostAsked &&
+      costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
+    return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
+            halves_pay(tiles, sms) && !unequal.surely(),
+            true};
   }
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }

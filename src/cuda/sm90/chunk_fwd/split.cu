@@ -114,7 +114,13 @@ __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
   // For what the kernels before this one write, which the one after it reads as well.
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.workspace.counters->made = 0;
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) {
+      p.workspace.counters->made = 0;
+      __threadfence();
+    }
+    __syncthreads();  // whoever asks for it starts after this block has said that it may
+  }
   asm volatile("griddepcontrol.launch_dependents;");
   if (p.lengths_first != 0 && *p.workspace.spacing == 0) return;
   const ChunkForwardArgs& args = p.args;
@@ -347,6 +353,44 @@ constexpr int32_t kMostSummaries = 2304;
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
+// The best of all choices, by all threads of a block, from what is known of each head.
+__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count) {
+  __shared__ SplitEstimate estimates[2][kMerges];
+  __shared__ float choice_steps[kMergeChoices];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  // A warp for each part of a choice, then a thread for each choice.
+  const bool with_heavy = warp >= kMerges;
+  SplitEstimate estimate;
+  estimate.costs = p.costs;
+  for (int32_t i = lane; i < count; i += 32) {
+    const HeadSummary head = summaries[i];
+    if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
+  }
+  estimate = sum_over_warp(estimate);
+  if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
+  __syncthreads();
+  if (thread < kMergeChoices) {
+    choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
+                                           p.uncut_in_halves != 0, p.by_sms);
+  }
+  __syncthreads();
+  // Every warp looks for the best one, of equals the first.
+  int best = lane;
+#pragma unroll
+  for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
+  float steps = choice_steps[best];
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, steps, i);
+    const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
+    if (other < steps || (other == steps && other_best < best)) {
+      steps = other;
+      best = other_best;
+    }
+  }
+  return best;
+}
+
 // One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
 __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -370,9 +414,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
 
   __shared__ int32_t buckets[kTileBuckets];
   __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
+  __shared__ int32_t kinds;  // heads with a heavy boundary, and kUnusual for each whose warm-ups are not the usual ones
+  constexpr int32_t kUnusual = 1 << 16;
   __shared__ int32_t warp_chunks[kListWarps];
-  __shared__ SplitEstimate estimates[2][kMerges];
-  __shared__ float choice_steps[kMergeChoices];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
   // The summaries have been used when the first tile is kept.
@@ -382,7 +426,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __device__ Kept() {}
   } kept;
   for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
-  if (thread == 0) chains_used = tiles_used = chunks_before = 0;
+  if (thread == 0) chains_used = tiles_used = chunks_before = kinds = 0;
   __syncthreads();
 
   // Where sequences are cut; a larger batch's are kept in memory.
@@ -443,6 +487,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
     // call may have that is planned without being forced to.
     const int32_t summarised = min(pairs, kMostSummaries);
+    int32_t own_kinds = 0;
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
       const auto plan = head_plan(pair, merge);
@@ -456,42 +501,21 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
-      if (lane == first_lane && pair < summarised)
+      if (lane == first_lane && pair < summarised) {
         kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
-    }
-    __syncthreads();
-    // A warp for each part of a choice, then a thread for each choice.
-    {
-      const bool with_heavy = warp >= kMerges;
-      SplitEstimate estimate;
-      estimate.costs = p.costs;
-      for (int32_t pair = lane; pair < summarised; pair += 32) {
-        const HeadSummary head = kept.summaries[pair];
-        if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
-      }
-      estimate = sum_over_warp(estimate);
-      if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
-    }
-    __syncthreads();
-    if (thread < kMergeChoices) {
-      choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
-                                             p.uncut_in_halves != 0, p.by_sms);
-    }
-    __syncthreads();
-    // Every warp looks for the best one, of equals the first.
-    int best = lane;
-#pragma unroll
-    for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
-    float steps = choice_steps[best];
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, steps, i);
-      const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
-      if (other < steps || (other == steps && other_best < best)) {
-        steps = other;
-        best = other_best;
+        const int32_t boundaries = plan.cuts.pieces - 1;
+        own_kinds += heavy > 0 ? 1
+                     : total < UsualChoices::kLeastWarmup * boundaries || total > UsualChoices::kMostWarmup * boundaries
+                         ? kUnusual
+                         : 0;
       }
     }
+    own_kinds = __reduce_add_sync(0xffffffffu, own_kinds);
+    if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
+    __syncthreads();
+    const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
+    int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
+    if (best < 0) best = choose_merges(p, kept.summaries, summarised);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
   }
@@ -540,6 +564,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     sink.place = true;
   }
+  __syncthreads();  // the lists are there
   if (thread == 0) {
     const bool halves = !cut && p.uncut_in_halves != 0;
     SplitCounters counters{};
@@ -553,8 +578,10 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
-    counters.made = 1;
     *ws.counters = counters;
+    // The state kernel does not wait for this one's end.
+    __threadfence();
+    *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
   }
 }
 

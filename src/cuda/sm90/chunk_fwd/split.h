@@ -31,9 +31,10 @@ struct SplitKernelParams {
   Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
   Divisor by_sms;
-  // Lengths that the call may well have, and the grid that follows: both are what the device would work out.
+  // Lengths that the call may well have, and what follows: the grid is what the device would work out.
   LengthSummary expected_lengths;
   SplitGrid expected_grid;
+  UsualChoices usual_choices;
   int32_t in_place;       // final states overwrite initial ones
   int32_t lengths_first;  // a kernel before these has chosen the grid, and done the work if nothing is to be cut
   int32_t clear_blocks;

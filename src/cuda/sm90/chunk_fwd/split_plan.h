@@ -15,21 +15,20 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, 2.47 us on an H200. Those of
-// the estimate below are what makes it choose best among the times of all choices of 30 calls (docs/design/
-// sequence_split.md); they are near what was measured of each alone.
+// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, where sequences are cut: 2.07
+// us on an H200. They are what fits best to the times of all choices of 28 calls (docs/design/sequence_split.md): near
+// what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
-  float state_step = 0.65f;   // a chunk in the kernel that makes states alone
-  float half_step = 0.50f;    // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
-  float half_crowd = 0.07f;   // ... and this times the square of the share of SMs that are at work, on average
-  float whole_step = 0.85f;   // a chunk of a head by one SM, where nothing is cut
-  float whole_crowd = 0.13f;  // ... likewise
-  float tile_edge = 2.8f;     // a tile's first and last state, and filling the pipeline
-  float state_edge = 2.0f;    // ... of a state tile, which starts from zero
-  float combine_step = 0.3f;  // one transition applied to a boundary state
-  float phase = 0.8f;         // from the last state tile to the first tile that waited for it, besides the transitions
-  float plan = 5.5f;          // what a call with a plan takes beyond the estimate, less what one without does
-  float asking = 2.5f;        // ... where lengths are looked at first and turn out to ask for no cut
+  float state_step = 0.99f;    // a chunk in the kernel that makes states alone
+  float half_step = 0.60f;     // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float half_crowd = 0.042f;   // ... and this times the square of the share of SMs that are at work, on average
+  float whole_step = 0.93f;    // a chunk of a head by one SM, where nothing is cut
+  float whole_crowd = 0.114f;  // ... likewise
+  float tile_edge = 2.56f;     // a tile's first and last state, and filling the pipeline
+  float state_edge = 0.99f;    // ... of a state tile, which starts from zero
+  float combine_step = 0.40f;  // one transition applied to a boundary state
+  float plan = 11.8f;          // what a call with a plan takes beyond the estimate, less what one without does
+  float asking = 3.0f;         // ... where lengths are looked at first and turn out to ask for no cut
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
@@ -48,15 +47,15 @@ inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
 // a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
 // known before, and on the device no cut is among the choices.
-inline constexpr float kLeastGain = 0.08f;
+inline constexpr float kLeastGain = 0.06f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
-// With state tiles a cut takes this much longer than the estimate's phases, which overlap less than they could:
-// 1.17 to 1.21 in the rows of 24 to 48 heads, 1.0 where a plan has none.
-inline constexpr float kDoubt = 1.2f;
+// ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
+inline constexpr float kLeastOfEqual = 0.02f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
-// equal lengths take; a cut must promise kLeastUnequal of what it takes at best (known for lengths alone, and so
-// without kDoubt) before the device goes on to the gates.
+// equal lengths take; a cut must promise kLeastUnequal of what it takes at best before the device goes on to the gates.
 inline constexpr float kMostLoss = 0.02f;
+// ... and where there are no more of them: one that holds most of many sequences' tokens is rare, and all others pay.
+inline constexpr int32_t kMostAsked = 3;
 inline constexpr float kLeastUnequal = 1.25f;
 inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
 inline constexpr int32_t kUsualWarmup = 6;
@@ -167,8 +166,7 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
     const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
-    const float uncut = even > whole ? even : whole,
-                cut = even * (1.0f + 0.25f * 1.25f * costs.state_step) + costs.phase;
+    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.25f * 1.25f * costs.state_step);
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_steps(lengths, heads, sms, costs) <= least_possible * best) return grid;
   }
@@ -505,7 +503,7 @@ struct SplitEstimate {
     if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
     const int32_t blocks = static_cast<int32_t>(sms.by), pieces = kCombineSlices * chains;
     const float cards = static_cast<float>(sms.by);
-    const float combine = costs.phase + costs.combine_step * static_cast<float>(longest_chain);
+    const float combine = costs.combine_step * static_cast<float>(longest_chain);
     // When the boundary states are there, and what is left then: dependent tiles go first.
     const float start = whole_waves(state_tiles, state_work, longest_state, sms) + combine;
     const float room = cards * start - state_work - static_cast<float>(pieces < blocks ? pieces : blocks) * combine;
@@ -518,13 +516,19 @@ struct SplitEstimate {
                        : state_tiles + free_tiles > blocks ? longest_state
                                                            : 0.0f;
     end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
+    // More free tiles than SMs: those beyond go to SMs without a state tile, and so do the dependent ones. Where these
+    // SMs are too few some dependent tiles wait for one that has had a state tile and a free one.
+    const int32_t idle = blocks - state_tiles, second = free_tiles - blocks;
+    if (idle > 0 && second > 0 && dependent_tiles > idle - second) {
+      end = larger(end, longest_state + longest_free + longest_dependent);
+    }
     return larger(end, longest_free);
   }
 
  private:
   FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
   // What is lost at the end where tiles are not whole waves: a part of one.
-  static constexpr float kUneven = 0.1f;
+  static constexpr float kUneven = 0.16f;
   // Tiles of one list by themselves: whole waves where they are nearly equal.
   FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
     const int32_t blocks = static_cast<int32_t>(sms.by);
@@ -553,14 +557,19 @@ FLASH_QLA_HOST_DEVICE inline float steps_of_choice(const SplitEstimate& light, c
   SplitEstimate estimate = light;
   estimate.add(heavy);
   if (choice == kMergeChoices - 1) estimate.leave_uncut(uncut_in_halves, static_cast<int32_t>(sms.by));
-  return estimate.steps(sms) * (estimate.state_tiles > 0 ? kDoubt : 1.0f);
+  return estimate.steps(sms);
 }
 
-// Steps of the best choice with `heavy` heads that do not decay and the others that do (kUsualWarmup), where all
-// sequences but the longest are equal.
-FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
-                                              int32_t heavy, bool uncut_in_halves, int32_t sms,
-                                              const SplitCosts& costs) {
+// The best choice, and the steps that it takes.
+struct BestChoice {
+  int32_t choice = 0;
+  float steps = 0.0f;
+};
+
+// With `heavy` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
+// equal.
+inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, int32_t heavy,
+                              bool uncut_in_halves, int32_t sms, const SplitCosts& costs) {
   SplitEstimate light[kMerges], without_decay[kMerges];
   for (int32_t i = 0; i < kMerges; ++i) light[i].costs = without_decay[i].costs = costs;
   const int32_t others = lengths.sequences - 1;
@@ -587,30 +596,58 @@ FLASH_QLA_HOST_DEVICE inline float best_steps(const LengthSummary& lengths, cons
     }
   }
   const Divisor by_sms(sms);
-  float best = 0.0f;
+  BestChoice best;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
     const float steps = steps_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, by_sms);
-    best = i == 0 || steps < best ? steps : best;
+    if (i == 0 || steps < best.steps) best = {i, steps};
   }
   return best;
 }
 
-// What a plan promises for sequences of these lengths.
-struct SplitPromise {
-  bool pays = false;
-  bool surely = false;  // whatever the gates are, so that no plan without a cut need be allowed for
+// The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
+// ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.
+struct UsualChoices {
+  static constexpr int32_t kShares = 8;
+  static constexpr int32_t kLeastWarmup = 5, kMostWarmup = 7;  // chunks, on average over a head's boundaries
+  uint8_t of_share[kShares + 1] = {};
+
+  // Of `heavy` heads among `heads`; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads) const {
+    const int32_t share = kShares * heavy / heads;
+    return share * heads == kShares * heavy ? of_share[share] : -1;
+  }
 };
-FLASH_QLA_HOST_DEVICE inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                          const SplitCosts& costs) {
+inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
+                                  bool uncut_in_halves, int32_t sms, const SplitCosts& costs) {
+  UsualChoices choices;
+  for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
+    const int32_t heavy = share * heads / UsualChoices::kShares;
+    choices.of_share[share] =
+        static_cast<uint8_t>(best_choice(lengths, grid, heads, heavy, uncut_in_halves, sms, costs).choice);
+  }
+  return choices;
+}
+
+// What a plan promises for sequences of these lengths: the time with it, as a share of that without, where a quarter,
+// half or all of the heads do not decay.
+struct SplitPromise {
+  bool possible = false;
+  float quarter = 0.0f, half = 0.0f, all = 0.0f;
+  bool pays(float least_gain = kLeastGain) const {
+    return possible && quarter <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
+  }
+  // Whatever the gates are, so that no plan without a cut need be allowed for.
+  bool surely() const { return possible && all <= 1.0f - kLeastGain; }
+};
+inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs) {
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
   const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
-  const auto steps = [&](int32_t heavy) {
-    return costs.plan + best_steps(lengths, grid, heads, heavy, halves, sms, costs);
+  const auto share = [&](int32_t heavy) {
+    return (costs.plan + best_choice(lengths, grid, heads, heavy, halves, sms, costs).steps) / unsplit;
   };
-  return {steps(heads / 4) <= (1.0f - kLeastGain) * unsplit && steps(heads / 2) <= (1.0f + kMostLossOfHeavy) * unsplit,
-          steps(heads) <= (1.0f - kLeastGain) * unsplit};
+  return {true, share(heads / 4), share(heads / 2), share(heads)};
 }
 
 // --- order ---

@@ -118,9 +118,13 @@ struct StateRole {
         return;
       }
     } else if (c.flags & kFromBoundary) {
-      // The boundary states are there once the kernel before this one is through. Only here are they waited for: the
-      // tile's first chunks are prepared meanwhile.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      // Only here are the boundary states waited for: the tile's first chunks are prepared meanwhile. All blocks that
+      // make them run, or this kernel would not have started.
+      if (at.lane == 0) {
+        const SplitProgress& progress = p.counters->progress;
+        while (load_acquire(&progress.states_left) + load_acquire(&progress.pieces_left) != 0) __nanosleep(50);
+      }
+      __syncwarp();
       const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {

@@ -371,7 +371,10 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
     walker.tiles = 0;
     walker.remaining = -1;
   } else {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // The plan, not the end of the kernel that makes it, which comes a microsecond later.
+    while (load_acquire(&p.counters->made) != 1) {
+    }
+    fence_proxy_async_all();
     asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
     leave_tiles_to_whole_pairs(*p.tickets);
@@ -429,6 +432,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __syncwarp();
       mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
+    // A kernel must not end before those it depends on.
+    if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
