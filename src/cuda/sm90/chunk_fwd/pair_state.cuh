@@ -2,13 +2,61 @@
 //
 // No other group keeps the tensor cores busy here while this one computes between two products, and a warp cannot go on
 // while its next wgmma waits for the one before. So the next product is issued first wherever there is one: S Q before
-// W is made, A_g W before S is scaled, the state's update before O is put away.
+// S is scaled and W is made, half of A_g W before the other half of W, the state's update before O is put away.
 #pragma once
 
 #include "pair_places.cuh"
 #include "state_role.cuh"
 
 namespace flash_qla::cuda::sm90 {
+
+// The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of; and the
+// descriptor.
+__device__ __forceinline__ uint32_t uniform_place(uint32_t tile) {
+  return __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(wgmma_descriptor(tile)));
+}
+__device__ __forceinline__ uint64_t descriptor_at(uint32_t place) {
+  return (wgmma_descriptor(0) & 0xffffffff00000000u) | place;
+}
+
+// V'^T = W^T Ag^T, W^T = V^T - u^T diag(gamma), as multiply_lower(), but for the first 32 tokens ahead. v: V^T, then W^T.
+template <typename Element>
+__device__ __forceinline__ void correct_values(float (&low)[16], float (&high)[16], uint32_t (&v)[16],
+                                               const float (&u)[32], const float4 (&gamma)[4], uint64_t a_rows) {
+#pragma unroll
+  for (int b = 0; b < 2; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
+  wgmma_fence();
+  mma_rs_n32_init<Element>(low, v, a_rows);
+  mma_rs_n32_init<Element>(high, v, wgmma_advance_uniform(a_rows, 4096));
+  mma_rs_n32<Element>(low, v + 4, wgmma_advance_uniform(a_rows, 32));
+  mma_rs_n32<Element>(high, v + 4, wgmma_advance_uniform(a_rows, 4096 + 32));
+  wgmma_commit();
+#pragma unroll
+  for (int b = 2; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
+  wgmma_fence();
+  mma_rs_n32<Element>(high, v + 8, wgmma_advance_uniform(a_rows, 4096 + 64));
+  mma_rs_n32<Element>(high, v + 12, wgmma_advance_uniform(a_rows, 4096 + 96));
+  wgmma_commit();
+}
+
+// D^T = S0^T X^T, X a [64][128] tile: started, and counted as a group of its own.
+template <typename Element>
+__device__ __forceinline__ void start_state_product(float (&d)[32], const uint32_t (&packed)[32], uint64_t x_rows) {
+  mma_rs_n64_init<Element>(d, packed, x_rows);
+#pragma unroll
+  for (int i = 1; i < 8; ++i) {
+    mma_rs_n64<Element>(d, packed + 4 * i, wgmma_advance(x_rows, (i >> 2) * kChunk * 128 + (i & 3) * 32));
+  }
+  wgmma_commit();
+}
+
+// A quarter, 16 tokens, of O^T, tokens times `factor`, into its stage.
+template <typename Element>
+__device__ __forceinline__ void put_o_quarter(const float* x, const float4& f, uint32_t address) {
+  uint32_t packed[4];
+  pack_scaled<Element>(packed, x, f);
+  store_matrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
+}
 
 template <typename Traits>
 struct PairStateRole : StateRole<Traits> {
@@ -18,13 +66,6 @@ struct PairStateRole : StateRole<Traits> {
   using Base::p;
   PairPlaces<Traits> at_pair;
 
-  // A quarter, 16 tokens, of O^T, tokens times `factor`, into V's stage.
-  __device__ static void put_o_quarter(const float* x, const float4& f, uint32_t address) {
-    uint32_t packed[4];
-    pack_scaled<Element>(packed, x, f);
-    store_matrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
-  }
-
   // After a tile's last chunk.
   __device__ void finish_tile(float (&s)[64], const ChunkRecord& c) const {
     if (p.readers != nullptr) this->settle_readers(c, at);
@@ -33,12 +74,6 @@ struct PairStateRole : StateRole<Traits> {
     move_state<true>(state_matrix(set, c.slot_out, c.head), set.type, p.args.state_v_first, s, this->first_row(c),
                      at.q);
   }
-
-  // The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of.
-  static __device__ uint32_t uniform_place(uint32_t tile) {
-    return __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(wgmma_descriptor(tile)));
-  }
-  static __device__ uint64_t descriptor(uint32_t place) { return (wgmma_descriptor(0) & 0xffffffff00000000u) | place; }
 
   // The chunk that is at hand, and where its things are.
   struct Walk {
@@ -60,9 +95,10 @@ struct PairStateRole : StateRole<Traits> {
     }
   };
 
-  // Chunks, until one needs something that is seldom done. Two copies, lest the instructions of the other kind of decay
-  // lie between those of this one. rows, column: a lane's places in a tile and in a vector.
-  template <bool kMild>
+  // Chunks, until one needs something that is seldom done. A copy for each kind of decay, and of those that leave states
+  // on the way (kStates), lest the instructions of one lie between those of another. rows, column: a lane's places in a
+  // tile and in a vector.
+  template <bool kMild, bool kStates>
   __device__ __forceinline__ void take_chunks(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
     bool go;
 #pragma unroll 1
@@ -83,42 +119,31 @@ struct PairStateRole : StateRole<Traits> {
         gamma[b] = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
       }
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-      if constexpr (Traits::kSave) this->save_listed(s, chunk);
+      if constexpr (kStates) this->save_listed(s, chunk);
       // u^T = S0^T K^T and o^T = S0^T Q^T
       uint32_t packed[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
       float u[32], o[32];
-      const uint64_t k_rows = descriptor(w.k_place), q_rows = descriptor(w.q_place);
-      const auto step = [](int i) { return (i >> 2) * Traits::kHalf + (i & 3) * 32; };
+      const uint64_t k_rows = descriptor_at(w.k_place), q_rows = descriptor_at(w.q_place);
       wgmma_fence();
-      mma_rs_n64_init<Element>(u, packed, k_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, step(i)));
-      wgmma_commit();
-      mma_rs_n64_init<Element>(o, packed, q_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, step(i)));
-      wgmma_commit();
-      const uint64_t a_rows = descriptor(w.a_place);
+      start_state_product<Element>(u, packed, k_rows);
+      start_state_product<Element>(o, packed, q_rows);
+      const uint64_t a_rows = descriptor_at(w.a_place);
       const uint64_t p_rows = wgmma_advance(a_rows, Traits::kSmemP - Traits::kSmemA);
       const uint64_t k_columns = wgmma_advance(k_rows, 0) + (uint64_t{Traits::kHalf / 16 - 1} << 16);
-      wgmma_wait<1>();
-      pin(u);
-
-      // W^T = V^T - u^T diag(gamma)
-#pragma unroll
-      for (int b = 0; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
-      // V'^T = W^T Ag^T
-      float low[16], high[16];
-      multiply_lower<Element>(low, high, v, a_rows);
-      if constexpr (Traits::kSave) this->save_h(packed, chunk);
-      // Under it: gC S0, and what comes next. In a branch that is always taken, lest it sink between the products
-      // below.
+      // gC S0 meanwhile. In a branch that is always taken, lest it sink between the products below.
       if (m != 0xffffffffu) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) s[i] *= last;
       }
+      wgmma_wait<1>();
+      pin(u);
+
+      float low[16], high[16];
+      correct_values<Element>(low, high, v, u, gamma, a_rows);
+      if constexpr (kStates) this->save_h(packed, chunk);
+      // Under it: what comes next.
       float4 factor[4];  // of O, by tokens
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -196,7 +221,7 @@ struct PairStateRole : StateRole<Traits> {
       w.listed = __all_sync(0xffffffffu, is_listed);
       if (w.ready) w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
 #pragma unroll
-      for (int b = 0; b < 4; ++b) put_o_quarter(o + 8 * b, factor[b], v_rows + b * 2048);
+      for (int b = 0; b < 4; ++b) put_o_quarter<Element>(o + 8 * b, factor[b], v_rows + b * 2048);
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_o(m), at.lane);
       wgmma_wait<0>();
@@ -204,12 +229,21 @@ struct PairStateRole : StateRole<Traits> {
       pin(corrected);
       at_pair.arrive_done(m, at.lane);
 
-      if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
+      if constexpr (kStates) this->save_checkpoint(s, chunk);
       // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
       // registers.
       go =
           __all_sync(0xffffffffu, w.ready && w.chunk.x >= 0 && !(w.chunk.y & kFirstChunk) && (w.mild != 0.0f) == kMild);
     } while (go);
+  }
+
+  template <bool kStates>
+  __device__ __forceinline__ void take_chunks_of_kind(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
+    if (__any_sync(0xffffffffu, w.mild != 0.0f)) {
+      take_chunks<true, kStates>(s, w, rows, column);
+    } else {
+      take_chunks<false, kStates>(s, w, rows, column);
+    }
   }
 
   __device__ void run() const {
@@ -238,10 +272,10 @@ struct PairStateRole : StateRole<Traits> {
         at_pair.wait_p(w.m);
         w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
       }
-      if (__any_sync(0xffffffffu, w.mild != 0.0f)) {
-        take_chunks<true>(s, w, rows, column);
+      if (Traits::kSave && this->saves_states()) {
+        take_chunks_of_kind<Traits::kSave>(s, w, rows, column);
       } else {
-        take_chunks<false>(s, w, rows, column);
+        take_chunks_of_kind<false>(s, w, rows, column);
       }
     }
   }
