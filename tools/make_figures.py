@@ -194,7 +194,7 @@ def sanitized(record: dict) -> str:
         return text + "\n" + NOTHING
     text += f"\n{record['machine']}; commit {', '.join(record['commits'])}, {record['date']}.\n\n## Runs\n\n"
     runs = [
-        [run["tool"], run["commit"][:7], f"`{run['command']}`" + (f" without {', '.join(run['without'])}" if "without" in run else ""), str(run["cases"]), "did not end" if run["reports"] is None else str(run["reports"]), str(run["seconds"])]
+        [run["tool"], run["commit"][:7], f"`{run['command']}`" + "".join(f" {word} {', '.join(run[key])}" for key, word in (("without", "without"), ("alone", "only")) if key in run), str(run["cases"]), "did not end" if run["reports"] is None else str(run["reports"]), str(run["seconds"])]
         for run in sorted(record["sanitizers"], key=lambda run: (run["tool"], record["commits"].index(run["commit"]), run["command"]))
     ]
     text += table(["tool", "commit", "program", "cases", "reports", "seconds"], runs)

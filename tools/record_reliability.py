@@ -24,7 +24,7 @@ from pathlib import Path
 CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s", re.MULTILINE)
 CHECK = re.compile(r"^check (?P<set>\w+), (?P<heads>\d+) heads, cuda, .*: (?P<passed>\d+) of (?P<cases>\d+) cases passed, (?P<seconds>\d+) s", re.MULTILINE)
 SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?P<options>(?:--[\w-]+ (?:kns=\S+ |\d+ )?)*)(?:\S*/)?(?P<command>.*)$", re.MULTILINE)
-WITHOUT = re.compile(r"--kernel-name-exclude kns=(\S+)")
+WITHOUT, ALONE = re.compile(r"--kernel-name-exclude kns=(\S+)"), re.compile(r"--kernel-name kns=(\S+)")
 # racecheck sums up in a form of its own.
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
 SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)
@@ -75,9 +75,9 @@ def read_sanitizer(text: str) -> list:
         part = text[start.end() : end]
         summary, seconds = SUMMARY.search(part), SECONDS.search(part)
         cases = [int(m["cases"]) for m in CASES.finditer(part)]
-        without = WITHOUT.findall(start["options"])
+        without, alone = WITHOUT.findall(start["options"]), ALONE.findall(start["options"])
         records.append({
-            "tool": start["tool"], **({"without": without} if without else {}), "command": start["command"].strip(), "cases": sum(cases),
+            "tool": start["tool"], **({"without": without} if without else {}), **({"alone": alone} if alone else {}), "command": start["command"].strip(), "cases": sum(cases),
             "reports": None if summary is None or not cases or "application returned an error" in part else int(summary.group(1) or summary.group(2)),
             "seconds": None if seconds is None else int(seconds.group(1))})
     return records
@@ -123,8 +123,10 @@ def main() -> int:
             if all(record["reports"] == 0 for record in records):
                 kernels.setdefault(commit, set()).update(HAS.findall(text))
             if len(records) == 1 and records[0]["reports"] is not None:
-                without = records[0].get("without", [])
-                reached[records[0]["tool"]].update(name for name in LAUNCHED.findall(text) if not any(part in name for part in without))
+                without, alone = records[0].get("without", []), records[0].get("alone", [""])
+                reached[records[0]["tool"]].update(
+                    name for name in LAUNCHED.findall(text)
+                    if not any(part in name for part in without) and any(part in name for part in alone))
                 add_tails(text, tails[records[0]["tool"]])
             continue
         for m in CHECK.finditer(text):

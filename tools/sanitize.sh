@@ -7,11 +7,11 @@
 # FOLDER: where the logs go. SECONDS: when what has not ended is ended. RACE_PROGRAM: the same program built for racecheck
 # (-DFLASH_QLA_RACECHECK, src/cuda/common/mbarrier.cuh); without it racecheck leaves the Hopper kernels out.
 # FLASH_QLA_SANITIZE: an extended regular expression; only the runs whose "TOOL NAME" it matches ("sm90" are those named
-# backward, split, batch, single or forward).
+# backward, split, lengths, orders, batch, single or forward).
 set -uo pipefail
 program=$1 out=$2 end=$((SECONDS + $3)) race=${4:-}
 wanted=${FLASH_QLA_SANITIZE:-.}
-[[ $wanted == sm90 ]] && wanted='(backward|split|batch|single|forward)'
+[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|orders|batch|single|forward)'
 failed=$(mktemp)
 workers=$(nproc) running=0
 
@@ -21,6 +21,8 @@ tool() {
   local tool_options=(--tool "$1" --error-exitcode 1)
   # Under a tool the device's oracle takes most of the time: it has runs of its own. initcheck must see all that is written.
   [[ $1 != initcheck && $2 != oracle* ]] && tool_options+=(--kernel-name-exclude kns=oracle)
+  # A call that asks for its lengths has a card's work in it, too much for racecheck but for the kernel that asks.
+  [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=ask_lengths)
   if [[ $1 == racecheck ]]; then
     [[ -n $race ]] && run=$race
     # The tool fails, with an internal error, where one stream's kernels run beside another's.
@@ -46,25 +48,30 @@ start() {
 }
 
 # The drawn cases are those that reach kernels that no other does, as --kernels tells of one after another; for racecheck,
-# which takes a hundred times as long as the program alone, the smallest of them, a process each, and no repeats. The
-# longest first.
+# which takes a hundred times as long as the program alone, the smallest of them, a process each. The longest first.
 decode_cases=9,13,16,25,32,36,54,61,62,63,76,79,87,99,101,104,110,111,125,131,138,144,146,159
 start racecheck decode --only decode --cases 160 --only-case $decode_cases
 for number in 0 1 2; do start racecheck "oracle_$number" --only oracle --cases 9 --only-case "$number"; done
 if [[ -n $race ]]; then
+  start racecheck lengths --only "sm90 lengths"
   start racecheck batch --only "sm90 forward, batch"
   start racecheck backward_one --only "sm90 backward, one"
+  start racecheck backward_many --only "sm90 backward, many"
+  start racecheck forward_repeats --only "sm90 forward, repeats"
   for number in 1 2 5 16; do start racecheck "backward_$number" --only "sm90 backward, drawn" --only-case "$number"; done
   for number in 0 1; do start racecheck "backward_segments_$number" --only "sm90 backward, segments" --only-case "$number"; done
   for number in 1 2 3; do start racecheck "split_$number" --only "sm90 split, drawn" --only-case "$number"; done
 fi
 for name in initcheck memcheck synccheck; do
+  start "$name" lengths --only "sm90 lengths"
+  start "$name" orders --only orders
   start "$name" decode --only decode --cases 160 --only-case $decode_cases
   start "$name" split_repeats --only "sm90 split, repeats"
   start "$name" forward_repeats --only "sm90 forward, repeats"
   start "$name" batch --only "sm90 forward, batch"
   start "$name" forward --only "sm90 forward, drawn" --cases 12
   start "$name" backward_one --only "sm90 backward, one"
+  start "$name" backward_many --only "sm90 backward, many"
   start "$name" backward --only "sm90 backward, drawn" --only-case 0,1,2,5,16
   start "$name" backward_segments --only "sm90 backward, segments" --cases 4
   start "$name" split --only "sm90 split, drawn" --cases 4

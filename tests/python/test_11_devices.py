@@ -99,6 +99,32 @@ def test_the_stream_is_the_current_one_of_the_tensors_device(case):
         assert_bitwise(name, want[name], got[name])
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_streams_of_both_devices_in_turns(current):
+    # Calls of one thread on both devices, each on a stream of its own whose inputs come late, whichever device is current.
+    devices = ("cuda:0", "cuda:1")
+    given = {(case, device): inputs_of(case, device) for case in CASES for device in devices}
+    want = {key: helpers.run(x) for key, x in given.items()}
+    late = {key: move(x, key[1]).replace(v=torch.full_like(x.v, torch.nan)) for key, x in given.items()}
+    streams = {device: torch.cuda.Stream(device) for device in devices}
+    for device in devices:
+        torch.cuda.synchronize(device)
+    with torch.cuda.stream(streams[devices[1 - current]]), torch.cuda.stream(streams[devices[current]]):
+        for device in devices:
+            busy(device)
+        got = {}
+        for key, x in late.items():
+            with torch.cuda.device(key[1]):
+                x.v.copy_(given[key].v)
+            assert torch.cuda.current_device() == current
+            got[key] = helpers.run(x)
+    for stream in streams.values():
+        stream.synchronize()
+    for key, results in want.items():
+        for name, value in results.items():
+            assert_bitwise(f"{key} {name}", value, got[key][name])
+
+
 def test_decode_on_a_stream_of_another_device():
     x = make_inputs(B=5, T=1, Hq=2, Hv=4, dtype=torch.bfloat16, grads=False, state_v_first=True, device="cuda:1")
     pools = [x.initial_state.clone() for _ in range(2)]

@@ -237,8 +237,9 @@ struct ForwardCall {
   Status workspace_size(const ForwardArguments& args, size_t* bytes) const {
     return recurrent ? Recurrent::workspace_size(args, bytes) : ChunkForward::workspace_size(args, bytes);
   }
-  Status run(const ForwardArguments& args, void* workspace, size_t bytes) const {
-    return recurrent ? Recurrent::run(args, workspace, bytes) : ChunkForward::run(args, workspace, bytes);
+  Status run(const ForwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) const {
+    return recurrent ? Recurrent::run(args, workspace, bytes, stream)
+                     : ChunkForward::run(args, workspace, bytes, stream);
   }
 
  private:
@@ -386,8 +387,8 @@ struct BackwardCall {
   Status workspace_size(const BackwardArguments& args, size_t* bytes) const {
     return ChunkBackward::workspace_size(args, bytes);
   }
-  Status run(const BackwardArguments& args, void* workspace, size_t bytes) const {
-    return ChunkBackward::run(args, workspace, bytes);
+  Status run(const BackwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) const {
+    return ChunkBackward::run(args, workspace, bytes, stream);
   }
 
  private:

@@ -15,6 +15,8 @@
 
 #include "checker.h"
 #include "launches.h"
+#include "order_tests.cuh"
+#include "sm90_lengths_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 
@@ -256,6 +258,41 @@ int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// So many sequences that a block of the serial passes takes both halves of V (docs/design/sm90_backward.md): packed
+// ones, empty ones among them, and dense ones.
+int64_t test_sm90_many_sequences(const Settings& settings, Arena& arena) {
+  Checker checker("backward of many sequences, sm90", settings, arena);
+  Random random(37);
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool packed : {true, false}) {
+      Shape s;
+      s.dtype = type;
+      s.K = s.V = 128;
+      if (packed) {
+        s.Hq = 1;
+        s.Hv = 3;
+        s.cu_seqlens = {0};
+        for (int n = 0; n < 24; ++n) {
+          const int64_t most = settings.small ? 70 : 400;
+          s.cu_seqlens.push_back(s.cu_seqlens.back() + (random.chance(0.2) ? 0 : random.integer(1, most)));
+        }
+        s.T = s.cu_seqlens.back() + 7;
+      } else {
+        s.Hq = s.Hv = 4;
+        s.B = 10;
+        s.T = settings.small ? 70 : 333;
+      }
+      Features f;
+      f.initial_state = true;
+      f.l2norm = f.sigmoid = !packed;
+      BackwardCall call;
+      call.draw(s, f, packed, true, true, random);
+      checker.check(packed ? "packed" : "dense", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    }
+  }
+  return checker.finish();
+}
+
 int64_t test_large(const Settings& settings, Arena& arena) {
   Checker checker("large", settings, arena);
   Random random(11);
@@ -321,6 +358,12 @@ int run(const Settings& settings) {
   std::printf("%s\n", build_info().c_str());
   // initcheck pays for every megabyte.
   Arena arena(settings.small ? size_t{256} << 20 : static_cast<size_t>(settings.gigabytes) << 30);
+  // A call that asks for its lengths is never small, and the oracle's backward takes 8 MB for each sequence and head.
+  const auto with_room = [&](int64_t (*test)(const Settings&, Arena&)) {
+    if (!settings.small) return test(settings, arena);
+    Arena own(size_t{5} << 28);
+    return test(settings, own);
+  };
   struct Group {
     const char* name;
     bool needs_hopper;
@@ -340,12 +383,15 @@ int run(const Settings& settings) {
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
+      {"orders", true, [&] { return test_orders(settings, arena); }},
       {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
       {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
+      {"sm90 lengths first", true, [&] { return with_room(test_sm90_lengths_first); }},
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
-      {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }}};
+      {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }},
+      {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }}};
   if (!settings.small) {
     groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "checker.h"
+#include "repeated_call.cuh"
 
 namespace flash_qla::testing {
 
@@ -387,104 +388,6 @@ inline int64_t test_sm90_nan(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// Adds the number of 32-bit words in which a and b differ.
-__global__ void count_different_kernel(const uint32_t* a, const uint32_t* b, int64_t words, unsigned long long* count) {
-  unsigned long long different = 0;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < words;
-       i += gridDim.x * blockDim.x) {
-    different += a[i] != b[i];
-  }
-  if (different > 0) atomicAdd(count, different);
-}
-
-// Keeps `gridDim.x` blocks busy for `clocks` clocks.
-__global__ void spin_kernel(int64_t clocks) {
-  const int64_t begin = clock64();
-  while (clock64() - begin < clocks) {
-  }
-}
-
-// A forward call on the device whose outputs are compared there, again and again, with what they were before.
-class RepeatedCall {
- public:
-  RepeatedCall(ForwardCall& call, Arena& arena) {
-    for (auto [name, buffer] : call.inputs()) buffer->upload(arena);
-    for (auto [name, buffer] : call.outputs()) {
-      if (!buffer->present()) continue;
-      buffer->upload(arena);
-      const size_t bytes = buffer->bytes().size();
-      outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
-    }
-    for (auto [name, buffer] : call.in_place()) {
-      if (!buffer->present()) continue;
-      buffer->upload(arena);
-      const size_t bytes = buffer->bytes().size();
-      char* given = static_cast<char*>(arena.take(bytes));
-      check_cuda(cudaMemcpy(given, buffer->device().data, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
-      outputs_.push_back({static_cast<char*>(buffer->device().data), bytes / 4 * 4});
-      in_place_.push_back({outputs_.size() - 1, given});
-    }
-    args_ = call.arguments([](Buffer& b) { return b.present() ? b.device() : Tensor{}; });
-    args_.options.path = "sm90";
-    args_.options.device_type = FLASH_QLA_CUDA;
-    check_cuda(cudaGetDevice(&args_.options.device_index), "cudaGetDevice");
-    status_ = ChunkForward::workspace_size(args_, &workspace_bytes_);
-    workspace_ = arena.take(workspace_bytes_);
-    count_ = static_cast<unsigned long long*>(arena.take(sizeof(*count_)));
-    check_cuda(cudaMemset(count_, 0, sizeof(*count_)), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // other streams do not wait for the copies
-  }
-  const Status& status() const { return status_; }
-
-  // Room for one set of results.
-  std::vector<char*> take_results(Arena& arena) const {
-    std::vector<char*> results;
-    for (const auto& [data, bytes] : outputs_) results.push_back(static_cast<char*>(arena.take(bytes)));
-    return results;
-  }
-  void keep(const std::vector<char*>& results, cudaStream_t stream) const {
-    for (size_t i = 0; i < outputs_.size(); ++i) {
-      check_cuda(cudaMemcpyAsync(results[i], outputs_[i].first, outputs_[i].second, cudaMemcpyDeviceToDevice, stream),
-                 "cudaMemcpyAsync");
-    }
-  }
-  // Outputs as NaN; what is changed in place as it was given.
-  void poison(cudaStream_t stream) const {
-    for (const auto& [data, bytes] : outputs_) {
-      check_cuda(cudaMemsetAsync(data, 0xff, bytes, stream), "cudaMemsetAsync");
-    }
-    for (const auto& [i, given] : in_place_) {
-      const auto& [data, bytes] = outputs_[i];
-      check_cuda(cudaMemcpyAsync(data, given, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-    }
-  }
-  void run(cudaStream_t stream) { status_ = ChunkForward::run(args_, workspace_, workspace_bytes_, stream); }
-  void compare(const std::vector<char*>& results, cudaStream_t stream) const {
-    for (size_t i = 0; i < outputs_.size(); ++i) {
-      count_different_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<const uint32_t*>(outputs_[i].first),
-                                                     reinterpret_cast<const uint32_t*>(results[i]),
-                                                     static_cast<int64_t>(outputs_[i].second / 4), count_);
-    }
-  }
-  // Words that have differed so far. Waits for the device.
-  unsigned long long different() const {
-    unsigned long long count = 0;
-    check_cuda(cudaDeviceSynchronize(), "sm90, again and again");
-    check_cuda(cudaMemcpy(&count, count_, sizeof(count), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return count;
-  }
-  const ForwardArguments& arguments() const { return args_; }
-
- private:
-  ForwardArguments args_;
-  Status status_;
-  size_t workspace_bytes_ = 0;
-  void* workspace_ = nullptr;
-  unsigned long long* count_ = nullptr;
-  std::vector<std::pair<char*, size_t>> outputs_;
-  std::vector<std::pair<size_t, char*>> in_place_;  // which of the outputs, and a copy of what it was
-};
-
 // bf16 numbers of about unit norm in a row of 128, made on the device.
 __global__ void fill_rows_kernel(uint16_t* data, int64_t n, uint32_t seed) {
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
@@ -598,11 +501,18 @@ inline void repeat_call(const char* what, ForwardCall& call, int runs, Random& r
 // A thousand runs of a full card, without and with what training keeps.
 inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
   Checker checker("a thousand runs, sm90", settings, arena);
-  const int runs = settings.small ? 20 : 1000;
-  for (const bool keeps : {false, true}) {
-    Random random(keeps ? 5 : 3);
+  struct Repeated {
+    const char* name;
+    DType dtype;
+    bool keeps;
+    uint64_t seed;
+  };
+  for (const Repeated& kind :
+       {Repeated{"plain", DType::kBFloat16, false, 3}, Repeated{"plain", DType::kFloat16, false, 4},
+        Repeated{"what training keeps", DType::kFloat16, true, 5}}) {
+    Random random(kind.seed);
     Shape s;
-    s.dtype = keeps ? DType::kFloat16 : DType::kBFloat16;
+    s.dtype = kind.dtype;
     s.Hq = 2;
     s.Hv = 8;
     s.K = s.V = 128;
@@ -613,11 +523,11 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
     Features f;
     f.initial_state = f.final_state = true;
     PoolFeatures kept;
-    kept.h = kept.A = kept.g_cumsum = keeps;
+    kept.h = kept.A = kept.g_cumsum = kind.keeps;
     ForwardCall call;
     call.draw(s, f, kept, false, random);
-    checker.check(keeps ? "what training keeps" : "plain", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
-    repeat_call(keeps ? "what training keeps" : "plain", call, runs, random, checker, arena);
+    checker.check(kind.name, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    repeat_call(kind.name, call, settings.small ? 4 : 1000, random, checker, arena);
   }
   return checker.finish();
 }
@@ -625,7 +535,7 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
 // One captured graph of a call, replayed with its inputs set to one drawn pattern after another: the bits of direct
 // calls. set_inputs(i) copies pattern i's to the call's, in the stream.
 template <typename SetInputs>
-void soak_replays(Checker& checker, const std::string& what, RepeatedCall& repeated, size_t patterns,
+void soak_replays(Checker& checker, const std::string& what, RepeatedCall<ForwardCall>& repeated, size_t patterns,
                   const SetInputs& set_inputs, int replays, Random& random, Arena& arena, cudaStream_t stream) {
   std::vector<std::vector<char*>> expected;
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the stream does not wait for uploads

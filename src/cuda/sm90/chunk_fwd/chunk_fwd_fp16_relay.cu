@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_relay() {
-  return describe_relay_kernel<RelayForwardTraits<__half, false>>();
-}
+ChunkForwardKernel chunk_forward_fp16_relay() { return describe_relay_kernel<RelayForwardTraits<__half, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -58,7 +58,7 @@ struct alignas(16) ChunkWalker {
   int32_t tile;       // tile to open next; not of a list
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
-  int32_t opened;     // tiles so far
+  int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
 };
 static_assert(sizeof(ChunkWalker) == 80);
 
@@ -70,8 +70,9 @@ __device__ __forceinline__ char* shared_memory() {
 }
 __device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
 
+// From L2: some are read while the kernels before may still write them, and then again.
 __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, int64_t i) {
-  return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  return is_64_bit ? __ldcg(static_cast<const long long*>(data) + i) : __ldcg(static_cast<const int*>(data) + i);
 }
 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
@@ -223,15 +224,73 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
   }
 }
 
+// Whether blocks may sort their sequences by themselves.
+template <typename Traits>
+inline constexpr bool kMaySort = Traits::kBlocks == 1 && !Traits::kStateOnly;
+
+// Of up to kMostSorted sequences, one to a lane, the lane's place: longest first, by chunks, equal ones in their order.
+__device__ __forceinline__ int32_t sorted_rank(const PlannedSequence& s, int32_t sequences, int lane) {
+  const int32_t chunks = (s.length + kChunk - 1) / kChunk;
+  int32_t rank = 0;
+#pragma unroll 1
+  for (int32_t i = 0; i < sequences; ++i) {
+    const int32_t other = __shfl_sync(0xffffffffu, chunks, i);
+    rank += other > chunks || (other == chunks && i < lane);
+  }
+  return rank;
+}
+
+// The sequences that the block has found itself: kSorted: all, in their order; kOneTile: that of its tile.
+template <typename Traits>
+__device__ __forceinline__ PlannedSequence* found_sequences() {
+  return reinterpret_cast<PlannedSequence*>(shared_memory() + Traits::kSmemSequences);
+}
+template <typename Traits>
+__device__ __forceinline__ PlannedSequence sequence_of_rank(const ChunkForwardKernelParams& p, int32_t rank) {
+  if constexpr (kMaySort<Traits>) {
+    if (p.order != BlockOrder::kGiven) return found_sequences<Traits>()[p.order == BlockOrder::kSorted ? rank : 0];
+  }
+  return p.plan != nullptr ? p.plan[rank] : sequence_at(p.args, rank);
+}
+
+// The tiles of a block that sorts, after its first.
+struct DealtTiles {
+  int32_t count;
+  int32_t first_ticket;  // the tile of ticket 0, which follow
+  uint16_t tiles[kMostDealt];
+};
+static_assert(sizeof(DealtTiles) == 8 + 2 * kMostDealt);
+template <typename Traits>
+__device__ __forceinline__ DealtTiles& dealt_tiles() {
+  return *reinterpret_cast<DealtTiles*>(shared_memory() + Traits::kSmemDealt);
+}
+
+// Which tile a block takes after `tile`, of which it has opened `opened` before.
+template <typename Traits>
+__device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, int32_t tile, int32_t opened,
+                                             int32_t streams) {
+  int32_t first_ticket = streams;
+  if constexpr (kMaySort<Traits>) {
+    if (p.order == BlockOrder::kSorted) {
+      const DealtTiles& dealt = dealt_tiles<Traits>();
+      if (opened < dealt.count) return dealt.tiles[opened];
+      if (p.ticket == nullptr) return p.tiles;
+      first_ticket = dealt.first_ticket;
+    }
+  }
+  return p.ticket != nullptr ? first_ticket + static_cast<int32_t>(atomicAdd(p.ticket, 1u)) : tile + streams;
+}
+
 // Opens the next tile that has anything to do.
 template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
     const int32_t tile = walker.tile, streams = static_cast<int32_t>(gridDim.x) / Traits::kBlocks;
-    walker.tile = p.plan != nullptr ? streams + static_cast<int32_t>(atomicAdd(p.ticket, 1u)) : tile + streams;
     const int32_t rank = tile / args.num_value_heads;
-    const PlannedSequence sequence = p.plan != nullptr ? p.plan[rank] : sequence_at(args, rank);
+    walker.tile = next_tile<Traits>(p, tile, walker.opened, streams);
+    const bool first = walker.opened++ == 0;
+    const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
@@ -248,7 +307,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
     // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
-    if (walker.opened++ > 0 && r.slot_in >= 0) {
+    if (!first && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
@@ -305,14 +364,19 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
   const ChunkForwardArgs& args = p.args;
   const int32_t tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
   const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of the chunks' preparation
-  const int32_t sequence = tile / args.num_value_heads, head = tile - sequence * args.num_value_heads;
-  int64_t start = sequence * args.dense_length;
-  if (args.cu_seqlens != nullptr) {
-    start = args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + sequence)
-                                       : __ldcg(static_cast<const int*>(args.cu_seqlens) + sequence);
+  const int32_t place = tile / args.num_value_heads, head = tile - place * args.num_value_heads;
+  const bool sorted = p.order == BlockOrder::kSorted;
+  int32_t sequence = sorted ? min(lane, args.num_sequences - 1) : place;
+  PlannedSequence s = args.cu_seqlens != nullptr
+                          ? sequence_at(args, sequence)
+                          : PlannedSequence{sequence * static_cast<int32_t>(args.dense_length), 1, sequence, 0};
+  if (sorted) {
+    const int32_t rank = sorted_rank(s, args.num_sequences, lane);
+    sequence = __ffs(__ballot_sync(0xffffffffu, lane < args.num_sequences && rank == place)) - 1;
+    s.start = __shfl_sync(0xffffffffu, s.start, sequence);
   }
-  if (start < 0 || start >= args.num_tokens) return;
-  const int32_t row = static_cast<int32_t>(start);
+  const int32_t row = s.start;
+  if (sequence < 0 || row >= args.num_tokens) return;
   if (lane == 0) {
     const int32_t key_head = head / (args.num_value_heads / args.num_key_heads);
     tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
@@ -324,7 +388,7 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
     }
   }
 #pragma unroll 1
-  for (int64_t token = start + lane; token < min(start + kChunk, args.num_tokens); token += 32) {
+  for (int64_t token = row + lane; token < min(int64_t{row} + kChunk, args.num_tokens); token += 32) {
     if (args.g != nullptr) l2_prefetch_line(args.g + token * args.g_token_stride + head * args.g_head_stride);
     if (args.beta != nullptr)
       l2_prefetch_line(args.beta + token * args.beta_token_stride + head * args.beta_head_stride);
@@ -335,6 +399,129 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
 // seen P of chunk m, or its end, sees record m + 4.
 template <typename Traits>
 inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
+
+// What a tile of a sequence takes, in chunks: its first and last state take about as long as two. Sums of kMostDealt,
+// and five bits beside them, fit 32 bits; longer sequences than this are dealt as if they were as long.
+__device__ __forceinline__ uint32_t tile_cost(const PlannedSequence& s) {
+  return static_cast<uint32_t>(min((s.length + kChunk - 1) / kChunk, 1 << 19)) + 2;
+}
+
+// Deals the tiles of sorted sequences by one warp, the same in every block: each to the block that has least to do so
+// far, longest first, as tickets would do it; they need a kernel before this one. Blocks that have as much to do are a
+// group, whose first, number, load and tiles a lane keeps: in the beginning those of a sequence, and a sequence's end
+// splits one.
+template <typename Traits>
+__device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, int lane) {
+  const PlannedSequence* sequences = found_sequences<Traits>();
+  DealtTiles& dealt = dealt_tiles<Traits>();
+  const int32_t heads = p.args.num_value_heads, streams = static_cast<int32_t>(gridDim.x);
+  const int32_t block = static_cast<int32_t>(blockIdx.x);
+  int32_t begin = lane * heads, blocks = 0, tiles = 0, count = 0;
+  uint32_t load = 0;
+  if (lane < p.args.num_sequences) {
+    blocks = min(max(streams - begin, 0), heads);
+    load = tile_cost(sequences[lane]);
+  }
+#pragma unroll 1
+  for (int32_t tile = streams; tile < p.tiles;) {
+    const int32_t rank = tile / heads, end = min((rank + 1) * heads, p.tiles);
+    const uint32_t cost = tile_cost(sequences[rank]);
+#pragma unroll 1
+    while (tile < end) {
+      const uint32_t place = blocks > 0 && tiles < kMostDealt ? load << 5 | static_cast<uint32_t>(lane) : ~0u;
+      const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, place) & 31);
+      const int32_t first = __shfl_sync(0xffffffffu, begin, least), have = __shfl_sync(0xffffffffu, blocks, least);
+      const int32_t taken = min(have, end - tile);
+      if (block >= first && block < first + taken) {
+        if (lane == 0) dealt.tiles[count] = static_cast<uint16_t>(tile + block - first);
+        ++count;
+      }
+      if (taken < have) {
+        const int rest = __ffs(__ballot_sync(0xffffffffu, blocks == 0)) - 1;
+        const uint32_t their_load = __shfl_sync(0xffffffffu, load, least);
+        const int32_t their_tiles = __shfl_sync(0xffffffffu, tiles, least);
+        if (lane == rest) begin = first + taken, blocks = have - taken, load = their_load, tiles = their_tiles;
+        if (lane == least) blocks = taken;
+      }
+      if (lane == least) load += cost, ++tiles;
+      tile += taken;
+    }
+  }
+  if (lane == 0) dealt.count = count;
+}
+
+// Where all tiles are too many for that: the second tile is the shortest of as many as are second, if no block has then
+// more than its share; the others, or all from the second on, go by tickets.
+template <typename Traits>
+__device__ __forceinline__ void deal_second_tiles(const ChunkForwardKernelParams& p, int lane) {
+  const PlannedSequence* sequences = found_sequences<Traits>();
+  const int32_t heads = p.args.num_value_heads, streams = static_cast<int32_t>(gridDim.x);
+  const uint32_t all = __reduce_add_sync(0xffffffffu, lane < p.args.num_sequences ? tile_cost(sequences[lane]) : 0u);
+  const uint32_t most = tile_cost(sequences[0]) + tile_cost(sequences[streams / heads]);
+  const bool second = static_cast<uint64_t>(most) * streams <= static_cast<uint64_t>(all) * heads;
+  if (lane != 0) return;
+  DealtTiles& dealt = dealt_tiles<Traits>();
+  dealt.count = second ? 1 : 0;
+  dealt.first_ticket = second ? 2 * streams : streams;
+  dealt.tiles[0] = static_cast<uint16_t>(2 * streams - 1 - static_cast<int32_t>(blockIdx.x));
+}
+
+// ... by one warp.
+template <typename Traits>
+__device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
+  const ChunkForwardArgs& args = p.args;
+  if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+  const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
+  const int32_t rank = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;  // of the first tile
+  const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
+  PlannedSequence s{};
+  if (finds) s = sequence_at(args, mine);
+  // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
+  // that they might write, and once more if they have. Of a split's output kernels the plan is there: the state kernel
+  // lets them start after it has waited for it.
+  bool waits = p.list == nullptr;
+#pragma unroll 1
+  while (true) {
+    // A ticket is taken once, and is zero when the kernel before this one has ended: the first records must need none.
+    bool guesses = finds && waits;
+    if (finds) {
+      const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
+      if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
+      __syncwarp();
+      if (sorted) {
+        if (p.ticket == nullptr) {
+          deal_tiles<Traits>(p, lane);
+        } else {
+          deal_second_tiles<Traits>(p, lane);
+          __syncwarp();
+          guesses &= dealt_tiles<Traits>().count > 0 &&
+                     found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
+        }
+      }
+    }
+    if (guesses || !waits) {
+      if (lane == 0) {
+        ChunkWalker walker;  // in registers for as long as it goes on at once
+        open_list<Traits>(p, walker);
+#pragma unroll 1
+        for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
+          produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
+        }
+        *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
+      }
+      if (!waits) return;
+      __syncwarp();
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
+    waits = false;
+    if (finds) {
+      const PlannedSequence now = sequence_at(args, mine);
+      if (guesses && __all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
+      s = now;
+    }
+  }
+}
 
 // base + count * bytes, in one instruction.
 __device__ __forceinline__ const void* advance(const void* base, int count, int bytes) {

@@ -63,18 +63,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
-    // For what the kernels before this one write; nothing of the call is read or written before. Of a split's output
-    // kernels the plan is there: the state kernel lets them start after it has waited for it.
-    if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
-    ChunkWalker walker;  // in registers for as long as it goes on at once
-    open_list<Traits>(p, walker);
-#pragma unroll 1
-    for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
-      produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
-    }
-    *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
   }
+  if (threadIdx.x < 32) list_first_chunks<Traits>(p, static_cast<int>(threadIdx.x));
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {

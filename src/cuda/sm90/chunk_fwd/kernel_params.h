@@ -35,6 +35,13 @@ struct SplitCounters {
   uint32_t made;                              // 1: all of this is there; a hint, 0 while the plan is being made
 };
 
+// How blocks find their sequences by themselves.
+enum class BlockOrder : int32_t {
+  kGiven = 0,    // in the given order, tiles round robin
+  kOneTile = 1,  // likewise, with offsets and one tile at most
+  kSorted = 2,   // up to kMostSorted with offsets, longest first
+};
+
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
@@ -49,12 +56,15 @@ struct ChunkForwardKernelParams {
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
   // initial state; null elsewhere.
   uint32_t* readers;
-  const PlannedSequence* plan;  // [N] longest first; null: sequences in their own order, tiles dealt round robin
-  uint32_t* ticket;             // with plan: tiles given out beyond the first of each block
+  const PlannedSequence* plan;  // [N] longest first; null: blocks look themselves
+  BlockOrder order;             // without a plan and a list
+  // Tiles given out beyond the first of each block, or the first two (kSorted); null: they go by their numbers.
+  uint32_t* ticket;
   // Where lengths are looked at first, 0 there: the unsplit kernel does the work, else that of the lists. Null: no
   // such question.
   const int32_t* cut;
-  int32_t tiles;  // N * Hv
+  int32_t tiles;     // N * Hv
+  int32_t followed;  // 1: a kernel of the same call comes behind this one, and may start beside it
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.

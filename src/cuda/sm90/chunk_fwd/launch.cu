@@ -4,6 +4,7 @@
 
 #include "chunk_stream.cuh"
 #include "clear.cuh"
+#include "inverse.h"
 #include "kernel_params.h"
 #include "launch_kernel.h"
 #include "lengths.cuh"
@@ -113,6 +114,13 @@ __global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_
   }
 }
 
+// For tickets alone.
+__global__ void reset_ticket_kernel(uint32_t* ticket) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  *ticket = 0;
+}
+
 __global__ void __launch_bounds__(kClearThreads)
     clear_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
   clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
@@ -127,6 +135,13 @@ void place_plan(void* workspace, ChunkForwardKernelParams* params) {
 // Blocks, or pairs of blocks, for `tiles` tiles: no more than the card has room for.
 int count_streams(const ChunkForwardKernel& kernel, int tiles, int sms) {
   return std::max(1, std::min(tiles, sms / kernel.blocks));
+}
+
+// Whether blocks deal the tiles of few sequences among themselves, without tickets: each goes through about so many
+// rounds for every sequence, some 0.1 us each, mostly before the kernel before has ended.
+bool blocks_deal(int tiles, int sequences, int streams) {
+  constexpr int kMostRounds = 48;
+  return (tiles + streams - 1) / streams * sequences <= kMostRounds && tiles <= UINT16_MAX;
 }
 
 // The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
@@ -198,7 +213,8 @@ bool split_pays(int64_t tiles, int sms) {
 }
 
 // How many clusters of a kernel the card takes at a time: a cluster's SMs lie in one part of the card, and parts have
-// SMs left over (an H200 of 132 SMs takes 30 clusters of four). Asked once for each kernel and device: it does not change.
+// SMs left over (an H200 of 132 SMs takes 30 clusters of four). Asked once for each kernel and device: it does not
+// change.
 int clusters_at_once(const ChunkForwardKernel& kernel, int device) {
   struct Known {
     const void* function;
@@ -298,6 +314,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
     ChunkForwardKernelParams whole = params;
     place_plan(split.workspace.unsplit, &whole);
     whole.cut = split.workspace.spacing;
+    whole.followed = 0;  // what comes behind the call's last kernel does not come behind this one
     error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, stream);
     if (error != cudaSuccess) return error;
   }
@@ -408,7 +425,11 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
-cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
+namespace {
+
+// All but what launch_chunk_inverse() writes. followed: that is to come behind it.
+cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool followed,
+                                      cudaStream_t stream) {
   const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const bool idle = whole_tiles == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
   // Dense sequences leave no row out, but for skipped ones.
@@ -429,40 +450,58 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   if (error != cudaSuccess) return error;
 
   const DecidedSplit& decided = decided_split(args, sms);
-  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
-                    args.start_lists != nullptr;
+  const bool save = args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr;
   const bool any_bits = args.split == SplitMode::kAuto;
-  const ChunkForwardKernel kernel =
-      choose_kernel(args.type,
-                    variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, save, whole_tiles, sms, device)
-                                                          : variant,
-                    save, any_bits);
+  const ChunkForwardKernel kernel = choose_kernel(
+      args.type,
+      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, save, whole_tiles, sms, device) : variant, save,
+      any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
   params.tiles = static_cast<int32_t>(whole_tiles);
+  params.followed = followed;
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
   if (decided.decision.planned) {
-    const ChunkForwardKernel cut_kernel =
-        choose_kernel(args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant,
-                      save, any_bits);
+    const ChunkForwardKernel cut_kernel = choose_kernel(
+        args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, save, any_bits);
     return launch_split(params, decided, cut_kernel, kernel, sms, stream);
   }
-  // With a tile to a block at most there is nothing to sort, and the blocks clear around the sequences; rows of skipped
-  // ones and of h they do not.
-  const bool one_each =
-      params.tiles <= count_streams(kernel, params.tiles, sms) && args.initial.indices == nullptr && args.h == nullptr;
-  if (args.cu_seqlens != nullptr && !one_each) {
-    error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
-                          args, true, stream);
+  if (args.cu_seqlens != nullptr) {
+    const int streams = count_streams(kernel, params.tiles, sms);
+    // With a tile to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
+    // around the sequences, too, but not rows of skipped ones and of h.
+    const bool one_tile = params.tiles <= streams;
+    const bool indexed =
+        args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
+    if (indexed || args.h != nullptr || !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+      error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads,
+                            0, args, true, stream);
+      place_plan(args.workspace, &params);
+    } else {
+      params.order = one_tile ? BlockOrder::kOneTile : BlockOrder::kSorted;
+      if (!one_tile && !blocks_deal(params.tiles, args.num_sequences, streams)) {
+        params.ticket = static_cast<uint32_t*>(args.workspace);
+        error =
+            launch_kernel(reinterpret_cast<const void*>(&reset_ticket_kernel), 1, 1, 0, params.ticket, true, stream);
+      }
+    }
     if (error != cudaSuccess) return error;
-    place_plan(args.workspace, &params);
   }
   return launch_tiles_of(kernel, params, params.tiles, sms, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
+  const bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 &&
+                        args.num_sequences > 0 && args.num_value_heads > 0;
+  const cudaError_t error = launch_states_and_outputs(args, variant, training, stream);
+  return error == cudaSuccess && training ? launch_chunk_inverse(args, stream) : error;
 }
 
 }  // namespace flash_qla::cuda::sm90

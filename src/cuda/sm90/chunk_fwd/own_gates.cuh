@@ -60,8 +60,7 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
     places.wait_own_gate(m);
     const uint32_t factors = places.factors(m);
     store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
-    make_gates<Traits>(
-        p.args, places.record(m), next_g, [&] { return next_beta; }, factors, places.own_gate(m), lane);
+    make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, factors, places.own_gate(m), lane);
     fence_proxy_async();  // the copy engine takes them to the other blocks
     __syncwarp();
     mbarrier_arrive_warp(places.full_gate(m), lane);

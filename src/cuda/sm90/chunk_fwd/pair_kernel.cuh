@@ -123,7 +123,6 @@ struct PairAuxRole {
             mild = load_shared_f1(at_pair.own_gate(m) + Traits::kGateMild);
             own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
           });
-      if constexpr (Traits::kSave) save_a<Element>(p.args, a, d, chunk, at);
       sync();  // the inverse has been read: A_g takes its tile
       const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
       // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
@@ -315,7 +314,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     // As in kernel.cuh.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list != nullptr || p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   }
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.

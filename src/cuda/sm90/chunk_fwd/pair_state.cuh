@@ -19,7 +19,8 @@ __device__ __forceinline__ uint64_t descriptor_at(uint32_t place) {
   return (wgmma_descriptor(0) & 0xffffffff00000000u) | place;
 }
 
-// V'^T = W^T Ag^T, W^T = V^T - u^T diag(gamma), as multiply_lower(), but for the first 32 tokens ahead. v: V^T, then W^T.
+// V'^T = W^T Ag^T, W^T = V^T - u^T diag(gamma), as multiply_lower(), but for the first 32 tokens ahead. v: V^T, then
+// W^T.
 template <typename Element>
 __device__ __forceinline__ void correct_values(float (&low)[16], float (&high)[16], uint32_t (&v)[16],
                                                const float (&u)[32], const float4 (&gamma)[4], uint64_t a_rows) {
@@ -95,10 +96,9 @@ struct PairStateRole : StateRole<Traits> {
     }
   };
 
-  // Chunks, until one needs something that is seldom done. A copy for each kind of decay, and of those that leave states
-  // on the way (kStates), lest the instructions of one lie between those of another. rows, column: a lane's places in a
-  // tile and in a vector.
-  template <bool kMild, bool kStates>
+  // Chunks, until one needs something that is seldom done. Two copies, lest the instructions of the other kind of decay
+  // lie between those of this one. rows, column: a lane's places in a tile and in a vector.
+  template <bool kMild>
   __device__ __forceinline__ void take_chunks(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
     bool go;
 #pragma unroll 1
@@ -119,7 +119,7 @@ struct PairStateRole : StateRole<Traits> {
         gamma[b] = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
       }
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-      if constexpr (kStates) this->save_listed(s, chunk);
+      if constexpr (Traits::kSave) this->save_listed(s, chunk);
       // u^T = S0^T K^T and o^T = S0^T Q^T
       uint32_t packed[32];
 #pragma unroll
@@ -142,7 +142,7 @@ struct PairStateRole : StateRole<Traits> {
 
       float low[16], high[16];
       correct_values<Element>(low, high, v, u, gamma, a_rows);
-      if constexpr (kStates) this->save_h(packed, chunk);
+      if constexpr (Traits::kSave) this->save_h(packed, chunk);
       // Under it: what comes next.
       float4 factor[4];  // of O, by tokens
 #pragma unroll
@@ -229,21 +229,12 @@ struct PairStateRole : StateRole<Traits> {
       pin(corrected);
       at_pair.arrive_done(m, at.lane);
 
-      if constexpr (kStates) this->save_checkpoint(s, chunk);
+      if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
       // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
       // registers.
       go =
           __all_sync(0xffffffffu, w.ready && w.chunk.x >= 0 && !(w.chunk.y & kFirstChunk) && (w.mild != 0.0f) == kMild);
     } while (go);
-  }
-
-  template <bool kStates>
-  __device__ __forceinline__ void take_chunks_of_kind(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
-    if (__any_sync(0xffffffffu, w.mild != 0.0f)) {
-      take_chunks<true, kStates>(s, w, rows, column);
-    } else {
-      take_chunks<false, kStates>(s, w, rows, column);
-    }
   }
 
   __device__ void run() const {
@@ -272,10 +263,10 @@ struct PairStateRole : StateRole<Traits> {
         at_pair.wait_p(w.m);
         w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
       }
-      if (Traits::kSave && this->saves_states()) {
-        take_chunks_of_kind<Traits::kSave>(s, w, rows, column);
+      if (__any_sync(0xffffffffu, w.mild != 0.0f)) {
+        take_chunks<true>(s, w, rows, column);
       } else {
-        take_chunks_of_kind<false>(s, w, rows, column);
+        take_chunks<false>(s, w, rows, column);
       }
     }
   }

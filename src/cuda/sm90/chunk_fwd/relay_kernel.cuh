@@ -1,6 +1,6 @@
-// The forward in relays, for cards with four times as many SMs as tiles: of two blocks that hold the same 64 rows of S^T
-// the leader goes from state to state, the follower, a step behind, makes O (names as in docs/math.md and kernel.cuh). A
-// cluster has those of both halves of V, which share the preparation of their chunks.
+// The forward in relays, for cards with four times as many SMs as tiles: of two blocks that hold the same 64 rows of
+// S^T the leader goes from state to state, the follower, a step behind, makes O (names as in docs/math.md and
+// kernel.cuh). A cluster has those of both halves of V, which share the preparation of their chunks.
 //
 // Each block has a state warpgroup, two auxiliary ones, and four warps with a duty each: the list of chunks (of the
 // first block, for all) or a follower's Q; K; V of a leader or O of a follower; the gates.
@@ -135,19 +135,12 @@ struct RelayAuxRole {
       float a[3][8];
       uint32_t d[4];
       float4 own;
-      const auto load_factors = [&] {
-        mild = load_shared_f1(places.own_gate(m) + Traits::kGateMild);
-        own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
-      };
       invert(
           a, d, tile, at, [&] { sync(); },
           [&] {
-            if constexpr (!Traits::kSave) load_factors();
+            mild = load_shared_f1(places.own_gate(m) + Traits::kGateMild);
+            own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
           });
-      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
-        save_a<Element>(p.args, a, d, chunk, at);
-        load_factors();
-      }
       sync();  // the inverse has been read: A_g takes its tile
       const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
       // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
@@ -342,6 +335,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     init(Traits::kFreeQ, Traits::kStagesQ, 4 * Traits::kLeaders);
     init(Traits::kFullC, Traits::kStagesC, 4);
     init(Traits::kFreeC, Traits::kStagesC, 1);
+    init(Traits::kFreeNext, 1, 4);
     init(Traits::kFullO, Traits::kStagesC, 4 * kWarpArrivals);
     init(Traits::kLeadDone, Traits::kBarriersDone, 4 * Traits::kLeaders * kWarpArrivals);
     init(Traits::kFollowDone, Traits::kBarriersDone, 4 * Traits::kLeaders * kWarpArrivals);
@@ -354,7 +348,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     // As in kernel.cuh.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list != nullptr || p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   }
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.

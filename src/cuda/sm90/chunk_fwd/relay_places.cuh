@@ -27,7 +27,9 @@ struct RelayPlaces {
     return smem() + Traits::kSmemOwnK + group_of(m) * Traits::kBytesK;
   }
   __device__ static uint32_t stage_own_q() { return smem() + Traits::kSmemOwnQ; }
-  __device__ static uint32_t own_a(uint32_t m) { return smem() + Traits::kSmemOwnA + group_of(m) * Traits::kBytesMatrix; }
+  __device__ static uint32_t own_a(uint32_t m) {
+    return smem() + Traits::kSmemOwnA + group_of(m) * Traits::kBytesMatrix;
+  }
   __device__ static uint32_t own_p() { return smem() + Traits::kSmemOwnP; }
   __device__ static uint32_t stage_k(uint32_t m) {
     return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
@@ -107,8 +109,8 @@ struct RelayPlaces {
     }
   }
 
-  // Until the state groups of all leaders, or followers, are through with chunk m - back, or the followers with P of it,
-  // if there is one.
+  // Until the state groups of all leaders, or followers, are through with chunk m - back, or the followers with P of
+  // it, if there is one.
   __device__ static void wait_done(uint32_t ring, uint32_t m, uint32_t back) {
     if (m < back) return;
     mbarrier_wait(smem() + ring + 8 * ((m - back) % Traits::kBarriersDone), (m - back) / Traits::kBarriersDone & 1);

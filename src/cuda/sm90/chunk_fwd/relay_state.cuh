@@ -1,6 +1,6 @@
-// The state warpgroups of a relay: the products of state_role.cuh for 64 rows of V, shared out between two blocks, which
-// both hold S^T. The leader's chain from chunk to chunk is S K, W, A_g W and the update; it hands V'' on, from which the
-// follower, a step behind, makes O and its own copy of the next state.
+// The state warpgroups of a relay: the products of state_role.cuh for 64 rows of V, shared out between two blocks,
+// which both hold S^T. The leader's chain from chunk to chunk is S K, W, A_g W and the update; it hands V'' on, from
+// which the follower, a step behind, makes O and its own copy of the next state.
 #pragma once
 
 #include "pair_state.cuh"
@@ -23,6 +23,7 @@ struct RelayStateRole : StateRole<Traits> {
     int2 chunk;                     // valid and flags
     float mild = 0.0f;              // kGateMild of it, if it is ready
     bool wide = false;              // of a leader: the chunk before this one took two stages of V''
+    uint32_t wide_chunks = 0;       // .. and of how many the second one is known to be free again
     bool ready = false;             // what it needs is there
     bool listed = false;            // the next chunk's record is there
 
@@ -60,8 +61,8 @@ struct RelayStateRole : StateRole<Traits> {
   // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform registers.
   template <bool kMild>
   __device__ bool goes_on(const Walk& w) const {
-    return __all_sync(0xffffffffu, w.ready && w.chunk.x == kChunk && !(w.chunk.y & kFirstChunk) &&
-                                       (w.mild != 0.0f) == kMild);
+    return __all_sync(0xffffffffu,
+                      w.ready && w.chunk.x == kChunk && !(w.chunk.y & kFirstChunk) && (w.mild != 0.0f) == kMild);
   }
 
   // The operand of a product with V'', a warp's 16 rows, to the follower, as the registers hold it.
@@ -92,9 +93,11 @@ struct RelayStateRole : StateRole<Traits> {
     wgmma_commit();
   }
 
+  // Of S: as many as are scaled while S K runs.
+  static constexpr int kScaledFirst = 32;
+
   // Chunks, until one needs something that is seldom done. A copy for each kind of decay, lest the instructions of one
   // lie between those of the other. rows, column: a lane's places in a tile and in a vector.
-  static constexpr int kScaledFirst = 32;
   template <bool kMild>
   __device__ __forceinline__ void lead_chunks(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
     bool go;
@@ -121,8 +124,7 @@ struct RelayStateRole : StateRole<Traits> {
       const uint64_t k_columns = columns_of(k_rows);
       wgmma_fence();
       start_state_product<Element>(u, packed, k_rows);
-      // gC S0, as much of it as S K hides; the rest under A_g W. In branches that are always taken, lest it sink between
-      // the products.
+      // gC S0; the rest under A_g W. In branches that are always taken, lest it sink between the products.
       if (m != 0xffffffffu) {
 #pragma unroll
         for (int i = 0; i < kScaledFirst; ++i) s[i] *= last;
@@ -141,7 +143,8 @@ struct RelayStateRole : StateRole<Traits> {
       // The follower's stages: what they held has become O, and left.
       places.wait_free_c(m, Traits::kStagesC);
       if (!kMild) places.wait_free_c(m, Traits::kStagesC - 1);
-      if (w.wide) places.wait_free_c(m, 1);
+      if (w.wide) mbarrier_wait(smem() + Traits::kFreeNext, w.wide_chunks & 1);
+      if (w.wide) ++w.wide_chunks;
       w.wide = !kMild;
       wgmma_wait<0>();
       pin(low);
@@ -163,13 +166,14 @@ struct RelayStateRole : StateRole<Traits> {
           pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
         }
       }
-      pin(s);
-      wgmma_fence();
-      start_update(s, corrected, k_columns);
+      // Ahead of the update, which holds up whatever comes behind its products.
       const uint32_t barrier = cluster_address(places.full_c(m), places.follower());
       if (at.lane == 0) mbarrier_arrive_expect_cluster(barrier, (kMild ? 1 : 2) * Traits::kBytesRows);
       hand_on(plain, places.stage_c(m), barrier);
       if constexpr (!kMild) hand_on(corrected, places.stage_c(m + 1), barrier);
+      pin(s);
+      wgmma_fence();
+      start_update(s, corrected, k_columns);
       move_on<true>(w, next);
       wgmma_wait<0>();
       pin(s);
@@ -179,8 +183,7 @@ struct RelayStateRole : StateRole<Traits> {
     } while (go);
   }
 
-  // kStates: of calls that leave states on the way.
-  template <bool kMild, bool kStates>
+  template <bool kMild>
   __device__ __forceinline__ void follow_chunks(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
     bool go;
 #pragma unroll 1
@@ -198,7 +201,7 @@ struct RelayStateRole : StateRole<Traits> {
         const float scale = kMild ? 1.0f : p.args.scale;
         factor[b] = make_float4(f.x * scale, f.y * scale, f.z * scale, f.w * scale);
       }
-      if constexpr (kStates) this->save_listed(s, chunk);
+      if constexpr (Traits::kSave) this->save_listed(s, chunk);
       uint32_t packed[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
@@ -208,11 +211,16 @@ struct RelayStateRole : StateRole<Traits> {
       const uint64_t p_rows = descriptor_at(uniform_place(places.tile_p(m)));
       wgmma_fence();
       start_state_product<Element>(o, packed, q_rows);
-      if constexpr (kStates) this->save_h(packed, chunk);
+      if constexpr (Traits::kSave) this->save_h(packed, chunk);
       places.wait_c(m);
       uint32_t plain[16], corrected[16];
       take_over(plain, places.stage_c(m));
-      if constexpr (!kMild) take_over(corrected, places.stage_c(m + 1));
+      if constexpr (!kMild) {
+        take_over(corrected, places.stage_c(m + 1));
+        __syncwarp();
+        jitter();
+        if (at.lane == 0) mbarrier_arrive_cluster(cluster_address(smem() + Traits::kFreeNext, places.leader()));
+      }
       // gC S0 meanwhile.
       if (m != 0xffffffffu) {
 #pragma unroll
@@ -268,7 +276,7 @@ struct RelayStateRole : StateRole<Traits> {
       pin(plain);
       pin(corrected);
       places.arrive_done(Traits::kFollowDone, m, at.lane);
-      if constexpr (kStates) this->save_checkpoint(s, chunk);
+      if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
       go = goes_on<kMild>(w);
     } while (go);
   }
@@ -312,11 +320,8 @@ struct RelayStateRole : StateRole<Traits> {
       const bool mild = __any_sync(0xffffffffu, w.mild != 0.0f);
       if constexpr (kLeads) {
         mild ? lead_chunks<true>(s, w, rows, column) : lead_chunks<false>(s, w, rows, column);
-      } else if (Traits::kSave && this->saves_states()) {
-        mild ? follow_chunks<true, Traits::kSave>(s, w, rows, column)
-             : follow_chunks<false, Traits::kSave>(s, w, rows, column);
       } else {
-        mild ? follow_chunks<true, false>(s, w, rows, column) : follow_chunks<false, false>(s, w, rows, column);
+        mild ? follow_chunks<true>(s, w, rows, column) : follow_chunks<false>(s, w, rows, column);
       }
     }
   }

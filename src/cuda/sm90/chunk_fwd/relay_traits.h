@@ -1,5 +1,5 @@
-// Compile-time shape of the forward in relays: a cluster of four blocks works on a tile; of two blocks with the same half
-// of V one carries the state, the other makes O.
+// Compile-time shape of the forward in relays: a cluster of four blocks works on a tile; of two blocks with the same
+// half of V one carries the state, the other makes O.
 #pragma once
 
 #include "traits.h"
@@ -21,10 +21,10 @@ struct RelayForwardTraits {
   static constexpr int kAuxGroups = 2;
   static constexpr int kThreads = 128 * 4;
   static constexpr uint32_t kGroupStep = kAuxGroups * kBlocks;  // chunks from one of an auxiliary group to its next
-  // They share out the 128 a thread that the launch has: 56 + 2 * 120 + 216.
+  // They share out the 128 a thread that the launch has: 56 + 2 * 112 + 232.
   static constexpr int kServiceRegisters = 56;
-  static constexpr int kAuxRegisters = 120;
-  static constexpr int kStateRegisters = 216;
+  static constexpr int kAuxRegisters = 112;
+  static constexpr int kStateRegisters = 232;
 
   // K of the recurrence, in all blocks: loaded once the follower, a step behind, is through with the chunk so far
   // before. What is prepared has K and Q of its own, since it lies up to eight chunks ahead.
@@ -91,8 +91,8 @@ struct RelayForwardTraits {
   static constexpr uint32_t kSmemBarriers = kSmemChunks + kChunkRing * kBytesRecord;
 
   // Barriers, 8 bytes each.
-  static constexpr uint32_t kFullOwnK = kSmemBarriers;                // by groups
-  static constexpr uint32_t kFullOwnQ = kFullOwnK + 8 * kAuxGroups;   // by groups
+  static constexpr uint32_t kFullOwnK = kSmemBarriers;               // by groups
+  static constexpr uint32_t kFullOwnQ = kFullOwnK + 8 * kAuxGroups;  // by groups
   static constexpr uint32_t kFullGate = kFullOwnQ + 8 * kAuxGroups;
   static constexpr int kBarriersGate = 4;  // by a block's own chunks: two for each auxiliary group
   static constexpr uint32_t kFullK = kFullGate + 8 * kBarriersGate;
@@ -102,7 +102,9 @@ struct RelayForwardTraits {
   static constexpr uint32_t kFreeQ = kFullQ + 8 * kStagesQ;
   static constexpr uint32_t kFullC = kFreeQ + 8 * kStagesQ;
   static constexpr uint32_t kFreeC = kFullC + 8 * kStagesC;  // leader
-  static constexpr uint32_t kFullO = kFreeC + 8 * kStagesC;
+  static constexpr uint32_t kFreeNext =
+      kFreeC + 8 * kStagesC;  // leader: a stage that was lent to the chunk before its own
+  static constexpr uint32_t kFullO = kFreeNext + 8;
   static constexpr int kBarriersDone = 16;  // more than kRecordsAhead, lest one be a phase ahead of who waits for it
   static constexpr uint32_t kLeadDone = kFullO + 8 * kStagesC;
   static constexpr uint32_t kFollowDone = kLeadDone + 8 * kBarriersDone;

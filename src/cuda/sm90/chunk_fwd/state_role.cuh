@@ -209,11 +209,6 @@ struct StateRole {
     move_state<true>(matrix, args.checkpoint_type, args.state_v_first, s, first_row(c), at.q);
   }
 
-  // Whether the call asks for states on the way.
-  __device__ bool saves_states() const {
-    return p.args.h != nullptr || p.args.checkpoints != nullptr || p.args.start_lists != nullptr;
-  }
-
   // O^T of a chunk, tokens times `factor`, into the V stage it no longer needs, to be sent from there.
   __device__ void store_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage) const {
     const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;

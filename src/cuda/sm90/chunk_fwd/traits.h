@@ -6,12 +6,18 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "split_types.h"
+
 namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
 inline constexpr int kHeadDim = 128;  // K = V
 // e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
 inline constexpr float kGateFloor = -80.0f;
+// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (deal_tiles()).
+inline constexpr int kMostSorted = 31;
+// ... and tiles of its own that it then lists.
+inline constexpr int kMostDealt = 64;
 
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
@@ -20,14 +26,14 @@ template <typename Element_, bool kSave_, bool kFastInverse_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
-  static constexpr bool kSave = kSave_;      // training or states on the way: any output beyond o and the final state
+  static constexpr bool kSave = kSave_;      // states on the way: h, checkpoints, those of listed tokens
   static constexpr bool kStateOnly = false;  // see StateKernelTraits
   static constexpr int kBlocks = 1;          // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr bool kFastInverse = kFastInverse_;
-  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
-  // slowly, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
+  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where states are saved, which was
+  // not tried, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
   static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
   static_assert(kDuties || !kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
@@ -118,7 +124,9 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
-  static constexpr uint32_t kSmemBytes = kFullGate + 8 * kStagesGate;
+  static constexpr uint32_t kSmemSequences = (kFullGate + 8 * kStagesGate + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
+  static constexpr uint32_t kSmemBytes = kSmemDealt + 8 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
