@@ -15,7 +15,11 @@ struct RawPlace {
   __device__ void find(const ChunkRecord& c, int lane) {
     at = advance(advance(base, c.head, head_bytes), c.row + 2 * lane, token_bytes);
   }
-  __device__ void move_on(int chunks) { at = advance(at, chunks * kChunk, token_bytes); }
+  // To the block's next chunk, `kTokens` on.
+  template <int kTokens>
+  __device__ void move_on() {
+    at = advance(at, kTokens, token_bytes);
+  }
   __device__ float2 load(int tokens, int lane) const {
     float2 pair = make_float2(0.0f, 0.0f);
     if (2 * lane < tokens) pair.x = *static_cast<const float*>(at);
@@ -39,15 +43,19 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
     places.wait_record(m);
     const ChunkRecord& c = places.record(m);
     if (c.valid < 0) return false;
-    int32_t flags = c.flags;
+    // Whether a tile starts since the block's chunk before.
+    const auto starts = [&] {
+      int32_t flags = c.flags;
 #pragma unroll
-    for (int i = 1; i < Traits::kBlocks; ++i) flags |= places.record(m - i).flags;
-    if (m < Traits::kBlocks || (flags & kFirstChunk)) {
+      for (int i = 1; i < Traits::kBlocks; ++i) flags |= places.record(m - i).flags;
+      return (flags & kFirstChunk) != 0;
+    };
+    if (m < Traits::kBlocks || starts()) {
       g.find(c, lane);
       beta.find(c, lane);
     } else {
-      g.move_on(Traits::kBlocks);
-      beta.move_on(Traits::kBlocks);
+      g.move_on<Traits::kBlocks * kChunk>();
+      beta.move_on<Traits::kBlocks * kChunk>();
     }
     next_g = g.load(g.base != nullptr ? c.valid : 0, lane);
     next_beta = beta.load(c.valid, lane);

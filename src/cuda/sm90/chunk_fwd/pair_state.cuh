@@ -2,7 +2,7 @@
 //
 // No other group keeps the tensor cores busy here while this one computes between two products, and a warp cannot go on
 // while its next wgmma waits for the one before. So the next product is issued first wherever there is one: S Q before
-// S is scaled and W is made, half of A_g W before the other half of W, the state's update before O is put away.
+// W is made, A_g W before S is scaled, the state's update before O is put away.
 #pragma once
 
 #include "pair_places.cuh"
@@ -132,18 +132,22 @@ struct PairStateRole : StateRole<Traits> {
       const uint64_t a_rows = descriptor_at(w.a_place);
       const uint64_t p_rows = wgmma_advance(a_rows, Traits::kSmemP - Traits::kSmemA);
       const uint64_t k_columns = wgmma_advance(k_rows, 0) + (uint64_t{Traits::kHalf / 16 - 1} << 16);
-      // gC S0 meanwhile. In a branch that is always taken, lest it sink between the products below.
+      wgmma_wait<1>();
+      pin(u);
+
+      // W^T = V^T - u^T diag(gamma)
+#pragma unroll
+      for (int b = 0; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
+      // V'^T = W^T Ag^T
+      float low[16], high[16];
+      multiply_lower<Element>(low, high, v, a_rows);
+      if constexpr (Traits::kSave) this->save_h(packed, chunk);
+      // Under it: gC S0, and what comes next. In a branch that is always taken, lest it sink between the products
+      // below.
       if (m != 0xffffffffu) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) s[i] *= last;
       }
-      wgmma_wait<1>();
-      pin(u);
-
-      float low[16], high[16];
-      correct_values<Element>(low, high, v, u, gamma, a_rows);
-      if constexpr (Traits::kSave) this->save_h(packed, chunk);
-      // Under it: what comes next.
       float4 factor[4];  // of O, by tokens
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
