@@ -19,27 +19,6 @@ __device__ __forceinline__ uint64_t descriptor_at(uint32_t place) {
   return (wgmma_descriptor(0) & 0xffffffff00000000u) | place;
 }
 
-// V'^T = W^T Ag^T, W^T = V^T - u^T diag(gamma), as multiply_lower(), but for the first 32 tokens ahead. v: V^T, then
-// W^T.
-template <typename Element>
-__device__ __forceinline__ void correct_values(float (&low)[16], float (&high)[16], uint32_t (&v)[16],
-                                               const float (&u)[32], const float4 (&gamma)[4], uint64_t a_rows) {
-#pragma unroll
-  for (int b = 0; b < 2; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
-  wgmma_fence();
-  mma_rs_n32_init<Element>(low, v, a_rows);
-  mma_rs_n32_init<Element>(high, v, wgmma_advance_uniform(a_rows, 4096));
-  mma_rs_n32<Element>(low, v + 4, wgmma_advance_uniform(a_rows, 32));
-  mma_rs_n32<Element>(high, v + 4, wgmma_advance_uniform(a_rows, 4096 + 32));
-  wgmma_commit();
-#pragma unroll
-  for (int b = 2; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
-  wgmma_fence();
-  mma_rs_n32<Element>(high, v + 8, wgmma_advance_uniform(a_rows, 4096 + 64));
-  mma_rs_n32<Element>(high, v + 12, wgmma_advance_uniform(a_rows, 4096 + 96));
-  wgmma_commit();
-}
-
 // D^T = S0^T X^T, X a [64][128] tile: started, and counted as a group of its own.
 template <typename Element>
 __device__ __forceinline__ void start_state_product(float (&d)[32], const uint32_t (&packed)[32], uint64_t x_rows) {
