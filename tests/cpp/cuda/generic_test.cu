@@ -361,7 +361,7 @@ int run(const Settings& settings) {
   // A call that asks for its lengths is never small, and the oracle's backward takes 8 MB for each sequence and head.
   const auto with_room = [&](int64_t (*test)(const Settings&, Arena&)) {
     if (!settings.small) return test(settings, arena);
-    Arena own(size_t{5} << 28);
+    Arena own(size_t{11} << 27);
     return test(settings, own);
   };
   struct Group {

@@ -316,10 +316,10 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
 // Heads for tiles of whole heads and, where all lengths are equal, for tiles of half heads.
 inline int64_t test_sm90_lengths_first(const Settings& settings, Arena& arena) {
   Checker checker("lengths first, sm90", settings, arena);
-  test_unequal_call<__nv_bfloat16>("two sequences, 36 heads", {2, 2, 36, 24576}, settings, checker, arena);
-  test_unequal_call<__half>("three sequences, 24 heads, fp16", {3, 2, 24, 28672}, settings, checker, arena);
+  test_unequal_call<__nv_bfloat16>("two sequences, 40 heads", {2, 2, 40, 21504}, settings, checker, arena);
+  test_unequal_call<__half>("three sequences, 26 heads, fp16", {3, 2, 26, 29696}, settings, checker, arena);
   if (!settings.small) {
-    test_unequal_call<__nv_bfloat16>("two sequences, 22 heads", {2, 2, 22, 32768}, settings, checker, arena);
+    test_unequal_call<__nv_bfloat16>("two sequences, 28 heads", {2, 2, 28, 32768}, settings, checker, arena);
   }
   return checker.finish();
 }

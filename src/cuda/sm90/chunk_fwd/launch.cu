@@ -354,7 +354,8 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
             false,
             usual_choices(equal, grid, heads, halves, sms, costs)};
   }
-  if (unequal.pays() && costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
+  if (unequal.pays() && args.num_sequences <= kMostAsked &&
+      costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
     return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
             shares_pay(tiles, sms) && !unequal.surely(),
             true};

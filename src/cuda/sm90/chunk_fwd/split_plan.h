@@ -55,6 +55,8 @@ inline constexpr float kLeastOfEqual = 0.02f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
 // equal lengths take; a cut must promise kLeastUnequal of what it takes at best before the device goes on to the gates.
 inline constexpr float kMostLoss = 0.02f;
+// ... and where there are no more of them: one that holds most of many sequences' tokens is rare, and all others pay.
+inline constexpr int32_t kMostAsked = 3;
 inline constexpr float kLeastUnequal = 1.25f;
 inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
 inline constexpr int32_t kUsualWarmup = 6;
