@@ -576,7 +576,8 @@ void run_time(const Case& c) {
   }
   std::sort(times.begin(), times.end());
   const double ms = times[times.size() / 2];
-  const int tiles = static_cast<int>(c.lengths.size()) * c.hv * (c.variant == ChunkForwardVariant::kSplitV ? 2 : 1);
+  const int sms = c.variant == ChunkForwardVariant::kSplitV ? 2 : c.variant == ChunkForwardVariant::kRelay ? 4 : 1;
+  const int tiles = static_cast<int>(c.lengths.size()) * c.hv * sms;
   const double steps = static_cast<double>((tiles + 131) / 132) * ((c.lengths[0] + 63) / 64);
   std::printf("%-26s %8.4f ms (min %.4f)  bar %.4f  %5.3f us/step  o %.2e (%.2e) state %.2e%s\n", c.name.c_str(), ms,
               times[0], c.bar_ms, ms * 1e3 / steps, e.o, e.o_worst, e.state, e.bad_tiles ? "  WRONG" : "");
@@ -758,6 +759,10 @@ bool run_soak(int count) {
   return ok;
 }
 
+// The forms in which several SMs work on a head.
+constexpr std::pair<const char*, ChunkForwardVariant> kSharedForms[] = {{"split", ChunkForwardVariant::kSplitV},
+                                                                        {"relay", ChunkForwardVariant::kRelay}};
+
 std::vector<Case> check_cases() {
   std::vector<Case> cases;
   auto add = [&](const char* name, int hq, int hv, std::vector<int> lengths) -> Case& {
@@ -817,22 +822,33 @@ std::vector<Case> check_cases() {
       c.half |= half, c.split = SplitMode::kAuto, c.variant = ChunkForwardVariant::kWholeHead;
       cases.push_back(c);
     }
+    // And with each number of SMs to a head.
+    for (const auto& [form, variant] : kSharedForms) {
+      Case c = cases[i];
+      c.name = form + (", " + c.name);
+      c.variant = variant;
+      cases.push_back(c);
+    }
   }
-  {
-    Case& c = add("split mixed", 2, 8, {37, 300, 64, 129, 1, 500});
-    c.variant = ChunkForwardVariant::kSplitV;
-  }
-  {
-    Case& c = add("split NaN, v first", 2, 4, {100, 64, 30, 100, 129, 64, 1, 65});
-    c.variant = ChunkForwardVariant::kSplitV, c.poison_tail = true, c.v_first = true, c.padding = 9;
+  for (const auto& [form, variant] : kSharedForms) {
+    const std::string name = form;
+    add((name + " mixed").c_str(), 2, 8, {37, 300, 64, 129, 1, 500}).variant = variant;
+    {
+      Case& c = add((name + " NaN, v first").c_str(), 2, 4, {100, 64, 30, 100, 129, 64, 1, 65});
+      c.variant = variant, c.poison_tail = true, c.v_first = true, c.padding = 9;
+    }
+    {
+      Case& c = add(("save, v first, " + name).c_str(), 2, 8, {37, 300, 64, 129, 1});
+      c.save = true, c.v_first = true, c.variant = variant;
+    }
+    {
+      Case& c = add(("fp16 save, " + name).c_str(), 2, 8, {37, 300, 64, 129, 1});
+      c.save = true, c.half = true, c.variant = variant;
+    }
   }
   {
     Case& c = add("save", 2, 8, {37, 300, 64, 129, 1});
     c.save = true;
-  }
-  {
-    Case& c = add("save, v first, split", 2, 8, {37, 300, 64, 129, 1});
-    c.save = true, c.v_first = true, c.variant = ChunkForwardVariant::kSplitV;
   }
   for (SplitMode mode : {SplitMode::kAuto, SplitMode::kInvariant}) {
     const std::string name = mode == SplitMode::kAuto ? "cut, " : "cut by length, ";
@@ -864,9 +880,9 @@ std::vector<Case> check_cases() {
       Case& c = add_cut("NaN neighbours", 2, 4, {1000, 640, 300, 1000, 1290, 64, 1, 650});
       c.poison_tail = true, c.padding = 40;
     }
-    {
-      Case& c = add_cut("half heads, v first", 2, 4, {1000, 640, 300, 1});
-      c.v_first = true, c.variant = ChunkForwardVariant::kSplitV;
+    for (const auto& [form, variant] : kSharedForms) {
+      Case& c = add_cut((std::string(form) + ", v first").c_str(), 2, 4, {1000, 640, 300, 1});
+      c.v_first = true, c.variant = variant;
     }
     add_cut("save", 2, 8, {2037, 300, 64, 1290, 1}).save = true;
     add_cut("many", 4, 16, {}).lengths.assign(60, 333);

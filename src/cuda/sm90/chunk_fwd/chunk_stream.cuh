@@ -377,7 +377,7 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
   if (p.list != nullptr || p.plan != nullptr) return;
   const ChunkForwardArgs& args = p.args;
   const int32_t tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
-  const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of two chunks' preparation
+  const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of the chunks' preparation
   const int32_t place = tile / args.num_value_heads, head = tile - place * args.num_value_heads;
   const bool sorted = p.order == BlockOrder::kSorted;
   int32_t sequence = sorted ? min(lane, args.num_sequences - 1) : place;
@@ -395,7 +395,7 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
     const int32_t key_head = head / (args.num_value_heads / args.num_key_heads);
     tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
     tma_prefetch_4d(&p.q, 0, row + part * kChunk, 0, key_head);
-    tma_prefetch_4d(&p.v, 0, row, part, head);
+    if (part < 2) tma_prefetch_4d(&p.v, 0, row, part, head);
     if (args.initial.data != nullptr && args.initial.indices == nullptr && part == 0) {
       l2_prefetch(state_matrix(args.initial, sequence, head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));

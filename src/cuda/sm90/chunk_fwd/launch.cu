@@ -1,5 +1,6 @@
 // Host side of the fused Hopper forward: tensor maps, the planner of varying lengths, the choice of variant.
 #include <algorithm>
+#include <vector>
 
 #include "chunk_stream.cuh"
 #include "clear.cuh"
@@ -187,10 +188,14 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// any_bits: a sequence's bits may depend on the batch.
-ChunkForwardKernel choose_kernel(ElementType type, bool split, bool save, bool any_bits) {
+// any_bits: a sequence's bits may depend on the batch. variant: not kAuto.
+ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, bool save, bool any_bits) {
   const bool half = type == ElementType::kFloat16;
-  if (split) {
+  if (variant == ChunkForwardVariant::kRelay) {
+    return save ? (half ? chunk_forward_fp16_relay_save() : chunk_forward_bf16_relay_save())
+                : (half ? chunk_forward_fp16_relay() : chunk_forward_bf16_relay());
+  }
+  if (variant == ChunkForwardVariant::kSplitV) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
@@ -205,6 +210,45 @@ constexpr double kSplitStep = 0.68;
 bool split_pays(int64_t tiles, int sms) {
   const int64_t whole = (tiles + sms - 1) / sms, split = (2 * tiles + sms - 1) / sms;
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
+}
+
+// How many clusters of a kernel the card takes at a time: a cluster's SMs lie in one part of the card, and parts have
+// SMs left over (an H200 of 132 SMs takes 30 clusters of four). Asked once for each kernel and device: it does not
+// change.
+int clusters_at_once(const ChunkForwardKernel& kernel, int device) {
+  struct Known {
+    const void* function;
+    int device, clusters;
+  };
+  thread_local std::vector<Known> known;
+  for (const Known& k : known) {
+    if (k.function == kernel.function && k.device == device) return k.clusters;
+  }
+  int clusters = 0;
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeClusterDimension;
+  together.val.clusterDim = {static_cast<unsigned>(kernel.blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(kernel.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(kernel.smem_bytes);
+  config.attrs = &together;
+  config.numAttrs = 1;
+  if (cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes) !=
+          cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config) != cudaSuccess) {
+    clusters = 0;
+    (void)cudaGetLastError();  // a card that cannot say gets none of these
+  }
+  known.push_back({kernel.function, device, clusters});
+  return clusters;
+}
+
+// The variant for so many whole tiles that are not cut: the more SMs to a tile the better, as long as all run at once.
+ChunkForwardVariant choose_variant(ElementType type, bool save, int64_t tiles, int sms, int device) {
+  const ChunkForwardKernel relay = choose_kernel(type, ChunkForwardVariant::kRelay, save, false);
+  if (tiles * relay.blocks <= sms && tiles <= clusters_at_once(relay, device)) return ChunkForwardVariant::kRelay;
+  return split_pays(tiles, sms) ? ChunkForwardVariant::kSplitV : ChunkForwardVariant::kWholeHead;
 }
 
 // Whether two sets of states share memory.
@@ -413,11 +457,12 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   if (error != cudaSuccess) return error;
 
   const DecidedSplit& decided = decided_split(args, sms);
-  const bool halves = variant == ChunkForwardVariant::kSplitV ||
-                      (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
   const bool save = args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr;
   const bool any_bits = args.split == SplitMode::kAuto;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save, any_bits);
+  const ChunkForwardKernel kernel = choose_kernel(
+      args.type,
+      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, save, whole_tiles, sms, device) : variant, save,
+      any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
@@ -429,8 +474,8 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
     return cudaErrorInvalidValue;
   }
   if (decided.decision.planned) {
-    const ChunkForwardKernel cut_kernel =
-        choose_kernel(args.type, variant == ChunkForwardVariant::kSplitV, save, any_bits);
+    const ChunkForwardKernel cut_kernel = choose_kernel(
+        args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, save, any_bits);
     return launch_split(params, decided, cut_kernel, kernel, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {

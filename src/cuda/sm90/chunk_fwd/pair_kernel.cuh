@@ -15,6 +15,7 @@
 #include "chunk_stream.cuh"
 #include "clear.cuh"
 #include "kernel_params.h"
+#include "own_gates.cuh"
 #include "pair_places.cuh"
 #include "pair_state.cuh"
 #include "pair_traits.h"
@@ -279,63 +280,6 @@ struct PairServiceRole {
     }
     if (lane == 0) tma_store_wait_all();
   }
-
-  // One of g and beta: where a lane's two tokens of a chunk are, 2 lane and the next.
-  struct RawPlace {
-    const float* base;
-    int token_bytes, head_bytes;
-    const void* at;
-    __device__ void find(const ChunkRecord& c, int lane) {
-      at = advance(advance(base, c.head, head_bytes), c.row + 2 * lane, token_bytes);
-    }
-    __device__ void move_on() { at = advance(at, 2 * kChunk, token_bytes); }  // to the block's next chunk
-    __device__ float2 load(int tokens, int lane) const {
-      float2 pair = make_float2(0.0f, 0.0f);
-      if (2 * lane < tokens) pair.x = *static_cast<const float*>(at);
-      if (2 * lane + 1 < tokens) pair.y = *static_cast<const float*>(advance(at, 1, token_bytes));
-      return pair;
-    }
-  };
-
-  // The gates of the block's own chunks; what they are made of comes two chunks ahead. Zeros past a sequence's end.
-  __device__ void make_own_gates() const {
-    const ChunkForwardArgs& args = p.args;
-    // Strides below 2^29 elements: the launcher has looked.
-    RawPlace g{args.g, 4 * static_cast<int>(args.g_token_stride), 4 * static_cast<int>(args.g_head_stride), nullptr};
-    RawPlace beta{args.beta, 4 * static_cast<int>(args.beta_token_stride), 4 * static_cast<int>(args.beta_head_stride),
-                  nullptr};
-    if (args.beta == nullptr) beta = {&kOne, 0, 0, nullptr};
-    float2 next_g, next_beta;
-    const auto fetch = [&](uint32_t m) {
-      at_pair.wait_record(m);
-      const ChunkRecord& c = at_pair.record(m);
-      if (c.valid < 0) return false;
-      if (m < 2 || ((c.flags | at_pair.record(m - 1).flags) & kFirstChunk)) {
-        g.find(c, lane);
-        beta.find(c, lane);
-      } else {
-        g.move_on();
-        beta.move_on();
-      }
-      next_g = g.load(g.base != nullptr ? c.valid : 0, lane);
-      next_beta = beta.load(c.valid, lane);
-      return true;
-    };
-    uint32_t m = at_pair.rank;
-    bool more = fetch(m);
-#pragma unroll 1
-    while (more) {
-      at_pair.wait_done(m, 2 * Traits::kOwnGates);
-      const uint32_t factors = at_pair.factors(m);
-      store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
-      make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, factors, at_pair.own_gate(m), lane);
-      fence_proxy_async();  // the copy engine takes them to the other block
-      __syncwarp();
-      mbarrier_arrive_warp(at_pair.full_gate(m), lane);
-      m += 2;
-      more = fetch(m);
-    }
-  }
 };
 
 template <typename Traits>
@@ -398,7 +342,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (duty == 2) {
       role.move_values();
     } else {
-      role.make_own_gates();
+      make_own_gates<Traits>(p, at_pair, role.lane);
     }
     // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
     if (thread == 0) asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -74,6 +74,8 @@ struct PairPlaces {
     mbarrier_wait(smem() + Traits::kDone + 8 * ((m - back) % Traits::kBarriersDone),
                   (m - back) / Traits::kBarriersDone & 1);
   }
+  // Until the gates of an own chunk may be written.
+  __device__ static void wait_own_gate(uint32_t m) { wait_done(m, 2 * Traits::kOwnGates); }
   // A state warp is through with chunk m: in both blocks.
   __device__ static void arrive_done(uint32_t m, int lane) {
     jitter();

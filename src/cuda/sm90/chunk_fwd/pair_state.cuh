@@ -10,6 +10,34 @@
 
 namespace flash_qla::cuda::sm90 {
 
+// The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of; and the
+// descriptor.
+__device__ __forceinline__ uint32_t uniform_place(uint32_t tile) {
+  return __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(wgmma_descriptor(tile)));
+}
+__device__ __forceinline__ uint64_t descriptor_at(uint32_t place) {
+  return (wgmma_descriptor(0) & 0xffffffff00000000u) | place;
+}
+
+// D^T = S0^T X^T, X a [64][128] tile: started, and counted as a group of its own.
+template <typename Element>
+__device__ __forceinline__ void start_state_product(float (&d)[32], const uint32_t (&packed)[32], uint64_t x_rows) {
+  mma_rs_n64_init<Element>(d, packed, x_rows);
+#pragma unroll
+  for (int i = 1; i < 8; ++i) {
+    mma_rs_n64<Element>(d, packed + 4 * i, wgmma_advance(x_rows, (i >> 2) * kChunk * 128 + (i & 3) * 32));
+  }
+  wgmma_commit();
+}
+
+// A quarter, 16 tokens, of O^T, tokens times `factor`, into its stage.
+template <typename Element>
+__device__ __forceinline__ void put_o_quarter(const float* x, const float4& f, uint32_t address) {
+  uint32_t packed[4];
+  pack_scaled<Element>(packed, x, f);
+  store_matrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
+}
+
 template <typename Traits>
 struct PairStateRole : StateRole<Traits> {
   using Base = StateRole<Traits>;
@@ -17,13 +45,6 @@ struct PairStateRole : StateRole<Traits> {
   using Base::at;
   using Base::p;
   PairPlaces<Traits> at_pair;
-
-  // A quarter, 16 tokens, of O^T, tokens times `factor`, into V's stage.
-  __device__ static void put_o_quarter(const float* x, const float4& f, uint32_t address) {
-    uint32_t packed[4];
-    pack_scaled<Element>(packed, x, f);
-    store_matrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
-  }
 
   // After a tile's last chunk.
   __device__ void finish_tile(float (&s)[64], const ChunkRecord& c) const {
@@ -33,12 +54,6 @@ struct PairStateRole : StateRole<Traits> {
     move_state<true>(state_matrix(set, c.slot_out, c.head), set.type, p.args.state_v_first, s, this->first_row(c),
                      at.q);
   }
-
-  // The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of.
-  static __device__ uint32_t uniform_place(uint32_t tile) {
-    return __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(wgmma_descriptor(tile)));
-  }
-  static __device__ uint64_t descriptor(uint32_t place) { return (wgmma_descriptor(0) & 0xffffffff00000000u) | place; }
 
   // The chunk that is at hand, and where its things are.
   struct Walk {
@@ -89,18 +104,11 @@ struct PairStateRole : StateRole<Traits> {
 #pragma unroll
       for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
       float u[32], o[32];
-      const uint64_t k_rows = descriptor(w.k_place), q_rows = descriptor(w.q_place);
-      const auto step = [](int i) { return (i >> 2) * Traits::kHalf + (i & 3) * 32; };
+      const uint64_t k_rows = descriptor_at(w.k_place), q_rows = descriptor_at(w.q_place);
       wgmma_fence();
-      mma_rs_n64_init<Element>(u, packed, k_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(u, packed + 4 * i, wgmma_advance(k_rows, step(i)));
-      wgmma_commit();
-      mma_rs_n64_init<Element>(o, packed, q_rows);
-#pragma unroll
-      for (int i = 1; i < 8; ++i) mma_rs_n64<Element>(o, packed + 4 * i, wgmma_advance(q_rows, step(i)));
-      wgmma_commit();
-      const uint64_t a_rows = descriptor(w.a_place);
+      start_state_product<Element>(u, packed, k_rows);
+      start_state_product<Element>(o, packed, q_rows);
+      const uint64_t a_rows = descriptor_at(w.a_place);
       const uint64_t p_rows = wgmma_advance(a_rows, Traits::kSmemP - Traits::kSmemA);
       const uint64_t k_columns = wgmma_advance(k_rows, 0) + (uint64_t{Traits::kHalf / 16 - 1} << 16);
       wgmma_wait<1>();
@@ -196,7 +204,7 @@ struct PairStateRole : StateRole<Traits> {
       w.listed = __all_sync(0xffffffffu, is_listed);
       if (w.ready) w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
 #pragma unroll
-      for (int b = 0; b < 4; ++b) put_o_quarter(o + 8 * b, factor[b], v_rows + b * 2048);
+      for (int b = 0; b < 4; ++b) put_o_quarter<Element>(o + 8 * b, factor[b], v_rows + b * 2048);
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_o(m), at.lane);
       wgmma_wait<0>();
