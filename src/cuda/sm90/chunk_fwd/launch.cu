@@ -280,9 +280,9 @@ cudaError_t launch_tiles_of(const ChunkForwardKernel& kernel, ChunkForwardKernel
 // What decide_split() answers, and for whom.
 struct DecidedSplit {
   SplitDecision decision{false, ""};
-  bool uncut_in_halves = false;  // the gates may be such that nothing is cut, in tiles of half heads
-  bool lengths_first = false;    // the lengths may be such that nothing is cut
-  UsualChoices choices{};        // of equal lengths
+  bool uncut_shared = false;   // the gates may be such that nothing is cut, by several SMs to a head
+  bool lengths_first = false;  // the lengths may be such that nothing is cut
+  UsualChoices choices{};      // of equal lengths
 };
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
@@ -299,7 +299,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.args = args;
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  split.uncut_in_halves = decided.uncut_in_halves;
+  split.uncut_shared = decided.uncut_shared;
   split.lengths_first = decided.lengths_first;
   split.clear_blocks = args.cu_seqlens != nullptr && !decided.lengths_first ? kClearBlocks : 0;
   split.usual_choices = decided.choices;
@@ -340,7 +340,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.list = split.workspace.output_tiles;
   tiles.tickets = &counters->outputs;
   if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, stream);
-  if (error != cudaSuccess || !decided.uncut_in_halves) return error;
+  if (error != cudaSuccess || !decided.uncut_shared) return error;
   tiles.tickets = &counters->halves;
   return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, stream);
 }
@@ -390,7 +390,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const SplitPromise unequal = vary ? promise_of_plan(one_long, heads, sms, costs) : SplitPromise{};
   // Where unequal lengths would gain, equal ones need not.
   if (promise.pays() || (unequal.pays() && promise.pays(kLeastOfEqual))) {
-    const bool halves = halves_pay(tiles, sms) && !promise.surely();
+    const bool halves = shares_pay(tiles, sms) && !promise.surely();
     const SplitGrid grid = choose_grid(SplitMode::kAuto, false, equal, heads, sms, costs);
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
@@ -401,7 +401,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   if (unequal.pays() && args.num_sequences <= kMostAsked &&
       costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
     return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
-            halves_pay(tiles, sms) && !unequal.surely(),
+            shares_pay(tiles, sms) && !unequal.surely(),
             true};
   }
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};

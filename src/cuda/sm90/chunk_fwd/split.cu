@@ -371,7 +371,7 @@ __device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summ
   __syncthreads();
   if (thread < kMergeChoices) {
     choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
-                                           p.uncut_in_halves != 0, p.by_sms);
+                                           p.uncut_shared != 0, p.by_sms);
   }
   __syncthreads();
   // Every warp looks for the best one, of equals the first.
@@ -566,7 +566,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   }
   __syncthreads();  // the lists are there
   if (thread == 0) {
-    const bool halves = !cut && p.uncut_in_halves != 0;
+    const bool halves = !cut && p.uncut_shared != 0;
     SplitCounters counters{};
     counters.states.tiles = list_sizes[0];
     counters.outputs.tiles = halves ? 0 : free_tiles;

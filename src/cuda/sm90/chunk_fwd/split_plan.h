@@ -20,7 +20,8 @@ namespace flash_qla::cuda::sm90 {
 // what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
   float state_step = 0.99f;    // a chunk in the kernel that makes states alone
-  float half_step = 0.60f;     // a chunk of a head by two SMs, as an unsplit call with few tiles computes it
+  float relay_step = 0.47f;    // a chunk of a head by four SMs, as an unsplit call with very few tiles computes it
+  float half_step = 0.60f;     // ... by two SMs, with few tiles
   float half_crowd = 0.042f;   // ... and this times the square of the share of SMs that are at work, on average
   float whole_step = 0.93f;    // a chunk of a head by one SM, where nothing is cut
   float whole_crowd = 0.114f;  // ... likewise
@@ -120,14 +121,20 @@ FLASH_QLA_HOST_DEVICE inline float quotient(float a, float b) {
 #endif
 }
 
-// Whether tiles of half of V each pay where nothing is cut: while they are one wave.
-FLASH_QLA_HOST_DEVICE constexpr bool halves_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
+// SMs to a tile where nothing is cut: as many as leave all tiles one wave. Clusters of four do not fill the card, whose
+// parts have SMs left over: of 132 SMs an H200 takes 30.
+FLASH_QLA_HOST_DEVICE constexpr int32_t uncut_blocks(int64_t tiles, int32_t sms) {
+  return 44 * tiles <= 10 * int64_t{sms} ? 4 : 2 * tiles <= sms ? 2 : 1;
+}
+// Whether that is more than one.
+FLASH_QLA_HOST_DEVICE constexpr bool shares_pay(int64_t tiles, int32_t sms) { return uncut_blocks(tiles, sms) > 1; }
 
 // A chunk's share of a step where nothing is cut, by `share` of the SMs on average over the longest tile's time.
-FLASH_QLA_HOST_DEVICE inline float uncut_step(bool halves, float share, const SplitCosts& costs) {
+FLASH_QLA_HOST_DEVICE inline float uncut_step(int32_t blocks, float share, const SplitCosts& costs) {
   share = share < 1.0f ? share : 1.0f;
-  return halves ? costs.half_step + costs.half_crowd * share * share
-                : costs.whole_step + costs.whole_crowd * share * share;
+  return blocks == 4   ? costs.relay_step
+         : blocks == 2 ? costs.half_step + costs.half_crowd * share * share
+                       : costs.whole_step + costs.whole_crowd * share * share;
 }
 
 // Steps that the card needs without a cut, an estimate: exact for equal lengths.
@@ -135,13 +142,13 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, i
                                                  const SplitCosts& costs) {
   if (lengths.sequences == 0) return 0.0f;
   const int32_t tiles = lengths.sequences * heads;
-  const bool halves = halves_pay(tiles, sms);
+  const int32_t blocks = uncut_blocks(tiles, sms);
   const float cards = static_cast<float>(sms), longest = static_cast<float>(lengths.longest);
   const float average = quotient(static_cast<float>(lengths.chunks), static_cast<float>(lengths.sequences));
   const float edged = longest + costs.tile_edge;
-  const float share = quotient(average * static_cast<float>(halves ? 2 * tiles : tiles), longest * cards);
-  const float step = uncut_step(halves, share, costs);
-  if (halves) return edged * step;
+  const float share = quotient(average * static_cast<float>(blocks * tiles), longest * cards);
+  const float step = uncut_step(blocks, share, costs);
+  if (blocks > 1) return edged * step;
   if (longest <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * edged * step;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
   const float even = quotient(static_cast<float>(tiles) * (average + costs.tile_edge), cards);
@@ -487,11 +494,11 @@ struct SplitEstimate {
     chains *= heads;
   }
 
-  // Of tiles without a cut: as the unsplit kernels take them, perhaps by two SMs each.
-  FLASH_QLA_HOST_DEVICE void leave_uncut(bool in_halves, int32_t sms) {
-    const int32_t blocks = in_halves ? 2 : 1;
+  // Of tiles without a cut: as the unsplit kernels take them, perhaps by several SMs each.
+  FLASH_QLA_HOST_DEVICE void leave_uncut(bool shared, int32_t sms) {
+    const int32_t blocks = shared ? uncut_blocks(free_tiles, sms) : 1;
     const float share = quotient(static_cast<float>(blocks) * free_work, longest_free * static_cast<float>(sms));
-    const float step = uncut_step(in_halves, share, costs);
+    const float step = uncut_step(blocks, share, costs);
     free_tiles *= blocks;
     free_work *= static_cast<float>(blocks) * step;
     longest_free *= step;
@@ -550,13 +557,13 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
 }
 
 // Steps that a choice takes, from its two parts: the heads without and those with a heavy boundary, joined by
-// merge_step() of their own. uncut_in_halves: without a cut a kernel of half heads writes O. (With cuts that was slower
-// for all shapes tried.)
+// merge_step() of their own. uncut_shared: without a cut a kernel of several SMs to a head writes O. (With cuts that
+// was slower for all shapes tried.)
 FLASH_QLA_HOST_DEVICE inline float steps_of_choice(const SplitEstimate& light, const SplitEstimate& heavy,
-                                                   int32_t choice, bool uncut_in_halves, const Divisor& sms) {
+                                                   int32_t choice, bool uncut_shared, const Divisor& sms) {
   SplitEstimate estimate = light;
   estimate.add(heavy);
-  if (choice == kMergeChoices - 1) estimate.leave_uncut(uncut_in_halves, static_cast<int32_t>(sms.by));
+  if (choice == kMergeChoices - 1) estimate.leave_uncut(uncut_shared, static_cast<int32_t>(sms.by));
   return estimate.steps(sms);
 }
 
@@ -569,7 +576,7 @@ struct BestChoice {
 // With `heavy` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
 // equal.
 inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, int32_t heavy,
-                              bool uncut_in_halves, int32_t sms, const SplitCosts& costs) {
+                              bool uncut_shared, int32_t sms, const SplitCosts& costs) {
   SplitEstimate light[kMerges], without_decay[kMerges];
   for (int32_t i = 0; i < kMerges; ++i) light[i].costs = without_decay[i].costs = costs;
   const int32_t others = lengths.sequences - 1;
@@ -598,7 +605,7 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
   const Divisor by_sms(sms);
   BestChoice best;
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    const float steps = steps_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_in_halves, by_sms);
+    const float steps = steps_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_shared, by_sms);
     if (i == 0 || steps < best.steps) best = {i, steps};
   }
   return best;
@@ -617,13 +624,13 @@ struct UsualChoices {
     return share * heads == kShares * heavy ? of_share[share] : -1;
   }
 };
-inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads,
-                                  bool uncut_in_halves, int32_t sms, const SplitCosts& costs) {
+inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, bool uncut_shared,
+                                  int32_t sms, const SplitCosts& costs) {
   UsualChoices choices;
   for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
     const int32_t heavy = share * heads / UsualChoices::kShares;
     choices.of_share[share] =
-        static_cast<uint8_t>(best_choice(lengths, grid, heads, heavy, uncut_in_halves, sms, costs).choice);
+        static_cast<uint8_t>(best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs).choice);
   }
   return choices;
 }
@@ -643,9 +650,9 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
   const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
   if (grid.spacing == 0) return {};
   const float unsplit = unsplit_steps(lengths, heads, sms, costs);
-  const bool halves = halves_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
+  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
   const auto share = [&](int32_t heavy) {
-    return (costs.plan + best_choice(lengths, grid, heads, heavy, halves, sms, costs).steps) / unsplit;
+    return (costs.plan + best_choice(lengths, grid, heads, heavy, shared, sms, costs).steps) / unsplit;
   };
   return {true, share(heads / 4), share(heads / 2), share(heads)};
 }
