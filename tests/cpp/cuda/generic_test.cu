@@ -379,6 +379,7 @@ int run(const Settings& settings) {
       {"sm90 forward, single tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
       {"sm90 forward, keys", true, [&] { return test_sm90_keys(settings, arena); }},
       {"sm90 forward, repeats", true, [&] { return test_sm90_repeat(settings, arena); }},
+      {"sm90 forward, shared tiles", true, [&] { return test_sm90_repeat_shared(settings, arena); }},
       {"sm90 forward, soak", true, [&] { return test_sm90_soak(settings, arena); }},
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},

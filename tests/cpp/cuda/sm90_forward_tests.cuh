@@ -498,21 +498,18 @@ inline void repeat_call(const char* what, ForwardCall& call, int runs, Random& r
   check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
 }
 
-// A thousand runs of a full card: sequences sorted by a kernel of their own, by the blocks that take tickets, by blocks
-// that deal their tiles, and with what training keeps.
-inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
-  Checker checker("a thousand runs, sm90", settings, arena);
-  struct Repeated {
-    const char* name;
-    DType dtype;
-    int sequences;
-    int64_t Hv;
-    bool keeps;
-  };
-  const Repeated kinds[] = {{"sorted before", DType::kBFloat16, 40, 8, false},
-                            {"tickets", DType::kFloat16, 30, 12, false},
-                            {"dealt", DType::kBFloat16, 20, 8, false},
-                            {"what training keeps", DType::kFloat16, 40, 8, true}};
+// A batch of so many sequences, run again and again.
+struct Repeated {
+  const char* name;
+  DType dtype;
+  int sequences;
+  int64_t Hv;
+  bool keeps;  // h, A and the cumsum
+};
+
+inline int64_t repeat_batches(const char* group, const std::vector<Repeated>& kinds, const Settings& settings,
+                              Arena& arena) {
+  Checker checker(group, settings, arena);
   uint64_t seed = 3;
   for (const Repeated& kind : kinds) {
     Random random(seed++);
@@ -521,7 +518,7 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
     s.Hq = 2;
     s.Hv = kind.Hv;
     s.K = s.V = 128;
-    // More tiles than a card has multiprocessors, of very different lengths.
+    // Of very different lengths.
     s.cu_seqlens = {0};
     for (int n = 0; n < kind.sequences; ++n) {
       const int64_t most = n % 8 == 0 ? 400 : 90;
@@ -538,6 +535,29 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
     repeat_call(kind.name, call, settings.small ? 1 : 1000, random, checker, arena);
   }
   return checker.finish();
+}
+
+// A thousand runs of a full card: sequences sorted by a kernel of their own, by the blocks that take tickets, by blocks
+// that deal their tiles, and with what training keeps.
+inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
+  return repeat_batches("a thousand runs, sm90",
+                        {{"sorted before", DType::kBFloat16, 40, 8, false},
+                         {"tickets", DType::kFloat16, 30, 12, false},
+                         {"dealt", DType::kBFloat16, 20, 8, false},
+                         {"what training keeps", DType::kFloat16, 40, 8, true}},
+                        settings, arena);
+}
+
+// A thousand runs of calls with so few tiles that two or four multiprocessors share one.
+inline int64_t test_sm90_repeat_shared(const Settings& settings, Arena& arena) {
+  std::vector<Repeated> kinds;
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool keeps : {false, true}) {
+      kinds.push_back({keeps ? "two share, h kept" : "two share", type, 5, 8, keeps});
+      kinds.push_back({keeps ? "four share, h kept" : "four share", type, 3, 8, keeps});
+    }
+  }
+  return repeat_batches("a thousand runs of shared tiles, sm90", kinds, settings, arena);
 }
 
 // One captured graph of a call, replayed with its inputs set to one drawn pattern after another: the bits of direct
