@@ -221,8 +221,7 @@ struct ChunkInverse {
       meet();
       if (own) {
         const uint32_t tile = tiles + member * kBytesTile;
-        FastInverse<Traits>::run(tile, gate, gate, gate + Traits::kGateMild, __shfl_sync(0xffffffffu, lane, lane),
-                                 [] {});
+        FastInverse<Traits>::run(tile, gate, gate, gate + Traits::kGateMild, static_cast<int>(threadIdx.x % 32), [] {});
         __syncwarp();
         store_inverse(row, head, valid, tile);
       }
