@@ -119,26 +119,26 @@ struct ChunkInverse {
     }
   }
 
-  // The betas of tokens `lane` and 32 + lane.
-  __device__ float2 load_betas(int32_t row, int head, int valid) const {
-    if (p.args.beta == nullptr) return make_float2(1.0f, 1.0f);
-    const float* beta = p.args.beta + int64_t{row + lane} * p.args.beta_token_stride + head * p.args.beta_head_stride;
-    return make_float2(lane < valid ? __ldg(beta) : 0.0f,
-                       32 + lane < valid ? __ldg(beta + 32 * p.args.beta_token_stride) : 0.0f);
+  // Of the warp's own 32 tokens, one a lane, as store_products() asks for them.
+  __device__ float load_beta(int32_t row, int head, int valid) const {
+    const int token = member == 1 ? 16 + lane : lane < 16 ? lane : 32 + lane;
+    if (token >= valid) return 0.0f;
+    if (p.args.beta == nullptr) return 1.0f;
+    return __ldg(p.args.beta + int64_t{row + token} * p.args.beta_token_stride + head * p.args.beta_head_stride);
   }
 
   // The warp's blocks of -M of a value head into its tile, fp16, transposed (store_kkt()).
   template <int kMember>
-  __device__ void store_products(const float (&kkt)[kBlocks][8], float2 betas, uint32_t tile) const {
+  __device__ void store_products(const float (&kkt)[kBlocks][8], float beta, uint32_t tile) const {
     const uint32_t row = tile + (8 * (lane >> 4) + (lane & 7)) * 128;
     int b = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (!takes<kMember>(i)) continue;
       const uint32_t column = ((2 * i + ((lane >> 3) & 1)) ^ (lane & 7)) << 4;
-      const float of_rows = i < 2 ? -betas.x : -betas.y;
-      const float low = __shfl_sync(0xffffffffu, of_rows, (16 * i & 31) + (lane >> 2));
-      const float high = __shfl_sync(0xffffffffu, of_rows, (16 * i & 31) + 8 + (lane >> 2));
+      const int from = (i < 2 ? 0 : 16) + (lane >> 2);  // the lane that has the first row's
+      const float low = -__shfl_sync(0xffffffffu, beta, from);
+      const float high = -__shfl_sync(0xffffffffu, beta, from + 8);
 #pragma unroll
       for (int j = 0; j <= i; ++j, ++b) {
         const float (&x)[8] = kkt[b];
@@ -201,9 +201,9 @@ struct ChunkInverse {
       mbarrier_arrive_expect(keys_there, kBytesKeys);
       tma_load_4d(tiles, &p.k, keys_there, 0, row, 0, key_head);
     }
-    float2 betas[kTeam];
+    float betas[kTeam];
 #pragma unroll
-    for (int i = 0; i < kTeam; ++i) betas[i] = load_betas(row, first + min(i, heads - 1), valid);
+    for (int i = 0; i < kTeam; ++i) betas[i] = load_beta(row, first + min(i, heads - 1), valid);
     if (own && p.args.g_cumsum != nullptr) store_sums(row, head, valid);
     if (inverts) {
       mbarrier_wait(keys_there, count & 1);
