@@ -178,61 +178,75 @@ struct ChunkInverse {
     }
   }
 
-  // The gates' sums: tokens 2 lane and the next.
-  __device__ void store_sums(int32_t row, int head, int valid) const {
-    const ChunkForwardArgs& args = p.args;
-    float2 pair = make_float2(0.0f, 0.0f);
-    if (args.g != nullptr) {
-      const float* g = args.g + int64_t{row + 2 * lane} * args.g_token_stride + head * args.g_head_stride;
-      if (2 * lane < valid) pair.x = __ldg(g);
-      if (2 * lane + 1 < valid) pair.y = __ldg(g + args.g_token_stride);
-    }
-    const GateSums sum = sum_gates(pair, lane);
-    float* out = args.g_cumsum + int64_t{row + 2 * lane} * args.num_value_heads + head;
-    if (2 * lane < valid) out[0] = sum.x;
-    if (2 * lane + 1 < valid) out[args.num_value_heads] = sum.y;
-  }
-
-  // A chunk of kTeam value heads from `first` on, or of fewer, of one key head; the team's chunk number `count`.
-  __device__ void run(int32_t row, int valid, int key_head, int first, int heads, uint32_t count) const {
-    const int head = first + member;
-    const bool own = member < heads, inverts = p.args.a != nullptr;
-    if (inverts && member == 0 && elect_one()) {
+  // A of a chunk and kTeam value heads from `first` on, or of fewer, of one key head; the team's chunk number `count`.
+  __device__ void invert(int32_t row, int valid, int key_head, int first, int heads, uint32_t count) const {
+    if (member == 0 && elect_one()) {
       mbarrier_arrive_expect(keys_there, kBytesKeys);
       tma_load_4d(tiles, &p.k, keys_there, 0, row, 0, key_head);
     }
     float betas[kTeam];
 #pragma unroll
     for (int i = 0; i < kTeam; ++i) betas[i] = load_beta(row, first + min(i, heads - 1), valid);
-    if (own && p.args.g_cumsum != nullptr) store_sums(row, head, valid);
-    if (inverts) {
-      mbarrier_wait(keys_there, count & 1);
-      if (valid < kChunk) {
-        clear_tail_rows(tiles, 2, valid, 32 * member + lane, 32 * kTeam);
-        meet();
-      }
-      float kkt[kBlocks][8];
-      as_member([&](auto which) { multiply_keys<which>(kkt); });
-      meet();  // the keys have been read
-      as_member([&](auto which) {
+    mbarrier_wait(keys_there, count & 1);
+    if (valid < kChunk) {
+      clear_tail_rows(tiles, 2, valid, 32 * member + lane, 32 * kTeam);
+      meet();
+    }
+    float kkt[kBlocks][8];
+    as_member([&](auto which) { multiply_keys<which>(kkt); });
+    meet();  // the keys have been read
+    as_member([&](auto which) {
 #pragma unroll
-        for (int i = 0; i < kTeam; ++i) store_products<which>(kkt, betas[i], tiles + i * kBytesTile);
-      });
-      meet();
-      if (own) {
-        const uint32_t tile = tiles + member * kBytesTile;
-        FastInverse<Traits>::run(tile, gate, gate, gate + Traits::kGateMild, static_cast<int>(threadIdx.x % 32), [] {});
-        __syncwarp();
-        store_inverse(row, head, valid, tile);
+      for (int i = 0; i < kTeam; ++i) store_products<which>(kkt, betas[i], tiles + i * kBytesTile);
+    });
+    meet();
+    if (member < heads) {
+      const uint32_t tile = tiles + member * kBytesTile;
+      FastInverse<Traits>::run(tile, gate, gate, gate + Traits::kGateMild, static_cast<int>(threadIdx.x % 32), [] {});
+      __syncwarp();
+      store_inverse(row, first + member, valid, tile);
+    }
+    fence_proxy_async();  // the next keys' copy comes after what this thread has read
+    meet();
+  }
+
+  // The gates' sums of a chunk, a head a lane: so that a row of heads is whole sectors.
+  __device__ void sum_gates(int32_t row, int valid, int head) const {
+    const ChunkForwardArgs& args = p.args;
+    if (head >= args.num_value_heads) return;
+    const float* g = args.g + row * args.g_token_stride + head * args.g_head_stride;
+    float* out = args.g_cumsum + int64_t{row} * args.num_value_heads + head;
+    float sum = 0.0f;
+    constexpr int kAtOnce = 16;  // loads under way
+#pragma unroll 1
+    for (int t = 0; t < valid; t += kAtOnce) {
+      float x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        x[i] = args.g != nullptr && t + i < valid ? __ldg(g + (t + i) * args.g_token_stride) : 0.0f;
       }
-      fence_proxy_async();  // the next keys' copy comes after what this thread has read
-      meet();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        sum += x[i] < kGateFloor ? kGateFloor : x[i];  // keeps NaN
+        if (t + i < valid) out[int64_t{t + i} * args.num_value_heads] = sum;
+      }
     }
   }
 };
 
-// A team takes the chunks of one or two value heads that start in a window of 64 tokens: one, or where sequences are
-// short some more. So nobody needs to know before how many chunks there are.
+// What a launch has to do: for each window of 64 tokens so many teams make A, each of one or two value heads, and so
+// many the gates' sums, of 64 heads each.
+struct WindowTeams {
+  uint32_t parts;  // of a key head's value heads
+  uint32_t inverses, sums;
+  __host__ __device__ explicit WindowTeams(const ChunkForwardArgs& args)
+      : parts((args.num_value_heads / args.num_key_heads + kTeam - 1) / kTeam),
+        inverses(args.a != nullptr ? parts * args.num_key_heads : 0),
+        sums(args.g_cumsum != nullptr ? (args.num_value_heads + 32 * kTeam - 1) / (32 * kTeam) : 0) {}
+};
+
+// A team takes the chunks that start in a window of 64 tokens: one, or where sequences are short some more. So nobody
+// needs to know before how many chunks there are.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     sm90_chunk_inverse_kernel(const __grid_constant__ ChunkInverseParams p) {
@@ -253,14 +267,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                                       team,
                                       warp % kTeam,
                                       lane};
-  const uint32_t group = args.num_value_heads / args.num_key_heads, parts = (group + kTeam - 1) / kTeam;
-  const uint32_t in_window = parts * args.num_key_heads;
-  const uint32_t item = blockIdx.x * kTeams + team, window_number = item / in_window;
+  const WindowTeams teams(args);
+  const uint32_t item = blockIdx.x * kTeams + team, window_number = item / (teams.inverses + teams.sums);
   const int64_t first_token = int64_t{window_number} * kChunk;
   if (first_token < args.num_tokens) {
     const int32_t window = static_cast<int32_t>(first_token);
-    const uint32_t of_window = item - window_number * in_window, key_head = of_window / parts;
-    const uint32_t first_head = (of_window - key_head * parts) * kTeam;  // of the group
+    const uint32_t of_window = item - window_number * (teams.inverses + teams.sums);
+    const uint32_t group = args.num_value_heads / args.num_key_heads, key_head = of_window / teams.parts;
+    const uint32_t first_head = (of_window - key_head * teams.parts) * kTeam;  // of the group
     uint32_t count = 0;
 #pragma unroll 1
     for (int32_t i = sequence_before(args, window, lane); i < args.num_sequences; ++i) {
@@ -270,9 +284,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       const int32_t first = s.start >= window ? 0 : (window - s.start + kChunk - 1) / kChunk * kChunk;
       if (first >= s.length || s.start + first - window >= kChunk) continue;
       if (initial_slot(args, i) == kSkipSequence) continue;
-      inverse.run(s.start + first, min(s.length - first, kChunk), static_cast<int>(key_head),
-                  static_cast<int>(key_head * group + first_head), static_cast<int>(min(kTeam, group - first_head)),
-                  count++);
+      const int valid = min(s.length - first, kChunk);
+      if (of_window >= teams.inverses) {
+        inverse.sum_gates(s.start + first, valid, ((of_window - teams.inverses) * kTeam + warp % kTeam) * 32 + lane);
+        continue;
+      }
+      inverse.invert(s.start + first, valid, static_cast<int>(key_head),
+                     static_cast<int>(key_head * group + first_head), static_cast<int>(min(kTeam, group - first_head)),
+                     count++);
     }
   }
   // It must not end before the forward that it was started beside: who comes next waits for this kernel alone. The last
@@ -290,8 +309,8 @@ cudaError_t launch_chunk_inverse(const ChunkInverseParams& params, cudaStream_t 
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSmemBytes));
   if (error != cudaSuccess) return error;
-  const int64_t group = args.num_value_heads / args.num_key_heads;
-  const int64_t items = (args.num_tokens + kChunk - 1) / kChunk * args.num_key_heads * ((group + kTeam - 1) / kTeam);
+  const WindowTeams teams(args);
+  const int64_t items = (args.num_tokens + kChunk - 1) / kChunk * (teams.inverses + teams.sums);
   constexpr int kTeams = kWarps / kTeam;
   return launch_kernel(kernel, static_cast<int>((items + kTeams - 1) / kTeams), kThreads, kSmemBytes, params, true,
                        stream);
