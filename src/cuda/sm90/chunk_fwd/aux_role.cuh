@@ -12,15 +12,12 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// The sums of a chunk's gates up to tokens 2l and 2l + 1, which are lane l's, up to the block of 16 tokens that has
-// them, to its end, and to the end of each block.
-struct GateSums {
-  float x, y, before, end;
-  float ends[4];
-};
-
-// By one warp; g: of the lane's tokens.
-__device__ __forceinline__ GateSums sum_gates(float2 g, int lane) {
+// The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
+// gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
+// the state groups read go to `state_gate`, the others to `gate`.
+template <typename Traits, typename LoadBeta>
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
+                                           uint32_t state_gate, int lane) {
   const int block = lane >> 3;
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
@@ -42,18 +39,6 @@ __device__ __forceinline__ GateSums sum_gates(float2 g, int lane) {
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
-  return {cx, cy, before, end, {end0, end1, end2, end3}};
-}
-
-// The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
-// gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
-// the state groups read go to `state_gate`, the others to `gate`.
-template <typename Traits, typename LoadBeta>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
-                                           uint32_t state_gate, int lane) {
-  const GateSums sums = sum_gates(g, lane);
-  const float cx = sums.x, cy = sums.y, before = sums.before, end = sums.end;
-  const float end0 = sums.ends[0], end1 = sums.ends[1], end2 = sums.ends[2], end3 = sums.ends[3];
   using Element = typename Traits::Element;
   const bool mild =
       __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&

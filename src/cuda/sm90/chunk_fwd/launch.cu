@@ -508,7 +508,16 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   const bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 &&
                         args.num_sequences > 0 && args.num_value_heads > 0;
   const cudaError_t error = launch_states_and_outputs(args, variant, training, stream);
-  return error == cudaSuccess && training ? launch_chunk_inverse(args, stream) : error;
+  if (error != cudaSuccess || !training) return error;
+  ChunkInverseParams inverse{{}, {}, args};
+  const int64_t heads = args.num_value_heads;
+  if (!encode_map(&inverse.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
+                  args.k_head_stride, 2) ||
+      (args.a != nullptr &&
+       !encode_map(&inverse.a, args.type, args.a, args.num_tokens, heads, heads * kChunk, kChunk, 1))) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_chunk_inverse(inverse, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90
