@@ -126,7 +126,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
   static constexpr uint32_t kSmemSequences = (kFullGate + 8 * kStagesGate + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
-  static constexpr uint32_t kSmemBytes = kSmemDealt + 8 + 2 * kMostDealt;
+  static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
