@@ -70,9 +70,14 @@ __device__ __forceinline__ char* shared_memory() {
 }
 __device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
 
-// From L2: some are read while the kernels before may still write them, and then again.
 __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, int64_t i) {
-  return is_64_bit ? __ldcg(static_cast<const long long*>(data) + i) : __ldcg(static_cast<const int*>(data) + i);
+  return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+}
+
+// From L2: blocks may read offsets while the kernels before may still write them, and then again.
+__device__ __forceinline__ int64_t load_offset(const ChunkForwardArgs& args, int64_t i) {
+  return args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + i)
+                                    : __ldcg(static_cast<const int*>(args.cu_seqlens) + i);
 }
 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
@@ -81,8 +86,7 @@ __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& a
     const int32_t room = static_cast<int32_t>(args.dense_length);
     return {i * room, args.lengths != nullptr ? args.lengths[i] : room, i, i * ((room + kChunk - 1) / kChunk)};
   }
-  int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
-  int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, static_cast<int64_t>(i) + 1);
+  int64_t start = load_offset(args, i), end = load_offset(args, int64_t{i} + 1);
   start = min(max(start, int64_t{0}), args.num_tokens);
   end = min(max(end, start), args.num_tokens);
   return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
