@@ -288,14 +288,14 @@ template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
-    const bool first = walker.opened == 0;
-    if (!first) {
-      walker.tile =
-          next_tile<Traits>(p, walker.tile, walker.opened - 1, static_cast<int32_t>(gridDim.x) / Traits::kBlocks);
-      if (walker.tile >= walker.tiles) return;
+    int32_t tile = walker.tile;
+    const int32_t opened = walker.opened++;
+    if (opened > 0) {
+      tile = next_tile<Traits>(p, tile, opened - 1, static_cast<int32_t>(gridDim.x) / Traits::kBlocks);
+      walker.tile = tile;
+      if (tile >= walker.tiles) return;
     }
-    ++walker.opened;
-    const int32_t rank = walker.tile / args.num_value_heads;
+    const int32_t rank = tile / args.num_value_heads;
     const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
@@ -304,7 +304,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
-    r.head = walker.tile - rank * args.num_value_heads;
+    r.head = tile - rank * args.num_value_heads;
     r.sequence = sequence.index;
     r.half = 0;
     r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
@@ -313,7 +313,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
     // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
-    if (!first && r.slot_in >= 0) {
+    if (walker.opened > 1 && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
