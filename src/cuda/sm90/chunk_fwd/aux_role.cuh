@@ -12,12 +12,15 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-// The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
-// gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
-// the state groups read go to `state_gate`, the others to `gate`.
-template <typename Traits, typename LoadBeta>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, float2 g,
-                                           LoadBeta load_beta, uint32_t gate, uint32_t state_gate, int lane) {
+// The sums of a chunk's gates up to tokens 2l and 2l + 1, which are lane l's, up to the block of 16 tokens that has
+// them, to its end, and to the end of each block.
+struct GateSums {
+  float x, y, before, end;
+  float ends[4];
+};
+
+// By one warp; g: of the lane's tokens.
+__device__ __forceinline__ GateSums sum_gates(float2 g, int lane) {
   const int block = lane >> 3;
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
@@ -39,6 +42,18 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
+  return {cx, cy, before, end, {end0, end1, end2, end3}};
+}
+
+// The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
+// gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
+// the state groups read go to `state_gate`, the others to `gate`.
+template <typename Traits, typename LoadBeta>
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
+                                           uint32_t state_gate, int lane) {
+  const GateSums sums = sum_gates(g, lane);
+  const float cx = sums.x, cy = sums.y, before = sums.before, end = sums.end;
+  const float end0 = sums.ends[0], end1 = sums.ends[1], end2 = sums.ends[2], end3 = sums.ends[3];
   using Element = typename Traits::Element;
   const bool mild =
       __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
@@ -46,13 +61,6 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, const C
   const uint32_t place = ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t permuted = gate + place, state_permuted = state_gate + place;
   const uint32_t natural = gate + 8 * lane;
-  if constexpr (Traits::kSave) {
-    if (args.g_cumsum != nullptr && !(chunk.flags & kSilentChunk)) {
-      float* out = args.g_cumsum + (static_cast<int64_t>(chunk.row) + 2 * lane) * args.num_value_heads + chunk.head;
-      if (2 * lane < chunk.valid) out[0] = cx;
-      if (2 * lane + 1 < chunk.valid) out[args.num_value_heads] = cy;
-    }
-  }
   const float2 beta = load_beta();
   const float gamma_x = exp2_approx(cx * kLog2e), gamma_y = exp2_approx(cy * kLog2e);
   const float rest_x = exp2_approx((end3 - cx) * kLog2e), rest_y = exp2_approx((end3 - cy) * kLog2e);
@@ -379,36 +387,6 @@ __device__ __forceinline__ void start_product(float (&d)[32], uint64_t a, uint64
   wgmma_commit();
 }
 
-// A of a chunk, for the backward. a, d: as invert() leaves them.
-template <typename Element>
-__device__ __forceinline__ void save_a(const ChunkForwardArgs& args, const float (&a)[3][8], const uint32_t (&d)[4],
-                                       const ChunkRecord& c, const LanePlace& at) {
-  if (args.a == nullptr || (c.flags & kSilentChunk)) return;
-  float diagonal[8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack2<__half>(d[i]);
-    diagonal[2 * i] = pair.x;
-    diagonal[2 * i + 1] = pair.y;
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = at.row + 8 * h;
-    uint32_t* out = reinterpret_cast<uint32_t*>(
-        static_cast<Element*>(args.a) + ((static_cast<int64_t>(c.row) + row) * args.num_value_heads + c.head) * kChunk);
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float* x = b < 3 ? a[b] : diagonal;  // zeros right of the diagonal
-      const uint32_t low = b < at.warp ? pack2<Element>(x[2 * h], x[2 * h + 1]) : 0u;
-      const uint32_t high = b < at.warp ? pack2<Element>(x[4 + 2 * h], x[5 + 2 * h]) : 0u;
-      const uint2 words =
-          pair_words(b == at.warp ? pack2<Element>(diagonal[2 * h], diagonal[2 * h + 1]) : low,
-                     b == at.warp ? pack2<Element>(diagonal[4 + 2 * h], diagonal[5 + 2 * h]) : high, at.q);
-      if (row < c.valid) *reinterpret_cast<uint2*>(out + 8 * b + paired_word(at.q)) = words;
-    }
-  }
-}
-
 // Whether bf16's roundings hide those of fp16 pairs (solve_diagonal_blocks()).
 template <typename Element>
 inline constexpr bool kSolveInPairs = std::is_same_v<Element, __nv_bfloat16>;
@@ -446,14 +424,7 @@ struct AuxRole : ChunkPlaces<Traits> {
   int group;   // 0 or 1: the parity of its chunks
   int thread;  // 0..127
 
-  __device__ int opaque_thread() const {
-    if constexpr (Traits::kSave) {
-      int number;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-      return number & 127;
-    }
-    return opaque(thread);
-  }
+  __device__ int opaque_thread() const { return opaque(thread); }
 
   __device__ uint32_t stage_gate(uint32_t m) const {
     return smem() + Traits::kSmemGate + opaque(m) % Traits::kStagesGate * Traits::kBytesGate;
@@ -588,7 +559,7 @@ struct AuxRole : ChunkPlaces<Traits> {
         if (opaque_thread() >= 96) {
           const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
           make_gates<Traits>(
-              p.args, record(m), load_shared_f2(gate + Traits::kGateRaw + place),
+              p.args, load_shared_f2(gate + Traits::kGateRaw + place),
               [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, opaque_thread() & 31);
         }
       }
@@ -612,16 +583,8 @@ struct AuxRole : ChunkPlaces<Traits> {
         const LanePlace at = lane_place(opaque_thread());
         own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
       };
-      invert(
-          a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); },
-          [&] {
-            if constexpr (!Traits::kSave) load_factors();
-          });
+      invert(a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); }, load_factors);
       m = opaque(m);
-      if constexpr (Traits::kSave) {  // registers do not suffice for both at once
-        save_a<Element>(p.args, a, d, record(m), lane_place(opaque_thread()));
-        load_factors();
-      }
       sync(m);  // the inverse has been read: A_g takes its tile
       fetch_v(m);
       if (__any_sync(0xffffffffu, mild != 0.0f)) {

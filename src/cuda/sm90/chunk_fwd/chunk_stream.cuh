@@ -497,6 +497,7 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       __syncwarp();
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
     waits = false;
     if (finds) {
       const PlannedSequence now = sequence_at(args, mine);

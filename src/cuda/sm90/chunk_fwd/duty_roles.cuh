@@ -195,8 +195,8 @@ struct GateRole : DutyRole<Traits> {
       this->wait_raw(m);
       const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
       make_gates<Traits>(
-          p.args, record(m), load_shared_f2(raw + Traits::kRawG),
-          [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate, gate, this->lane());
+          p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate,
+          gate, this->lane());
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       fetch(m + Traits::kStagesGate);

@@ -63,7 +63,8 @@ struct ChunkForwardKernelParams {
   // Where lengths are looked at first, 0 there: the unsplit kernel does the work, else that of the lists. Null: no
   // such question.
   const int32_t* cut;
-  int32_t tiles;  // N * Hv
+  int32_t tiles;     // N * Hv
+  int32_t followed;  // 1: a kernel of the same call comes behind this one, and may start beside it
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.

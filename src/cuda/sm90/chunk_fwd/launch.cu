@@ -3,6 +3,7 @@
 
 #include "chunk_stream.cuh"
 #include "clear.cuh"
+#include "inverse.h"
 #include "kernel_params.h"
 #include "launch_kernel.h"
 #include "lengths.cuh"
@@ -269,6 +270,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
     ChunkForwardKernelParams whole = params;
     place_plan(split.workspace.unsplit, &whole);
     whole.cut = split.workspace.spacing;
+    whole.followed = 0;  // what comes behind the call's last kernel does not come behind this one
     error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, stream);
     if (error != cudaSuccess) return error;
   }
@@ -379,7 +381,11 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
-cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
+namespace {
+
+// All but what launch_chunk_inverse() writes. followed: that is to come behind it.
+cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool followed,
+                                      cudaStream_t stream) {
   const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const bool idle = whole_tiles == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
   // Dense sequences leave no row out, but for skipped ones.
@@ -402,14 +408,14 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
   const DecidedSplit& decided = decided_split(args, sms);
   const bool halves = variant == ChunkForwardVariant::kSplitV ||
                       (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
-  const bool save = args.g_cumsum != nullptr || args.a != nullptr || args.h != nullptr || args.checkpoints != nullptr ||
-                    args.start_lists != nullptr;
+  const bool save = args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr;
   const bool any_bits = args.split == SplitMode::kAuto;
   const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save, any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
   params.tiles = static_cast<int32_t>(whole_tiles);
+  params.followed = followed;
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
@@ -442,6 +448,15 @@ cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVaria
     if (error != cudaSuccess) return error;
   }
   return launch_tiles_of(kernel, params, params.tiles, sms, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
+  const bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 &&
+                        args.num_sequences > 0 && args.num_value_heads > 0;
+  const cudaError_t error = launch_states_and_outputs(args, variant, training, stream);
+  return error == cudaSuccess && training ? launch_chunk_inverse(args, stream) : error;
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -122,7 +122,6 @@ struct PairAuxRole {
             mild = load_shared_f1(at_pair.own_gate(m) + Traits::kGateMild);
             own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
           });
-      if constexpr (Traits::kSave) save_a<Element>(p.args, a, d, chunk, at);
       sync();  // the inverse has been read: A_g takes its tile
       const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
       // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
@@ -329,8 +328,7 @@ struct PairServiceRole {
       at_pair.wait_done(m, 2 * Traits::kOwnGates);
       const uint32_t factors = at_pair.factors(m);
       store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
-      make_gates<Traits>(
-          p.args, at_pair.record(m), next_g, [&] { return next_beta; }, factors, at_pair.own_gate(m), lane);
+      make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, factors, at_pair.own_gate(m), lane);
       fence_proxy_async();  // the copy engine takes them to the other block
       __syncwarp();
       mbarrier_arrive_warp(at_pair.full_gate(m), lane);
@@ -372,7 +370,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.o);
     // As in kernel.cuh.
     if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list != nullptr || p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   }
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.

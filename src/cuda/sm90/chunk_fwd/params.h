@@ -56,7 +56,7 @@ struct ChunkForwardArgs {
   // Inputs are made by the kernel launched just before, which lets the next one start beside it.
   int32_t prepared = 0;
 
-  // Training: what the backward needs. Rows past the last offset become zero.
+  // Training: what the backward needs, by a kernel of its own (inverse.h). Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
   void* a = nullptr;  // [T, Hv, 64] contiguous and 16-byte aligned, gate-free UT transform, q's type; null: not saved
 
@@ -118,8 +118,8 @@ struct SplitDecision {
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms);
 
 // Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four to seven
-// of a sequence split. No allocation, no synchronisation; the arguments must satisfy the comments above (they are not
-// checked here, beyond what the tensor maps refuse).
+// of a sequence split; one more where A or the gates' sums are wanted. No allocation, no synchronisation; the arguments
+// must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90

@@ -123,7 +123,7 @@ struct StateTileAuxRole {
         if (number() >= 96) {
           const uint32_t gate = gates(m), place = 8 * (number() & 31);
           make_gates<Traits>(
-              p.args, record(m), load_shared_f2(gate + Traits::kGateRaw + place),
+              p.args, load_shared_f2(gate + Traits::kGateRaw + place),
               [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, number() & 31);
         }
         if (number() == kListThread) {

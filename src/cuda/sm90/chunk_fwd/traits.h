@@ -26,14 +26,14 @@ template <typename Element_, bool kSave_, bool kFastInverse_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
-  static constexpr bool kSave = kSave_;      // training or states on the way: any output beyond o and the final state
+  static constexpr bool kSave = kSave_;      // states on the way: h, checkpoints, those of listed tokens
   static constexpr bool kStateOnly = false;  // see StateKernelTraits
   static constexpr int kBlocks = 1;          // that work through one stream of chunks
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr bool kFastInverse = kFastInverse_;
-  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where A is saved, which one warp does too
-  // slowly, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
+  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where states are saved, which was
+  // not tried, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
   static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
   static_assert(kDuties || !kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
