@@ -268,12 +268,17 @@ __device__ __forceinline__ DealtTiles& dealt_tiles() {
   return *reinterpret_cast<DealtTiles*>(shared_memory() + Traits::kSmemDealt);
 }
 
+// Not inlined: in fp16 with eight auxiliary warps of the same code (aux_role.cuh) a register would be spilled.
+static __device__ __noinline__ int32_t take_ticket(uint32_t* ticket) {
+  return static_cast<int32_t>(atomicAdd(ticket, 1u));
+}
+
 // Which tile a block takes after `tile`, of which it has opened `opened` after its first. A ticket is taken when its
 // tile is opened, not before: a block would hold a tile back that others have time for.
 template <typename Traits>
 __device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, int32_t tile, int32_t opened,
                                              int32_t streams) {
-  if (p.ticket != nullptr) return streams + static_cast<int32_t>(atomicAdd(p.ticket, 1u));
+  if (p.ticket != nullptr) return streams + take_ticket(p.ticket);
   if constexpr (kMaySort<Traits>) {
     if (p.order == BlockOrder::kSorted) {
       const DealtTiles& dealt = dealt_tiles<Traits>();
