@@ -7,11 +7,11 @@
 # FOLDER: where the logs go. SECONDS: when what has not ended is ended. RACE_PROGRAM: the same program built for racecheck
 # (-DFLASH_QLA_RACECHECK, src/cuda/common/mbarrier.cuh); without it racecheck leaves the Hopper kernels out.
 # FLASH_QLA_SANITIZE: an extended regular expression; only the runs whose "TOOL NAME" it matches ("sm90" are those named
-# backward, split, lengths, orders, batch, single or forward).
+# backward, split, lengths, batch, single or forward).
 set -uo pipefail
 program=$1 out=$2 end=$((SECONDS + $3)) race=${4:-}
 wanted=${FLASH_QLA_SANITIZE:-.}
-[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|orders|batch|single|forward)'
+[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|batch|single|forward)'
 failed=$(mktemp)
 workers=$(nproc) running=0
 
@@ -64,7 +64,6 @@ if [[ -n $race ]]; then
 fi
 for name in initcheck memcheck synccheck; do
   start "$name" lengths --only "sm90 lengths"
-  [[ $name != initcheck ]] && start "$name" orders --only orders  # it takes a minute there, and reaches nothing more
   start "$name" decode --only decode --cases 160 --only-case $decode_cases
   start "$name" split_repeats --only "sm90 split, repeats"
   start "$name" forward_repeats --only "sm90 forward, repeats"

@@ -7,6 +7,8 @@
 namespace flash_qla::cuda::sm90 {
 
 constexpr int kRoundsThreads = 1024;
+// Of so many passes it keeps the warm-ups in shared memory: 24 segments of 128 heads, 384 of 8.
+constexpr int kKnownWarmups = 6144;
 
 // One block. Passes that warm up may run in either round, unless an exact edge needs what they leave: they fill what
 // the first round leaves idle of its last wave of blocks.
@@ -16,6 +18,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   wait_for_predecessors();
   __shared__ int3 warp_total[kRoundsThreads / 32];
   __shared__ int listed[2];
+  __shared__ int8_t found[kKnownWarmups];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, pieces = p.segment_bound * p.Hv;
   // Blocks, in pairs of halves of V: bound to the first round, to the second, and free. A thread has a run of pieces,
   // so that the free ones are numbered in order.
@@ -26,9 +29,18 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     const int segment = i / 2 / p.Hv, head = i / 2 % p.Hv;
     const bool reverse = i % 2 == 1;
     Segment s;
-    if (find_segment(p, segment, &s)) warmup_of(p, segment, head, reverse) = find_warmup(p, s, head, reverse);
+    if (!find_segment(p, segment, &s)) continue;
+    const int warmup = find_warmup(p, s, head, reverse);
+    warmup_of(p, segment, head, reverse) = warmup;
+    if (i < kKnownWarmups) found[i] = static_cast<int8_t>(warmup);
   }
   __syncthreads();
+  const bool all_found = 2 * pieces <= kKnownWarmups;
+  auto warmups_of = [&](int segment, int head, bool reverse) -> Warmups {
+    if (!all_found) return warmups_at(p, segment, head, reverse);
+    const int next = min(max(segment + (reverse ? -1 : 1), 0), p.segment_bound - 1), pass = reverse ? 1 : 0;
+    return {found[(segment * p.Hv + head) * 2 + pass], found[(next * p.Hv + head) * 2 + pass]};
+  };
   const int each = (pieces + kRoundsThreads - 1) / kRoundsThreads;
   const int begin = min(thread * each, pieces), end = min(begin + each, pieces);
   int3 sum = make_int3(0, 0, 0);
@@ -36,17 +48,22 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     const int segment = piece / p.Hv, head = piece % p.Hv;
     Segment s;
     if (!find_segment(p, segment, &s)) continue;
-    sum.x += needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true);
+    bool transition = false;
     for (int reverse = 0; reverse < 2; ++reverse) {
       const int chain = (s.n * p.Hv + head) * 2 + reverse;
-      if (needs_transition(p, s, segment, head, reverse == 1) && atomicExch(p.chain_listed + chain, 1) == 0) {
-        p.chains[atomicAdd(p.chain_count, 1)] = chain;  // in any order: it changes no result
+      const Warmups warmups = warmups_of(segment, head, reverse == 1);
+      if (needs_transition(s, warmups)) {
+        transition = true;
+        if (atomicExch(p.chain_listed + chain, 1) == 0) {
+          p.chains[atomicAdd(p.chain_count, 1)] = chain;  // in any order: it changes no result
+        }
       }
-      const SegmentPass pass = segment_pass(p, s, segment, head, reverse);
+      const SegmentPass pass = segment_pass(s, warmups, reverse == 1);
       sum.x += pass.feeds;
       sum.y += pass.warmup == kExact;
       sum.z += pass.warmup != kExact && !pass.feeds;
     }
+    sum.x += transition;
   }
   int3 before = sum;  // up to and with this thread
 #pragma unroll
@@ -86,11 +103,11 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     const int segment = piece / p.Hv, head = piece % p.Hv;
     Segment s;
     if (!find_segment(p, segment, &s)) continue;
-    if (needs_transition(p, s, segment, head, false) || needs_transition(p, s, segment, head, true)) {
-      list(0, piece, kTransitionPass);
-    }
+    const Warmups both[2] = {warmups_of(segment, head, false), warmups_of(segment, head, true)};
+    if (needs_transition(s, both[0]) || needs_transition(s, both[1])) list(0, piece, kTransitionPass);
+#pragma unroll
     for (int reverse = 0; reverse < 2; ++reverse) {
-      const SegmentPass at = segment_pass(p, s, segment, head, reverse);
+      const SegmentPass at = segment_pass(s, both[reverse], reverse == 1);
       const Pass pass = reverse ? kReversePass : kForwardPass;
       if (at.warmup == kExact) {
         if (at.feeds) list(0, piece, pass);
@@ -170,7 +187,6 @@ __device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumn
 __global__ __launch_bounds__(CombineTraits::kThreads,
                              1) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p) {
   launch_dependents();
-  wait_for_predecessors();
   using Traits = CombineTraits;
   extern __shared__ uint8_t raw[];
   __shared__ bool needed[Traits::kFlags];
@@ -186,6 +202,7 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
   const int k = thread / 2, half = thread % 2;
 
   const int items = *p.chain_count * Traits::kColumnBlocks;
+  bool waited = false;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int chain = p.chains[item / Traits::kColumnBlocks], v0 = item % Traits::kColumnBlocks * Traits::kColumns;
     const bool reverse = chain % 2 == 1;
@@ -203,9 +220,11 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
       __syncthreads();
       if (thread < turns) {
         const int segment = segment_of(thread);
-        needed[thread] = warmup_of(p, segment, head, reverse) == kExact &&
-                         warmup_of(p, segment + direction, head, reverse) == kExact;
+        const Warmups warmups = warmups_at(p, segment, head, reverse);
+        needed[thread] = warmups.own == kExact && warmups.next == kExact;
       }
+      if (!waited) wait_for_predecessors();
+      waited = true;
       __syncthreads();
       auto next_needed = [&](int turn) {
         while (turn < turns && !needed[turn]) ++turn;
@@ -288,6 +307,7 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
       }
     }
   }
+  if (!waited) wait_for_predecessors();
 }
 
 }  // namespace flash_qla::cuda::sm90

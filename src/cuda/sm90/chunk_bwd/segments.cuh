@@ -68,12 +68,19 @@ __device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int 
   return (static_cast<int64_t>(segment) * p.Hv + head) * kEdgesOfSegment + edge;
 }
 
+// The warm-ups of a segment and of the one after it in the pass's direction. Both are asked for at once, whether or not
+// there is such a one: each takes as long as all of them.
+struct Warmups {
+  int own, next;
+};
+__device__ __forceinline__ Warmups warmups_at(const ChunkBackwardParams& p, int segment, int head, bool reverse) {
+  const int next = min(max(segment + (reverse ? -1 : 1), 0), p.segment_bound - 1);
+  return {warmup_of(p, segment, head, reverse), warmup_of(p, next, head, reverse)};
+}
+
 // M is needed where an exact edge follows an exact edge, in a direction.
-__device__ __forceinline__ bool needs_transition(const ChunkBackwardParams& p, const Segment& s, int segment, int head,
-                                                 bool reverse) {
-  if (s.index == 0 || s.index + 1 == s.count) return false;
-  return warmup_of(p, segment, head, reverse) == kExact &&
-         warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
+__device__ __forceinline__ bool needs_transition(const Segment& s, const Warmups& warmups) {
+  return s.index != 0 && s.index + 1 != s.count && warmups.own == kExact && warmups.next == kExact;
 }
 
 // How a pass goes through a segment.
@@ -83,13 +90,12 @@ struct SegmentPass {
   bool feeds;              // the segment after it starts at an exact edge
 };
 
-__device__ __forceinline__ SegmentPass segment_pass(const ChunkBackwardParams& p, const Segment& s, int segment,
-                                                    int head, bool reverse) {
+__device__ __forceinline__ SegmentPass segment_pass(const Segment& s, const Warmups& warmups, bool reverse) {
   SegmentPass pass;
   pass.is_first = s.index == (reverse ? s.count - 1 : 0);
   pass.is_last = s.index == (reverse ? 0 : s.count - 1);
-  pass.warmup = pass.is_first ? 0 : warmup_of(p, segment, head, reverse);
-  pass.feeds = !pass.is_last && warmup_of(p, segment + (reverse ? -1 : 1), head, reverse) == kExact;
+  pass.warmup = pass.is_first ? 0 : warmups.own;
+  pass.feeds = !pass.is_last && warmups.next == kExact;
   return pass;
 }
 

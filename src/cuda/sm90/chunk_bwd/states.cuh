@@ -81,15 +81,20 @@ __device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p,
 __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, bool second_round, StatesWork* work) {
   work->half = blockIdx.x % 2;
   const int index = blockIdx.x / 2, round = static_cast<int>(second_round);
-  if (index >= p.round_counts[round]) return false;
-  const SegmentWork listed = segment_work(round_list(p, round)[index]);
+  // What can be asked for at once is: a block's start is the time that its loads take one after another. Past the
+  // list's end there are other numbers, of which nothing is taken.
+  const int count = p.round_counts[round];
+  const int32_t entry = round_list(p, round)[index];
+  if (index >= count) return false;
+  const SegmentWork listed = segment_work(entry);
   const int head = listed.piece % p.Hv, segment = listed.piece / p.Hv;
+  const bool reverse = listed.pass == kReversePass;
+  const Warmups warmups = warmups_at(p, segment, head, reverse);
   Segment s;
   if (!find_segment(p, segment, &s)) return false;
   work->head = head;
   work->n = s.n;
   work->sequence = s.sequence;
-  const bool reverse = listed.pass == kReversePass;
   work->reverse = reverse;
   work->warmup = 0;
   work->steps = s.end - s.begin;
@@ -101,7 +106,7 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
     return true;
   }
   const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
-  const SegmentPass at = segment_pass(p, s, segment, head, reverse);
+  const SegmentPass at = segment_pass(s, warmups, reverse);
   const int64_t left_behind = at.is_last ? kStateGiven : kStateDropped;
   if (at.warmup == kExact) {
     if (second_round) {
@@ -131,7 +136,10 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
                                                                   bool second_round) {
   // In this order: the gradients' blocks, which wait for what these count, come when all of these have started, and
   // find the counters as the kernels before have left them.
-  if (!p.beside) wait_for_predecessors();
+  // The second round of segments waits below: it starts beside the combination, after all blocks of which and so after
+  // the first round has found the lists made.
+  const bool waits_late = kForm == kHalfForm && second_round;
+  if (!p.beside && !waits_late) wait_for_predecessors();
   launch_dependents();
   using Traits = StatesTraits<kForm>;
   extern __shared__ uint8_t raw[];
@@ -142,7 +150,9 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
 
   StatesWork work;
   if (kForm == kHalfForm && p.segment_chunks > 0) {  // the others have whole sequences alone
-    if (!find_segment_work(p, second_round, &work)) return;
+    const bool found = find_segment_work(p, second_round, &work);
+    if (waits_late) wait_for_predecessors();
+    if (!found) return;
   } else {
     find_sequence_work(p, Traits::kHalves, &work);
   }

@@ -327,17 +327,24 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
   }
 }
 
+// Opens the walker's next tile, if there is one.
+template <typename Traits>
+__device__ __forceinline__ void open_next_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
+  if (Traits::kStateOnly || p.list != nullptr) {
+    open_listed_tile<Traits>(p, walker);
+  } else {
+    open_tile<Traits>(p, walker);
+  }
+}
+
+// What a tile's first chunk does not hand on to the next.
+inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
+
 // The record of the next chunk.
 template <typename Traits>
 __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, ChunkWalker& walker,
                                               ChunkRecord& record) {
-  if (walker.remaining < 0) {
-    if (Traits::kStateOnly || p.list != nullptr) {
-      open_listed_tile<Traits>(p, walker);
-    } else {
-      open_tile<Traits>(p, walker);
-    }
-  }
+  if (walker.remaining < 0) open_next_tile<Traits>(p, walker);
   if (walker.remaining < 0) {
     record.valid = -1;
     return;
@@ -361,7 +368,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   }
   record = r;
   walker.next.row = r.row + kChunk;
-  walker.next.flags = r.flags & (kNoValues | kToTransition | kCountedReader);
+  walker.next.flags = r.flags & kFlagsOfTile;
   walker.next.chunk = r.chunk + 1;
   walker.next.position = r.position + 1;
 }

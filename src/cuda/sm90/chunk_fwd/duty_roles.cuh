@@ -2,6 +2,8 @@
 // products K K^T and Q K^T.
 #pragma once
 
+#include <cstddef>
+
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/mma.cuh"
@@ -109,12 +111,11 @@ struct CopyRole : DutyRole<Traits> {
     if (record(0).valid < 0) return;
     if (this->lane() == 0) {
 #pragma unroll 1
-      for (uint32_t m = 0; m < 4; ++m) {
+      for (uint32_t m = 0; m < Traits::kStagesK; ++m) {
         const Rows c = rows(m);
         if (c.valid < 0) break;
         load_k(m, c);
-        if (m < 3) load_q(m, c);
-        if (m < 2) load_v(m, c);
+        if (m < 2) load_q(m, c), load_v(m, c);
       }
     } else if (kAllAnnounceV) {
       load_v(0, rows(0));
@@ -123,16 +124,15 @@ struct CopyRole : DutyRole<Traits> {
     // V announces itself on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
     if (kAllAnnounceV || this->lane() == 0) load_v(2, rows(2));
-    Rows next3 = rows(3), next4 = rows(4);  // of chunks m + 3 and m + 4
+    Rows next2 = rows(2), next3 = rows(3), next4 = rows(4);  // of chunks m + 2, m + 3 and m + 4
+    if (next2.valid < 0) next3.valid = -1;
+    if (next3.valid < 0) next4.valid = -1;
 #pragma unroll 1
     for (uint32_t m = 0; record(m).valid >= 0; ++m) {
+      mbarrier_wait(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
+      if (this->lane() == 0) load_q(m + 2, next2);
       mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
       store_o(m);
-      this->wait_done(m);
-      if (this->lane() == 0) {
-        load_k(m + 4, next4);
-        load_q(m + 3, next3);
-      }
       Rows next5{0, -1, 0, 0};
       if (next3.valid >= 0) {
         mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
@@ -142,6 +142,9 @@ struct CopyRole : DutyRole<Traits> {
         }
         if (next4.valid >= 0) next5 = rows(m + 5);
       }
+      this->wait_done(m);
+      if (this->lane() == 0) load_k(m + 5, next5);
+      next2 = next3;
       next3 = next4;
       next4 = next5;
       __syncwarp();
@@ -183,8 +186,54 @@ struct GateRole : DutyRole<Traits> {
     copy_async_arrive(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw));
   }
 
+  // The open tile of the chunk list, a word of its next record to a lane, so that the chunks in a tile's middle are
+  // listed without reading anything: by the walker in shared memory, which opens the tiles, it took a third of the
+  // warp's time.
+  struct OpenTile {
+    int word, remaining, silent;  // as in ChunkWalker
+  };
+  // Words of a record.
+  static constexpr int kRecordWords = sizeof(ChunkRecord) / 4;
+  static constexpr int kRow = offsetof(ChunkRecord, row) / 4, kValid = offsetof(ChunkRecord, valid) / 4,
+                       kFlags = offsetof(ChunkRecord, flags) / 4, kNumber = offsetof(ChunkRecord, chunk) / 4,
+                       kPosition = offsetof(ChunkRecord, position) / 4;
+  __device__ ChunkWalker& walker() const {
+    return *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+  }
+  __device__ OpenTile read_tile() const {
+    const ChunkWalker& from = walker();
+    return {reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)], from.remaining, from.silent};
+  }
+  __device__ void list_chunk(uint32_t m, OpenTile& tile) const {
+    const int number = this->lane();
+    int* to =
+        reinterpret_cast<int*>(shared_memory() + Traits::kSmemChunks) + m % Traits::kChunkRing * kRecordWords + number;
+    if (tile.remaining <= 0) {
+      if (number == 0) {
+        walker().remaining = -1;
+        open_next_tile<Traits>(p, walker());
+      }
+      __syncwarp();
+      tile = read_tile();
+      if (tile.remaining < 0) {
+        if (number == kValid) *to = -1;
+        return;
+      }
+    }
+    const int valid = min(tile.remaining, kChunk);
+    tile.remaining -= valid;
+    int word = number == kValid ? valid : tile.word;
+    const bool is_flags = number == kFlags;
+    if (is_flags) word |= (tile.remaining == 0 ? kLastChunk : 0) | (tile.silent > 0 ? kSilentChunk : 0);
+    if (number < kRecordWords) *to = word;
+    tile.silent -= tile.silent > 0;
+    const int step = number == kRow ? kChunk : number == kNumber || number == kPosition ? 1 : 0;
+    tile.word = is_flags ? tile.word & kFlagsOfTile : tile.word + step;
+  }
+
   __device__ void run() const {
     static_assert(Traits::kStagesRaw == 2 * Traits::kStagesGate);
+    OpenTile tile = read_tile();
 #pragma unroll 1
     for (uint32_t m = 0; m < Traits::kStagesGate && record(m).valid >= 0; ++m) fetch(m);
 #pragma unroll 1
@@ -200,7 +249,7 @@ struct GateRole : DutyRole<Traits> {
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       fetch(m + Traits::kStagesGate);
-      if (this->lane() == 0) produce_chunk<Traits>(p, m + kFirstRecords<Traits>);
+      list_chunk(m + kFirstRecords<Traits>, tile);
       __syncwarp();
     }
   }
@@ -326,7 +375,12 @@ struct InverseRole : DutyRole<Traits> {
       Sum square30 = multiply(x31, r10);
       add_half_product(square30, x32, as_right(x20));
       const Sum cube = multiply(y31, r10);
-      x30 = rounded(multiply(d3, right(3, 0)));
+      // Zero, though the assembler cannot know it before the products above are there: it would begin at once, and
+      // spill.
+      const uint32_t late = __funnelshift_rc(y31.x[0], 0u, blockDim.x / (Traits::kThreads / 32));
+      Right r30;
+      load_matrix_x4((by_rows ^ (3 << 5)) + late, r30.x);
+      x30 = rounded(multiply(d3, r30));
       const Left y20 = rounded(square20);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -557,35 +611,42 @@ struct ProductRole : DutyRole<Traits> {
   }
 
   __device__ void run() const {
-    int valid = record(0).valid, valid1 = record(1).valid;
+    int valid = record(0).valid, valid1 = record(1).valid, valid2 = valid1 < 0 ? -1 : record(2).valid;
     if (valid < 0) return;
     float x[32];
     uint32_t packed[16];
-    // M is made two chunks ahead of P: K K^T of chunk 0 and 1 first.
-    wait_key(0, valid);
-    start_product<Element>(x, wgmma_descriptor(this->stage_k(0)), wgmma_descriptor(this->stage_k(0)));
-    float2 beta = load_beta(0, valid);
+    // K K^T is made three chunks ahead of P, and M stored, once its tile is free, two: those of chunks 0 to 2 first.
+    float2 beta;
+#pragma unroll 1
+    for (uint32_t m = 0; m < 2; ++m) {
+      const int now = m == 0 ? valid : valid1;
+      wait_key(m, now);
+      start_product<Element>(x, wgmma_descriptor(this->stage_k(m)), wgmma_descriptor(this->stage_k(m)));
+      beta = load_beta(m, now);
+      wgmma_wait<0>();
+      pin(x);
+      pack_m(x, beta, packed);
+      store_m(packed, m);
+    }
+    wait_key(2, valid2);
+    start_product<Element>(x, wgmma_descriptor(this->stage_k(2)), wgmma_descriptor(this->stage_k(2)));
+    beta = load_beta(2, valid2);
     wgmma_wait<0>();
     pin(x);
-    pack_m(x, beta, packed);
-    store_m(packed, 0);
-    wait_key(1, valid1);
-    start_product<Element>(x, wgmma_descriptor(this->stage_k(1)), wgmma_descriptor(this->stage_k(1)));
-    beta = load_beta(1, valid1);
-    wgmma_wait<0>();
-    pin(x);
-    // x is K K^T of chunk m + 1.
+    // x is K K^T of chunk m + 2.
 #pragma unroll 1
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
       mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
       start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
-      store_m(packed, m + 1);
-      const int valid2 = record(m + 2).valid;
+      if (m >= 2) this->wait_done(m - 2);
+      store_m(packed, m + 2);
+      const int valid3 = record(m + 3).valid;
       this->wait_gates(m);
       const float mild = load_shared_f1(this->stage_gate(m) + Traits::kGateMild);
       wgmma_wait<0>();
       pin(x);
+      mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
@@ -593,18 +654,18 @@ struct ProductRole : DutyRole<Traits> {
         pack_gated(x, this->stage_gate(m), packed);
       }
       pin(packed);
-      if (m >= 2) this->wait_done(m - 2);
       store_p(packed, m);
       if (valid < kChunk) clear_tail_v(m, valid);
       __syncwarp();
       mbarrier_arrive_warp(this->full_p(m), thread & 31);
-      wait_key(m + 2, valid2);
-      start_product<Element>(x, wgmma_descriptor(this->stage_k(m + 2)), wgmma_descriptor(this->stage_k(m + 2)));
-      beta = load_beta(m + 2, valid2);
+      wait_key(m + 3, valid3);
+      start_product<Element>(x, wgmma_descriptor(this->stage_k(m + 3)), wgmma_descriptor(this->stage_k(m + 3)));
+      beta = load_beta(m + 3, valid3);
       wgmma_wait<0>();
       pin(x);
       valid = valid1;
       valid1 = valid2;
+      valid2 = valid3;
     }
   }
 };

@@ -10,13 +10,11 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// From -M in fp16, which the tile holds transposed, tile[column][row], to A_g in its place. What the tile holds is U =
-// -M^T: blocks U_ji, j < i, right of the diagonal, and on it what D is solved from. With E = D^T all products run on
-// transposes, rows j, columns i:
-//   Y01 = E0 U01, Y23 = E2 U23, T1i = E1 U1i, T0i = E0 U0i + Y01 T1i,
-//   A01 = Y01 E1, A23 = Y23 E3, Aj2 = Tj2 E2, Aj3 = Tj3 E3 + Tj2 A23,
-// three products one after the other. mma.sync waits for the wgmma of other warps, so what does not depend on each
-// other goes together. Sums are fp16 but for the last products', which leave.
+// From -M in fp16, which the tile holds transposed, tile[column][row], to A_g in its place. What the tile holds is
+// U = -M^T: blocks U_ji, j < i, right of the diagonal, and on it what D is solved from. With E = D^T:
+//   A_jj = E_j,  A_ji = (sum over j <= k < i of A_jk U_ki) E_i,
+// rows j, columns i, so nothing but E is needed in two forms. Sums are fp16 but for what only leaves. mma.sync waits
+// for the wgmma of other warps, so their number counts more than how many follow one another.
 template <typename Traits>
 struct FastInverse {
   using Element = typename Traits::Element;
@@ -24,7 +22,6 @@ struct FastInverse {
   using Left = HalfLeft;
   using Right = HalfRight;
   using Sum = HalfSum;
-  static __device__ Right right_of_transpose(const Left& a) { return {{a.x[0], a.x[2], a.x[1], a.x[3]}}; }
 
   // One half of D += A B: eight columns.
   static __device__ void multiply_add_half(uint32_t& low, uint32_t& high, const Left& a, uint32_t b0, uint32_t b1) {
@@ -47,7 +44,20 @@ struct FastInverse {
     multiply_add(d, a, b);
     return d;
   }
-  // A B with an upper triangular B.
+  // ... with an upper triangular right operand.
+  static __device__ Left multiply_triangular(const Left& a, const Right& b) {
+    Left d{{0u, 0u, 0u, 0u}};
+    multiply_add_eight(d.x[0], d.x[1], a.x[0], a.x[1], b.x[0]);
+    multiply_add_half(d.x[2], d.x[3], a, b.x[2], b.x[3]);
+    return d;
+  }
+  static __device__ Right as_right(const Left& a) {
+    Right b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b.x[i] = transpose_8x8(a.x[i]);
+    return b;
+  }
+  // A B with an upper triangular B, in fp32.
   static __device__ Sum triangular_product(const Left& a, const Right& b) {
     Sum d;
     float* x = d.x;
@@ -89,20 +99,22 @@ struct FastInverse {
     __syncwarp();
   }
 
-  // A E^T, the upper triangular E as a left operand.
-  static __device__ Left multiply_transpose(const Left& a, const Left& e) {
-    Left d{{0u, 0u, 0u, 0u}};
-    multiply_add_half(d.x[0], d.x[1], a, e.x[0], e.x[2]);
-    multiply_add_eight(d.x[2], d.x[3], a.x[2], a.x[3], e.x[3]);
-    return d;
-  }
-  // The product of two 8x8 matrices.
-  static __device__ uint32_t multiply_small(uint32_t a, uint32_t b) {
-    uint32_t d = 0u, unused = 0u;
-    multiply_add_eight(d, unused, a, 0u, b);
-    return d;
+  // Two products of 8x8 matrices at once.
+  static __device__ void multiply_eights(uint32_t& d0, uint32_t& d1, uint32_t a0, uint32_t a1, uint32_t b0,
+                                         uint32_t b1) {
+    d0 = d1 = 0u;
+    multiply_add_half(d0, d1, Left{{a0, 0u, 0u, a1}}, b0, b1);
   }
 
+  static __device__ Sum unpacked(const Left& a) {
+    Sum sum;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack2<__half>(a.x[i]);
+      sum.x[2 * i] = pair.x, sum.x[2 * i + 1] = pair.y;
+    }
+    return sum;
+  }
   static __device__ uint32_t scaled(uint32_t pair, float x, float y) {
     const float2 values = unpack2<__half>(pair);
     return pack2<Element>(values.x * x, values.y * y);
@@ -134,11 +146,6 @@ struct FastInverse {
       load_matrix_x4((by_columns ^ (i << 5)) + j * 2048, a.x);
       return a;
     };
-    auto left_transposed = [&](int j, int i) {
-      Left a;
-      load_matrix_x4_trans((by_rows ^ (i << 5)) + j * 2048, a.x[0], a.x[1], a.x[2], a.x[3]);
-      return a;
-    };
     auto right = [&](int j, int i) {
       Right b;
       load_matrix_x4_trans((by_columns ^ (i << 5)) + j * 2048, b.x[0], b.x[1], b.x[2], b.x[3]);
@@ -153,79 +160,77 @@ struct FastInverse {
       e[j] = left(j, j);
       e_right[j] = right(j, j);
       e[j].x[1] = 0u;
-      e[j].x[2] = multiply_small(e[j].x[0], e_right[j].x[2]);
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) e[j].x[2] = multiply_small(e[j].x[2], e_right[j].x[3]);
     wait_gates();
     const bool mild = __any_sync(0xffffffffu, load_shared_f1(mild_factor) != 0.0f);
-    __syncwarp();  // A_g takes the place of what other lanes have been reading; likewise below
-    if (mild) {
+    const Right u01 = right(0, 1), u23 = right(2, 3);
+    uint32_t corner[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float low = load_shared_f1(column_factors + 16 * j), high = load_shared_f1(column_factors + 16 * j + 8);
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low, low), 0u,
-                              scaled(e[j].x[2], low, low), scaled(e[j].x[3], high, high));
-      }
-    } else {
-      // For later, lest registers be kept for it.
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
-                        __uint_as_float(e[j].x[2]));
-      }
+    for (int j = 0; j < 4; j += 2) {
+      multiply_eights(corner[j], corner[j + 1], e[j].x[0], e[j + 1].x[0], e_right[j].x[2], e_right[j + 1].x[2]);
     }
 #pragma unroll
-    for (int j = 1; j < 4; ++j) {
-      e_right[j].x[2] = transpose_8x8(e[j].x[2]);
+    for (int j = 0; j < 4; j += 2) {
+      multiply_eights(e[j].x[2], e[j + 1].x[2], corner[j], corner[j + 1], e_right[j].x[3], e_right[j + 1].x[3]);
     }
-    const Left y23 = multiply(e[2], right(2, 3));
-    const Left y01 = multiply(e[0], right(0, 1));
-    const Left t12_transposed = multiply_transpose(left_transposed(1, 2), e[1]);
-    const Left t13_transposed = multiply_transpose(left_transposed(1, 3), e[1]);
-    Left t02 = multiply(e[0], right(0, 2));
-    Left t03 = multiply(e[0], right(0, 3));
-    const Left t12 = multiply(e[1], right(1, 2));
-    const Left t13 = multiply(e[1], right(1, 3));
-    const Left a23_transposed =
-        multiply(Left{{e_right[3].x[0], e_right[3].x[2], 0u, e_right[3].x[3]}}, right_of_transpose(y23));
-    multiply_add(t02, y01, right_of_transpose(t12_transposed));
-    multiply_add(t03, y01, right_of_transpose(t13_transposed));
-    const Right a23_right = right_of_transpose(a23_transposed);
+    const Left y01 = multiply(e[0], u01), y23 = multiply(e[2], u23);
+    Left x12, x13, x02, x03;
+    {
+      const Right u12 = right(1, 2), u13 = right(1, 3);
+      x12 = multiply(e[1], u12);
+      x13 = multiply(e[1], u13);
+      x02 = multiply(e[0], right(0, 2));
+      x03 = multiply(e[0], right(0, 3));
+#pragma unroll
+      for (int j = 1; j < 4; ++j) e_right[j].x[2] = transpose_8x8(e[j].x[2]);
+    }
     __syncwarp();
-    // The last products, each on its way while the next is made. store(sum, j, i).
-    auto finish = [&](auto store) {
-      Sum b = triangular_product(y23, e_right[3]);
-      Sum a = triangular_product(y01, e_right[1]);
-      store(b, 2, 3);
-      b = triangular_product(t02, e_right[2]);
-      store(a, 0, 1);
-      a = triangular_product(t03, e_right[3]);
-      add_half_product(a, t02, a23_right);
-      store(b, 0, 2);
-      b = triangular_product(t12, e_right[2]);
-      store(a, 0, 3);
-      a = triangular_product(t13, e_right[3]);
-      add_half_product(a, t12, a23_right);
-      store(b, 1, 2);
-      store(a, 1, 3);
+    // For later, lest registers be kept for it.
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
+                      __uint_as_float(e[j].x[2]));
+    }
+    const Left a01 = multiply_triangular(y01, e_right[1]), a23 = multiply_triangular(y23, e_right[3]);
+    Sum a12 = triangular_product(x12, e_right[2]), a13 = triangular_product(x13, e_right[3]);
+    multiply_add(x02, a01, right(1, 2));
+    multiply_add(x03, a01, right(1, 3));
+    const Right a23_right = as_right(a23);
+    add_half_product(a13, x12, a23_right);
+    Sum a02 = triangular_product(x02, e_right[2]), a03 = triangular_product(x03, e_right[3]);
+    add_half_product(a03, x02, a23_right);
+    __syncwarp();  // A_g takes the place of what other lanes have been reading
+    find_place();
+    // Blocks right of the diagonal: store(block, j, i).
+    auto store_all = [&](auto store) {
+      store(unpacked(a01), 0, 1);
+      store(a02, 0, 2);
+      store(a03, 0, 3);
+      store(a12, 1, 2);
+      store(a13, 1, 3);
+      store(unpacked(a23), 2, 3);
     };
     if (mild) {
-      // Of one row of blocks; the next one's are loaded behind its last store.
-      float low, high;
-      auto load_factors = [&](int j) {
-        low = load_shared_f1(column_factors + 16 * j);
-        high = load_shared_f1(column_factors + 16 * j + 8);
-      };
-      load_factors(2);
-      finish([&](const Sum& a, int j, int i) {
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low, a.x[1] * low),
-                              pack2<Element>(a.x[2] * high, a.x[3] * high), pack2<Element>(a.x[4] * low, a.x[5] * low),
-                              pack2<Element>(a.x[6] * high, a.x[7] * high));
-        if (i == 3 && j != 1) load_factors(j == 2 ? 0 : 1);
+      float low[4], high[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        low[j] = load_shared_f1(column_factors + 16 * j);
+        high[j] = load_shared_f1(column_factors + 16 * j + 8);
+      }
+      store_all([&](const Sum& a, int j, int i) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low[j], a.x[1] * low[j]),
+                              pack2<Element>(a.x[2] * high[j], a.x[3] * high[j]),
+                              pack2<Element>(a.x[4] * low[j], a.x[5] * low[j]),
+                              pack2<Element>(a.x[6] * high[j], a.x[7] * high[j]));
       });
+#pragma unroll
+      for (int j = 0; j < 4; ++j) e[j] = left(j, j);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low[j], low[j]), 0u,
+                              scaled(e[j].x[2], low[j], low[j]), scaled(e[j].x[3], high[j], high[j]));
+      }
     } else {
-      find_place();
       const int q = lane & 3, g = lane >> 2;
       auto store_diagonal = [&](int j) {
         const Left a = left(j, j);
@@ -257,12 +262,13 @@ struct FastInverse {
                               pack2<Element>(a.x[4] * (row1.x * low), a.x[5] * (row1.y * low)),
                               pack2<Element>(a.x[6] * (row1.x * high), a.x[7] * (row1.y * high)));
       };
-      finish(store);
+      store_all(store);
       store_diagonal(0);
       store_diagonal(1);
       store_diagonal(2);
       store_diagonal(3);
     }
+    __syncwarp();
     // The two blocks right of the diagonal that the state groups read.
     store_matrix_x4_trans(by_rows ^ (1 << 5), 0u, 0u, 0u, 0u);
     store_matrix_x4_trans((by_rows ^ (3 << 5)) + 2 * 2048, 0u, 0u, 0u, 0u);

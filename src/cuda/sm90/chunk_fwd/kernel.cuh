@@ -55,6 +55,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesGate; ++i) {
       mbarrier_init(smem() + Traits::kFullGate + 8 * i, kWarpArrivals);
     }
+    for (int i = 0; i < Traits::kStagesQ; ++i) {
+      mbarrier_init(smem() + Traits::kFreeQ + 8 * i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
+    }
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);

@@ -356,6 +356,9 @@ struct StateRole {
         pin(packed);
 
         if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
+        if constexpr (Traits::kDuties) {
+          mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
+        }
         const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
         // W^T = V^T - u^T diag(gamma)
 #pragma unroll
@@ -386,7 +389,8 @@ struct StateRole {
         // What comes next, ahead of its use.
 #pragma unroll
         for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-        const int2 chunk_next = load_chunk(m + 1);
+        int2 chunk_next;
+        if constexpr (!Traits::kDuties) chunk_next = load_chunk(m + 1);
         wgmma_wait<0>();
         pin(low);
         pin(high);
@@ -424,6 +428,7 @@ struct StateRole {
           mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
         wgmma_commit();
         if constexpr (Traits::kDuties) {
+          chunk_next = load_chunk(m + 1);
           // O leaves while the state's update runs.
           wgmma_wait<1>();
           pin(o);

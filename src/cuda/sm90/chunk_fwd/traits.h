@@ -37,10 +37,10 @@ struct ChunkForwardTraits {
   static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
   static_assert(kDuties || !kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
-  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of ten moves measured
-  // in two runs this was the best for bf16 and for fp16, by 1 to 4 % in every row (docs/design/sm90_forward.md); to be
-  // measured again when the code changes.
-  static constexpr int kProductsMoved = kFastInverse ? 300 : 0;
+  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
+  // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
+  // (docs/design/sm90_forward.md). To be measured again when the code changes.
+  static constexpr int kProductsMoved = kFastInverse ? 192 : 0;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -50,9 +50,10 @@ struct ChunkForwardTraits {
   static constexpr int kStateRegisters = 192;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
-  // is used.
-  static constexpr int kStagesK = 4;
-  static constexpr int kStagesQ = 3;
+  // is used. With duties K K^T is made a chunk earlier still, so that the inverse need not wait for it, and Q, which is
+  // given back when Q K^T and S Q are made, not at its chunk's end, has two stages.
+  static constexpr int kStagesK = kDuties ? 5 : 4;
+  static constexpr int kStagesQ = kDuties ? 2 : 3;
   // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
   static constexpr int kBarriersQ = kDuties ? kStagesQ : 2 * kAuxGroups;
@@ -124,7 +125,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
-  static constexpr uint32_t kSmemSequences = (kFullGate + 8 * kStagesGate + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
+  static constexpr uint32_t kSmemSequences = (kFreeQ + 8 * kStagesQ + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
   static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
