@@ -16,7 +16,6 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kFirstChunk = 1;
 inline constexpr int kLastChunk = 2;
-inline constexpr int kCheckpointChunk = 256;  // of whole heads with one duty to a warp: the state after it is kept
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
@@ -355,12 +354,6 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   if (walker.remaining == 0) {
     r.flags |= kLastChunk;
     walker.remaining = -1;
-  }
-  if constexpr (kMaySort<Traits>) {
-    if (Traits::kDuties && p.args.checkpoints != nullptr && r.valid == kChunk &&
-        (r.position + 1) % p.args.checkpoint_every_chunks == 0) {
-      r.flags |= kCheckpointChunk;
-    }
   }
   if (walker.silent > 0) {
     r.flags |= kSilentChunk;

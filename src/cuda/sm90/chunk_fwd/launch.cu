@@ -410,10 +410,7 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
                       (variant == ChunkForwardVariant::kAuto && split_pays(whole_tiles, sms));
   const bool save = args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr;
   const bool any_bits = args.split == SplitMode::kAuto;
-  // Whole heads with one duty to a warp keep checkpoints as they keep final states.
-  const bool only_checkpoints = args.h == nullptr && args.start_lists == nullptr;
-  const bool duties = !halves && (any_bits || args.type == ElementType::kBFloat16);
-  const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save && !(only_checkpoints && duties), any_bits);
+  const ChunkForwardKernel kernel = choose_kernel(args.type, halves, save, any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;

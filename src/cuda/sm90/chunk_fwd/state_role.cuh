@@ -278,12 +278,11 @@ struct StateRole {
     int2 chunk_now = load_chunk(0);
     // The first state after the first K, lest all of the card's blocks ask memory for states while they wait for K.
     if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
-    // What is done once a tile, or with a state on the way, lies outside of the loop over chunks, whose code so lies in
-    // one piece.
+    // What is done once a tile lies outside of the loop over its chunks, whose code so lies in one piece.
 #pragma unroll 1
     while (chunk_now.x >= 0) {
-      if (!Traits::kDuties || (chunk_now.y & kFirstChunk)) load_initial(s, record(m), at);
-      bool state_leaves;
+      load_initial(s, record(m), at);
+      bool last_of_tile;
 #pragma unroll 1
       do {
         const uint32_t slot = m & 1, parity = m >> 1 & 1;
@@ -445,15 +444,11 @@ struct StateRole {
         mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
         if constexpr (Traits::kSave) save_checkpoint(s, record(m));
-        state_leaves = chunk_now.y & (Traits::kDuties ? kLastChunk | kCheckpointChunk : kLastChunk);
+        last_of_tile = chunk_now.y & kLastChunk;
         chunk_now = chunk_next;
         ++m;
-      } while (!state_leaves);
+      } while (!last_of_tile);
       const ChunkRecord& chunk = record(m - 1);
-      if constexpr (Traits::kDuties) {
-        if (chunk.flags & kCheckpointChunk) save_checkpoint(s, chunk);
-        if (!(chunk.flags & kLastChunk)) continue;
-      }
       if (p.readers != nullptr) settle_readers(chunk, at);
       if (chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;
