@@ -6,6 +6,36 @@
 
 namespace flash_qla::testing {
 
+// Checkpoints of whole heads: more tiles than half of a card's multiprocessors, with every kernel that keeps them.
+inline int64_t test_sm90_checkpoints(const Settings& settings, Arena& arena) {
+  Checker checker("checkpoints of whole heads, sm90", settings, arena);
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const flash_qla_cp_mode mode : {FLASH_QLA_CP_AUTO, FLASH_QLA_CP_OFF}) {
+      Random random(29);
+      Shape s;
+      s.dtype = type;
+      s.Hq = 2;
+      s.Hv = 8;
+      s.K = s.V = 128;
+      s.cu_seqlens = {0};
+      for (int n = 0; n < 20; ++n) {
+        s.cu_seqlens.push_back(s.cu_seqlens.back() + 64 * random.integer(0, 3) + random.integer(0, 1) * n);
+      }
+      s.T = s.cu_seqlens.back() + 9;
+      Features f;
+      f.initial_state = f.final_state = true;
+      f.cp_mode = mode;
+      f.v_first = type == DType::kFloat16;
+      PoolFeatures kept;
+      kept.pool = kept.packed_checkpoints = true;  // they are drawn with a pool
+      ForwardCall call;
+      call.draw(s, f, kept, false, random);
+      checker.check(mode == FLASH_QLA_CP_OFF ? "no split" : "split", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    }
+  }
+  return checker.finish();
+}
+
 // A sequence in a batch that fills the card has the bits that it has alone, and those of a few of its heads alone.
 inline int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
   Checker checker("bits depend on neither batch nor heads, sm90", settings, arena);

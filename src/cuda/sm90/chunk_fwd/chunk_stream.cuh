@@ -55,7 +55,7 @@ static_assert(sizeof(ChunkRecord) == 48);
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile to open next; not of a list
+  int32_t tile;       // tile opened last, or to open first; not of a list
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
@@ -71,9 +71,14 @@ __device__ __forceinline__ char* shared_memory() {
 }
 __device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
 
-// From L2: some are read while the kernels before may still write them, and then again.
 __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, int64_t i) {
-  return is_64_bit ? __ldcg(static_cast<const long long*>(data) + i) : __ldcg(static_cast<const int*>(data) + i);
+  return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+}
+
+// From L2: blocks may read offsets while the kernels before may still write them, and then again.
+__device__ __forceinline__ int64_t load_offset(const ChunkForwardArgs& args, int64_t i) {
+  return args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + i)
+                                    : __ldcg(static_cast<const int*>(args.cu_seqlens) + i);
 }
 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
@@ -82,8 +87,7 @@ __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& a
     const int32_t room = static_cast<int32_t>(args.dense_length);
     return {i * room, args.lengths != nullptr ? args.lengths[i] : room, i, i * ((room + kChunk - 1) / kChunk)};
   }
-  int64_t start = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
-  int64_t end = load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, static_cast<int64_t>(i) + 1);
+  int64_t start = load_offset(args, i), end = load_offset(args, int64_t{i} + 1);
   start = min(max(start, int64_t{0}), args.num_tokens);
   end = min(max(end, start), args.num_tokens);
   return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
@@ -260,32 +264,35 @@ __device__ __forceinline__ PlannedSequence sequence_of_rank(const ChunkForwardKe
   return p.plan != nullptr ? p.plan[rank] : sequence_at(p.args, rank);
 }
 
-// The tiles of a block that sorts, after its first.
+// The tiles of a block that deals, after its first.
 struct DealtTiles {
   int32_t count;
-  int32_t first_ticket;  // the tile of ticket 0, which follow
   uint16_t tiles[kMostDealt];
 };
-static_assert(sizeof(DealtTiles) == 8 + 2 * kMostDealt);
+static_assert(sizeof(DealtTiles) == 4 + 2 * kMostDealt);
 template <typename Traits>
 __device__ __forceinline__ DealtTiles& dealt_tiles() {
   return *reinterpret_cast<DealtTiles*>(shared_memory() + Traits::kSmemDealt);
 }
 
-// Which tile a block takes after `tile`, of which it has opened `opened` before.
+// Not inlined: in fp16 with eight auxiliary warps of the same code (aux_role.cuh) a register would be spilled.
+static __device__ __noinline__ int32_t take_ticket(uint32_t* ticket) {
+  return static_cast<int32_t>(atomicAdd(ticket, 1u));
+}
+
+// Which tile a block takes after `tile`, of which it has opened `opened` after its first. A ticket is taken when its
+// tile is opened, not before: a block would hold a tile back that others have time for.
 template <typename Traits>
 __device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, int32_t tile, int32_t opened,
                                              int32_t streams) {
-  int32_t first_ticket = streams;
+  if (p.ticket != nullptr) return streams + take_ticket(p.ticket);
   if constexpr (kMaySort<Traits>) {
     if (p.order == BlockOrder::kSorted) {
       const DealtTiles& dealt = dealt_tiles<Traits>();
-      if (opened < dealt.count) return dealt.tiles[opened];
-      if (p.ticket == nullptr) return p.tiles;
-      first_ticket = dealt.first_ticket;
+      return opened < dealt.count ? dealt.tiles[opened] : p.tiles;
     }
   }
-  return p.ticket != nullptr ? first_ticket + static_cast<int32_t>(atomicAdd(p.ticket, 1u)) : tile + streams;
+  return tile + streams;
 }
 
 // Opens the next tile that has anything to do.
@@ -293,10 +300,14 @@ template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tile < walker.tiles) {
-    const int32_t tile = walker.tile, streams = static_cast<int32_t>(gridDim.x) / Traits::kBlocks;
+    int32_t tile = walker.tile;
+    const int32_t opened = walker.opened++;
+    if (opened > 0) {
+      tile = next_tile<Traits>(p, tile, opened - 1, static_cast<int32_t>(gridDim.x) / Traits::kBlocks);
+      walker.tile = tile;
+      if (tile >= walker.tiles) return;
+    }
     const int32_t rank = tile / args.num_value_heads;
-    walker.tile = next_tile<Traits>(p, tile, walker.opened, streams);
-    const bool first = walker.opened++ == 0;
     const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
     r.slot_out = resolve_slot(args.final_state, sequence.index);
@@ -314,7 +325,7 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     walker.remaining = max(sequence.length, 0);
     walker.silent = 0;
     // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
-    if (!first && r.slot_in >= 0) {
+    if (walker.opened > 1 && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
@@ -464,22 +475,6 @@ __device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, in
   if (lane == 0) dealt.count = count;
 }
 
-// Where all tiles are too many for that: the second tile is the shortest of as many as are second, if no block has then
-// more than its share; the others, or all from the second on, go by tickets.
-template <typename Traits>
-__device__ __forceinline__ void deal_second_tiles(const ChunkForwardKernelParams& p, int lane) {
-  const PlannedSequence* sequences = found_sequences<Traits>();
-  const int32_t heads = p.args.num_value_heads, streams = static_cast<int32_t>(gridDim.x);
-  const uint32_t all = __reduce_add_sync(0xffffffffu, lane < p.args.num_sequences ? tile_cost(sequences[lane]) : 0u);
-  const uint32_t most = tile_cost(sequences[0]) + tile_cost(sequences[streams / heads]);
-  const bool second = static_cast<uint64_t>(most) * streams <= static_cast<uint64_t>(all) * heads;
-  if (lane != 0) return;
-  DealtTiles& dealt = dealt_tiles<Traits>();
-  dealt.count = second ? 1 : 0;
-  dealt.first_ticket = second ? 2 * streams : streams;
-  dealt.tiles[0] = static_cast<uint16_t>(2 * streams - 1 - static_cast<int32_t>(blockIdx.x));
-}
-
 // ... by one warp.
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
@@ -502,15 +497,9 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
       if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
       __syncwarp();
-      if (sorted) {
-        if (p.ticket == nullptr) {
-          deal_tiles<Traits>(p, lane);
-        } else {
-          deal_second_tiles<Traits>(p, lane);
-          __syncwarp();
-          guesses &= dealt_tiles<Traits>().count > 0 &&
-                     found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
-        }
+      if (sorted && p.ticket == nullptr) deal_tiles<Traits>(p, lane);
+      if (p.ticket != nullptr) {
+        guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
       }
     }
     if (guesses || !waits) {

@@ -58,7 +58,7 @@ struct ChunkForwardKernelParams {
   uint32_t* readers;
   const PlannedSequence* plan;  // [N] longest first; null: blocks look themselves
   BlockOrder order;             // without a plan and a list
-  // Tiles given out beyond the first of each block, or the first two (kSorted); null: they go by their numbers.
+  // Tiles given out beyond the first of each block; null: they go by their numbers, or are dealt (kSorted).
   uint32_t* ticket;
   // Where lengths are looked at first, 0 there: the unsplit kernel does the work, else that of the lists. Null: no
   // such question.

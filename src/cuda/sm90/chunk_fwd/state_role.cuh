@@ -11,6 +11,7 @@
 namespace flash_qla::cuda::sm90 {
 
 // One thread's 64 values of S^T, rows (V) dv and dv + 8, columns (K) 8j + 2q and the next, from or to a state matrix.
+// Neighbours in K go together where they are neighbours in memory.
 template <typename Store, bool kVFirst, bool kWrite>
 __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv, int q) {
   constexpr int kStrideK = kVFirst ? 1 : kHeadDim;
@@ -18,13 +19,29 @@ __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv
   Store* base = matrix + dv * kStrideV + 2 * q * kStrideK;
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
+    if constexpr (kVFirst) {
+      struct alignas(2 * sizeof(Store)) Pair {
+        Store x, y;
+      };
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Store* element = base + (8 * j + (i & 1)) * kStrideK + 8 * (i >> 1) * kStrideV;
-      if constexpr (kWrite) {
-        *element = static_cast<Store>(s[4 * j + i]);
-      } else {
-        s[4 * j + i] = static_cast<float>(*element);
+      for (int i = 0; i < 2; ++i) {
+        Pair* pair = reinterpret_cast<Pair*>(base + 8 * j + 8 * i * kStrideV);
+        if constexpr (kWrite) {
+          *pair = Pair{static_cast<Store>(s[4 * j + 2 * i]), static_cast<Store>(s[4 * j + 2 * i + 1])};
+        } else {
+          const Pair loaded = *pair;
+          s[4 * j + 2 * i] = static_cast<float>(loaded.x), s[4 * j + 2 * i + 1] = static_cast<float>(loaded.y);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Store* element = base + (8 * j + (i & 1)) * kStrideK + 8 * (i >> 1) * kStrideV;
+        if constexpr (kWrite) {
+          *element = static_cast<Store>(s[4 * j + i]);
+        } else {
+          s[4 * j + i] = static_cast<float>(*element);
+        }
       }
     }
   }

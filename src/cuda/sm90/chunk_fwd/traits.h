@@ -128,7 +128,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
   static constexpr uint32_t kSmemSequences = (kFreeQ + 8 * kStagesQ + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
-  static constexpr uint32_t kSmemBytes = kSmemDealt + 8 + 2 * kMostDealt;
+  static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
