@@ -84,8 +84,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       asm volatile("" : "+r"(warp), "+r"(lane));
       HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
-      // In the early block the plus group sees to one of the late rows' two products, minus's work: after the row sums of
-      // its own, which it is not among.
+      // In the early block the plus group sees to one of the late rows' two products, minus's work: after the row sums
+      // of its own, which it is not among.
       const bool two_parts = kIsMinus || (group == kPlus && rank == kEarly);
       uint32_t part = 0;
 #pragma unroll 1
