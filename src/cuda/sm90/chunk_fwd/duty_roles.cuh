@@ -372,12 +372,13 @@ struct InverseRole : DutyRole<Traits> {
       x32 = rounded(multiply(d3, right(3, 2)));
       x31 = rounded(multiply(d3, right(3, 1)));
       const Left y31 = rounded(multiply(x32, as_right(x21)));
+      // Zero, though the assembler cannot know it before y31 is there: it would begin with all that follows at once,
+      // and spill.
+      const uint32_t late = __funnelshift_rc(y31.x[0], 0u, blockDim.x / (Traits::kThreads / 32));
+      x31.x[0] |= late;
       Sum square30 = multiply(x31, r10);
       add_half_product(square30, x32, as_right(x20));
       const Sum cube = multiply(y31, r10);
-      // Zero, though the assembler cannot know it before the products above are there: it would begin at once, and
-      // spill.
-      const uint32_t late = __funnelshift_rc(y31.x[0], 0u, blockDim.x / (Traits::kThreads / 32));
       Right r30;
       load_matrix_x4((by_rows ^ (3 << 5)) + late, r30.x);
       x30 = rounded(multiply(d3, r30));
