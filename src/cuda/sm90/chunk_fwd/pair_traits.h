@@ -13,6 +13,7 @@ struct PairForwardTraits {
   static constexpr int kStateGroups = 1;
   static constexpr bool kSave = kSave_;
   static constexpr bool kStateOnly = false;
+  static constexpr bool kEndsWhereKept = false;
 
   // Warpgroups: two make A_g and P, one holds S^T, of one each warp has a duty of its own (pair_kernel.cuh). A block
   // prepares every second chunk of the stream, each of its auxiliary groups every fourth.

@@ -15,6 +15,7 @@ struct RelayForwardTraits {
   static constexpr int kStateGroups = 1;
   static constexpr bool kSave = kSave_;
   static constexpr bool kStateOnly = false;
+  static constexpr bool kEndsWhereKept = false;
 
   // Warpgroups: two make A_g and P, one holds S^T, of one each warp has a duty of its own (relay_kernel.cuh). A block
   // prepares one of kBlocks chunks of the stream, each of its auxiliary groups every second of those.
