@@ -128,6 +128,11 @@ __device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, in
   return slot < 0 ? kSkipSequence : slot;
 }
 
+// Whether anything but their numbers says where sequences' states are.
+__host__ __device__ __forceinline__ bool has_slots(const ChunkForwardArgs& args) {
+  return args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
+}
+
 __device__ __forceinline__ int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
 __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot, int32_t head) {
@@ -568,8 +573,8 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (p.ticket != nullptr) {
         guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
       }
-      // Listed tokens are not looked at again.
-      if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0;
+      // Listed tokens and slots are not looked at again.
+      if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0 && !has_slots(args);
     }
     if (guesses || !waits) {
       if (lane == 0) {
