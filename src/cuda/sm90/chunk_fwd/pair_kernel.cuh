@@ -43,9 +43,7 @@ struct PairAuxRole {
   __device__ static uint32_t factors(uint32_t m) { return PairPlaces<Traits>::factors(m); }
   __device__ static uint32_t gate(uint32_t m) { return PairPlaces<Traits>::own_gate(m); }
   __device__ static void wait_k(uint32_t m) { PairPlaces<Traits>::wait_k(m); }
-  __device__ void wait_factors(uint32_t m) const {
-    mbarrier_wait(at_pair.full_gate(m), (m >> 1) / Traits::kBarriersGate & 1);
-  }
+  __device__ static void wait_factors(uint32_t m) { PairPlaces<Traits>::wait_gate(m); }
   // From here on this chunk's tiles and gates may be written, here and in the other block.
   __device__ static void wait_tile(uint32_t m) { PairPlaces<Traits>::wait_done(m, Traits::kStagesP); }
 
