@@ -10,6 +10,7 @@ namespace flash_qla::cuda::sm90 {
 struct ClusterForwardShape {
   static constexpr int kStateGroups = 1;
   static constexpr bool kStateOnly = false;
+  static constexpr bool kEndsWhereKept = false;
 
   // Warpgroups: two make A_g and P, one holds S^T, of one each warp has a duty of its own (pair_kernel.cuh,
   // relay_kernel.cuh).
