@@ -46,21 +46,44 @@ struct RelayAuxRole {
   __device__ static void wait_tile(uint32_t m) { RelayPlaces<Traits>::wait_leaders(m, Traits::kGroupStep); }
 
   // The warp's 16 rows of a tile, once all its lanes have written them, and by one warp the gates, to a leader or
-  // follower of each half: by a lane each. `first`: the first of these blocks.
+  // follower of each half. `first`: the first of these blocks. To other blocks a lane each sends them; what the block
+  // itself needs the warp copies, as the copy engine's instruction for a cluster is for other blocks alone in the eyes
+  // of compute-sanitizer's memcheck.
   __device__ void send_rows(uint32_t from, uint32_t to, uint32_t gate_from, uint32_t gate_to, uint32_t barrier,
-                            int first, const LanePlace& at) const {
+                            uint32_t first, const LanePlace& at) const {
     fence_proxy_async();
     __syncwarp();
     jitter();
+    const uint32_t rows = at.warp * Traits::kBytesRows, gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
     if (at.lane < Traits::kLeaders) {
-      const uint32_t block = first + at.lane, rows = at.warp * Traits::kBytesRows;
-      const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
-      const uint32_t there = cluster_address(barrier, block);
-      mbarrier_arrive_expect_cluster(there, Traits::kBytesRows + gate_bytes);
-      bulk_copy_cluster(cluster_address(to + rows, block), from + rows, Traits::kBytesRows, there);
-      if (gate_bytes != 0) bulk_copy_cluster(cluster_address(gate_to, block), gate_from, gate_bytes, there);
+      const uint32_t block = first + at.lane;
+      if (block != places.rank) {
+        const uint32_t there = cluster_address(barrier, block);
+        mbarrier_arrive_expect_cluster(there, Traits::kBytesRows + gate_bytes);
+        bulk_copy_cluster(cluster_address(to + rows, block), from + rows, Traits::kBytesRows, there);
+        if (gate_bytes != 0) bulk_copy_cluster(cluster_address(gate_to, block), gate_from, gate_bytes, there);
+      }
+    }
+    if constexpr (kWarpArrivals == 32) {
+#pragma unroll 1
+      for (uint32_t block = first; block < first + Traits::kLeaders; ++block) {
+        if (block != places.rank && at.lane != static_cast<int>(block - first)) {
+          mbarrier_arrive_cluster(cluster_address(barrier, block));
+        }
+      }
+    }
+    if (places.rank - first < Traits::kLeaders) {
+      copy_rows(from + rows, to + rows, Traits::kBytesRows, at.lane);
+      copy_rows(gate_from, gate_to, gate_bytes, at.lane);
+      fence_proxy_async();  // wgmma reads the rows
+      __syncwarp();
+      mbarrier_arrive_warp(barrier, at.lane);
     }
     __syncwarp();
+  }
+  // `bytes` of shared memory, a multiple of 16, by a warp.
+  static __device__ void copy_rows(uint32_t from, uint32_t to, uint32_t bytes, int lane) {
+    for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) store_shared_u4(to + i, load_shared_u4(from + i));
   }
 
   // K, or Q, of chunk m, if there is one, by one thread.
@@ -283,8 +306,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     init(Traits::kFullOwnQ, Traits::kAuxGroups, 1);
     init(Traits::kFullGate, Traits::kBarriersGate, kWarpArrivals);
     init(Traits::kFullK, Traits::kStagesK, 1);
-    init(Traits::kFullA, Traits::kStagesA, 4 + 1);  // a group's warps, and V
-    init(Traits::kFullP, Traits::kStagesP, 4);
+    init(Traits::kFullA, Traits::kStagesA, 4 * kWarpArrivals + 1);  // a group's warps, and V
+    init(Traits::kFullP, Traits::kStagesP, 4 * kWarpArrivals);
     init(Traits::kFullQ, Traits::kStagesQ, 1);
     init(Traits::kFreeQ, Traits::kStagesQ, 4 * Traits::kLeaders);
     init(Traits::kFullC, Traits::kStagesC, 4);
