@@ -340,8 +340,6 @@ struct WindowTeams {
 template <typename Element, typename Shape>
 __global__ void __launch_bounds__(kThreads, Shape::kBlocksPerSm)
     sm90_chunk_inverse_kernel(const __grid_constant__ ChunkInverseParams p) {
-  // The next call's blocks take the SMs that become free; they wait for this kernel's end themselves.
-  launch_dependents();
   const ChunkForwardArgs& args = p.args;
   constexpr int kTeam = Shape::kTeam, kTeams = Shape::kTeams;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
