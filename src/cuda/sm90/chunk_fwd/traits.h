@@ -19,6 +19,10 @@ inline constexpr int kMostSorted = 31;
 // ... and tiles of its own that it then lists.
 inline constexpr int kMostDealt = 64;
 
+// Listed tokens of a call whose forward writes the states after them itself: a block keeps them in shared memory, and
+// looks at all of them at each of its tiles and at each of them that is in a tile, 32 at a time.
+inline constexpr int kMostListed = 128;
+
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
 // whole batch.
@@ -138,7 +142,10 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;          // kStagedH: its tile has been read
   static constexpr uint32_t kSmemSequences = (kFreeH + (kStagedH ? 8 : 0) + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
-  static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
+  static constexpr uint32_t kDealtEnd = kSmemDealt + 4 + 2 * kMostDealt;
+  static constexpr uint32_t kSmemListed = (kDealtEnd + 7) / 8 * 8;       // kEndsWhereKept: ListedToken
+  static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsWhereKept: FoundSlots
+  static constexpr uint32_t kSmemBytes = kEndsWhereKept ? kSmemSlots + 8 * kMostSorted : kDealtEnd;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
