@@ -354,6 +354,21 @@ __device__ __forceinline__ void fetch_listed_and_slots(const ChunkForwardKernelP
   __syncwarp();
 }
 
+template <typename Traits>
+__device__ __forceinline__ int64_t final_slot_of(const ChunkForwardKernelParams& p, int32_t sequence) {
+  if constexpr (Traits::kEndsWhereKept) {
+    if (p.order == BlockOrder::kSorted) return found_slots<Traits>()[sequence].out;
+  }
+  return resolve_slot(p.args.final_state, sequence);
+}
+template <typename Traits>
+__device__ __forceinline__ int64_t initial_slot_of(const ChunkForwardKernelParams& p, int32_t sequence) {
+  if constexpr (Traits::kEndsWhereKept) {
+    if (p.order == BlockOrder::kSorted) return found_slots<Traits>()[sequence].in;
+  }
+  return initial_slot(p.args, sequence);
+}
+
 // Opens the next tile that has anything to do.
 template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
@@ -369,16 +384,9 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     const int32_t rank = tile / args.num_value_heads;
     const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
-    if (Traits::kEndsWhereKept && p.order == BlockOrder::kSorted) {
-      const FoundSlots slots = found_slots<Traits>()[sequence.index];
-      r.slot_out = slots.out;
-      if (sequence.length <= 0 && r.slot_out < 0) continue;
-      r.slot_in = slots.in;
-    } else {
-      r.slot_out = resolve_slot(args.final_state, sequence.index);
-      if (sequence.length <= 0 && r.slot_out < 0) continue;
-      r.slot_in = initial_slot(args, sequence.index);
-    }
+    r.slot_out = final_slot_of<Traits>(p, sequence.index);
+    if (sequence.length <= 0 && r.slot_out < 0) continue;
+    r.slot_in = initial_slot_of<Traits>(p, sequence.index);
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
