@@ -126,10 +126,14 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
-  static constexpr uint32_t kSmemSequences = (kFreeQ + 8 * kStagesQ + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kFullState = kFreeQ + 8 * kStagesQ;      // kDuties: a StagedState
+  static constexpr uint32_t kFreeState = kFullState + 2 * 8;         // kDuties: it has been read
+  static constexpr uint32_t kSmemSequences = (kFreeState + 2 * 8 + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
   static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
+  // What a quarter of a StagedState takes.
+  static_assert(!kDuties || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
 
 }  // namespace flash_qla::cuda::sm90
