@@ -35,13 +35,8 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t sm
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the sources of all committed stores, but those of the latest kGroups groups, have been read: their shared
-// memory may be written again.
-template <int kGroups>
-__device__ __forceinline__ void tma_store_wait_read_but() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
-}
-__device__ __forceinline__ void tma_store_wait_read() { tma_store_wait_read_but<0>(); }
+// Until the sources of all committed stores have been read: their shared memory may be written again.
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Until the stores of all committed groups but the latest kGroups are in memory.
 template <int kGroups>

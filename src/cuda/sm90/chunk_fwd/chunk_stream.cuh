@@ -324,8 +324,7 @@ inline constexpr bool kStagesStates = requires { requires Traits::kDuties && !Tr
 // Three quarters of the initial state of the tile that starts with chunk m, K by K, come by the copy engine into stages
 // that later chunks are lent out of, which are loaded when the state has been read. All are free a step before the tile
 // starts: what they will hold is needed a step after that, or later. By single words from memory the same would keep
-// the paths of the state groups' loads busy for the time of a step, of all SMs at once where lengths are equal. The
-// final state of the tile before takes the same way out: each thread puts a word of it where it has read one.
+// the paths of the state groups' loads busy for the time of a step, of all SMs at once where lengths are equal.
 template <typename Traits>
 struct StagedState {
   static constexpr int kQuarters = 3;
@@ -345,10 +344,6 @@ struct StagedState {
   __device__ uint32_t full() const { return smem() + Traits::kFullState + 8 * (number & 1); }
   __device__ uint32_t free() const { return smem() + Traits::kFreeState + 8 * (number & 1); }
   __device__ uint32_t parity() const { return number >> 1; }
-  // Whether the final state of the tile before leaves by it. last: that tile's last chunk.
-  static __device__ bool takes_final(const ChunkForwardKernelParams& p, const ChunkRecord& last) {
-    return p.staged_final != 0 && last.slot_out >= 0;
-  }
 };
 
 // Opens the next tile that has anything to do.

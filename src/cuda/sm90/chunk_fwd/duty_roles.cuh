@@ -97,32 +97,14 @@ struct CopyRole : DutyRole<Traits> {
     tma_load_5d(Staged::stage(quarter, m), &p.initial, state.full(), 0, v_first ? 0 : 32 * quarter,
                 v_first ? quarter : 0, c.head, static_cast<int32_t>(c.slot_in));
   }
-  // A quarter of the final state of the tile before.
-  __device__ void store_quarter(uint32_t m, int quarter) const {
-    const ChunkRecord& c = record(m - 1);
-    const bool v_first = p.args.state_v_first;
-    tma_store_5d(&p.final_state, Staged::stage(quarter, m), 0, v_first ? 0 : 32 * quarter, v_first ? quarter : 0,
-                 c.head, static_cast<int32_t>(c.slot_out));
-    tma_store_commit();
-  }
   // What the stages were to hold, once the state groups have the state.
   __device__ void load_late(uint32_t m) const {
     const Staged state(record(m).flags);
     mbarrier_wait(state.free(), state.parity());
     const Rows next = rows(m + Staged::kLateV);
     if (this->lane() == 0) {
-      if (m > 0 && Staged::takes_final(p, record(m - 1))) {
-        // In the order in which the stages are asked for again.
-        store_quarter(m, 1), store_quarter(m, 2), store_quarter(m, 0);
-        tma_store_wait_read_but<2>();
-        load_k(m + Staged::kLateK, rows(m + Staged::kLateK));
-        tma_store_wait_read_but<1>();
-        load_q(m + Staged::kLateQ, next);
-        tma_store_wait_read();
-      } else {
-        load_k(m + Staged::kLateK, rows(m + Staged::kLateK));
-        load_q(m + Staged::kLateQ, next);
-      }
+      load_k(m + Staged::kLateK, rows(m + Staged::kLateK));
+      load_q(m + Staged::kLateQ, next);
     }
     if (kAllAnnounceV || this->lane() == 0) load_v(m + Staged::kLateV, next);
   }

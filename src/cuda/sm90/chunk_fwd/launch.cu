@@ -188,7 +188,7 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// A set of states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
+// The initial states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
 // rows of 128 bytes, swizzled. False: they are of other kinds, or lie as the copy engine cannot read them.
 bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t sequences, int64_t heads) {
   if (set.data == nullptr || set.type != ElementType::kFloat32 || encode_tiled() == nullptr) return false;
@@ -502,11 +502,8 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
     return cudaErrorInvalidValue;
   }
   if (kernel.blocks == 1 && !save) {
-    const auto encode = [&](CUtensorMap* map, const StateSet& set) {
-      return encode_states(map, set, args.state_v_first, args.num_sequences, args.num_value_heads);
-    };
-    params.staged_initial = encode(&params.initial, args.initial);
-    params.staged_final = params.staged_initial != 0 && encode(&params.final_state, args.final_state);
+    params.staged_initial =
+        encode_states(&params.initial, args.initial, args.state_v_first, args.num_sequences, args.num_value_heads);
   }
   if (decided.decision.planned) {
     const ChunkForwardKernel cut_kernel = choose_kernel(

@@ -161,56 +161,42 @@ struct StateRole {
     }
   }
 
-  // The initial state of the tile that starts with chunk m, a StagedState, and with kExchange the final one of the tile
-  // before out, which s holds. The last quarters go from and to memory.
-  template <bool kExchange>
+  // The initial state of the tile that starts with chunk m, a StagedState. The last quarter comes from memory.
   __device__ void load_staged(float (&s)[64], uint32_t m) const {
     using Staged = StagedState<Traits>;
     constexpr int kBlocks = 4;  // of eight columns, in a quarter
-    constexpr int kInMemory = Staged::kQuarters * kBlocks;
     const ChunkRecord& c = record(m);
     const Staged state(c.flags);
     const int row = first_row(c), r = at.lane >> 2;
-    const bool v_first = p.args.state_v_first;
-    if constexpr (kExchange) {
-      const ChunkRecord& last = record(m - 1);
-      float* to = reinterpret_cast<float*>(state_matrix(p.args.final_state, last.slot_out, last.head));
-      v_first ? move_state<float, true, true, kInMemory>(to, s, row, at.q)
-              : move_state<float, false, true, kInMemory>(to, s, row, at.q);
-    }
-    float* from = reinterpret_cast<float*>(state_matrix(p.args.initial, c.slot_in, c.head));
-    v_first ? move_state<float, true, false, kInMemory>(from, s, row, at.q)
-            : move_state<float, false, false, kInMemory>(from, s, row, at.q);
-    mbarrier_wait(state.full(), state.parity());
-    if (v_first) {
+    float* matrix = reinterpret_cast<float*>(state_matrix(p.args.initial, c.slot_in, c.head));
+    if (p.args.state_v_first) {
+      move_state<float, true, false, Staged::kQuarters * kBlocks>(matrix, s, row, at.q);
+      mbarrier_wait(state.full(), state.parity());
       // [V][32 floats of K], rows of 128 bytes, swizzled.
       const uint32_t place = row * 128 + ((at.q >> 1 ^ r) << 4) + 8 * (at.q & 1);
 #pragma unroll
-      for (int j = 0; j < kInMemory; ++j) {
+      for (int j = 0; j < Staged::kQuarters * kBlocks; ++j) {
         const uint32_t words = Staged::stage(j / kBlocks, m) + (place ^ j % kBlocks << 5);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 x = load_shared_f2(words + 8 * 128 * i);
-          if constexpr (kExchange) store_shared_f2(words + 8 * 128 * i, s[4 * j + 2 * i], s[4 * j + 2 * i + 1]);
           s[4 * j + 2 * i] = x.x, s[4 * j + 2 * i + 1] = x.y;
         }
       }
     } else {
+      move_state<float, false, false, Staged::kQuarters * kBlocks>(matrix, s, row, at.q);
+      mbarrier_wait(state.full(), state.parity());
       // [32 floats of V][K], likewise.
       const uint32_t place = (row / 32 * 32 + 2 * at.q) * 128 + ((row / 4 % 8 ^ 2 * at.q) << 4) + 4 * (r & 3);
 #pragma unroll
-      for (int j = 0; j < kInMemory; ++j) {
+      for (int j = 0; j < Staged::kQuarters * kBlocks; ++j) {
         const uint32_t words = Staged::stage(j / kBlocks, m) + 8 * 128 * (j % kBlocks);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint32_t word = words + 128 * (i & 1) + (place ^ (i & 1) << 4 ^ (i >> 1) << 5);
-          const float x = load_shared_f1(word);
-          if constexpr (kExchange) store_shared_f1(word, s[4 * j + i]);
-          s[4 * j + i] = x;
+          s[4 * j + i] = load_shared_f1(words + 128 * (i & 1) + (place ^ (i & 1) << 4 ^ (i >> 1) << 5));
         }
       }
     }
-    if constexpr (kExchange) fence_proxy_async();
     __syncwarp();
     mbarrier_arrive_warp(state.free(), at.lane);
   }
@@ -362,11 +348,12 @@ struct StateRole {
     if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
     // What is done once a tile, or where a state is kept, lies outside of the loop over chunks, whose code so lies in
     // one piece.
-    bool exchanged = false;  // the tile's initial state is there
 #pragma unroll 1
     while (chunk_now.x >= 0) {
-      if (kStagesStates<Traits> && (exchanged || chunk_now.y & kStagedState)) {
-        if (!exchanged) load_staged<false>(s, m);
+      bool staged = false;
+      if constexpr (kStagesStates<Traits>) staged = chunk_now.y & kStagedState;
+      if (staged) {
+        load_staged(s, m);
       } else if (!Traits::kEndsWhereKept || (chunk_now.y & kFirstChunk)) {
         load_initial(s, record(m), at);
       }
@@ -547,12 +534,7 @@ struct StateRole {
         if (!(chunk.flags & kLastChunk)) continue;
       }
       if (p.readers != nullptr) settle_readers(chunk, at);
-      exchanged = false;
-      if constexpr (kStagesStates<Traits>) {
-        exchanged = chunk_now.x >= 0 && (chunk_now.y & kStagedState) && StagedState<Traits>::takes_final(p, chunk);
-        if (exchanged) load_staged<true>(s, m);
-      }
-      if (!exchanged && chunk.slot_out >= 0) {
+      if (chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;
         move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
                          first_row(chunk), at.q);
