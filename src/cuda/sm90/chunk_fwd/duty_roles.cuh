@@ -132,6 +132,7 @@ struct CopyRole : DutyRole<Traits> {
 
   // Whether a chunk begins a tile with kStagedState.
   __device__ bool staged(uint32_t m) const {
+    if constexpr (!kStagesStates<Traits>) return false;
     const ChunkRecord& c = record(m);
     return c.valid >= 0 && (c.flags & kStagedState) != 0;
   }
@@ -220,18 +221,19 @@ struct CopyRole : DutyRole<Traits> {
     // What is done at the edges of such tiles alone lies outside of the loop over the other chunks, whose code so lies
     // in one piece.
     uint32_t m = 0;
+    if constexpr (!kStagesStates<Traits>) {
 #pragma unroll 1
-    while (record(m).valid >= 0) {
+      for (; record(m).valid >= 0; ++m) step<false>(m, ahead);
+    }
+#pragma unroll 1
+    while (kStagesStates<Traits> && record(m).valid >= 0) {
       ahead.staged = kNone;
 #pragma unroll 1
       for (uint32_t n = m + 1; n <= m + 4 && record(n).valid >= 0 && ahead.staged == kNone; ++n) {
         if (staged(n)) ahead.staged = n;
       }
 #pragma unroll 1
-      while (ahead.staged - m > 2 && record(m).valid >= 0) {
-        step<false>(m, ahead);
-        ++m;
-      }
+      for (; ahead.staged - m > 2 && record(m).valid >= 0; ++m) step<false>(m, ahead);
       if (record(m).valid < 0) break;
       step<true>(m, ahead);
       ++m;

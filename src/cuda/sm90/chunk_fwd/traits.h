@@ -42,7 +42,7 @@ struct ChunkForwardTraits {
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
   // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
   // (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = kFastInverse ? 384 : 0;
+  static constexpr int kProductsMoved = !kFastInverse ? 0 : kSave ? 192 : 384;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
