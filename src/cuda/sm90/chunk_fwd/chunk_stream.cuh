@@ -317,10 +317,8 @@ __device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, 
   return tile + streams;
 }
 
-// Whether copy warps may bring initial states (StagedState): of the kernels with one duty to a warp those whose code
-// was placed for it.
 template <typename Traits>
-inline constexpr bool kStagesStates = requires { requires Traits::kDuties && Traits::kFastInverse && !Traits::kSave; };
+inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
 
 // Three quarters of the initial state of the tile that starts with chunk m, K by K, come by the copy engine into stages
 // that later chunks are lent out of, which are loaded when the state has been read. All are free a step before the tile

@@ -189,35 +189,33 @@ struct CopyRole : DutyRole<Traits> {
   }
 
   __device__ void run() const {
-    const Rows first = rows(0), next1 = rows(1);
-    if (first.valid < 0) return;
-    Ahead ahead{rows(2), rows(3), rows(4), kNone};
-    if (ahead.next2.valid < 0) ahead.next3.valid = -1;
-    if (ahead.next3.valid < 0) ahead.next4.valid = -1;
+    if (record(0).valid < 0) return;
     const bool staged0 = staged(0), staged1 = staged(1);
     if (this->lane() == 0) {
-      load_k(0, first), load_q(0, first), load_v(0, first);
-      load_k(1, next1), load_k(2, ahead.next2);
+#pragma unroll 1
+      for (uint32_t m = 0; m < Traits::kStagesK; ++m) {
+        const Rows c = rows(m);
+        if (c.valid < 0) break;
+        if (!(staged0 && m == Staged::kLateK) && !(staged1 && m == 1 + Staged::kLateK)) load_k(m, c);
+        if (m == 0 || (m == 1 && !staged0)) load_q(m, c), load_v(m, c);
+      }
       if (staged0) {
 #pragma unroll 1
         for (int quarter = 0; quarter < Staged::kQuarters; ++quarter) load_quarter(0, quarter);
-      } else {
-        load_q(1, next1), load_v(1, next1), load_k(3, ahead.next3);
       }
-      if (staged1) {
-        load_quarter(1, 0);  // its stage is free as well: V of chunk 2 has not been asked for
-        load_quarter(1, 1);
-      } else {
-        load_k(4, ahead.next4);
-      }
+      // Its stages are free as well: V of chunk 2 has not been asked for.
+      if (staged1) load_quarter(1, 0), load_quarter(1, 1);
     } else if (kAllAnnounceV) {
-      load_v(0, first);
-      if (!staged0) load_v(1, next1);
+      load_v(0, rows(0));
+      if (!staged0) load_v(1, rows(1));
     }
     if (staged0) load_late(0);
     // V announces itself on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
-    if (!staged1 && (kAllAnnounceV || this->lane() == 0)) load_v(2, ahead.next2);
+    if (!staged1 && (kAllAnnounceV || this->lane() == 0)) load_v(2, rows(2));
+    Ahead ahead{rows(2), rows(3), rows(4), kNone};
+    if (ahead.next2.valid < 0) ahead.next3.valid = -1;
+    if (ahead.next3.valid < 0) ahead.next4.valid = -1;
     // What is done at the edges of such tiles alone lies outside of the loop over the other chunks, whose code so lies
     // in one piece.
     uint32_t m = 0;

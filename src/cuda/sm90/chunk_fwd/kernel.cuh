@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesQ; ++i) {
       mbarrier_init(smem() + Traits::kFreeQ + 8 * i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
     }
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Traits::kStates; ++i) {
       mbarrier_init(smem() + Traits::kFullState + 8 * i, 1);
       mbarrier_init(smem() + Traits::kFreeState + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }

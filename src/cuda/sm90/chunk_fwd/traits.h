@@ -38,11 +38,14 @@ struct ChunkForwardTraits {
   static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
+  // Initial states come by the copy warp (StagedState): in those of these kernels whose code was placed for it.
+  static constexpr bool kStagesStates = kFastInverse_ && !kSave_;
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
-  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
-  // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
-  // (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = !kFastInverse ? 0 : kSave ? 192 : 384;
+  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
+  // side by side (16 with states saved, 14 with staged ones, from 0 to 704) these were within 0.5 % of the best for
+  // bf16 and 1.5 % for fp16; others cost up to 10 % (docs/design/sm90_forward.md). To be measured again when the code
+  // changes.
+  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : 192;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -128,14 +131,15 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
-  static constexpr uint32_t kFullState = kFreeQ + 8 * kStagesQ;      // kDuties: a StagedState
-  static constexpr uint32_t kFreeState = kFullState + 2 * 8;         // kDuties: it has been read
-  static constexpr uint32_t kSmemSequences = (kFreeState + 2 * 8 + 15) / 16 * 16;  // that the block has found
+  static constexpr int kStates = kStagesStates ? 2 : 0;              // barriers of either kind for StagedState
+  static constexpr uint32_t kFullState = kFreeQ + 8 * kStagesQ;      // it is there
+  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;   // it has been read
+  static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
   static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
   // What a quarter of a StagedState takes.
-  static_assert(!kDuties || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
+  static_assert(!kStagesStates || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
 
 }  // namespace flash_qla::cuda::sm90
