@@ -179,13 +179,6 @@ __device__ __forceinline__ void mma_rs_n128_trans(float (&d)[64], const uint32_t
                   FLASH_QLA_WGMMA_SUMS_64("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
 }
 
-// D[64x128] += A B, both from shared memory.
-template <typename T>
-__device__ __forceinline__ void mma_ss_n128(float (&d)[64], uint64_t a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n128", FLASH_QLA_WGMMA_TEXT_64, "%64, %65, 1, 1, 1, 0, 0", FLASH_QLA_WGMMA_SUMS_64("+f", d),
-                  "l"(a), "l"(b))
-}
-
 // D[64x128] += A B, both from shared memory, B stored with N contiguous.
 template <typename T>
 __device__ __forceinline__ void mma_ss_n128_trans(float (&d)[64], uint64_t a, uint64_t b) {
