@@ -91,6 +91,16 @@ template <int kStages>
 struct StatesCursor {
   int stage = 0;
   uint32_t phase = 0;
+  // rehearsed: whether the state groups and the storing warp go through a step before the first one (StatesWork), which
+  // has the last stage.
+  __device__ static StatesCursor before_first(bool rehearsed) {
+    if (rehearsed) return {kStages - 1, 1};
+    return {};
+  }
+  // Of the barriers on which that step has arrived as well.
+  __device__ __forceinline__ uint32_t phase_after(bool rehearsed) const {
+    return phase ^ (rehearsed && stage == kStages - 1 ? 1 : 0);
+  }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;
@@ -204,6 +214,9 @@ struct StatesWork {
   int first, steps;  // chunks: the first one, and how many
   int warmup;        // steps whose tiles nobody wants
   int64_t start, finish;
+  // A step is gone through once before there is anything to do, of whatever is in the last stage, which is loaded after
+  // it: its instructions take 3 us to come, which nobody notices while the first tiles are on their way.
+  bool rehearses;
 
   __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
   // The chunk of the step-th turn.
@@ -244,6 +257,22 @@ __device__ __forceinline__ void start_state(float (&S)[64], const ChunkBackwardP
         const int v = 64 * work.half + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
         S[4 * j + i] = work.start == kStateIdentity && v == k ? 1.0f : 0.0f;
       }
+    }
+  }
+}
+
+// What start_state() takes of the caller's tensor, into L2.
+__device__ __forceinline__ void prefetch_state(const ChunkBackwardParams& p, const StatesWork& work,
+                                               const StridedTensor& given, const Lane& at) {
+  if (work.start != kStateGiven || given.data == nullptr) return;
+  const int64_t bytes = given.type == DType::kFloat32 ? 4 : 2;
+  const int v = 64 * work.half + 16 * at.warp + at.lane / 4;
+#pragma unroll 1
+  for (int k = 2 * (at.lane % 4); k < kDim; k += 8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t offset = state_offset(given, p.state_v_first, work.n, work.head, k, v + 8 * i);
+      l2_prefetch_line(static_cast<const uint8_t*>(given.data) + offset * bytes);
     }
   }
 }
