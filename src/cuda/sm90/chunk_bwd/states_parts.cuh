@@ -188,6 +188,43 @@ __device__ __forceinline__ void state_times_keys(float (&acc)[32], const uint32_
   }
 }
 
+// The accumulator's 32 columns of the first or the second half of a chunk.
+__device__ __forceinline__ float (&columns_of(float (&acc)[32], int half))[16] {
+  return *reinterpret_cast<float(*)[16]>(acc + 16 * half);
+}
+
+// acc^T [64 of V, 64 tokens] += X^T [64 of V, 64 tokens] L^T, L a lower triangle: what the second 32 tokens would give
+// to the first is left out.
+template <typename T>
+__device__ __forceinline__ void add_to_later(float (&acc)[32], const uint32_t (&x)[16], uint32_t sL) {
+  const uint64_t desc = wgmma_descriptor(sL);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    mma_rs_n32<T>(columns_of(acc, 1), x + 4 * j, wgmma_advance(desc, kTileBytes / 2 + j * 32));
+    if (j < 2) mma_rs_n32<T>(columns_of(acc, 0), x + 4 * j, wgmma_advance(desc, j * 32));
+  }
+}
+
+// acc^T (+)= X^T L: what the first 32 tokens would give to the second is left out. kInit: no sum is taken up.
+template <typename T, bool kInit>
+__device__ __forceinline__ void add_to_earlier(float (&acc)[32], const uint32_t (&x)[16], uint32_t sL) {
+  const uint64_t desc = wgmma_descriptor(sL);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint64_t b = wgmma_advance(desc, j * 2048);
+    if (kInit && j == 0) {
+      mma_rs_n32_trans_init<T>(columns_of(acc, 0), x, b);
+    } else {
+      mma_rs_n32_trans<T>(columns_of(acc, 0), x + 4 * j, b);
+    }
+    if (kInit && j == 2) {
+      mma_rs_n32_trans_init<T>(columns_of(acc, 1), x + 4 * j, wgmma_advance(b, 64));
+    } else if (j >= 2) {
+      mma_rs_n32_trans<T>(columns_of(acc, 1), x + 4 * j, wgmma_advance(b, 64));
+    }
+  }
+}
+
 // S^T += X^T [64 of V, 64 tokens] Y [64 tokens, 128 of K], as add_product(), of the first or second 32 tokens alone.
 template <typename T>
 __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t (&x)[16], uint32_t sY, int half) {

@@ -99,10 +99,8 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
         v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
         w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
       }
-      const uint64_t ga_desc = wgmma_descriptor(sGA);
       wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
+      add_to_later<T>(v_new, w, sGA);
       wgmma_commit();
 #pragma unroll
       for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
@@ -210,11 +208,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       uint32_t scaled[16];
       scale_tokens<T>(scaled, d_o, factor);
       if (Traits::kFused && step >= 0) mbarrier_wait(bars.P_full(), step & 1);
-      const uint64_t p_desc = wgmma_descriptor(sP);
       wgmma_fence();
-      mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
-#pragma unroll
-      for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
+      add_to_earlier<T, true>(p_do, d_o, sP);
       wgmma_commit();
 
       // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
@@ -247,10 +242,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
         Z[2 * i + 1] = ratio[2 * (i / 2) + 1] * k_dS[2 * i + 1] + p_do[2 * i + 1];
         d_v_new[i] = pack2<T>(Z[2 * i], Z[2 * i + 1]);
       }
-      const uint64_t ga_desc = wgmma_descriptor(sGA);
       wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) mma_rs_n64_trans<T>(Z, d_v_new + 4 * j, wgmma_advance(ga_desc, j * 2048));
+      add_to_earlier<T, false>(Z, d_v_new, sGA);
       wgmma_commit();
       add_product_half<T>(dS, scaled, sQ, 1);
       wgmma_commit();
