@@ -203,6 +203,43 @@ struct StateRole {
     }
   }
 
+  // The same by the copy engine, where save_h() would store; whether it has been sent. The groups take turns in the
+  // tile: the second waits for the first's half of this chunk, the first for the second's of the one before.
+  __device__ bool send_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
+    if (c.valid == 0 || (c.flags & (kSilentChunk | kInsideOnGrid)) || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
+      return false;
+    }
+    mbarrier_wait(smem() + Traits::kFreeH, group ^ 1);
+    const uint32_t tile = smem() + Traits::kSmemH;
+    if (p.args.state_v_first) {
+      const uint32_t row = tile + (16 * at.warp + (at.lane & 15)) * 128 + (((at.lane >> 4) ^ at.swizzle) << 4);
+#pragma unroll
+      for (int b = 0; b < 8; ++b) {
+        store_matrix_x4((row ^ ((b & 3) << 5)) + (b >> 2) * Traits::kHalf, packed[4 * b], packed[4 * b + 1],
+                        packed[4 * b + 2], packed[4 * b + 3]);
+      }
+    } else {
+#pragma unroll
+      for (int b = 0; b < 8; ++b) {
+        store_matrix_x4_trans(tile + at.trans_row + at.trans_chunk + b * 2048, packed[4 * b], packed[4 * b + 1],
+                              packed[4 * b + 2], packed[4 * b + 3]);
+      }
+    }
+    fence_proxy_async();
+    named_barrier_sync(4 + group, 128);
+    if (sends_h()) {
+      const int matrix = c.chunk * p.args.num_value_heads + c.head;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = p.args.state_v_first ? group : i, half = p.args.state_v_first ? i : group;
+        tma_store_4d(&p.h, tile + i * Traits::kHalf, 0, 64 * row, half, matrix);
+      }
+      tma_store_commit();
+    }
+    return true;
+  }
+  __device__ bool sends_h() const { return at.warp == 0 && at.lane == 0; }
+
   // The state at the chunk's start in full, for every entry of its list.
   __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
@@ -214,10 +251,33 @@ struct StateRole {
     }
   }
 
+  // The state after a chunk that ends at listed tokens, into their slots of the pool.
+  __device__ void save_at_listed(float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
+    const ChunkForwardArgs& args = p.args;
+    if (c.flags & kSilentChunk) return;
+#pragma unroll 1
+    for (int32_t first = 0; first < args.num_listed; first += 32) {
+      const int32_t entry = first + at.lane;
+      int64_t slot = kNoSlot;
+      if (entry < args.num_listed && load_index(args.listed_offsets, args.listed_offsets_are_64_bit,
+                                                entry * args.listed_offsets_stride) == c.row + c.valid) {
+        slot = usable_slot(args.final_state, load_index(args.listed_slots, args.listed_slots_are_64_bit,
+                                                        entry * args.listed_slots_stride));
+      }
+#pragma unroll 1
+      for (uint32_t found = __ballot_sync(0xffffffffu, slot >= 0); found != 0; found &= found - 1) {
+        const int64_t to = __shfl_sync(0xffffffffu, slot, __ffs(found) - 1);
+        move_state<true>(state_matrix(args.final_state, to, c.head), args.final_state.type, args.state_v_first, s,
+                         first_row(c, at), at.q);
+      }
+    }
+  }
+
   // The state after every n-th full chunk of a sequence.
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.checkpoints == nullptr || c.valid < kChunk || (c.flags & kSilentChunk) ||
+    const bool whole = Traits::kEndsWhereKept ? (c.flags & kEndsOnGrid) != 0 : c.valid == kChunk;
+    if (args.checkpoints == nullptr || !whole || (c.flags & kSilentChunk) ||
         (c.position + 1) % args.checkpoint_every_chunks != 0) {
       return;
     }
@@ -282,11 +342,12 @@ struct StateRole {
     int2 chunk_now = load_chunk(0);
     // The first state after the first K, lest all of the card's blocks ask memory for states while they wait for K.
     if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
-    // What is done once a tile lies outside of the loop over its chunks, whose code so lies in one piece.
+    // What is done once a tile, or where a state is kept, lies outside of the loop over chunks, whose code so lies in
+    // one piece.
 #pragma unroll 1
     while (chunk_now.x >= 0) {
-      load_initial(s, record(m), at);
-      bool last_of_tile;
+      if (!Traits::kEndsWhereKept || (chunk_now.y & kFirstChunk)) load_initial(s, record(m), at);
+      bool state_leaves;
 #pragma unroll 1
       do {
         const uint32_t slot = m & 1, parity = m >> 1 & 1;
@@ -312,7 +373,7 @@ struct StateRole {
         uint32_t packed[32];
 #pragma unroll
         for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-        if constexpr (Traits::kSave) save_listed(s, record(m));
+        if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_listed(s, record(m));
         float u[32];
         const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
         if constexpr (Traits::kDuties) {
@@ -340,7 +401,12 @@ struct StateRole {
                               wgmma_advance_uniform(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
         }
         wgmma_commit();
-        if constexpr (Traits::kSave) save_h(packed, record(m));
+        bool sent = false;
+        if constexpr (Traits::kStagedH) {
+          sent = send_h(packed, record(m));
+        } else if constexpr (Traits::kSave && !Traits::kEndsWhereKept) {
+          save_h(packed, record(m));
+        }
         // Under both products: gC S0, and V in the accumulator's layout.
         if constexpr (!Traits::kDuties) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
         if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
@@ -359,6 +425,10 @@ struct StateRole {
         pin(packed);
 
         if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
+        if (Traits::kStagedH && sent && sends_h()) {
+          tma_store_wait_read();
+          mbarrier_arrive(smem() + Traits::kFreeH);
+        }
         if constexpr (Traits::kDuties) {
           mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
         }
@@ -386,6 +456,8 @@ struct StateRole {
             scale_tokens(x, f);
           }
         } else if (!kWideExponents<Element>) {
+          // Beside h there is no register to keep it in.
+          if constexpr (Traits::kStagedH) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
           for (int i = 0; i < 32; ++i) o[i] *= last;
         }
@@ -447,12 +519,19 @@ struct StateRole {
         pin(corrected);
         mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
-        if constexpr (Traits::kSave) save_checkpoint(s, record(m));
-        last_of_tile = chunk_now.y & kLastChunk;
+        if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_checkpoint(s, record(m));
+        state_leaves = chunk_now.y & (Traits::kEndsWhereKept ? kLastChunk | kKeptChunk : kLastChunk);
         chunk_now = chunk_next;
         ++m;
-      } while (!last_of_tile);
+      } while (!state_leaves);
       const ChunkRecord& chunk = record(m - 1);
+      if constexpr (Traits::kEndsWhereKept) {
+        if (chunk.flags & kKeptChunk) {
+          save_checkpoint(s, chunk);
+          save_at_listed(s, chunk, at);
+        }
+        if (!(chunk.flags & kLastChunk)) continue;
+      }
       if (p.readers != nullptr) settle_readers(chunk, at);
       if (chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;
@@ -460,6 +539,7 @@ struct StateRole {
                          first_row(chunk), at.q);
       }
     }
+    if (Traits::kStagedH && sends_h()) tma_store_wait_all();
     if constexpr (Traits::kDuties) return;
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
     put_o(o, factor, smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,
