@@ -165,8 +165,6 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     find_sequence_work(p, Traits::kHalves, &work);
   }
   work.key_head = work.head / p.group;
-  // Blocks that come once to a multiprocessor, and wait for prepare.cuh or the copy engine with nothing else to do.
-  work.rehearses = Traits::kFused || p.beside;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMostStatesStages; ++i) {

@@ -36,8 +36,8 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   uint32_t kept = 0;  // phase of state_full
   constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
-  auto cursor = StatesCursor<kStages>::before_first(work.rehearses);
-  for (int step = work.rehearses ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
+  auto cursor = StatesCursor<kStages>::template before_first<Traits::kRehearses>();
+  for (int step = Traits::kRehearses ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
     const int c = work.chunk(step);
     const ChunkInfo chunk = work.info(c);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
       }
       kept ^= 1;
     }
-    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase_after(work.rehearses));
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
         // The copy engine knows no sequence ends.
@@ -158,16 +158,23 @@ template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
                                             const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
   using Traits = StatesTraits<kForm>;
-  constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
-  constexpr uint32_t kStageBytes = kReverse ? Traits::kRevStage : Traits::kFwdStage;
-  // What comes from the call's inputs, once the stage is empty.
-  StatesCursor<kStages> inputs;
-  const auto load_inputs = [&](int step) {
+  [[maybe_unused]] uint32_t prepared = 0;  // steps
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
     const ChunkInfo chunk = work.info(work.chunk(step));
-    const uint32_t bar = bars.loaded(inputs.stage), base = smem + inputs.stage * kStageBytes;
+    const uint32_t bar = bars.loaded(cursor.stage);
+    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+    if constexpr (!Traits::kFused) {
+      if (p.beside && static_cast<uint32_t>(step) >= prepared) {
+        while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
+        }
+        fence_proxy_async_all();
+      }
+    }
     // The first round finds all stages empty, but for the one that is rehearsed in.
-    mbarrier_wait(bars.empty(inputs.stage), inputs.phase_after(work.rehearses) ^ 1);
-    mbarrier_arrive_expect(bar, kStageBytes + (Traits::kFused ? 0 : kPassGateBytes));
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+    mbarrier_arrive_expect(bar,
+                           (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
     if constexpr (kReverse) {
       // P is made of these first.
       for (int half = 0; half < 2; ++half) {
@@ -180,43 +187,29 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
                   chunk.batch);
     }
+    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
     if constexpr (Traits::kFused) {
-      tma_load_5d(base + (kReverse ? Traits::kRevGA : Traits::kFwdGA), &maps.A, bar, 0, chunk.token, 0, work.head,
-                  chunk.batch);
+      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
+    } else {
+      const int64_t tile = work.tile(p, work.chunk(step));
+      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
+      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
+      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
     }
-    for (int group = 0; group < Traits::kHalves; ++group) {
-      if constexpr (kReverse) {
-        // Without dO: a tile wholly outside the tensor, which arrives as zeros.
+    if constexpr (kReverse) {
+      // Without dO: a tile wholly outside the tensor, which arrives as zeros.
+      for (int group = 0; group < Traits::kHalves; ++group) {
         tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
                     work.half + group, work.head, chunk.batch);
-      } else {
+      }
+    } else {
+      for (int group = 0; group < Traits::kHalves; ++group) {
         // A transition has no values: outside the tensor as well.
         tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
                     work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
       }
     }
-    inputs.advance();
-  };
-
-  // Beside prepare.cuh the first stages' inputs come while its first chunks are made.
-  const int early = !Traits::kFused && p.beside ? min(kStages, work.steps) : 0;
-  [[maybe_unused]] uint32_t prepared = 0;  // steps
-  StatesCursor<kStages> cursor;
-  for (int turn = -early; turn < work.steps; ++turn) {
-    if (turn < 0 || turn >= early) load_inputs(turn < 0 ? turn + early : turn);
-    if (Traits::kFused || turn < 0) continue;
-    if (p.beside && static_cast<uint32_t>(turn) >= prepared) {
-      while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(turn)) {
-      }
-      fence_proxy_async_all();
-    }
-    const uint32_t bar = bars.loaded(cursor.stage), base = smem + cursor.stage * kStageBytes;
-    const int64_t tile = work.tile(p, work.chunk(turn));
-    bulk_load(base + (kReverse ? Traits::kRevGA : Traits::kFwdGA), p.GA + tile * kTileBytes, kTileBytes, bar);
-    bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
-              p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
-    if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
-    cursor.advance();
   }
 }
 
@@ -239,7 +232,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     const Gates gates = make_gates(p, raw, valid, lane);
     raw = load(step + 2);
     const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
-    mbarrier_wait(bars.empty(cursor.stage), cursor.phase_after(work.rehearses) ^ 1);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
     store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
                         p.small_beta, lane);
     arrive_warp(bars.gates(cursor.stage), lane);

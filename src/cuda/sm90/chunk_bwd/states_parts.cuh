@@ -41,6 +41,11 @@ struct StatesTraits {
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
   static constexpr uint32_t kRevStage = kRevP + (kFused ? 0 : kTileBytes);
 
+  // Before there is anything to do the state groups and the storing warp go through a step of whatever is in the last
+  // stage, which is loaded after it: its instructions take 3 us to come, which nobody notices while the first tiles are
+  // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
+  static constexpr bool kRehearses = kFused;
+
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
   static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
@@ -91,15 +96,16 @@ template <int kStages>
 struct StatesCursor {
   int stage = 0;
   uint32_t phase = 0;
-  // rehearsed: whether the state groups and the storing warp go through a step before the first one (StatesWork), which
-  // has the last stage.
-  __device__ static StatesCursor before_first(bool rehearsed) {
-    if (rehearsed) return {kStages - 1, 1};
+  // Where a form begins that goes through a step before the first one (kRehearses), in the last stage.
+  template <bool kRehearses>
+  __device__ static StatesCursor before_first() {
+    if constexpr (kRehearses) return {kStages - 1, 1};
     return {};
   }
   // Of the barriers on which that step has arrived as well.
-  __device__ __forceinline__ uint32_t phase_after(bool rehearsed) const {
-    return phase ^ (rehearsed && stage == kStages - 1 ? 1 : 0);
+  template <bool kRehearses>
+  __device__ __forceinline__ uint32_t phase_after() const {
+    return phase ^ (kRehearses && stage == kStages - 1 ? 1 : 0);
   }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
@@ -190,7 +196,7 @@ __device__ __forceinline__ void state_times_keys(float (&acc)[32], const uint32_
 
 // The accumulator's 32 columns of the first or the second half of a chunk.
 __device__ __forceinline__ float (&columns_of(float (&acc)[32], int half))[16] {
-  return *reinterpret_cast<float(*)[16]>(acc + 16 * half);
+  return *reinterpret_cast<float (*)[16]>(acc + 16 * half);
 }
 
 // acc^T [64 of V, 64 tokens] += X^T [64 of V, 64 tokens] L^T, L a lower triangle: what the second 32 tokens would give
@@ -251,9 +257,6 @@ struct StatesWork {
   int first, steps;  // chunks: the first one, and how many
   int warmup;        // steps whose tiles nobody wants
   int64_t start, finish;
-  // A step is gone through once before there is anything to do, of whatever is in the last stage, which is loaded after
-  // it: its instructions take 3 us to come, which nobody notices while the first tiles are on their way.
-  bool rehearses;
 
   __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
   // The chunk of the step-th turn.

@@ -11,12 +11,12 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float S[64] = {};
-  if (work.rehearses) prefetch_state(p, work, p.initial_state, at);
+  if constexpr (Traits::kRehearses) prefetch_state(p, work, p.initial_state, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
   uint32_t kept = 1 ^ group;
 
-  auto cursor = StatesCursor<Traits::kFwdStages>::before_first(work.rehearses);
+  auto cursor = StatesCursor<Traits::kFwdStages>::template before_first<Traits::kRehearses>();
   const auto gates_of = [&] { return smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes; };
   // What the step at the cursor takes of its stage besides the operands of products, while the products of the step
   // before still run: beside these a load takes 100 clocks.
@@ -48,7 +48,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
 #pragma unroll 1
-  for (int turn = work.rehearses ? 0 : 1; turn < 2; ++turn) {
+  for (int turn = Traits::kRehearses ? 0 : 1; turn < 2; ++turn) {
     if (turn > 0) start_state(S, p, work, p.initial_state, at);
     const int end = turn > 0 ? work.steps : 0;
     if (end > 0) fetch(0);
@@ -144,11 +144,11 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64] = {};
-  if (work.rehearses) prefetch_state(p, work, p.dht, at);
+  if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   uint32_t kept = 1 ^ group;  // as in the forward pass
 
-  auto cursor = StatesCursor<Traits::kRevStages>::before_first(work.rehearses);
+  auto cursor = StatesCursor<Traits::kRevStages>::template before_first<Traits::kRehearses>();
   const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
   uint32_t d_o[16] = {};
   float factor[16] = {}, ratio[16] = {};
@@ -182,7 +182,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     load_vector(ratio, sGates + kPassRatio, at.lane);
   };
 #pragma unroll 1
-  for (int turn = work.rehearses ? 0 : 1; turn < 2; ++turn) {
+  for (int turn = Traits::kRehearses ? 0 : 1; turn < 2; ++turn) {
     if (turn > 0) start_state(dS, p, work, p.dht, at);
     const int end = turn > 0 ? work.steps : 0;
     if (end > 0) fetch(0);
