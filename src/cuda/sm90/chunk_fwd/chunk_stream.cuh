@@ -125,12 +125,18 @@ __device__ __forceinline__ int boundary_place(int group, int warp, int j, int la
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 
-// A transition is kept as the left operands of the products that apply it (combine.cuh): where the uint4 of a lane lies
-// for 16 rows of M, 16 columns, and the first or second part of its floats (pack_two_parts()).
+// A transition is kept by 16 rows, as the left operands of the products that apply it (combine.cuh), 16 columns each,
+// and its diagonal in fp32. What is off the diagonal is a sum of products of 16-bit operands and known to 2^-9 of
+// itself in bf16: one bf16 holds it. In fp16 it is known better, and kept in two parts (pack_two_parts()). The diagonal
+// may be 1 and nearly all that there is of M.
 inline constexpr int kTransitionSteps = kHeadDim / 16;
-__device__ __forceinline__ int transition_place(int rows, int columns, int part, int lane) {
-  return ((rows * kTransitionSteps + columns) * 2 + part) * 32 + lane;
-}
+template <typename Element>
+inline constexpr int kTransitionParts = std::is_same_v<Element, __nv_bfloat16> ? 1 : 2;
+template <int kParts>
+struct TransitionRows {
+  uint4 columns[kTransitionSteps][kParts][32];  // by lanes
+  float diagonal[16];
+};
 
 // Before a block's first tile. The plan must be there.
 template <typename Traits>

@@ -46,11 +46,11 @@ struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
   ChunkForwardArgs args;
   // With a sequence split: the tiles by their tickets, and the boundary states and transitions by slot, in the order of
-  // the state groups' registers (boundary_place()) and as operands of the combination (transition_place()).
+  // the state groups' registers (boundary_place()) and as operands of the combination (TransitionRows).
   const Tile* list;  // null: no split
   TileList* tickets;
   float4* boundary_states;
-  uint4* transitions;
+  void* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the

@@ -608,7 +608,9 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
   w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));
   w.boundary_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
-  w.transitions = reinterpret_cast<uint4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
+                                                         : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
+  w.transitions = take(rows * kTransitionSteps * slots);
   if (workspace != nullptr) *workspace = w;
   return used;
 }

@@ -17,7 +17,7 @@ struct SplitWorkspace {
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
-  uint4* transitions;       // likewise, transition_place() order
+  void* transitions;        // [slots, kTransitionSteps] of TransitionRows
 };
 
 struct SplitKernelParams {

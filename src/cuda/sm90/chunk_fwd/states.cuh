@@ -197,19 +197,30 @@ struct StateTileRole : StateRole<Traits> {
   __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
     if (c.flags & kToTransition) {
       // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
-      uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
+      constexpr int kParts = kTransitionParts<Element>;
+      auto* to = reinterpret_cast<TransitionRows<kParts>*>(p.transitions) + c.slot_out * kTransitionSteps;
+      const int columns = 4 * group + at.warp;
 #pragma unroll
       for (int rows = 0; rows < kTransitionSteps; ++rows) {
+        // One of the lane's pairs of M's rows 2q and 2q + 1 may meet the diagonal, in two of the four blocks.
+        const bool on_diagonal = rows == columns && at.lane >> 3 == at.q, second = (at.lane >> 2 & 1) != 0;
         uint2 parts[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
-          parts[i] = pack_two_parts(x[0], x[1]);
+          float2 pair = make_float2(x[0], x[1]);
+          if ((i == 0 || i == 3) && on_diagonal) {
+            to[rows].diagonal[(at.lane >> 2) + 8 * (i & 1)] = second ? pair.y : pair.x;
+            pair = second ? make_float2(pair.x, 0.0f) : make_float2(0.0f, pair.y);
+          }
+          parts[i] = pack_two_parts(pair.x, pair.y);
           parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
         }
-        const int columns = 4 * group + at.warp;
-        to[transition_place(rows, columns, 0, at.lane)] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
-        to[transition_place(rows, columns, 1, at.lane)] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+        uint4(&place)[kParts][32] = to[rows].columns[columns];
+        place[0][at.lane] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
+        if constexpr (kParts == 2) {
+          place[1][at.lane] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+        }
       }
       return;
     }
