@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../../common/bulk.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
 #include "kernel_params.h"
@@ -153,8 +154,10 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
 }
 
 // A number as it is in memory at this moment.
-__device__ __forceinline__ uint32_t load_now(const uint32_t* data) {
-  return *static_cast<const volatile uint32_t*>(data);
+template <typename Number>
+__device__ __forceinline__ uint32_t load_now(const Number* data) {
+  static_assert(sizeof(Number) == 4);
+  return static_cast<uint32_t>(*static_cast<const volatile Number*>(data));
 }
 
 // The next tile of a split's list, or -1 after the last. walker.tiles: which of its two parts are not given out, 1
@@ -174,18 +177,19 @@ __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelPara
       // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
       const SplitProgress& progress = p.counters->progress;
       const bool there = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0;
+      const uint32_t tiles = load_now(&p.tickets->tiles), dependent_tiles = load_now(&p.tickets->dependent_tiles);
       const bool dependent =
           walker.tiles == 2 || (walker.tiles == 3 && there &&
                                 (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles));
       // Tiles are taken chunks ahead of their time. A block that waits leaves the other tiles that do to blocks that
       // are still to come: where there are as many blocks as such tiles, none is left over.
-      if (walker.waits != 0 && !there && p.tickets->dependent_tiles <= static_cast<int32_t>(gridDim.x)) {
+      if (walker.waits != 0 && !there && dependent_tiles <= gridDim.x) {
         walker.tiles = 0;
         break;
       }
       walker.waits = dependent && !there;
-      const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u));
-      if (tile < (&p.tickets->tiles)[dependent ? 1 : 0]) return dependent ? tile + p.tickets->tiles : tile;
+      const uint32_t tile = atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u);
+      if (tile < (dependent ? dependent_tiles : tiles)) return static_cast<int32_t>(dependent ? tile + tiles : tile);
       walker.tiles &= dependent ? ~2 : ~1;
     }
   }
@@ -481,19 +485,32 @@ __device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, in
   if (lane == 0) dealt.count = count;
 }
 
+// The plan of a split, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
+// kernels behind this one start after that.
+__device__ __forceinline__ void wait_for_plan(const ChunkForwardKernelParams& p, int lane) {
+  if (lane == 0) {
+    while (load_acquire(&p.counters->made) != 1) {
+    }
+    fence_proxy_async_all();  // the copy engine's reads come behind it as well
+  }
+  __syncwarp();
+}
+
 // ... by one warp.
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
   const ChunkForwardArgs& args = p.args;
-  if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+  if (p.list != nullptr) {
+    wait_for_plan(p, lane);
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
   const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
   const int32_t rank = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;  // of the first tile
   const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
   PlannedSequence s{};
   if (finds) s = sequence_at(args, mine);
   // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
-  // that they might write, and once more if they have. Of a split's output kernels the plan is there: the state kernel
-  // lets them start after it has waited for it.
+  // that they might write, and once more if they have.
   bool waits = p.list == nullptr;
 #pragma unroll 1
   while (true) {

@@ -182,18 +182,25 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   copy_async_wait<0>();
 }
 
+template <typename Traits>
+__device__ __forceinline__ int32_t opened_tiles() {
+  return reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened;
+}
+
 // By the state groups' warps, each with its number among them, when they are through with the block's tiles.
 template <typename Traits>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, int warp, int lane) {
   using Memory = CombineMemory<kTransitionParts<typename Traits::Element>>;
   static_assert(sizeof(Memory) <= Traits::kSmemWalker);  // the walker stays
   Memory& memory = *reinterpret_cast<Memory*>(shared_memory());
+  const int32_t opened = opened_tiles<Traits>();
+  if (opened < 0) return;  // the plan is not there
   const SplitProgress& progress = p.counters->progress;
   const int units = static_cast<int>(progress.pieces);
   // A block that had no tile leaves its SM to the next kernel. But as many stay as there are more pieces than tiles, on
   // SMs that no tile needs before the boundary states are there: with more of them 32 heads of 4,096 tokens took 0.15
   // to 0.16 ms in place of 0.13 without a cut.
-  const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
+  const bool had_tiles = opened > 0;
   const TileList& states = p.counters->states;
   const int idle = static_cast<int>(gridDim.x) - states.tiles - p.counters->outputs.tiles;
   const int helpers = min(units - states.tiles, idle);

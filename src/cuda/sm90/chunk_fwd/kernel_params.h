@@ -35,6 +35,13 @@ struct SplitCounters {
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
 };
 
+// What the planner says some microseconds before its plan is there, so that SMs without a state tile can go on to the
+// next kernel.
+struct SplitAnnouncement {
+  uint32_t state_tiles;  // at most so many, and one; 0: not known
+  uint32_t left;         // blocks of the state kernel that left on it
+};
+
 // How blocks find their sequences by themselves.
 enum class BlockOrder : int32_t {
   kGiven = 0,    // in the given order, tiles round robin
@@ -53,6 +60,7 @@ struct ChunkForwardKernelParams {
   void* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
+  SplitAnnouncement* announcement;
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
   // initial state; null elsewhere.
   uint32_t* readers;

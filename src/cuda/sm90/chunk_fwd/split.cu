@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       p.workspace.counters->made = 0;
+      *p.workspace.announcement = SplitAnnouncement{};
       __threadfence();
     }
     __syncthreads();  // whoever asks for it starts after this block has said that it may
@@ -353,8 +354,9 @@ constexpr int32_t kMostSummaries = 2304;
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
-// The best of all choices, by all threads of a block, from what is known of each head.
-__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count) {
+// The best of all choices, by all threads of a block, from what is known of each head; and its state tiles.
+__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
+                             int32_t* state_tiles) {
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -388,7 +390,15 @@ __device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summ
       best = other_best;
     }
   }
+  *state_tiles = estimates[1][best / kMerges].state_tiles;
   return best;
+}
+
+// The kernels that go by the plan do not wait for this one's end.
+__device__ void publish_plan(const SplitWorkspace& ws, const SplitCounters& counters) {
+  *ws.counters = counters;
+  __threadfence();
+  *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
 
 // One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
@@ -401,7 +411,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (p.lengths_first != 0 && *ws.spacing == 0) {
     // The kernels after this one have nothing to do.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (thread == 0) *ws.counters = SplitCounters{};
+    if (thread == 0) publish_plan(ws, SplitCounters{});
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -515,9 +525,18 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
     int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
-    if (best < 0) best = choose_merges(p, kept.summaries, summarised);
+    int32_t state_tiles = 0;
+    if (best < 0) {
+      best = choose_merges(p, kept.summaries, summarised, &state_tiles);
+    } else {
+      const int32_t pieces = joined_pieces(most_pieces, merge_choice(best).heavy);
+      state_tiles = pieces > 1 ? kinds * states_of_pieces(pieces) : 0;
+    }
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
+    if (thread == 0 && summarised == pairs) {
+      *static_cast<volatile uint32_t*>(&ws.announcement->state_tiles) = static_cast<uint32_t>(state_tiles) + 1;
+    }
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
@@ -578,10 +597,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
-    *ws.counters = counters;
-    // The state kernel does not wait for this one's end.
-    __threadfence();
-    *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
+    publish_plan(ws, counters);
   }
 }
 
@@ -599,6 +615,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   const size_t slots = static_cast<size_t>(capacity.slots);
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
+  w.announcement = reinterpret_cast<SplitAnnouncement*>(take(sizeof(SplitAnnouncement)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
   w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));

@@ -278,6 +278,9 @@ inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t merge) {
   return merge >= pieces ? 1 : (pieces + merge - 1) / merge;
 }
+// State tiles of a head that is cut into so many, at heavy boundaries: the first segment's end is reached from the
+// start; of those after it but the last a state and a transition each.
+FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return 1 + 2 * (pieces - 2); }
 // Whether boundary i stays when pieces are joined to so many, as evenly as may be.
 FLASH_QLA_HOST_DEVICE inline bool boundary_stays(const Divisor& by_pieces, int32_t i, int32_t joined) {
   return by_pieces.divide(joined * i) != by_pieces.divide(joined * (i - 1));
@@ -459,9 +462,8 @@ struct SplitEstimate {
     dependent_tiles += dependent;
     dependent_work += output * static_cast<float>(dependent);
     longest_dependent = larger(longest_dependent, output);
-    // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
     const float state = segment * costs.state_step + costs.state_edge;
-    const int32_t states = 1 + 2 * (tiles - 2);
+    const int32_t states = states_of_pieces(tiles);
     state_tiles += states;
     state_work += state * static_cast<float>(states);
     longest_state = larger(longest_state, state);

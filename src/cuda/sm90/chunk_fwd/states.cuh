@@ -347,17 +347,42 @@ struct StateTileRole : StateRole<Traits> {
 
 // Two SMs beside each other (2i and 2i + 1) share a cache of instructions. With another kernel on its neighbour a block
 // took 3.3 us a chunk in place of 1.7, and so do the tiles that write O beside it: state tiles go to as few such pairs
-// as hold them, and one more, as the planner still holds an SM. Other blocks let those have the tiles, and take what is
-// left, if anything is, after some microseconds.
-__device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list) {
+// as hold them.
+__device__ __forceinline__ bool has_pair(uint32_t tiles) {
   uint32_t sm;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm < (tiles + 1) / 2 * 2;
+}
+
+// A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
+// as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
+inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
+__device__ __forceinline__ bool leaves_early(SplitAnnouncement* announcement, uint32_t tiles) {
+  return !has_pair(tiles) && blockIdx.x != 0 && atomicAdd(&announcement->left, 1u) + tiles < gridDim.x;
+}
+
+// Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
+// microseconds.
+__device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list) {
   const uint32_t tiles = static_cast<uint32_t>(list.tiles);
-  if (sm < (tiles + 1) / 2 * 2 + 2) return;
+  if (has_pair(tiles)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
   for (int i = 0; i < kLooks && load_now(&list.ticket) < tiles; ++i) {
   }
+}
+
+// The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves.
+__device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p) {
+  bool asked = false;
+  while (load_acquire(&p.counters->made) != 1) {
+    const uint32_t announced = asked ? 0 : load_now(&p.announcement->state_tiles);
+    if (announced == 0) continue;
+    if (leaves_early(p.announcement, announced - 1)) return false;
+    asked = true;
+  }
+  fence_proxy_async_all();
+  return true;
 }
 
 // Before a stream of chunks: its barriers and first records, by one thread. rehearsal: of a single chunk, the first
@@ -382,13 +407,14 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
     walker.tiles = 0;
     walker.remaining = -1;
   } else {
-    // The plan, not the end of the kernel that makes it, which comes a microsecond later.
-    while (load_acquire(&p.counters->made) != 1) {
-    }
-    fence_proxy_async_all();
-    asm volatile("griddepcontrol.launch_dependents;");
+    const bool stays = stays_for_plan(p);
     open_list<Traits>(p, walker);
-    leave_tiles_to_whole_pairs(*p.tickets);
+    if (stays) {
+      leave_tiles_to_whole_pairs(*p.tickets);
+    } else {
+      walker.tiles = 0;
+      walker.opened = kLeft;
+    }
   }
 #pragma unroll 1
   for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
@@ -410,9 +436,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
                     (__any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   const int thread = threadIdx.x % 128;
+  // The next kernel's blocks wait for the plan as well, and take the SMs that are left to them.
+  asm volatile("griddepcontrol.launch_dependents;");
   if (p.cut != nullptr && *p.cut == 0) {
     // A kernel must not end before those it depends on.
-    asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     return;
   }
@@ -443,8 +470,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __syncwarp();
       mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
-    // A kernel must not end before those it depends on.
-    if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
