@@ -153,6 +153,13 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   }
 }
 
+// SMs 2i and 2i + 1 share a cache of instructions: i of this one.
+__device__ __forceinline__ uint32_t pair_of_sms() {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm / 2;
+}
+
 // A number as it is in memory at this moment.
 template <typename Number>
 __device__ __forceinline__ uint32_t load_now(const Number* data) {

@@ -32,14 +32,16 @@ struct SplitCounters {
   uint32_t helpers;                           // blocks without a tile that may stay for the chains
   uint32_t chain_ticket;                      // next piece of a chain
   int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
+  uint32_t planner_pair;                      // of SMs, of which the planner holds one
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
 };
 
 // What the planner says some microseconds before its plan is there, so that SMs without a state tile can go on to the
 // next kernel.
 struct SplitAnnouncement {
-  uint32_t state_tiles;  // at most so many, and one; 0: not known
-  uint32_t left;         // blocks of the state kernel that left on it
+  uint32_t state_tiles;   // at most so many, and one; 0: not known
+  uint32_t planner_pair;  // SplitCounters', there before the number
+  uint32_t left;          // blocks of the state kernel that left on it
 };
 
 // How blocks find their sequences by themselves.

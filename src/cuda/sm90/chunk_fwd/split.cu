@@ -535,6 +535,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
     if (thread == 0 && summarised == pairs) {
+      ws.announcement->planner_pair = pair_of_sms();
+      __threadfence();
       *static_cast<volatile uint32_t*>(&ws.announcement->state_tiles) = static_cast<uint32_t>(state_tiles) + 1;
     }
   }
@@ -594,6 +596,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
     counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
     counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
+    counters.planner_pair = pair_of_sms();
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;

@@ -345,30 +345,30 @@ struct StateTileRole : StateRole<Traits> {
   }
 };
 
-// Two SMs beside each other (2i and 2i + 1) share a cache of instructions. With another kernel on its neighbour a block
-// took 3.3 us a chunk in place of 1.7, and so do the tiles that write O beside it: state tiles go to as few such pairs
-// as hold them.
-__device__ __forceinline__ bool has_pair(uint32_t tiles) {
-  uint32_t sm;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-  return sm < (tiles + 1) / 2 * 2;
+// Of two SMs that share a cache of instructions a block took 3.3 us a chunk in place of 1.7 with another kernel on its
+// neighbour, and so do the tiles that write O beside it: state tiles go to as few whole pairs of SMs as hold them,
+// beginning behind the planner's, which has an SM that comes late.
+__device__ __forceinline__ bool has_pair(uint32_t tiles, uint32_t planner_pair) {
+  const uint32_t pairs = gridDim.x / 2 + 1, pair = pair_of_sms();
+  return (pair > planner_pair ? 0 : pairs) + pair - planner_pair <= (tiles + 1) / 2;
 }
 
 // A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
 // as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
 inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
 __device__ __forceinline__ bool leaves_early(SplitAnnouncement* announcement, uint32_t tiles) {
-  return !has_pair(tiles) && blockIdx.x != 0 && atomicAdd(&announcement->left, 1u) + tiles < gridDim.x;
+  return !has_pair(tiles, load_now(&announcement->planner_pair)) && blockIdx.x != 0 &&
+         atomicAdd(&announcement->left, 1u) + tiles < gridDim.x;
 }
 
 // Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
 // microseconds.
-__device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list) {
-  const uint32_t tiles = static_cast<uint32_t>(list.tiles);
-  if (has_pair(tiles)) return;
+__device__ __forceinline__ void leave_tiles_to_whole_pairs(const SplitCounters& counters) {
+  const uint32_t tiles = static_cast<uint32_t>(counters.states.tiles);
+  if (has_pair(tiles, counters.planner_pair)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
-  for (int i = 0; i < kLooks && load_now(&list.ticket) < tiles; ++i) {
+  for (int i = 0; i < kLooks && load_now(&counters.states.ticket) < tiles; ++i) {
   }
 }
 
@@ -376,7 +376,7 @@ __device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list)
 __device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p) {
   bool asked = false;
   while (load_acquire(&p.counters->made) != 1) {
-    const uint32_t announced = asked ? 0 : load_now(&p.announcement->state_tiles);
+    const uint32_t announced = asked ? 0 : load_acquire(&p.announcement->state_tiles);
     if (announced == 0) continue;
     if (leaves_early(p.announcement, announced - 1)) return false;
     asked = true;
@@ -403,18 +403,20 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
   for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
   mbarrier_init_fence();
   ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+  const auto record = [](uint32_t m) -> ChunkRecord& {
+    return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m];
+  };
   if (rehearsal) {
     walker.tiles = 0;
     walker.remaining = -1;
   } else {
-    const bool stays = stays_for_plan(p);
-    open_list<Traits>(p, walker);
-    if (stays) {
-      leave_tiles_to_whole_pairs(*p.tickets);
-    } else {
-      walker.tiles = 0;
+    if (!stays_for_plan(p)) {
       walker.opened = kLeft;
+      for (uint32_t m = 0; m < Traits::kStages - 1; ++m) record(m).valid = -1;
+      return;
     }
+    open_list<Traits>(p, walker);
+    leave_tiles_to_whole_pairs(*p.counters);
   }
 #pragma unroll 1
   for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
@@ -424,7 +426,7 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
     first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
     first.flags = kFirstChunk;
     first.slot_in = kNoSlot;
-    *reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks) = first;
+    record(0) = first;
   }
 }
 
