@@ -22,11 +22,11 @@ static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == k
 inline constexpr uint32_t kCombineBarrier = 4;
 
 // Local states that are on their way: memory takes about a microsecond.
-inline constexpr int kLocalAhead = 3;
+inline constexpr int kLocalAhead = 4;
 
 template <int kParts>
 struct CombineMemory {
-  static constexpr int kStages = kParts == 1 ? 5 : 3;  // what there is room for
+  static constexpr uint32_t kStages = kParts == 1 ? 4 : 2;  // what there is room for
   TransitionRows<kParts> transition[kCombineWarps][kStages];
   // The states before and after a transition, as the products' right operands, by 16 rows.
   uint4 state[2][kCombineWarps][32];
@@ -84,9 +84,11 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
       2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
   const TransitionRows<kParts>* transition = reinterpret_cast<const TransitionRows<kParts>*>(p.transitions) +
                                              static_cast<int64_t>(chain.first_slot) * kTransitionSteps + warp;
-  // The rows of a transition into the next stage, by one lane.
-  const auto bring = [&](int step, uint32_t number) {
-    const uint32_t stage = number % kStages, full = smem_address(&memory.full[warp][stage]);
+  // The rows of a transition into their stage, if there is one.
+  const auto bring = [&](int step) {
+    if (step > chain.transitions || !elect_one()) return;
+    const uint32_t stage = (stages + static_cast<uint32_t>(step)) % kStages;
+    const uint32_t full = smem_address(&memory.full[warp][stage]);
     mbarrier_arrive_expect(full, sizeof(*transition));
     bulk_load(smem_address(&memory.transition[warp][stage]), transition + step * kTransitionSteps, sizeof(*transition),
               full);
@@ -119,64 +121,75 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
 #pragma unroll
     for (int i = 0; i < 2; ++i) states[step * kState + kEightRows * i] = from_share(x[i], odd);
   };
-  uint4 m[kTransitionSteps][kParts];
-  float diagonal[2];
-  // The warp's rows of a transition into registers; their stage is free then.
-  const auto read_transition = [&](int step) {
-    const uint32_t number = stages + static_cast<uint32_t>(step - 1), stage = number % kStages;
+  // The warp's rows of a transition, in registers.
+  struct Rows {
+    uint4 m[kTransitionSteps][kParts];
+    float diagonal[2];
+  };
+  const auto read_transition = [&](int step, Rows& to) {
+    const uint32_t number = stages + static_cast<uint32_t>(step), stage = number % kStages;
     mbarrier_wait(smem_address(&memory.full[warp][stage]), number / kStages & 1);
     const TransitionRows<kParts>& rows = memory.transition[warp][stage];
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) m[k][part] = rows.columns[k][part][lane];
+      for (int part = 0; part < kParts; ++part) to.m[k][part] = rows.columns[k][part][lane];
     }
-    diagonal[0] = rows.diagonal[g];
-    diagonal[1] = rows.diagonal[8 + g];
-    __syncwarp();
-    if (lane == 0 && step + static_cast<int>(kStages) <= chain.transitions) {
-      bring(step + static_cast<int>(kStages), number + kStages);
-    }
+    to.diagonal[0] = rows.diagonal[g];
+    to.diagonal[1] = rows.diagonal[8 + g];
   };
-  if (lane == 0) {
-    // They were written by ordinary stores, seen through the counter that another thread has read.
-    fence_proxy_async_all();
-    for (int i = 1; i <= min(static_cast<int>(kStages), chain.transitions); ++i) {
-      bring(i, stages + static_cast<uint32_t>(i - 1));
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kLocalAhead; ++i) bring_local(i);
   CombineShare state;
-  read_local(0, state);
-  share(0, state);
-  read_transition(1);
-#pragma unroll 1
-  for (int step = 1; step <= chain.transitions; ++step) {
+  // What a transition needs beside the state is asked for under the products: shared memory serves in order, and what
+  // comes between the last product and the next state would be waited for.
+  const auto apply = [&](int step, Rows& now, Rows& next) {
     // Sums of their own for each kind of product and every second k: one would be a chain of 16, or 24.
     float sums[2][kParts + 1][4] = {};
+    const auto multiply = [&](int first) {
+      uint4 b[kTransitionSteps / 2];
 #pragma unroll
-    for (int k = 0; k < kTransitionSteps; ++k) {
-      const uint4 b = memory.state[(step - 1) & 1][k][lane];
-      mma_bf16(sums[k & 1][0], m[k][0], b.x, b.y);
-      mma_bf16(sums[k & 1][1], m[k][0], b.z, b.w);
-      if constexpr (kParts == 2) mma_bf16(sums[k & 1][2], m[k][1], b.x, b.y);
-    }
-    // Under the products: the state before this transition leaves, and what the next one takes comes.
-    if (step > 1) keep(step - 1, state);
+      for (int k = 0; k < kTransitionSteps / 2; ++k) b[k] = memory.state[(step - 1) & 1][first + k][lane];
+#pragma unroll
+      for (int k = 0; k < kTransitionSteps / 2; ++k) {
+        mma_bf16(sums[k & 1][0], now.m[first + k][0], b[k].x, b[k].y);
+        mma_bf16(sums[k & 1][1], now.m[first + k][0], b[k].z, b[k].w);
+        if constexpr (kParts == 2) mma_bf16(sums[k & 1][2], now.m[first + k][1], b[k].x, b[k].y);
+      }
+    };
+    multiply(0);
+    multiply(kTransitionSteps / 2);
+    const float diagonal[2] = {now.diagonal[0], now.diagonal[1]};
     CombineShare local;
     read_local(step, local);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) local[e >> 1][e & 1] += diagonal[e >> 1] * state[e >> 1][e & 1];
-    if (step < chain.transitions) read_transition(step + 1);
+    if (step < chain.transitions) read_transition(step + 1, next);
+    bring(step + static_cast<int>(kStages));  // this transition's stage has been read
+    if (step > 1) keep(step - 1, state);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float small = sums[0][1][e] + sums[1][1][e];
       if constexpr (kParts == 2) small += sums[0][2][e] + sums[1][2][e];
-      state[e >> 1][e & 1] = local[e >> 1][e & 1] + (small + (sums[0][0][e] + sums[1][0][e]));
+      float& x = state[e >> 1][e & 1];
+      x = fmaf(diagonal[e >> 1], x, local[e >> 1][e & 1]) + (small + (sums[0][0][e] + sums[1][0][e]));
     }
     share(step & 1, state);
+  };
+  // They were written by ordinary stores, seen through the counter that another thread has read.
+  fence_proxy_async_all();
+#pragma unroll 1
+  for (int i = 1; i <= static_cast<int>(kStages); ++i) bring(i);
+#pragma unroll
+  for (int i = 0; i < kLocalAhead; ++i) bring_local(i);
+  read_local(0, state);
+  share(0, state);
+  // In two parts there are not registers for two transitions: the next one takes the place of this.
+  Rows rows[kParts == 1 ? 2 : 1];
+  Rows &one = rows[0], &other = rows[kParts == 1 ? 1 : 0];
+  read_transition(1, one);
+#pragma unroll 1
+  for (int step = 1;; step += 2) {
+    apply(step, one, other);
+    if (step + 1 > chain.transitions) break;
+    apply(step + 1, other, one);
+    if (step + 2 > chain.transitions) break;
   }
   keep(chain.transitions, state);
   copy_async_wait<0>();
@@ -209,7 +222,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const auto meet = [] { named_barrier_sync(kCombineBarrier, 32 * kCombineWarps); };
   meet();  // the tiles' shared memory is free
   if (lane == 0) {
-    for (int i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[warp][i]), 1);
+    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[warp][i]), 1);
     mbarrier_init_fence();
   }
   const auto take = [&] {
@@ -227,7 +240,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(100);
   }
   meet();
-  uint32_t stages = 0;
+  uint32_t stages = ~0u;  // the first transition's number is 1
   while (memory.unit < units) {
     const TransitionChain chain = memory.chain;
     multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);

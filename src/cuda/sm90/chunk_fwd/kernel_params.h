@@ -39,9 +39,8 @@ struct SplitCounters {
 // What the planner says some microseconds before its plan is there, so that SMs without a state tile can go on to the
 // next kernel.
 struct SplitAnnouncement {
-  uint32_t state_tiles;   // at most so many, and one; 0: not known
-  uint32_t planner_pair;  // SplitCounters', there before the number
-  uint32_t left;          // blocks of the state kernel that left on it
+  uint32_t word;  // 0: nothing is known; else one more than planner_pair << 16 | state tiles, at most so many
+  uint32_t left;  // blocks of the state kernel that left on it
 };
 
 // How blocks find their sequences by themselves.

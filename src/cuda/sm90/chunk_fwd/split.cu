@@ -534,10 +534,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
-    if (thread == 0 && summarised == pairs) {
-      ws.announcement->planner_pair = pair_of_sms();
-      __threadfence();
-      *static_cast<volatile uint32_t*>(&ws.announcement->state_tiles) = static_cast<uint32_t>(state_tiles) + 1;
+    if (thread == 0 && summarised == pairs && state_tiles <= UINT16_MAX) {
+      *static_cast<volatile uint32_t*>(&ws.announcement->word) =
+          (pair_of_sms() << 16 | static_cast<uint32_t>(state_tiles)) + 1;
     }
   }
 

@@ -89,7 +89,7 @@ struct StateTileAuxRole {
       tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
     }
-    load_gates<Traits>(p.args, c, stage + Traits::kStageGate, full, thread);
+    load_gates<Traits>(p.args, c, gates(m), full, thread);
   }
 
   // Hides a number from the compiler, so that addresses made from it are worked out anew, not kept: registers are short
@@ -356,8 +356,9 @@ __device__ __forceinline__ bool has_pair(uint32_t tiles, uint32_t planner_pair) 
 // A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
 // as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
 inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
-__device__ __forceinline__ bool leaves_early(SplitAnnouncement* announcement, uint32_t tiles) {
-  return !has_pair(tiles, load_now(&announcement->planner_pair)) && blockIdx.x != 0 &&
+__device__ __forceinline__ bool leaves_early(SplitAnnouncement* announcement, uint32_t tiles,
+                                             uint32_t planner_pair) {
+  return !has_pair(tiles, planner_pair) && blockIdx.x != 0 &&
          atomicAdd(&announcement->left, 1u) + tiles < gridDim.x;
 }
 
@@ -376,9 +377,9 @@ __device__ __forceinline__ void leave_tiles_to_whole_pairs(const SplitCounters& 
 __device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p) {
   bool asked = false;
   while (load_acquire(&p.counters->made) != 1) {
-    const uint32_t announced = asked ? 0 : load_acquire(&p.announcement->state_tiles);
-    if (announced == 0) continue;
-    if (leaves_early(p.announcement, announced - 1)) return false;
+    const uint32_t word = asked ? 0 : load_now(&p.announcement->word);
+    if (word == 0) continue;
+    if (leaves_early(p.announcement, (word - 1) & 0xffff, (word - 1) >> 16)) return false;
     asked = true;
   }
   fence_proxy_async_all();
