@@ -524,14 +524,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
     const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
-    int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
     int32_t state_tiles = 0;
-    if (best < 0) {
-      best = choose_merges(p, kept.summaries, summarised, &state_tiles);
-    } else {
-      const int32_t pieces = joined_pieces(most_pieces, merge_choice(best).heavy);
-      state_tiles = pieces > 1 ? kinds * states_of_pieces(pieces) : 0;
-    }
+    int32_t best = usual ? p.usual_choices.choice(kinds, pairs, &state_tiles) : -1;
+    if (best < 0) best = choose_merges(p, kept.summaries, summarised, &state_tiles);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
     if (thread == 0 && summarised == pairs && state_tiles <= UINT16_MAX) {

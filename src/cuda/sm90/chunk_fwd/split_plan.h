@@ -619,10 +619,12 @@ struct UsualChoices {
   static constexpr int32_t kShares = 8;
   static constexpr int32_t kLeastWarmup = 5, kMostWarmup = 7;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
+  uint16_t states[kShares + 1] = {};  // state tiles of each of the heads that do not decay
 
-  // Of `heavy` heads among `heads`; -1: these are no whole eighths.
-  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads) const {
+  // Of `heavy` heads among `heads`, and all their state tiles; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads, int32_t* state_tiles) const {
     const int32_t share = kShares * heavy / heads;
+    *state_tiles = heavy * states[share];
     return share * heads == kShares * heavy ? of_share[share] : -1;
   }
 };
@@ -631,8 +633,10 @@ inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid&
   UsualChoices choices;
   for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
     const int32_t heavy = share * heads / UsualChoices::kShares;
-    choices.of_share[share] =
-        static_cast<uint8_t>(best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs).choice);
+    const int32_t choice = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs).choice;
+    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, grid), merge_choice(choice).heavy);
+    choices.of_share[share] = static_cast<uint8_t>(choice);
+    choices.states[share] = static_cast<uint16_t>(pieces > 1 ? states_of_pieces(pieces) : 0);
   }
   return choices;
 }

@@ -355,10 +355,11 @@ __device__ __forceinline__ bool has_pair(uint32_t tiles, uint32_t planner_pair) 
 
 // A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
 // as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
+// So does the planner's neighbour, lest the next kernel's instructions hold up the planner.
 inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
 __device__ __forceinline__ bool leaves_early(SplitAnnouncement* announcement, uint32_t tiles,
                                              uint32_t planner_pair) {
-  return !has_pair(tiles, planner_pair) && blockIdx.x != 0 &&
+  return !has_pair(tiles, planner_pair) && pair_of_sms() != planner_pair && blockIdx.x != 0 &&
          atomicAdd(&announcement->left, 1u) + tiles < gridDim.x;
 }
 
