@@ -67,7 +67,7 @@ inline constexpr int32_t kNeverKept = INT32_MAX;
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile opened last, or to open first; not of a list
+  int32_t tile;       // tile opened last, or to open first; of a list a ticket taken before the plan is there, -1: none
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
@@ -161,7 +161,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   walker.remaining = -1;
   walker.opened = walker.waits = 0;
   if (p.list != nullptr) {
-    walker.tile = 0;
+    walker.tile = -1;
     walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
@@ -191,16 +191,24 @@ __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelPara
   if constexpr (Traits::kStateOnly || (Traits::kSave && !Traits::kEndsWhereKept)) {
     // In the order of the list (with kSave there are no registers left to ask what is ready). Its size is read beside
     // the ticket: one latency, not two.
-    const int32_t tiles = p.tickets->tiles + p.tickets->dependent_tiles;
-    const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    const int32_t tiles = p.sizes->tiles + p.sizes->dependent_tiles;
+    int32_t tile = walker.tile;
+    walker.tile = -1;
+    if (tile < 0) tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
     if (tile < tiles) return tile;
     walker.tiles = 0;
   } else {
+    if (walker.tile >= 0) {
+      const int32_t tile = walker.tile;
+      walker.tile = -1;
+      if (tile < p.sizes->tiles) return tile;
+      walker.tiles = 2;
+    }
     while (walker.tiles != 0) {
       // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
       const SplitProgress& progress = p.counters->progress;
       const bool there = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0;
-      const uint32_t tiles = load_now(&p.tickets->tiles), dependent_tiles = load_now(&p.tickets->dependent_tiles);
+      const uint32_t tiles = load_now(&p.sizes->tiles), dependent_tiles = load_now(&p.sizes->dependent_tiles);
       const bool dependent =
           walker.tiles == 2 || (walker.tiles == 3 && there &&
                                 (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles));
@@ -224,10 +232,10 @@ template <typename Traits>
 __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tiles != 0) {
-    walker.tile = take_listed_tile<Traits>(p, walker);
-    if (walker.tile < 0) return;
+    const int32_t tile = take_listed_tile<Traits>(p, walker);
+    if (tile < 0) return;
     // By parts, not as a copy: registers are short where this is called.
-    const Tile& t = p.list[walker.tile];
+    const Tile& t = p.list[tile];
     ChunkRecord& r = walker.next;
     r.row = t.row;
     r.sequence = t.sequence;
@@ -560,22 +568,28 @@ __device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, in
 }
 
 // The plan of a split, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
-// kernels behind this one start after that.
-__device__ __forceinline__ void wait_for_plan(const ChunkForwardKernelParams& p, int lane) {
+// kernels behind this one start after that. Who has to wait takes a ticket meanwhile, which lane 0 gets; else -1.
+__device__ __forceinline__ int32_t wait_for_plan(const ChunkForwardKernelParams& p, int lane) {
+  int32_t early = -1;
   if (lane == 0) {
-    while (load_acquire(&p.counters->made) != 1) {
+    if (load_acquire(&p.counters->made) != 1) {
+      early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+      while (load_acquire(&p.counters->made) != 1) {
+      }
     }
     fence_proxy_async_all();  // the copy engine's reads come behind it as well
   }
   __syncwarp();
+  return early;
 }
 
 // ... by one warp.
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
   const ChunkForwardArgs& args = p.args;
+  int32_t early = -1;
   if (p.list != nullptr) {
-    wait_for_plan(p, lane);
+    early = wait_for_plan(p, lane);
     asm volatile("griddepcontrol.launch_dependents;");
   }
   const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
@@ -605,6 +619,7 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (lane == 0) {
         ChunkWalker walker;  // in registers for as long as it goes on at once
         open_list<Traits>(p, walker);
+        walker.tile = early;
 #pragma unroll 1
         for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
           produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);

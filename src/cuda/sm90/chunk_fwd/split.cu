@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       p.workspace.counters->made = 0;
-      *p.workspace.announcement = SplitAnnouncement{};
+      *p.workspace.start = SplitStart{};
       __threadfence();
     }
     __syncthreads();  // whoever asks for it starts after this block has said that it may
@@ -530,7 +530,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
     if (thread == 0 && summarised == pairs && state_tiles <= UINT16_MAX) {
-      *static_cast<volatile uint32_t*>(&ws.announcement->word) =
+      *static_cast<volatile uint32_t*>(&ws.start->announced) =
           (pair_of_sms() << 16 | static_cast<uint32_t>(state_tiles)) + 1;
     }
   }
@@ -612,7 +612,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   const size_t slots = static_cast<size_t>(capacity.slots);
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
-  w.announcement = reinterpret_cast<SplitAnnouncement*>(take(sizeof(SplitAnnouncement)));
+  w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
   w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));

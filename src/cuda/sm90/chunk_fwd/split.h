@@ -9,7 +9,7 @@ namespace flash_qla::cuda::sm90 {
 // Places in the workspace.
 struct SplitWorkspace {
   SplitCounters* counters;
-  SplitAnnouncement* announcement;
+  SplitStart* start;
   uint8_t* warmups;   // [boundaries, Hv] of warmup_chunks()
   CutSequence* cuts;  // [N]
   int32_t* spacing;   // SplitGrid's, where lengths are looked at first

@@ -139,7 +139,8 @@ struct StateRole {
       // make them run, or this kernel would not have started.
       if (at.lane == 0) {
         const SplitProgress& progress = p.counters->progress;
-        while (load_acquire(&progress.states_left) + load_acquire(&progress.pieces_left) != 0) __nanosleep(50);
+        while (load_relaxed(&progress.states_left) + load_relaxed(&progress.pieces_left) != 0) __nanosleep(50);
+        acquire_loads();
       }
       __syncwarp();
       const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;

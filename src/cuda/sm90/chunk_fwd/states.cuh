@@ -357,31 +357,36 @@ __device__ __forceinline__ bool has_pair(uint32_t tiles, uint32_t planner_pair) 
 // as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
 // So does the planner's neighbour, lest the next kernel's instructions hold up the planner.
 inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
-__device__ __forceinline__ bool leaves_early(SplitAnnouncement* announcement, uint32_t tiles,
-                                             uint32_t planner_pair) {
-  return !has_pair(tiles, planner_pair) && pair_of_sms() != planner_pair && blockIdx.x != 0 &&
-         atomicAdd(&announcement->left, 1u) + tiles < gridDim.x;
+__device__ __forceinline__ bool leaves_early(SplitStart* start, uint32_t tiles, uint32_t planner_pair) {
+  return pair_of_sms() != planner_pair && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
 }
 
 // Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
 // microseconds.
-__device__ __forceinline__ void leave_tiles_to_whole_pairs(const SplitCounters& counters) {
-  const uint32_t tiles = static_cast<uint32_t>(counters.states.tiles);
-  if (has_pair(tiles, counters.planner_pair)) return;
+__device__ __forceinline__ void leave_tiles_to_whole_pairs(const ChunkForwardKernelParams& p) {
+  const uint32_t tiles = static_cast<uint32_t>(p.sizes->tiles);
+  if (has_pair(tiles, p.counters->planner_pair)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
-  for (int i = 0; i < kLooks && load_now(&counters.states.ticket) < tiles; ++i) {
+  for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < tiles; ++i) {
   }
 }
 
-// The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves.
-__device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p) {
+// The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves. early: a
+// ticket that the block has taken meanwhile, if it is to have a tile; else -1.
+__device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p, int32_t* early) {
   bool asked = false;
+  *early = -1;
   while (load_acquire(&p.counters->made) != 1) {
-    const uint32_t word = asked ? 0 : load_now(&p.announcement->word);
-    if (word == 0) continue;
-    if (leaves_early(p.announcement, (word - 1) & 0xffff, (word - 1) >> 16)) return false;
+    const uint32_t announced = asked ? 0 : load_now(&p.start->announced);
+    if (announced == 0) continue;
     asked = true;
+    const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
+    if (has_pair(tiles, planner_pair)) {
+      *early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    } else if (leaves_early(p.start, tiles, planner_pair)) {
+      return false;
+    }
   }
   fence_proxy_async_all();
   return true;
@@ -412,13 +417,15 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
     walker.tiles = 0;
     walker.remaining = -1;
   } else {
-    if (!stays_for_plan(p)) {
+    int32_t early;
+    if (!stays_for_plan(p, &early)) {
       walker.opened = kLeft;
       for (uint32_t m = 0; m < Traits::kStages - 1; ++m) record(m).valid = -1;
       return;
     }
     open_list<Traits>(p, walker);
-    leave_tiles_to_whole_pairs(*p.counters);
+    walker.tile = early;
+    if (early < 0) leave_tiles_to_whole_pairs(p);
   }
 #pragma unroll 1
   for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
