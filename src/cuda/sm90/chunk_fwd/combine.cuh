@@ -11,15 +11,16 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each, and bring their rows of M
-// themselves, some transitions ahead, through shared memory. (Straight into registers, one ahead, a transition took
-// 1.15 to 1.4 us; with sixteen or 32 columns to a block the products alone take 1.1 or 1.8.) What bounds a transition is
-// shared memory's bandwidth: M goes in and out of it, and every warp reads all of the states.
+// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each; an auxiliary warp brings the
+// transitions, some ahead, through shared memory. (Straight into registers, one ahead, a transition took 1.15 to 1.4 us;
+// with sixteen or 32 columns to a block the products alone take 1.1 or 1.8; a copy of its own rows by each warp is 0.1 us
+// of its 0.6.)
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
-// The named barrier of these warps; those before it are the auxiliary groups'.
+// The named barrier of these warps and the one that brings; those before it are the auxiliary groups'.
 inline constexpr uint32_t kCombineBarrier = 4;
+__device__ __forceinline__ void meet_to_combine() { named_barrier_sync(kCombineBarrier, 32 * (kCombineWarps + 1)); }
 
 // Local states that are on their way: memory takes about a microsecond.
 inline constexpr int kLocalAhead = 4;
@@ -27,11 +28,11 @@ inline constexpr int kLocalAhead = 4;
 template <int kParts>
 struct CombineMemory {
   static constexpr uint32_t kStages = kParts == 1 ? 4 : 2;  // what there is room for
-  TransitionRows<kParts> transition[kCombineWarps][kStages];
+  TransitionRows<kParts> transition[kStages][kCombineWarps];
   // The states before and after a transition, as the products' right operands, by 16 rows.
   uint4 state[2][kCombineWarps][32];
   float2 local[kCombineWarps][kLocalAhead][2][32];
-  uint64_t full[kCombineWarps][kStages];
+  uint64_t full[kStages];
   TransitionChain chain;
   int32_t unit;
 };
@@ -68,7 +69,35 @@ __device__ __forceinline__ float2 from_share(const float (&columns)[2], bool odd
   return odd ? make_float2(other, columns[1]) : make_float2(columns[0], other);
 }
 
-// Columns 8 slice .. 8 slice + 7 of all states of a chain. stages: that this warp has used before.
+// The transitions of a chain into their stages, by one warp. stages: that have been used before. Where the warps meet
+// at a step's end they have read its transition.
+template <int kParts>
+__device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
+                                                  const TransitionChain& chain, uint32_t stages) {
+  constexpr uint32_t kStages = CombineMemory<kParts>::kStages;
+  const auto bring = [&](int step) {
+    if (step > chain.transitions || !elect_one()) return;
+    const uint32_t stage = (stages + static_cast<uint32_t>(step)) % kStages;
+    auto& to = memory.transition[stage];
+    const uint32_t full = smem_address(&memory.full[stage]);
+    mbarrier_arrive_expect(full, sizeof(to));
+    bulk_load(smem_address(to),
+              static_cast<const char*>(p.transitions) + (static_cast<int64_t>(chain.first_slot) + step) * sizeof(to),
+              sizeof(to), full);
+  };
+  // They were written by ordinary stores, seen through the counter that another thread has read.
+  fence_proxy_async_all();
+#pragma unroll 1
+  for (int step = 1; step <= static_cast<int>(kStages); ++step) bring(step);
+  meet_to_combine();
+#pragma unroll 1
+  for (int step = 1; step <= chain.transitions; ++step) {
+    meet_to_combine();
+    bring(step + static_cast<int>(kStages));
+  }
+}
+
+// Columns 8 slice .. 8 slice + 7 of all states of a chain. stages: see above.
 template <int kParts>
 __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
                                                      const TransitionChain& chain, int slice, uint32_t stages, int warp,
@@ -82,17 +111,6 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   float2* const states =
       reinterpret_cast<float2*>(p.boundary_states) + static_cast<int64_t>(chain.first_slot) * kState +
       2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
-  const TransitionRows<kParts>* transition = reinterpret_cast<const TransitionRows<kParts>*>(p.transitions) +
-                                             static_cast<int64_t>(chain.first_slot) * kTransitionSteps + warp;
-  // The rows of a transition into their stage, if there is one.
-  const auto bring = [&](int step) {
-    if (step > chain.transitions || !elect_one()) return;
-    const uint32_t stage = (stages + static_cast<uint32_t>(step)) % kStages;
-    const uint32_t full = smem_address(&memory.full[warp][stage]);
-    mbarrier_arrive_expect(full, sizeof(*transition));
-    bulk_load(smem_address(&memory.transition[warp][stage]), transition + step * kTransitionSteps, sizeof(*transition),
-              full);
-  };
   // A local state; every thread brings, and reads, what it needs itself.
   const auto bring_local = [&](int step) {
     if (step <= chain.transitions) {
@@ -115,7 +133,7 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     const uint2 upper = pack_two_parts(x[0][0], x[0][1]), lower = pack_two_parts(x[1][0], x[1][1]);
     memory.state[buffer][warp][lane] =
         make_uint4(transpose_8x8(upper.x), transpose_8x8(lower.x), transpose_8x8(upper.y), transpose_8x8(lower.y));
-    named_barrier_sync(kCombineBarrier, 32 * kCombineWarps);
+    meet_to_combine();
   };
   const auto keep = [&](int step, const CombineShare& x) {
 #pragma unroll
@@ -128,8 +146,8 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   };
   const auto read_transition = [&](int step, Rows& to) {
     const uint32_t number = stages + static_cast<uint32_t>(step), stage = number % kStages;
-    mbarrier_wait(smem_address(&memory.full[warp][stage]), number / kStages & 1);
-    const TransitionRows<kParts>& rows = memory.transition[warp][stage];
+    mbarrier_wait(smem_address(&memory.full[stage]), number / kStages & 1);
+    const TransitionRows<kParts>& rows = memory.transition[stage][warp];
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
 #pragma unroll
@@ -161,7 +179,6 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     CombineShare local;
     read_local(step, local);
     if (step < chain.transitions) read_transition(step + 1, next);
-    bring(step + static_cast<int>(kStages));  // this transition's stage has been read
     if (step > 1) keep(step - 1, state);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -172,10 +189,6 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     }
     share(step & 1, state);
   };
-  // They were written by ordinary stores, seen through the counter that another thread has read.
-  fence_proxy_async_all();
-#pragma unroll 1
-  for (int i = 1; i <= static_cast<int>(kStages); ++i) bring(i);
 #pragma unroll
   for (int i = 0; i < kLocalAhead; ++i) bring_local(i);
   read_local(0, state);
@@ -200,7 +213,8 @@ __device__ __forceinline__ int32_t opened_tiles() {
   return reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened;
 }
 
-// By the state groups' warps, each with its number among them, when they are through with the block's tiles.
+// When the block's tiles are through: by the state groups' warps, each with its number among them, and by an auxiliary
+// one, number kCombineWarps.
 template <typename Traits>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, int warp, int lane) {
   using Memory = CombineMemory<kTransitionParts<typename Traits::Element>>;
@@ -219,17 +233,14 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const int helpers = min(units - states.tiles, idle);
   if (units == 0 || (!had_tiles && helpers <= 0)) return;
   const bool first = warp == 0 && lane == 0;
-  const auto meet = [] { named_barrier_sync(kCombineBarrier, 32 * kCombineWarps); };
-  meet();  // the tiles' shared memory is free
-  if (lane == 0) {
-    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[warp][i]), 1);
-    mbarrier_init_fence();
-  }
+  meet_to_combine();  // the tiles' shared memory is free
   const auto take = [&] {
     memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
     if (memory.unit < units) memory.chain = p.chains[memory.unit / kCombineSlices];
   };
   if (first) {
+    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[i]), 1);
+    mbarrier_init_fence();
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
     const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
@@ -237,21 +248,25 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     memory.unit = units;
     if (needed) take();
     // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-    while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(100);
+    while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
   }
-  meet();
+  meet_to_combine();
   uint32_t stages = ~0u;  // the first transition's number is 1
   while (memory.unit < units) {
     const TransitionChain chain = memory.chain;
-    multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+    if (warp == kCombineWarps) {
+      bring_transitions(p, memory, chain, stages);
+    } else {
+      multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+    }
     stages += static_cast<uint32_t>(chain.transitions);
-    meet();
+    meet_to_combine();
     if (first) {
       __threadfence();
       atomicSub(&p.counters->progress.pieces_left, 1u);
       take();
     }
-    meet();
+    meet_to_combine();
   }
 }
 

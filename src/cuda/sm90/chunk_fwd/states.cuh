@@ -439,6 +439,9 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
   }
 }
 
+// The auxiliary warp that brings transitions: not the one that waits for the kernels before this one.
+inline constexpr uint32_t kBringingWarp = 1;
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_state_tiles_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
@@ -482,6 +485,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
     if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits>(p, kCombineWarps, thread % 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
