@@ -12,9 +12,9 @@
 namespace flash_qla::cuda::sm90 {
 
 // The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each; an auxiliary warp brings the
-// transitions, some ahead, through shared memory. (Straight into registers, one ahead, a transition took 1.15 to 1.4 us;
-// with sixteen or 32 columns to a block the products alone take 1.1 or 1.8; a copy of its own rows by each warp is 0.1 us
-// of its 0.6.)
+// transitions, some ahead, through shared memory. (Straight into registers, one ahead, a transition took 1.15 to 1.4
+// us; with sixteen or 32 columns to a block the products alone take 1.1 or 1.8; a copy of its own rows by each warp is
+// 0.1 us of its 0.6.)
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);

@@ -38,8 +38,8 @@ struct SplitCounters {
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
 };
 
-// What there is before the plan. Tickets can be taken then, and the planner says how many state tiles there will be some
-// microseconds before the plan is there, so that SMs without one can go on to the next kernel.
+// What there is before the plan. Tickets can be taken then, and the planner says how many state tiles there will be
+// some microseconds before the plan is there, so that SMs without one can go on to the next kernel.
 struct SplitStart {
   TileTickets states, outputs, halves;
   uint32_t announced;  // 0: nothing is known; else one more than planner_pair << 16 | state tiles, at most so many
