@@ -343,11 +343,13 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.list = split.workspace.state_tiles;
   tiles.sizes = &counters->states;
   tiles.tickets = &start->states;
+  tiles.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (list_first_chunks())
   // The planner holds an SM: with a block for that one too, the kernel behind this one could not start before it ends.
   error =
       launch_tiles_of(args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
                       tiles, std::max(sms - 1, 1), sms, stream);
 
+  tiles.followed = params.followed;
   tiles.list = split.workspace.output_tiles;
   tiles.sizes = &counters->outputs;
   tiles.tickets = &start->outputs;

@@ -388,6 +388,7 @@ __device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p
       return false;
     }
   }
+  asm volatile("griddepcontrol.launch_dependents;");
   fence_proxy_async_all();
   return true;
 }
@@ -450,8 +451,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
                     (__any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   const int thread = threadIdx.x % 128;
-  // The next kernel's blocks wait for the plan as well, and take the SMs that are left to them.
-  asm volatile("griddepcontrol.launch_dependents;");
+  // If the next kernel's blocks wait for the plan as well they take the SMs that are left to them at once.
+  if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   if (p.cut != nullptr && *p.cut == 0) {
     // A kernel must not end before those it depends on.
     asm volatile("griddepcontrol.wait;" ::: "memory");
