@@ -625,7 +625,7 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (lane == 0) {
         ChunkWalker walker;  // in registers for as long as it goes on at once
         open_list<Traits>(p, walker);
-        walker.tile = early;
+        if (p.list != nullptr) walker.tile = early;
 #pragma unroll 1
         for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
           produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
