@@ -284,42 +284,21 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
 // Warps that hold the state's rows of half of V.
 constexpr uint32_t kWarpsOfHalf = 4;
 
-// Tiles that are kept from counting to placing; of a larger plan they are worked out again. A call that is not forced
-// has at most kItemsPerSm boundaries to an SM, and seldom more than two tiles for each.
-constexpr int32_t kKeptTiles = 1024;
-struct KeptTiles {
-  Tile tile[kKeptTiles];
-  uint16_t rank[kKeptTiles];  // in its bucket
-};
-
-// Counts the tiles of each bucket, then places them.
+// Counts the tiles of each bucket, then places them: by the same instructions, which the second time are in the caches.
 struct TileSink {
   bool place, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
-  int32_t *chains_used, *tiles_used;
-  KeptTiles* kept;
+  int32_t* chains_used;
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
     if (place) {
-      put(t, n);
-      return;
+      (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
+    } else if (in_place && t.flags & kTileFromStart) {
+      uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
+      for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
     }
-    const int32_t i = atomicAdd(tiles_used, 1);
-    if (i < kKeptTiles) {
-      kept->tile[i] = t;
-      kept->rank[i] = static_cast<uint16_t>(n);
-    }
-    count_reader(t);
-  }
-  __device__ void count_reader(const Tile& t) const {
-    if (!in_place || !(t.flags & kTileFromStart)) return;
-    uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
-    for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
-  }
-  __device__ void put(const Tile& t, int32_t n) const {
-    (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
   }
   __device__ void chain(const TransitionChain& c) const {
     if (!place) workspace.chains[atomicAdd(chains_used, 1)] = c;
@@ -413,20 +392,17 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
+  __shared__ int32_t state_tiles, first_tiles, free_tiles, chains_used, chunks_before;
   __shared__ int32_t kinds;  // heads with a heavy boundary, and kUnusual for each whose warm-ups are not the usual ones
   constexpr int32_t kUnusual = 1 << 16;
-  __shared__ int32_t warp_chunks[kListWarps];
+  __shared__ int32_t warp_sums[kListWarps];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
-  // The summaries have been used when the first tile is kept.
-  __shared__ union Kept {
-    HeadSummary summaries[kMostSummaries];
-    KeptTiles tiles;
-    __device__ Kept() {}
-  } kept;
-  for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
-  if (thread == 0) chains_used = tiles_used = chunks_before = kinds = 0;
+  __shared__ uint4 summaries_room[kMostSummaries];
+  static_assert(sizeof(HeadSummary) == sizeof(uint4));
+  HeadSummary* const summaries = reinterpret_cast<HeadSummary*>(summaries_room);
+  buckets[thread] = 0;
+  if (thread == 0) chains_used = chunks_before = kinds = 0;
   __syncthreads();
 
   // Where sequences are cut; a larger batch's are kept in memory.
@@ -445,11 +421,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
         const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += below;
       }
-      if (lane == 31) warp_chunks[warp] = inclusive;
+      if (lane == 31) warp_sums[warp] = inclusive;
       __syncthreads();
       int32_t before = chunks_before;
 #pragma unroll 1
-      for (int w = 0; w < warp; ++w) before += warp_chunks[w];
+      for (int w = 0; w < warp; ++w) before += warp_sums[w];
       s.first_chunk = before + inclusive - chunks;
       __syncthreads();
       if (thread == kListThreads - 1) chunks_before = before + inclusive;
@@ -502,7 +478,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
       if (lane == first_lane && pair < summarised) {
-        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+        summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
         const int32_t boundaries = plan.cuts.pieces - 1;
         own_kinds += heavy > 0 ? 1
                      : total < UsualChoices::kLeastWarmup * boundaries || total > UsualChoices::kMostWarmup * boundaries
@@ -515,71 +491,59 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
     int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
-    if (best < 0) best = choose_merges(p, kept.summaries, summarised);
+    if (best < 0) best = choose_merges(p, summaries, summarised);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
   }
 
-  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws};
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass == 1 && tiles_used <= kKeptTiles) {
-      for (int i = thread; i < tiles_used; i += kListThreads) {
-        const Tile t = kept.tiles.tile[i];
-        sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
-      }
-      break;
-    }
+  for (;; sink.place = true) {
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
       emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
     }
     __syncthreads();
-    if (pass == 1) break;
-    // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
-    if (warp < 2) {
-      const int first = warp == 0 ? 0 : kLengthBuckets,
-                per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
-      int32_t sum = 0;
-#pragma unroll 1
-      for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
-      int32_t inclusive = sum;
-#pragma unroll 1
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-        if (lane >= step) inclusive += below;
-      }
-      if (lane == 31) list_sizes[warp] = inclusive;
-      int32_t before = inclusive - sum;
-#pragma unroll 1
-      for (int i = 0; i < per_lane; ++i) {
-        const int bucket = first + lane * per_lane + i;
-        const int32_t count = buckets[bucket];
-        buckets[bucket] = before;
-        if (bucket == 2 * kLengthBuckets) first_tiles = before;
-        if (bucket == 3 * kLengthBuckets) free_tiles = before;
-        before += count;
-      }
+    if (sink.place) break;
+    // Exclusive sums of the buckets, one to a thread: the state tiles' are those of the first warps, and a list of
+    // their own.
+    static_assert(kTileBuckets == kListThreads && kLengthBuckets % 32 == 0 && kListWarps <= 32);
+    constexpr int kStateListWarps = kLengthBuckets / 32;
+    const int32_t count = buckets[thread];
+    int32_t inclusive = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (lane >= step) inclusive += below;
     }
+    if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
-    sink.place = true;
+    const bool counts = lane < warp && (lane >= kStateListWarps) == (warp >= kStateListWarps);
+    inclusive += __reduce_add_sync(0xffffffffu, counts ? warp_sums[lane] : 0);
+    buckets[thread] = inclusive - count;
+    if (thread == kLengthBuckets - 1) state_tiles = inclusive;
+    if (thread == 2 * kLengthBuckets) first_tiles = inclusive - count;
+    if (thread == 3 * kLengthBuckets) free_tiles = inclusive - count;
+    __syncthreads();
+    // By a thread that seldom has tiles to place.
+    if (thread == kTileBuckets - 1) {
+      const bool halves = !cut && p.uncut_shared != 0;
+      SplitCounters counters{};
+      counters.states.tiles = state_tiles;
+      counters.outputs.tiles = halves ? 0 : free_tiles;
+      counters.outputs.dependent_tiles = inclusive - free_tiles;  // none where nothing is cut
+      counters.halves.tiles = halves ? free_tiles : 0;
+      counters.progress.states_left = static_cast<uint32_t>(state_tiles * kStateWarps);
+      counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
+      counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
+      counters.spacing = grid.spacing;
+      counters.light_merge = merge.light;
+      counters.heavy_merge = merge.heavy;
+      *ws.counters = counters;
+    }
   }
-  __syncthreads();  // the lists are there
+  // The state kernel does not wait for this one's end.
   if (thread == 0) {
-    const bool halves = !cut && p.uncut_shared != 0;
-    SplitCounters counters{};
-    counters.states.tiles = list_sizes[0];
-    counters.outputs.tiles = halves ? 0 : free_tiles;
-    counters.outputs.dependent_tiles = list_sizes[1] - free_tiles;  // none where nothing is cut
-    counters.halves.tiles = halves ? free_tiles : 0;
-    counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
-    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
-    counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
-    counters.spacing = grid.spacing;
-    counters.light_merge = merge.light;
-    counters.heavy_merge = merge.heavy;
-    *ws.counters = counters;
-    // The state kernel does not wait for this one's end.
     __threadfence();
     *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
   }
