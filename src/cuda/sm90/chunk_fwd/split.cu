@@ -90,59 +90,6 @@ __device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t t
   return s.start <= token && token < static_cast<int64_t>(s.start) + s.length ? s : none;
 }
 
-// What a block looks at: a boundary's number, and up to kRoundHeads value heads of a key head.
-struct Unit {
-  int32_t number, key_head, first_head, heads;
-  __device__ Unit(const SplitKernelParams& p, int32_t unit) : number(p.by_boundary_units.divide(unit)) {
-    const int32_t rest = unit - number * static_cast<int32_t>(p.by_boundary_units.by);
-    key_head = p.by_parts.divide(rest);
-    first_head = key_head * p.group + (rest - key_head * p.parts) * kRoundHeads;
-    heads = min(kRoundHeads, (key_head + 1) * p.group - first_head);
-  }
-};
-
-// The chunk of the sequence that the boundary of this number is before; 0: it has none. Not inlined: a guess of the
-// place, which nothing waits for, brings the instructions.
-__device__ __noinline__ int32_t place_of_boundary(int32_t start, int32_t length, SplitGrid grid,
-                                                  int32_t number) {
-  const CutSequence cuts(PlannedSequence{start, length, 0, 0}, grid);
-  const int32_t boundary = cuts.find(number, grid);
-  return boundary == 0 ? 0 : cuts.at(boundary);
-}
-
-// Asks for the keys of a round's tokens, one to a thread. row: of the tensors.
-template <typename Element>
-__device__ void prefetch_key(const ChunkForwardArgs& args, int64_t row, int32_t key_head) {
-  l2_prefetch(static_cast<const Element*>(args.k) + row * args.k_token_stride + key_head * args.k_head_stride,
-              kHeadDim * sizeof(Element));
-}
-
-// What the block's first round reads, into L2, while the kernels before this one may still run: as if lengths were the
-// expected ones. Nothing is kept of it.
-template <typename Element>
-__device__ void prefetch_first_round(const SplitKernelParams& p, int32_t units) {
-  const ChunkForwardArgs& args = p.args;
-  const SplitGrid& grid = p.expected_grid;
-  const int32_t thread = static_cast<int32_t>(threadIdx.x), index = static_cast<int32_t>(blockIdx.x);
-  if (grid.spacing == 0 || index >= min(p.units, units)) return;
-  const Unit unit(p, index);
-  const int32_t token = unit.number * grid.spacing * kChunk - 1, length = static_cast<int32_t>(p.by_length.by);
-  if (token < 0) return;
-  const int32_t start = p.by_length.divide(token) * length;
-  const int32_t at = place_of_boundary(start, length, grid, unit.number);
-  const int32_t row = (at - kRoundChunks) * kChunk + thread;
-  if (at == 0 || thread >= kRoundChunks * kChunk || row < 0) return;
-  const int64_t token_row = static_cast<int64_t>(start) + row;
-  if (token_row >= args.num_tokens) return;
-  prefetch_key<Element>(args, token_row, unit.key_head);
-  if (args.g != nullptr) {
-    l2_prefetch_line(args.g + token_row * args.g_token_stride + unit.first_head * args.g_head_stride);
-  }
-  if (args.beta != nullptr) {
-    l2_prefetch_line(args.beta + token_row * args.beta_token_stride + unit.first_head * args.beta_head_stride);
-  }
-}
-
 // Sums over the chunks of a round up to the lane's own; lane c * kRoundHeads + h looks at chunk c of head h.
 __device__ float sum_of_chunks_before(float x, int lane) {
 #pragma unroll
@@ -165,8 +112,6 @@ __device__ int first_chunk_where(bool x, int lane) {
 template <typename Element>
 __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
-  const int units_blocks = static_cast<int>(gridDim.x) - p.clear_blocks;
-  prefetch_first_round<Element>(p, units_blocks);
   // For what the kernels before this one write, which the one after it reads as well.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (blockIdx.x == 0) {
@@ -186,6 +131,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       p.workspace.readers[i] = 0;
     }
   }
+  const int units_blocks = static_cast<int>(gridDim.x) - p.clear_blocks;
   if (static_cast<int>(blockIdx.x) >= units_blocks) {
     clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, p.clear_blocks);
     return;
@@ -200,17 +146,22 @@ __global__ void __launch_bounds__(kPlanThreads)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t limit = warmup_limit(grid);
 #pragma unroll 1
-  for (int32_t index = static_cast<int32_t>(blockIdx.x); index < p.units; index += units_blocks) {
-    const Unit unit(p, index);
+  for (int32_t unit = static_cast<int32_t>(blockIdx.x); unit < p.units; unit += units_blocks) {
+    const int32_t number = p.by_boundary_units.divide(unit);
+    const int32_t rest = unit - number * static_cast<int32_t>(p.by_boundary_units.by);
+    const int32_t key_head = p.by_parts.divide(rest);
+    const int32_t first_head = key_head * p.group + (rest - key_head * p.parts) * kRoundHeads;
+    const int32_t heads = min(kRoundHeads, (key_head + 1) * p.group - first_head);
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const PlannedSequence s =
-        find_sequence(args, static_cast<int64_t>(unit.number) * grid.spacing * kChunk - 1, own, lane);
-    const int32_t at = place_of_boundary(s.start, s.length, grid, unit.number);
-    if (at == 0) continue;
+    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, own, lane);
+    const CutSequence cuts(s, grid);
+    const int32_t boundary = cuts.find(number, grid);
+    if (boundary == 0) continue;
+    const int32_t at = cuts.at(boundary);
 
     // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
     float sum = 0.0f;
-    int32_t warmup = lane % kRoundHeads < unit.heads ? -1 : 0;
+    int32_t warmup = lane % kRoundHeads < heads ? -1 : 0;
 #pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
       const int32_t last_chunk = at - 1 - round * kRoundChunks;
@@ -218,11 +169,13 @@ __global__ void __launch_bounds__(kPlanThreads)
       // here is read soon by the tiles.
       const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
       if (thread < kRoundChunks * kChunk && row >= 0) {
-        prefetch_key<Element>(args, static_cast<int64_t>(s.start) + row, unit.key_head);
+        l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
+                        key_head * args.k_head_stride,
+                    kHeadDim * sizeof(Element));
       }
       // A warp adds up a chunk of a head.
       const int j = warp / kRoundHeads, h = warp % kRoundHeads;
-      const bool used = h < unit.heads && last_chunk >= j;
+      const bool used = h < heads && last_chunk >= j;
       float beta[2] = {1.0f, 1.0f};
       float gate = 0.0f;
       if (used) {
@@ -230,11 +183,11 @@ __global__ void __launch_bounds__(kPlanThreads)
         for (int i = 0; i < 2; ++i) {
           const int64_t row = s.start + static_cast<int64_t>(last_chunk - j) * kChunk + lane + 32 * i;
           if (args.g != nullptr) {
-            const float g = args.g[row * args.g_token_stride + (unit.first_head + h) * args.g_head_stride];
+            const float g = args.g[row * args.g_token_stride + (first_head + h) * args.g_head_stride];
             gate += g < kGateFloor ? kGateFloor : g;
           }
           if (args.beta != nullptr) {
-            beta[i] = args.beta[row * args.beta_token_stride + (unit.first_head + h) * args.beta_head_stride];
+            beta[i] = args.beta[row * args.beta_token_stride + (first_head + h) * args.beta_head_stride];
           }
         }
       }
@@ -245,7 +198,7 @@ __global__ void __launch_bounds__(kPlanThreads)
         if (chunk >= 0) {
           const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
           const uint4* key = reinterpret_cast<const uint4*>(
-              static_cast<const Element*>(args.k) + token * args.k_token_stride + unit.key_head * args.k_head_stride);
+              static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
           for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
             squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
@@ -292,11 +245,10 @@ __global__ void __launch_bounds__(kPlanThreads)
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
     }
-    if (thread < unit.heads) {
-      p.workspace.warmups[unit.number * args.num_value_heads + unit.first_head + thread] =
-          static_cast<uint8_t>(max(warmup, 0));
+    if (thread < heads) {
+      p.workspace.warmups[number * args.num_value_heads + first_head + thread] = static_cast<uint8_t>(max(warmup, 0));
     }
-    if (index + units_blocks < p.units) __syncthreads();  // the sums of this unit have been read
+    if (unit + units_blocks < p.units) __syncthreads();  // the sums of this unit have been read
   }
 }
 
@@ -630,8 +582,6 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   params.by_sms = Divisor(params.sms);
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
   params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
-  params.by_length = Divisor(
-      static_cast<int32_t>(std::max<int64_t>(args.cu_seqlens != nullptr ? longest / args.num_sequences : longest, 1)));
   params.expected_grid = choose_grid(args.split, args.force_split != 0, params.expected_lengths, args.num_value_heads,
                                      params.sms, params.costs);
   params.group = args.num_value_heads / args.num_key_heads;

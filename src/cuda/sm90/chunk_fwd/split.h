@@ -31,7 +31,6 @@ struct SplitKernelParams {
   Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
   Divisor by_sms;
-  Divisor by_length;  // tokens of a sequence of such lengths as follow
   // Lengths that the call may well have, and what follows: the grid is what the device would work out.
   LengthSummary expected_lengths;
   SplitGrid expected_grid;
