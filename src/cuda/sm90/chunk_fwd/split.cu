@@ -305,65 +305,65 @@ struct TileSink {
   }
 };
 
-__device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
+// Sums over a warp, of numbers that are not negative.
+__device__ void sum_over_warp(TileClass& tiles) {
+  tiles.work = warp_sum(tiles.work);
+  tiles.tiles = __reduce_add_sync(0xffffffffu, tiles.tiles);
+  tiles.longest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(tiles.longest)));
+}
+__device__ void sum_over_warp(SplitEstimate& estimate) {
+  sum_over_warp(estimate.states);
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    SplitEstimate other;
-    other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
-    other.free_work = __shfl_xor_sync(0xffffffffu, estimate.free_work, i);
-    other.dependent_work = __shfl_xor_sync(0xffffffffu, estimate.dependent_work, i);
-    other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
-    other.longest_free = __shfl_xor_sync(0xffffffffu, estimate.longest_free, i);
-    other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
-    estimate.add(other);
+  for (int i = 0; i < 2; ++i) {
+    sum_over_warp(estimate.free[i]);
+    sum_over_warp(estimate.dependent[i]);
   }
-  estimate.state_tiles = __reduce_add_sync(0xffffffffu, estimate.state_tiles);
-  estimate.free_tiles = __reduce_add_sync(0xffffffffu, estimate.free_tiles);
-  estimate.dependent_tiles = __reduce_add_sync(0xffffffffu, estimate.dependent_tiles);
   estimate.chains = __reduce_add_sync(0xffffffffu, estimate.chains);
   estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
-  return estimate;
 }
 
 // kTilesPerSmUnsplit to an SM of a card of up to 144.
 constexpr int32_t kMostSummaries = 2304;
 // What is kept in shared memory; a larger batch's is read again where it is needed. Of a call that is not forced there
-// are at most kItemsPerSm boundaries to an SM and one more for each head.
+// are at most kMostItemsPerSm boundaries to an SM and one more for each head.
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
 // The best of all choices, by all threads of a block, from what is known of each head.
-__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count) {
+__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
+                             const LengthSummary& lengths, const SplitGrid& grid) {
   __shared__ SplitEstimate estimates[2][kMerges];
-  __shared__ float choice_steps[kMergeChoices];
+  __shared__ float choice_times[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   // A warp for each part of a choice, then a thread for each choice.
   const bool with_heavy = warp >= kMerges;
+  const int32_t step = merge_step(warp % kMerges);
+  const float limit = long_tile(lengths.longest, grid, step);
   SplitEstimate estimate;
-  estimate.costs = p.costs;
   for (int32_t i = lane; i < count; i += 32) {
     const HeadSummary head = summaries[i];
-    if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
+    if ((head.heavy > 0) == with_heavy) estimate.add(head, step, limit, p.costs);
   }
-  estimate = sum_over_warp(estimate);
+  sum_over_warp(estimate);
   if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
   __syncthreads();
   if (thread < kMergeChoices) {
-    choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
-                                           p.uncut_shared != 0, p.by_sms);
+    const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
+    choice_times[thread] =
+        time_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread, uncut, p.sms, p.costs);
   }
   __syncthreads();
   // Every warp looks for the best one, of equals the first.
   int best = lane;
 #pragma unroll
-  for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
-  float steps = choice_steps[best];
+  for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_times[i] < choice_times[best] ? i : best;
+  float time = choice_times[best];
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, steps, i);
+    const float other = __shfl_xor_sync(0xffffffffu, time, i);
     const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
-    if (other < steps || (other == steps && other_best < best)) {
-      steps = other;
+    if (other < time || (other == time && other_best < best)) {
+      time = other;
       best = other_best;
     }
   }
@@ -491,7 +491,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
     int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
-    if (best < 0) best = choose_merges(p, summaries, summarised);
+    if (best < 0) best = choose_merges(p, summaries, summarised, lengths, grid);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
   }
@@ -579,11 +579,8 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
 
 cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
-  params.by_sms = Divisor(params.sms);
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
   params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
-  params.expected_grid = choose_grid(args.split, args.force_split != 0, params.expected_lengths, args.num_value_heads,
-                                     params.sms, params.costs);
   params.group = args.num_value_heads / args.num_key_heads;
   params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
   params.by_parts = Divisor(params.parts);
