@@ -119,7 +119,8 @@ Plan make_plan(const Batch& batch) {
   Plan plan;
   plan.grid = choose_grid(batch.mode, batch.forced, batch.summary(), batch.heads, batch.sms, SplitCosts{});
   if (batch.finer && batch.mode == SplitMode::kAuto && !batch.forced && plan.grid.spacing > 0) {
-    plan.grid.set_spacing(std::max(plan.grid.spacing * kItemsPerSm / kMostItemsPerSm, kMinSpacing));
+    plan.grid.set_spacing(
+        std::max(spacing_of(batch.summary().chunks * batch.heads, kMostItemsPerSm * batch.sms), kMinSpacing));
   }
   plan.capacity = split_capacity(batch.mode, batch.forced, batch.tokens, static_cast<int32_t>(batch.sequences.size()),
                                  batch.heads, batch.sms);
@@ -175,7 +176,7 @@ Plan make_plan(const Batch& batch) {
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
       const float time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
-                                        batch.sms, costs);
+                                        batch.sms, costs, SmGroups{});
       if (time < best) {
         best = time;
         plan.merge = merge_choice(choice);
@@ -418,7 +419,7 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
                 part.add(head, step, long_tile(lengths.longest, promise.grid, step), costs);
                 parts[decays].add(part, sequences * (decays ? heads - heavy : heavy));
               }
-              const float time = time_of_choice(parts[1], parts[0], choice, uncut, kSms, costs);
+              const float time = time_of_choice(parts[1], parts[0], choice, uncut, kSms, costs, SmGroups{});
               if (choice == 0 || time < best) best = time;
               if (choice == usual.choice(sequences * heavy, sequences * heads)) looked_up = time;
             }

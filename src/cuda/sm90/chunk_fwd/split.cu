@@ -318,9 +318,40 @@ __device__ void sum_over_warp(SplitEstimate& estimate) {
     sum_over_warp(estimate.free[i]);
     sum_over_warp(estimate.dependent[i]);
   }
-  estimate.chains = __reduce_add_sync(0xffffffffu, estimate.chains);
+  estimate.transitions = __reduce_add_sync(0xffffffffu, estimate.transitions);
   estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
 }
+
+// SmGroups, a group to each of eight neighbouring lanes, which go through the same estimate.
+class LaneGroups {
+ public:
+  __device__ explicit LaneGroups(int lane) : mask_(0xffu << (lane & ~7)), lane_(lane) {}
+  __device__ void put(float time, int32_t count) {
+    const uint32_t together = __ballot_sync(mask_, sms_ > 0 && fabsf(time - at_) < kTogether);
+    const uint32_t room = __ballot_sync(mask_, sms_ == 0);
+    const uint32_t places = together != 0 ? together : room != 0 ? room : mask_;
+    if (lane_ != __ffs(static_cast<int>(places)) - 1) return;
+    if (sms_ == 0) at_ = time;
+    sms_ += count;
+  }
+  __device__ float next(int32_t* count) {
+    // Times are not negative: their bits are in their order.
+    const uint32_t own = sms_ > 0 ? __float_as_uint(at_) : ~0u, first = __reduce_min_sync(mask_, own);
+    next_ = __ffs(static_cast<int>(__ballot_sync(mask_, own == first))) - 1;
+    *count = __shfl_sync(mask_, sms_, next_);
+    return __uint_as_float(first);
+  }
+  __device__ void take(int32_t count) {
+    if (lane_ == next_) sms_ -= count;
+  }
+
+ private:
+  uint32_t mask_;
+  int lane_, next_ = 0;
+  float at_ = 0.0f;
+  int32_t sms_ = 0;
+};
+static_assert(kSmGroups == 8);
 
 // kTilesPerSmUnsplit to an SM of a card of up to 144.
 constexpr int32_t kMostSummaries = 2304;
@@ -335,7 +366,7 @@ __device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summ
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_times[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  // A warp for each part of a choice, then a thread for each choice.
+  // A warp for each part of a choice, then eight threads for each choice.
   const bool with_heavy = warp >= kMerges;
   const int32_t step = merge_step(warp % kMerges);
   const float limit = long_tile(lengths.longest, grid, step);
@@ -347,11 +378,12 @@ __device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summ
   sum_over_warp(estimate);
   if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
   __syncthreads();
-  if (thread < kMergeChoices) {
-    const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
-    choice_times[thread] =
-        time_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread, uncut, p.sms, p.costs);
-  }
+  static_assert(kListThreads == kMergeChoices * kSmGroups);
+  const int choice = thread / kSmGroups;
+  const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
+  const float own_time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
+                                        p.sms, p.costs, LaneGroups(lane));
+  if (thread % kSmGroups == 0) choice_times[choice] = own_time;
   __syncthreads();
   // Every warp looks for the best one, of equals the first.
   int best = lane;

@@ -84,7 +84,7 @@ inline constexpr float kLeastOfEqual = 0.02f;
 inline constexpr float kMostLoss = 0.02f;
 // ... and where there are no more of them: one that holds most of many sequences' tokens is rare, and all others pay.
 inline constexpr int32_t kMostAsked = 3;
-inline constexpr float kLeastUnequal = 1.25f;
+inline constexpr float kLeastUnequal = 1.2f;
 inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
 inline constexpr int32_t kUsualWarmup = 6;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
@@ -178,6 +178,13 @@ FLASH_QLA_HOST_DEVICE inline float unsplit_time(const LengthSummary& lengths, in
   return whole > spread ? whole : spread;
 }
 
+// Of so many pieces of all chunks of all heads.
+FLASH_QLA_HOST_DEVICE inline int32_t spacing_of(int64_t work, int32_t items) {
+  // 64-bit divisions take long on the device, and are seldom needed.
+  return work < INT32_MAX - items ? (static_cast<int32_t>(work) + items - 1) / items
+                                  : static_cast<int32_t>(divide_up(work, items));
+}
+
 FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
                                                    int32_t heads, int32_t sms, const SplitCosts& costs,
                                                    float least_possible = kLeastPossible) {
@@ -190,21 +197,19 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
   }
   const int64_t work = lengths.chunks * heads;
   if (!forced) {
-    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are cut in
-    // four, whose states and transitions are another 1.25 of their work.
+    // The best that a split can do: even work on all SMs, where a quarter of the heads do not decay and stay whole, or
+    // are cut in four, whose states and transitions are another 1.25 of their work.
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even =
-        quotient(static_cast<float>(work) * costs.step + tiles * costs.tile_edge, static_cast<float>(sms));
+        quotient(static_cast<float>(work) * (costs.whole_step + costs.whole_crowd) + tiles * costs.whole_edge,
+                 static_cast<float>(sms));
     const float whole = static_cast<float>(lengths.longest) * costs.step + costs.tile_edge;
     const float uncut = even > whole ? even : whole;
     const float cut = even * (1.0f + 0.25f * 1.25f * quotient(costs.state_step, costs.step));
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_time(lengths, heads, sms, costs) <= least_possible * best) return grid;
   }
-  // 64-bit divisions take long on the device, and are seldom needed.
-  const int32_t items = kItemsPerSm * sms, least = forced ? kForcedSpacing : kMinSpacing;
-  const int32_t spacing = work < INT32_MAX - items ? (static_cast<int32_t>(work) + items - 1) / items
-                                                   : static_cast<int32_t>(divide_up(work, items));
+  const int32_t spacing = spacing_of(work, kItemsPerSm * sms), least = forced ? kForcedSpacing : kMinSpacing;
   grid.set_spacing(spacing > least ? spacing : least);
   return grid;
 }
@@ -403,7 +408,7 @@ struct HeadPlan {
     // What writes O, the state, and the transition: a loop, as the code runs once, and most of the time that it takes
     // is that of fetching it.
     const int32_t tiles = !heavy ? 1 : from_heavy ? 3 : 2;
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif
     for (int32_t n = 0; n < tiles; ++n) {
@@ -480,7 +485,7 @@ struct TileClass {
 // Of both the long ones are kept apart from the others: pieces that were joined unevenly, or shorter sequences.
 struct SplitEstimate {
   TileClass states, free[2], dependent[2];
-  int32_t chains = 0, longest_chain = 0;
+  int32_t transitions = 0, longest_chain = 0;
 
   // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
   // that has no other: where both kinds alternate that is a cautious guess. long_tile: chunks that make a tile a long
@@ -513,7 +518,7 @@ struct SplitEstimate {
       states.add(made > 0 ? made : 0, chunks * costs.state_step + costs.state_edge);
     }
     if (head.heavy == 0 || tiles <= 2) return;
-    ++chains;
+    transitions += tiles - 2;
     longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
   }
   FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other, int32_t times = 1) {
@@ -522,7 +527,7 @@ struct SplitEstimate {
       free[i].add(other.free[i], times);
       dependent[i].add(other.dependent[i], times);
     }
-    chains += times * other.chains;
+    transitions += times * other.transitions;
     longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
   }
 };
@@ -534,64 +539,58 @@ FLASH_QLA_HOST_DEVICE inline float long_tile(int32_t longest, const SplitGrid& g
          static_cast<float>((pieces + tiles - 1) / tiles);
 }
 
-// SMs by the time when they have nothing more to do, those at about the same time together.
-struct FreeSms {
-  static constexpr int32_t kGroups = 6;
-  float at[kGroups] = {};
-  int32_t sms[kGroups] = {};
-
+// SMs by the time when they have nothing more to do, those at about the same time together: kTogether, in microseconds,
+// is less than tiles differ by. On the device eight lanes have a group each.
+inline constexpr int32_t kSmGroups = 8;
+inline constexpr float kTogether = 3.0f;
+class SmGroups {
+ public:
+  // count may be 0. With no group left, which is rare, another's time will do.
   FLASH_QLA_HOST_DEVICE void put(float time, int32_t count) {
-    constexpr float kTogether = 3.0f;  // tiles differ by more
     int32_t place = -1, room = 0;
-    float nearest = kTogether;
-    FLASH_QLA_UNROLL
-    for (int32_t i = 0; i < kGroups; ++i) {
-      const float gap = time > at[i] ? time - at[i] : at[i] - time;
-      if (sms[i] == 0) {
-        room = i;
-      } else if (gap < nearest) {
-        nearest = gap;
-        place = i;
-      }
+    for (int32_t i = kSmGroups - 1; i >= 0; --i) {
+      if (sms_[i] == 0) room = i;
+      if (sms_[i] > 0 && time - at_[i] < kTogether && at_[i] - time < kTogether) place = i;
     }
-    // With no group left, which is rare, another's time will do.
     if (place < 0) place = room;
-    FLASH_QLA_UNROLL
-    for (int32_t i = 0; i < kGroups; ++i) {
-      if (i != place) continue;
-      if (sms[i] == 0) at[i] = time;
-      sms[i] += count;
-    }
+    if (sms_[place] == 0) at_[place] = time;
+    sms_[place] += count;
   }
-  // The earliest group.
-  FLASH_QLA_HOST_DEVICE int32_t next() const {
-    int32_t best = -1;
-    float time = 0.0f;
-    FLASH_QLA_UNROLL
-    for (int32_t i = 0; i < kGroups; ++i) {
-      if (sms[i] > 0 && (best < 0 || at[i] < time)) {
-        best = i;
-        time = at[i];
-      }
+  // The earliest group's time, and its SMs.
+  FLASH_QLA_HOST_DEVICE float next(int32_t* count) {
+    next_ = -1;
+    for (int32_t i = 0; i < kSmGroups; ++i) {
+      if (sms_[i] > 0 && (next_ < 0 || at_[i] < at_[next_])) next_ = i;
     }
-    return best;
+    *count = sms_[next_];
+    return at_[next_];
   }
+  FLASH_QLA_HOST_DEVICE void take(int32_t count) { sms_[next_] -= count; }
+
+ private:
+  float at_[kSmGroups] = {};
+  int32_t sms_[kSmGroups] = {};
+  int32_t next_ = 0;
 };
 
 // Microseconds until the last tile ends, of the heads without and of those with a heavy boundary: the tiles as blocks
 // take them, by groups of SMs and of tiles that are nearly alike.
-FLASH_QLA_HOST_DEVICE inline float time_of_tiles(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms,
-                                                 const SplitCosts& costs) {
-  FreeSms free;
+template <typename Groups>
+FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms,
+                                          const SplitCosts& costs, Groups free) {
   float ready = 0.0f;
   if (const TileClass& states = heavy.states; states.tiles > 0) {
-    // State tiles in waves; blocks that had one of the last stay for the chains.
+    // State tiles in waves; blocks that had one of the last stay for the chains, as long as these are.
     const int32_t waves = (states.tiles + sms - 1) / sms, last = states.tiles - (waves - 1) * sms;
     const float before = static_cast<float>(waves - 1) * states.average(), end = before + states.longest;
-    const bool chained = heavy.longest_chain > 0;
-    ready = end + (chained ? costs.combine + costs.combine_step * static_cast<float>(heavy.longest_chain) : 0.0f);
-    const int32_t pieces = kCombineSlices * heavy.chains, others = sms - last;
-    const int32_t stay = pieces < last ? pieces : last;
+    ready = end;
+    int32_t pieces = 0;
+    if (heavy.longest_chain > 0) {
+      const float longest = static_cast<float>(heavy.longest_chain);
+      ready += costs.combine + costs.combine_step * longest;
+      pieces = static_cast<int32_t>(quotient(static_cast<float>(kCombineSlices * heavy.transitions), longest));
+    }
+    const int32_t stay = pieces < last ? pieces : last, others = sms - last;
     const int32_t beyond = waves > 1 ? pieces - stay : 0, more = beyond < others ? beyond : others;
     free.put(ready + costs.first_edge, stay + more);
     free.put(end + costs.first_edge, last - stay);
@@ -612,15 +611,8 @@ FLASH_QLA_HOST_DEVICE inline float time_of_tiles(const SplitEstimate& light, con
   }
   float end = 0.0f;
   while (frees + dependents > 0) {
-    const int32_t group = free.next();
-    float start = 0.0f;
     int32_t count = 0;
-    FLASH_QLA_UNROLL
-    for (int32_t i = 0; i < FreeSms::kGroups; ++i) {
-      if (i != group) continue;
-      start = free.at[i];
-      count = free.sms[i];
-    }
+    float start = free.next(&count);
     const bool dependent = dependents > 0 && (frees == 0 || start >= ready);
     if (dependent && start < ready) start = ready;
     int32_t kind = -1;
@@ -640,16 +632,13 @@ FLASH_QLA_HOST_DEVICE inline float time_of_tiles(const SplitEstimate& light, con
       end = start + left[i].longest > end ? start + left[i].longest : end;
     }
     (dependent ? dependents : frees) -= count;
-    FLASH_QLA_UNROLL
-    for (int32_t i = 0; i < FreeSms::kGroups; ++i) {
-      if (i == group) free.sms[i] -= count;
-    }
+    free.take(count);
     free.put(start + length, count);
   }
   return end;
 }
 
-// No more than time_of_tiles(), or hardly.
+// No more than time_of_tiles(), but for groups' times that are taken for equal.
 inline float least_time(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms, const SplitCosts& costs) {
   float work = heavy.states.work, longest = 0.0f, dependent = 0.0f;
   for (int32_t i = 0; i < 2; ++i) {
@@ -657,12 +646,13 @@ inline float least_time(const SplitEstimate& light, const SplitEstimate& heavy, 
     longest = std::max({longest, light.free[i].longest, heavy.free[i].longest});
     dependent = std::max(dependent, heavy.dependent[i].longest);
   }
+  float least = std::max(longest + costs.first_edge, work / static_cast<float>(sms));
   if (const TileClass& states = heavy.states; states.tiles > 0) {
     const float waves = static_cast<float>((states.tiles - 1) / sms);
-    longest = std::max(longest, waves * states.average() + states.longest + dependent +
-                                    costs.combine_step * static_cast<float>(heavy.longest_chain));
+    least = std::max(least, waves * states.average() + states.longest + dependent +
+                                costs.combine_step * static_cast<float>(heavy.longest_chain));
   }
-  return std::max(longest + costs.first_edge, work / static_cast<float>(sms));
+  return least;
 }
 
 // The merges that are tried: every pair of a light and a heavy one. The last pair is no cut at all.
@@ -678,12 +668,13 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
 // Microseconds that a choice takes, from its two parts: the heads without and those with a heavy boundary, joined by
 // merge_step() of their own. uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that
 // takes. (With cuts that was slower for all shapes tried.)
-FLASH_QLA_HOST_DEVICE inline float time_of_choice(const SplitEstimate& light, const SplitEstimate& heavy,
-                                                  int32_t choice, float uncut, int32_t sms, const SplitCosts& costs) {
+template <typename Groups>
+FLASH_QLA_HOST_DEVICE float time_of_choice(const SplitEstimate& light, const SplitEstimate& heavy, int32_t choice,
+                                           float uncut, int32_t sms, const SplitCosts& costs, const Groups& free) {
   if (choice == kMergeChoices - 1 && uncut > 0.0f) return uncut;
-  return time_of_tiles(light, heavy, sms, costs);
+  return time_of_tiles(light, heavy, sms, costs, free);
 }
-// ... of which that is the last argument but two.
+// What an uncut call then takes.
 FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                   const SplitCosts& costs) {
   return unsplit_time(lengths, heads, sms, costs) + costs.late;
@@ -727,7 +718,7 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
     return i > 0 && joined_pieces(pieces, merge_step(i)) == joined_pieces(pieces, merge_step(i - 1));
   };
   const auto time_of = [&](int32_t i) {
-    return time_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut, sms, costs);
+    return time_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut, sms, costs, SmGroups{});
   };
   BestChoice best{guess, time_of(guess)};
   for (int32_t i = 0; i < kMergeChoices; ++i) {
@@ -782,7 +773,7 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     guess = best.choice;
     return (costs.plan + best.time) / unsplit;
   };
-  const int32_t coarsest = promise.grid.spacing, finest = coarsest * kItemsPerSm / kMostItemsPerSm;
+  const int32_t coarsest = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
   promise.quarter = share(promise.grid, heads / 4, shared);
   for (int32_t i = 1; known && i <= kFinerGrids; ++i) {
     SplitGrid grid = promise.grid;
