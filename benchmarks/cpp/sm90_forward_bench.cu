@@ -1,11 +1,11 @@
 // Times of the Hopper forward through the C interface: what each option costs beside the plain call, and how long the
 // first call of a process takes.
 //
-//   sm90_forward_bench [modes|cold] [--reps N]
+//   sm90_forward_bench [modes|cold] [--reps N] [--only TEXT]
 //
-// `modes` prints for each option its time beside the plain call's, measured in turn, and the bound on it; what an
-// option has to write or read more is allowed the time of its bytes. `cold` prints the time of the first call after the
-// context is there, and of the second.
+// `modes` prints for each option (with --only: those that have TEXT in their names) its time beside the plain call's,
+// measured in turn, and the bound on it; what an option has to write or read more is allowed the time of its bytes.
+// `cold` prints the time of the first call after the context is there, and of the second.
 #include <chrono>
 
 #include "device_bench.h"
@@ -35,8 +35,8 @@ class Bench : DeviceBench {
  public:
   using DeviceBench::DeviceBench;
 
-  void run_modes() {
-    for (const Row& row : {Row{16, 64, 4, 8192}, Row{16, 64, 8, 1024}}) modes(row);
+  void run_modes(const std::string& only) {
+    for (const Row& row : {Row{16, 64, 4, 8192}, Row{16, 64, 8, 1024}}) modes(row, only);
   }
 
   void run_cold() {
@@ -89,7 +89,7 @@ class Bench : DeviceBench {
     return args;
   }
 
-  void modes(const Row& row) {
+  void modes(const Row& row, const std::string& only) {
     const int64_t T = row.N * row.length, chunks = T / kChunkSize + row.N;
     const auto pool = [&](ForwardArguments& args, DType type) {
       args.state_pool = draw(type, {2 * row.N, row.Hv, kDim, kDim}, -0.1f, 0.1f);
@@ -179,6 +179,7 @@ class Bench : DeviceBench {
     std::printf("Hq %lld Hv %lld, %lld sequences of %lld tokens, K = V = 128\n", static_cast<long long>(row.Hq),
                 static_cast<long long>(row.Hv), static_cast<long long>(row.N), static_cast<long long>(row.length));
     for (const Mode& mode : all) {
+      if (std::string(mode.name).find(only) == std::string::npos) continue;
       arena_.reset();
       ForwardArguments base = plain(row, DType::kBFloat16);
       ForwardArguments args = plain(row, mode.change == nullptr ? DType::kFloat16 : DType::kBFloat16);
@@ -197,16 +198,18 @@ class Bench : DeviceBench {
 }  // namespace flash_qla::testing
 
 int main(int argc, char** argv) {
-  std::string command = "modes";
+  std::string command = "modes", only;
   int reps = 11;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--reps" && i + 1 < argc) {
       reps = std::atoi(argv[++i]);
+    } else if (argument == "--only" && i + 1 < argc) {
+      only = argv[++i];
     } else if (argument == "modes" || argument == "cold") {
       command = argument;
     } else {
-      std::fprintf(stderr, "usage: sm90_forward_bench [modes|cold] [--reps N]\n");
+      std::fprintf(stderr, "usage: sm90_forward_bench [modes|cold] [--reps N] [--only TEXT]\n");
       return 2;
     }
   }
@@ -216,6 +219,6 @@ int main(int argc, char** argv) {
     return 0;
   }
   flash_qla::testing::Bench bench(reps);
-  command == "cold" ? bench.run_cold() : bench.run_modes();
+  command == "cold" ? bench.run_cold() : bench.run_modes(only);
   return 0;
 }

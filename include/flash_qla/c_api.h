@@ -130,7 +130,8 @@ typedef struct flash_qla_forward_arguments {
   flash_qla_tensor checkpoints;          /* [rows, Hv, K, V] float, floor(len / n) rows a sequence */
   flash_qla_tensor checkpoint_cu_starts; /* [N + 1] int32 or int64, first row of each sequence */
   flash_qla_tensor checkpoint_offsets;   /* [M] int32 or int64 packed positions: the state after the tokens before it */
-  flash_qla_tensor checkpoint_indices;   /* [M] int32 or int64 pool slots that receive them */
+  flash_qla_tensor checkpoint_indices;   /* [M] int32 or int64 pool slots that receive them: none that another sequence
+                                            of the call starts from */
 
   /* outputs; absent: not wanted (o is always wanted) */
   flash_qla_tensor o;           /* [B, T, Hv, V] as q; every element is written */

@@ -26,11 +26,37 @@ inline int64_t test_sm90_checkpoints(const Settings& settings, Arena& arena) {
       f.initial_state = f.final_state = true;
       f.cp_mode = mode;
       f.v_first = type == DType::kFloat16;
+      const std::string bits = mode == FLASH_QLA_CP_OFF ? "no split" : "split";
       PoolFeatures kept;
       kept.pool = kept.packed_checkpoints = true;  // they are drawn with a pool
       ForwardCall call;
       call.draw(s, f, kept, false, random);
-      checker.check(mode == FLASH_QLA_CP_OFF ? "no split" : "split", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+      checker.check(bits, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+
+      // Listed tokens at every kind of place: a sequence's end and first token, whole chunks, several in a chunk, one
+      // twice, none of any sequence.
+      std::vector<int64_t> starts;  // of sequences of more than two chunks
+      for (size_t n = 0; n + 1 < s.cu_seqlens.size(); ++n) {
+        if (s.cu_seqlens[n + 1] - s.cu_seqlens[n] > 128) starts.push_back(s.cu_seqlens[n]);
+      }
+      const int64_t a = starts.at(0), b = starts.at(1), end = s.cu_seqlens.back();
+      const std::vector<int64_t> places[] = {{a + 20, a + 21, a + 40, a + 128, b + 63},
+                                             {a, a + 1, b + 64, b + 65, end},
+                                             {b + 100, a + 100, b + 100, end + 1, 0}};
+      for (const std::vector<int64_t>& listed : places) {
+        for (const bool packed : {false, true}) {
+          kept.packed_checkpoints = kept.h = packed;
+          kept.listed_checkpoints = true;
+          ForwardCall with_list;
+          with_list.draw(s, f, kept, false, random);
+          with_list.checkpoint_offsets.fill([&](int64_t i, int64_t, int64_t, int64_t) {
+            return static_cast<double>(listed.at(static_cast<size_t>(i)));
+          });
+          const std::string what =
+              bits + ", listed from " + std::to_string(listed[0]) + (packed ? ", packed and h too" : "");
+          checker.check(what, with_list, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+        }
+      }
     }
   }
   return checker.finish();

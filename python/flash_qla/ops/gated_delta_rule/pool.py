@@ -86,7 +86,7 @@ def gated_delta_rule_prefill(
         checkpoints: [rows, Hv, V, K] float, floor(length / n) rows a sequence; written.
         checkpoint_cu_starts: [N + 1], the first row of each sequence.
         checkpoint_offsets: [M] int32 or int64, packed token positions: the state after the tokens before each ...
-        checkpoint_indices: [M] ... goes into these pool slots.
+        checkpoint_indices: [M] ... goes into these pool slots, none of which another sequence of the call starts from.
         auto_cp: as chunk_gated_delta_rule().
 
     Returns:

@@ -14,8 +14,9 @@ constexpr int kKnownWarmups = 6144;
 // the first round leaves idle of its last wave of blocks.
 __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(const ChunkBackwardParams p,
                                                                                int multiprocessors) {
+  // Beside prepare.cuh, whose chunks it waits for (find_warmup): all blocks of that kernel have started, and the plan
+  // kernel has ended. At its end it waits for all of them, for the sake of the passes, which wait for this one alone.
   launch_dependents();
-  wait_for_predecessors();
   __shared__ int3 warp_total[kRoundsThreads / 32];
   __shared__ int listed[3];  // in the first round, in the second, and of that at exact edges
   __shared__ int8_t found[kKnownWarmups];
@@ -130,6 +131,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     p.round_counts[0] = listed[0];
     p.round_counts[1] = listed[1] + listed[2];
   }
+  wait_for_predecessors();
 }
 
 struct CombineTraits {

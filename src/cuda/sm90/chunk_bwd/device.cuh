@@ -96,8 +96,9 @@ __device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams&
     s = {0, p.T, n * p.per_sequence, n, n * pairs_of(p.per_sequence)};
   } else {
     s.batch = 0;
-    s.first_slot = p.first_slot[n];
-    s.first_pair = p.first_pair[n];
+    // Of one sequence all is known before the plan kernel has listed anything.
+    s.first_slot = p.N == 1 ? 0 : p.first_slot[n];
+    s.first_pair = p.N == 1 ? 0 : p.first_pair[n];
     sequence_range(p, n, &s.token, &s.length);
     // Only wrong offsets can ask for more chunks than there are slots.
     s.length = min(s.length, max(0, p.chunk_bound - s.first_slot) * kChunk);

@@ -29,8 +29,10 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
                            cudaStream_t stream) {
   using Traits = PrepareTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
-  const int64_t pieces = static_cast<int64_t>(p.chunk_bound) * p.Hq;
-  const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : 0);
+  // Places in the order of find_prepare_work(): its segments may be a chunk longer than there are chunks for.
+  const int64_t pieces = (static_cast<int64_t>(p.chunk_bound) + (p.segment_chunks > 0 ? p.segment_bound : 0)) * p.Hq;
+  // With segments a pair is left for the rounds kernel (combine.cuh).
+  const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : p.segment_chunks > 0 ? 2 : 0);
   const unsigned pairs =
       static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;
   // In clusters of two, as all that is to fit beside clusters of two.

@@ -95,7 +95,7 @@ struct ChunkBackwardParams {
   // What the passes have left of each pair for the gradients, which run beside them: chunks, counted once for each
   // pass, half of V and value head of the group, a chunk without a second one twice (kPairCount of a value head).
   uint32_t* progress;    // [pair_bound, Hq]
-  uint32_t* prepared;    // [chunk_bound, Hq] 1 when prepare.cuh has left it to passes beside it
+  uint32_t* prepared;    // [chunk_bound, Hq] 1 when prepare.cuh has left it to who is beside it
   uint32_t* next_item;   // [1] the gradients' next piece of work that nobody has taken
   int32_t* small_count;  // [1] how many entries small_tiles has
   int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order

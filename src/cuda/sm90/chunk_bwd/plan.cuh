@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     *p.next_item = 0;
   }
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.pair_bound) * p.Hq; i += kPlanThreads) p.progress[i] = 0;
-  if (p.beside) {  // nobody else looks
+  if (p.beside || p.segment_chunks > 0) {  // nobody else looks
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.chunk_bound) * p.Hq; i += kPlanThreads) p.prepared[i] = 0;
   }
   const bool packed = p.cu_seqlens != nullptr;
@@ -78,9 +78,16 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   __shared__ int3 warp_total[kPlanThreads / 32];
   __shared__ int3 carry;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-  if (thread == 0) carry = make_int3(0, 0, 0);
+  if (thread == 0) {
+    carry = make_int3(0, 0, 0);
+    if (p.N == 1) {  // there is nothing to add up, and what runs for the first time takes longest to come
+      const int32_t chunks = sequence_info(p, 0).chunks();
+      carry = make_int3(chunks, p.segment_chunks > 0 ? segments_of(p, chunks) : 0, pairs_of(chunks));
+      if (p.segment_chunks > 0) p.first_segment[0] = 0;
+    }
+  }
   __syncthreads();
-  for (int base = 0; base < p.N; base += kPlanThreads) {
+  for (int base = p.N == 1 ? p.N : 0; base < p.N; base += kPlanThreads) {
     const int n = base + thread;
     int32_t begin = 0, length = 0;
     if (n < p.N) {
@@ -127,10 +134,9 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     }
     for (int slot = thread; slot < total.x; slot += kPlanThreads) {
       const int n = sequence_of(p.first_slot, p.N, slot);
-      int32_t begin, length;
-      sequence_range(p, n, &begin, &length);
-      const int32_t offset = (slot - p.first_slot[n]) * kChunk;
-      p.chunk_map[slot] = {begin + offset, max(0, min(kChunk, length - offset)), n, 0};
+      const SequenceInfo sequence = sequence_info(p, n);
+      const int32_t offset = (slot - sequence.first_slot) * kChunk;
+      p.chunk_map[slot] = {sequence.token + offset, max(0, min(kChunk, sequence.length - offset)), n, 0};
     }
     for (int pair = thread; pair < total.z; pair += kPlanThreads) {
       const int n = sequence_of(p.first_pair, p.N, pair);

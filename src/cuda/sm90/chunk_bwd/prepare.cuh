@@ -42,15 +42,19 @@ struct PrepareWork {
   int slot, key_head;  // slot < 0: there is no more
 };
 
-// The first piece of work that is there at `at` or a multiple of `step` after it.
+// The first piece of work that is there at `at` or a multiple of `step` after it. Segments come from their ends inwards, as sequences do: there is what tells how a pass reaches its edge.
 __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardParams& p, uint32_t* at, uint32_t step) {
-  const uint32_t units = static_cast<uint32_t>(p.N), heads = static_cast<uint32_t>(p.Hq);
-  const uint32_t total = static_cast<uint32_t>(total_chunks(p));
+  const uint32_t units = static_cast<uint32_t>(p.segment_chunks > 0 ? p.segment_bound : p.N);
+  const uint32_t heads = static_cast<uint32_t>(p.Hq);
+  const SequenceInfo only = p.N == 1 ? sequence_info(p, 0) : SequenceInfo{};
+  const uint32_t total = static_cast<uint32_t>(p.N == 1 ? only.chunks() : total_chunks(p));
   const uint32_t places = units * piece_length(units, total) * heads;
   for (; *at < places; *at += step) {
     const uint32_t turn = *at / heads, slot = outer_first(turn, units, total);
     if (slot >= total) continue;
-    const ChunkInfo chunk = chunk_info(p, static_cast<int>(slot));
+    const int offset = static_cast<int>(slot) * kChunk;
+    const ChunkInfo chunk = p.N == 1 ? ChunkInfo{only.token + offset, min(kChunk, only.length - offset), 0, 0}
+                                     : chunk_info(p, static_cast<int>(slot));
     if (chunk.valid > 0) return {chunk, static_cast<int>(slot), static_cast<int>(*at - turn * heads)};
   }
   return {{}, -1, 0};
@@ -61,8 +65,10 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
                              1) void sm90_chunk_bwd_prepare_kernel(const ChunkBackwardParams p,
                                                                    const __grid_constant__ ChunkBackwardMaps maps) {
   // In this order: passes beside this kernel find the counters as the kernels before have left them.
-  wait_for_predecessors();
-  launch_dependents();
+  // Of one sequence a block knows its first pieces by itself and makes them while the plan kernel runs: it waits before
+  // it writes to memory. What came before that kernel has ended when it begins.
+  const bool starts_early = p.N == 1 && !p.solves_A;
+  if (!starts_early) wait_for_predecessors();
   using Traits = PrepareTraits;
   extern __shared__ uint8_t raw_smem[];
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / Traits::kGroupThreads, 0);
@@ -104,8 +110,9 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     const uint32_t to = sGates + warp * kAllGateBytes;
     store_gates(to, gates, lane);
     store_pass_gates<T>(to + kGateBytes, gates, p.scale, p.small_beta, lane);
-    if (any_small_beta(gates, p.small_beta, work.chunk.valid, lane) && lane == 0) {
-      note_small_beta(p, work.slot * p.Hv + head);
+    if (any_small_beta(gates, p.small_beta, work.chunk.valid, lane)) {
+      wait_for_predecessors();  // for the list
+      if (lane == 0) note_small_beta(p, work.slot * p.Hv + head);
     }
   };
   uint4 a[4];
@@ -162,6 +169,9 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     sync();
     load_tokens(next);  // all have read what is there
     const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+    // After the first time it costs a few clocks. What the kernel after this one finds is there when it is launched.
+    wait_for_predecessors();
+    launch_dependents();
 
     for (int member = 0; member < p.group; ++member) {
       const int head = first_head + member;
@@ -232,8 +242,11 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       sync();
     }
-    if (p.beside && thread == 0) add_release(p.prepared + static_cast<int64_t>(work.slot) * p.Hq + work.key_head, 1);
+    if ((p.beside || p.segment_chunks > 0) && thread == 0) {
+      add_release(p.prepared + static_cast<int64_t>(work.slot) * p.Hq + work.key_head, 1);
+    }
   }
+  wait_for_predecessors();  // who had no work at all
 }
 
 }  // namespace flash_qla::cuda::sm90

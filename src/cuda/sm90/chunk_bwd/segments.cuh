@@ -100,10 +100,20 @@ __device__ __forceinline__ SegmentPass segment_pass(const Segment& s, const Warm
 }
 
 // The shortest window before an edge (behind it for the reverse pass) over which what is left out stays below the
-// bound; kExact if there is none.
+// bound; kExact if there is none. Waits until prepare.cuh has left the sums of the window's chunks.
 __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const Segment& s, int head, bool reverse) {
   const int most = reverse ? s.sequence.chunks() - s.end : s.begin;
   if (most == 0) return 0;
+  for (bool all = false; !all;) {  // asked for at once
+    all = true;
+#pragma unroll
+    for (int w = 1; w <= kMostWarmup; ++w) {
+      const int c = reverse ? s.end - 1 + min(w, most) : s.begin - min(w, most);
+      all &= load_relaxed(p.prepared + static_cast<int64_t>(s.sequence.first_slot + c) * p.Hq + head / p.group) != 0;
+    }
+    if (!all) __nanosleep(500);
+  }
+  acquire_loads();
   float growths[kMostWarmup];  // all on their way at once
 #pragma unroll
   for (int w = 1; w <= kMostWarmup; ++w) {

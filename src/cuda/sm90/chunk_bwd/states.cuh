@@ -26,6 +26,10 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     if (warp == kCopyWarp && lane == 0) load_stages<kForm, kReverse>(p, maps, work, smem, bars);
     if (warp == kCopyWarp + 1) store_tiles<kForm, kReverse>(p, maps, work, smem, bars, lane);
     if (warp == kCopyWarp + 2) {
+      if (starts_beside_plan<kForm>(p)) {
+        wait_for_predecessors();
+        launch_dependents();
+      }
       if (lane == 0) count_chunks<kForm>(p, work, smem);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
@@ -140,8 +144,11 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
   // the first round has found the lists made. Only who starts at an exact edge needs what the combination leaves, the
   // others wait at their end.
   const bool waits_late = kForm == kHalfForm && second_round;
-  if (!p.beside && !waits_late) wait_for_predecessors();
-  launch_dependents();
+  // Fused, of one sequence with its A, they take nothing but the call's inputs until they count: they start beside the
+  // plan kernel, and the warps that need what it leaves wait for it.
+  const bool beside_plan = starts_beside_plan<kForm>(p);
+  if (!p.beside && !waits_late && !beside_plan) wait_for_predecessors();
+  if (!beside_plan) launch_dependents();
   using Traits = StatesTraits<kForm>;
   extern __shared__ uint8_t raw[];
   // The shuffle keeps it in a register: it is not made again in each step.

@@ -241,7 +241,10 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       kept[kChunk / 2] = gates.gamma;
       kept[kChunk] = gates.ratio;
       kept[3 * kChunk / 2] = gates.beta;
-      if (small && lane == 0) note_small_beta(p, static_cast<int>(tile));
+      if (small) {
+        if (starts_beside_plan<kFusedForm>(p)) wait_for_predecessors();  // for the list
+        if (lane == 0) note_small_beta(p, static_cast<int>(tile));
+      }
       __syncwarp();
       if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
     }

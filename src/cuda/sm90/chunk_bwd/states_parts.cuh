@@ -186,6 +186,12 @@ __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t 
   for (int j = 2 * half; j < 2 * half + 2; ++j) mma_rs_n128_trans<T>(S, x + 4 * j, wgmma_advance(desc, j * 2048));
 }
 
+// Whether blocks start while the plan kernel runs.
+template <StatesForm kForm>
+__device__ __forceinline__ bool starts_beside_plan(const ChunkBackwardParams& p) {
+  return StatesTraits<kForm>::kFused && p.N == 1 && !p.solves_A;
+}
+
 // Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or
 enum StateEnd : int { kStateGiven = -1, kStateZero = -2, kStateIdentity = -3, kStateDropped = -4 };
 

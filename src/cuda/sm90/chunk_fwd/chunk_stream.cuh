@@ -16,6 +16,10 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr int kFirstChunk = 1;
 inline constexpr int kLastChunk = 2;
+// Where chunks end where states are kept (ChunkForwardTraits::kEndsWhereKept):
+inline constexpr int kKeptChunk = 256;      // the state after it is kept
+inline constexpr int kEndsOnGrid = 512;     // set beside kKeptChunk: it ends a whole chunk of its sequence
+inline constexpr int kInsideOnGrid = 1024;  // it starts inside of a chunk of its sequence
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
@@ -51,6 +55,13 @@ struct alignas(16) ChunkRecord {
 };
 static_assert(sizeof(ChunkRecord) == 48);
 
+// Where chunks end where states are kept: how the next one lies in its sequence.
+struct ChunkEnd {
+  int32_t inside;  // tokens of the sequence's own chunk, one of every 64 tokens, that are before it
+  int32_t kept;    // tokens to the next state that is kept, from the chunk's first on; kNeverKept: there is none
+};
+inline constexpr int32_t kNeverKept = INT32_MAX;
+
 // The producer thread's place in the tile list.
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
@@ -60,6 +71,7 @@ struct alignas(16) ChunkWalker {
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
   int32_t waits;      // of a list: the last tile was taken before the boundary states that it waits for were there
+  ChunkEnd end;
 };
 static_assert(sizeof(ChunkWalker) == 80);
 
@@ -93,15 +105,19 @@ __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& a
   return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
 }
 
+inline constexpr int64_t kNoSlot = -1;
+// `slot` where the set has it.
+__device__ __forceinline__ int64_t usable_slot(const StateSet& set, int64_t slot) {
+  return slot <= set.null_index || slot < 0 || slot >= set.slots ? kNoSlot : slot;
+}
+
 __device__ __forceinline__ int64_t resolve_slot(const StateSet& set, int64_t sequence) {
-  if (set.data == nullptr) return -1;
+  if (set.data == nullptr) return kNoSlot;
   if (set.indices == nullptr) return sequence;
-  const int64_t slot = load_index(set.indices, set.indices_are_64_bit, sequence * set.index_stride);
-  return slot <= set.null_index || slot < 0 || slot >= set.slots ? -1 : slot;
+  return usable_slot(set, load_index(set.indices, set.indices_are_64_bit, sequence * set.index_stride));
 }
 
 // The slot to start from; kNoSlot: zero; kSkipSequence: the sequence is skipped.
-inline constexpr int64_t kNoSlot = -1;
 inline constexpr int64_t kSkipSequence = -2;
 __device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, int64_t sequence) {
   if (args.initial.data == nullptr) return kNoSlot;
@@ -156,7 +172,7 @@ __device__ __forceinline__ uint32_t load_now(const uint32_t* data) {
 template <typename Traits>
 __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   // By ticket from the first on, and none in advance: blocks start when others leave them room, and tiles are few.
-  if constexpr (Traits::kStateOnly || Traits::kSave) {
+  if constexpr (Traits::kStateOnly || (Traits::kSave && !Traits::kEndsWhereKept)) {
     // In the order of the list (with kSave there are no registers left to ask what is ready). Its size is read beside
     // the ticket: one latency, not two.
     const int32_t tiles = p.tickets->tiles + p.tickets->dependent_tiles;
@@ -346,6 +362,38 @@ __device__ __forceinline__ void open_next_tile(const ChunkForwardKernelParams& p
 // What a tile's first chunk does not hand on to the next.
 inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
 
+// ChunkEnd::kept of a chunk that starts with token `row`, `inside` tokens after the start of its sequence's chunk
+// `position`, in a tile that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
+// `first` on are looked at.
+__device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, int32_t row, int32_t position,
+                                                  int32_t inside, int32_t tokens, int32_t first, int32_t step) {
+  int64_t least = kNeverKept;
+  if (args.checkpoints != nullptr) {
+    least = int64_t{args.checkpoint_every_chunks - position % args.checkpoint_every_chunks} * kChunk - inside;
+  }
+#pragma unroll 4
+  for (int32_t i = first; i < args.num_listed; i += step) {
+    const int64_t after =
+        load_index(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride) - row;
+    if (after > 0) least = min(least, after);
+  }
+  return least <= tokens ? static_cast<int32_t>(least) : kNeverKept;
+}
+
+// Takes `valid` tokens off, and says what flags their chunk has from that. kept: is asked, with the tokens before the
+// next chunk in its sequence's own, for the next ChunkEnd::kept where it has to be found.
+template <typename FindKept>
+__device__ __forceinline__ int32_t end_chunk(ChunkEnd& end, int32_t valid, FindKept find_kept) {
+  int32_t flags = end.inside != 0 ? kInsideOnGrid : 0;
+  end.inside = (end.inside + valid) % kChunk;
+  end.kept -= valid;
+  if (end.kept == 0) {
+    flags |= end.inside == 0 ? kKeptChunk | kEndsOnGrid : kKeptChunk;
+    end.kept = find_kept();
+  }
+  return flags;
+}
+
 // The record of the next chunk.
 template <typename Traits>
 __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, ChunkWalker& walker,
@@ -357,6 +405,19 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   }
   ChunkRecord r = walker.next;
   r.valid = min(walker.remaining, kChunk);
+  if constexpr (Traits::kEndsWhereKept) {
+    const auto find_kept = [&](int32_t row, int32_t position, int32_t tokens) {
+      return tokens_to_kept(p.args, row, position, walker.end.inside, tokens, 0, 1);
+    };
+    if (r.flags & kFirstChunk) {
+      walker.end.inside = 0;
+      walker.end.kept = find_kept(r.row, r.position, walker.remaining);
+    }
+    r.valid = min(r.valid, min(kChunk - walker.end.inside, walker.end.kept));
+    r.flags |= end_chunk(walker.end, r.valid, [&] {
+      return find_kept(r.row + r.valid, r.position + (walker.end.inside == 0), walker.remaining - r.valid);
+    });
+  }
   walker.remaining -= r.valid;
   if (walker.remaining == 0) {
     r.flags |= kLastChunk;
@@ -367,10 +428,16 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
     --walker.silent;
   }
   record = r;
-  walker.next.row = r.row + kChunk;
   walker.next.flags = r.flags & kFlagsOfTile;
-  walker.next.chunk = r.chunk + 1;
-  walker.next.position = r.position + 1;
+  if constexpr (Traits::kEndsWhereKept) {
+    walker.next.row = r.row + r.valid;
+    walker.next.chunk = r.chunk + (walker.end.inside == 0);
+    walker.next.position = r.position + (walker.end.inside == 0);
+  } else {
+    walker.next.row = r.row + kChunk;
+    walker.next.chunk = r.chunk + 1;
+    walker.next.position = r.position + 1;
+  }
 }
 
 // ... of chunk m, in the ring, by the walker in shared memory.
@@ -501,6 +568,8 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (p.ticket != nullptr) {
         guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
       }
+      // Listed tokens are not looked at again.
+      if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0;
     }
     if (guesses || !waits) {
       if (lane == 0) {

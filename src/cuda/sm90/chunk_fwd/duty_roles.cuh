@@ -191,6 +191,7 @@ struct GateRole : DutyRole<Traits> {
   // warp's time.
   struct OpenTile {
     int word, remaining, silent;  // as in ChunkWalker
+    ChunkEnd end;                 // likewise; only where chunks end where states are kept
   };
   // Words of a record.
   static constexpr int kRecordWords = sizeof(ChunkRecord) / 4;
@@ -202,7 +203,19 @@ struct GateRole : DutyRole<Traits> {
   }
   __device__ OpenTile read_tile() const {
     const ChunkWalker& from = walker();
-    return {reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)], from.remaining, from.silent};
+    OpenTile tile{
+        reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)], from.remaining, from.silent, {}};
+    if constexpr (Traits::kEndsWhereKept) tile.end = from.end;
+    return tile;
+  }
+  // For the open tile's next chunk, `skipped` tokens after that of tile.word.
+  __device__ int32_t find_kept(const OpenTile& tile, int skipped) const {
+    const int row = __shfl_sync(0xffffffffu, tile.word, kRow),
+              position = __shfl_sync(0xffffffffu, tile.word, kPosition);
+    const bool moves_on = skipped > 0 && tile.end.inside == 0;
+    return static_cast<int32_t>(__reduce_min_sync(
+        0xffffffffu, static_cast<uint32_t>(tokens_to_kept(p.args, row + skipped, position + moves_on, tile.end.inside,
+                                                          tile.remaining, this->lane(), 32))));
   }
   __device__ void list_chunk(uint32_t m, OpenTile& tile) const {
     const int number = this->lane();
@@ -219,15 +232,25 @@ struct GateRole : DutyRole<Traits> {
         if (number == kValid) *to = -1;
         return;
       }
+      if constexpr (Traits::kEndsWhereKept) {
+        tile.end.inside = 0;
+        tile.end.kept = find_kept(tile, 0);
+      }
     }
-    const int valid = min(tile.remaining, kChunk);
+    int valid = min(tile.remaining, kChunk), end_flags = 0;
+    if constexpr (Traits::kEndsWhereKept) valid = min(valid, min(kChunk - tile.end.inside, tile.end.kept));
     tile.remaining -= valid;
+    if constexpr (Traits::kEndsWhereKept) {
+      end_flags = end_chunk(tile.end, valid, [&] { return find_kept(tile, valid); });
+    }
     int word = number == kValid ? valid : tile.word;
     const bool is_flags = number == kFlags;
-    if (is_flags) word |= (tile.remaining == 0 ? kLastChunk : 0) | (tile.silent > 0 ? kSilentChunk : 0);
+    if (is_flags) word |= end_flags | (tile.remaining == 0 ? kLastChunk : 0) | (tile.silent > 0 ? kSilentChunk : 0);
     if (number < kRecordWords) *to = word;
     tile.silent -= tile.silent > 0;
-    const int step = number == kRow ? kChunk : number == kNumber || number == kPosition ? 1 : 0;
+    const int row_step = Traits::kEndsWhereKept ? valid : kChunk;
+    const int chunk_step = Traits::kEndsWhereKept && tile.end.inside != 0 ? 0 : 1;
+    const int step = number == kRow ? row_step : number == kNumber || number == kPosition ? chunk_step : 0;
     tile.word = is_flags ? tile.word & kFlagsOfTile : tile.word + step;
   }
 

@@ -78,6 +78,7 @@ struct ChunkForwardKernel {
 
 ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_fast();
+ChunkForwardKernel chunk_forward_bf16_fast_save();
 ChunkForwardKernel chunk_forward_bf16_relay();
 ChunkForwardKernel chunk_forward_bf16_relay_save();
 ChunkForwardKernel chunk_forward_bf16_save();
@@ -86,6 +87,7 @@ ChunkForwardKernel chunk_forward_bf16_split_save();
 ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_fast();
+ChunkForwardKernel chunk_forward_fp16_fast_save();
 ChunkForwardKernel chunk_forward_fp16_relay();
 ChunkForwardKernel chunk_forward_fp16_relay_save();
 ChunkForwardKernel chunk_forward_fp16_save();

@@ -199,8 +199,11 @@ ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, 
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
+  if (any_bits) {
+    return save ? (half ? chunk_forward_fp16_fast_save() : chunk_forward_bf16_fast_save())
+                : (half ? chunk_forward_fp16_fast() : chunk_forward_bf16_fast());
+  }
   if (save) return half ? chunk_forward_fp16_save() : chunk_forward_bf16_save();
-  if (any_bits) return half ? chunk_forward_fp16_fast() : chunk_forward_bf16_fast();
   return half ? chunk_forward_fp16() : chunk_forward_bf16();
 }
 
@@ -440,6 +443,14 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
+bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t sms) {
+  // At each of its tiles and listed tokens a block looks at all entries, 32 at a time, in some 0.1 us.
+  constexpr int64_t kMostListed = 512;
+  const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+  return args.split == SplitMode::kAuto && entries <= kMostListed && sms > 0 && !split_pays(tiles, sms) &&
+         !decided_split(args, sms).decision.planned;
+}
+
 namespace {
 
 // All but what launch_chunk_inverse() writes. followed: that is to come behind it.
@@ -465,8 +476,10 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   if (error != cudaSuccess) return error;
 
   const DecidedSplit& decided = decided_split(args, sms);
-  const bool save = args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr;
-  const bool any_bits = args.split == SplitMode::kAuto;
+  const bool save =
+      args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr || args.num_listed > 0;
+  // The forward that goes on from the states at the starts of listed chunks makes A_g as one without a split.
+  const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
   const ChunkForwardKernel kernel = choose_kernel(
       args.type,
       variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, save, whole_tiles, sms, device) : variant, save,

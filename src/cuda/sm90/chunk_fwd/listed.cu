@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_list_kernel(const __g
     if (n >= 0 && initial_slot(args, n) != kSkipSequence) {
       const int32_t before = static_cast<int32_t>(position - 1) - sequence_at(args, n).start;
       row = sequence_at(args, n).start + before / kChunk * kChunk;
-      slot = load_index(listed.slots, entry);
-      if (slot <= listed.pool.null_index || slot < 0 || slot >= listed.pool.slots) slot = kNoSlot;
+      slot = usable_slot(listed.pool, load_index(listed.slots, entry));
       if (slot != kNoSlot) tokens = before % kChunk + 1;  // else nothing is gathered for the second forward to read
     }
   }

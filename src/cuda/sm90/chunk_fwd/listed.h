@@ -1,4 +1,5 @@
-// States after listed tokens, each into a slot of the pool.
+// States after listed tokens, each into a slot of the pool, where the forward does not write them itself
+// (keeps_listed_states()) because its bits may not depend on the list, or several blocks work on a head.
 //
 // The forward keeps the float32 state at the start of the chunk that a listed token lies in. A second, small forward
 // goes on from there to the token: one sequence of 1 to 64 tokens for each entry of the list, over rows gathered from

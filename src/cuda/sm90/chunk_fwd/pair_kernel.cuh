@@ -14,7 +14,9 @@
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
 #include "clear.cuh"
+#include "cluster_aux.cuh"
 #include "kernel_params.h"
+#include "output_rows.cuh"
 #include "own_gates.cuh"
 #include "pair_places.cuh"
 #include "pair_state.cuh"
@@ -33,6 +35,17 @@ struct PairAuxRole {
   int group, thread;
 
   __device__ void sync() const { named_barrier_sync(1 + group, 128); }
+
+  // For prepare_chunk().
+  __device__ static const ChunkRecord& record(uint32_t m) { return PairPlaces<Traits>::record(m); }
+  __device__ static uint32_t stage_k(uint32_t m) { return PairPlaces<Traits>::stage_k(m); }
+  __device__ static uint32_t tile_a(uint32_t m) { return PairPlaces<Traits>::tile_a(m); }
+  __device__ static uint32_t factors(uint32_t m) { return PairPlaces<Traits>::factors(m); }
+  __device__ static uint32_t gate(uint32_t m) { return PairPlaces<Traits>::own_gate(m); }
+  __device__ static void wait_k(uint32_t m) { PairPlaces<Traits>::wait_k(m); }
+  __device__ static void wait_factors(uint32_t m) { PairPlaces<Traits>::wait_gate(m); }
+  // From here on this chunk's tiles and gates may be written, here and in the other block.
+  __device__ static void wait_tile(uint32_t m) { PairPlaces<Traits>::wait_done(m, Traits::kStagesP); }
 
   // The warp's 16 rows of a tile, once all its lanes have written them, to the other block.
   __device__ void send_rows(uint32_t tile, uint32_t m, int warp) const {
@@ -81,67 +94,12 @@ struct PairAuxRole {
     __syncwarp();
   }
 
-  __device__ void prepare(uint32_t m) const {
-    const LanePlace at = lane_place(thread);
-    const ChunkRecord& chunk = at_pair.record(m);
-    const uint32_t tile = at_pair.tile_a(m), factors = at_pair.factors(m);
-    at_pair.wait_k(m);
-    if (chunk.valid < kChunk) {
-      clear_tail_rows(at_pair.stage_k(m), 2, chunk.valid, thread);
-      sync();
-    }
-    {
-      float kkt[32];
-      const uint64_t k_rows = uniform_descriptor(at_pair.stage_k(m));
-      start_product<Element>(kkt, k_rows, k_rows);
-      mbarrier_wait(at_pair.full_gate(m), (m >> 1) / Traits::kBarriersGate & 1);
-      const float beta0 = load_shared_f1(factors + Traits::kGateBeta + 4 * at.row);
-      const float beta1 = load_shared_f1(factors + Traits::kGateBeta + 4 * at.row + 32);
-      // From here on this chunk's tiles and gates may be written, here and in the other block.
-      at_pair.wait_done(m, Traits::kStagesP);
-      wgmma_wait<0>();
-      pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile, at);
-      sync();  // the diagonal blocks of M are there
-      if (thread < 64) {
-        solve_diagonal_blocks<kSolveInPairs<Element>>(tile, thread >> 4 & 2, at.lane);
-      } else {
-        store_kkt<false>(kkt, beta0, beta1, tile, at);
-      }
-    }
-    __syncwarp();
-    fence_proxy_async();
-    sync();  // D is there
-    float mild;
-    {
-      float a[3][8];
-      uint32_t d[4];
-      float4 own;
-      invert(
-          a, d, tile, at, [&] { sync(); },
-          [&] {
-            mild = load_shared_f1(at_pair.own_gate(m) + Traits::kGateMild);
-            own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
-          });
-      sync();  // the inverse has been read: A_g takes its tile
-      const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-      // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
-      if (__any_sync(0xffffffffu, mild != 0.0f)) {
-        store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
-        finish<true>(m, tile, factors, mild, at);
-      } else {
-        store_gated<Traits, true>(a[0], diagonal, 1.0f, tile, factors, at);
-        finish<false>(m, tile, factors, mild, at);
-      }
-    }
-  }
-
   __device__ void run() const {
 #pragma unroll 1
     for (uint32_t m = at_pair.rank + 2 * group;; m += 4) {
       at_pair.wait_record(m);
       if (at_pair.record(m).valid < 0) return;
-      prepare(m);
+      prepare_chunk<Traits>(*this, m);
     }
   }
 };
@@ -228,13 +186,7 @@ struct PairServiceRole {
     mbarrier_wait(at_pair.full_o(m), m / Traits::kBarriersO & 1);
     const ChunkRecord& c = at_pair.record(m);
     if (c.valid < kChunk) {
-      Element* out =
-          static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
-      for (int i = lane; i < c.valid * 8; i += 32) {
-        const int row = i >> 3, piece = i & 7;
-        *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) =
-            load_shared_u4(at_pair.stage_v(m) + row * 128 + ((piece ^ (row & 7)) << 4));
-      }
+      store_output_rows<Element>(p.args, c, [&] { return at_pair.stage_v(m); }, lane);
     } else if (!(c.flags & kSilentChunk) && lane == 0) {
       fence_proxy_async();
       tma_store_4d(&p.o, at_pair.stage_v(m), 0, c.row, c.half, c.head);

@@ -77,6 +77,14 @@ struct ChunkForwardArgs {
   const int32_t* start_next = nullptr;   // [entries] the next entry for the same chunk, -1: none
   float* start_states = nullptr;         // [entries, Hv, K, V] or [entries, Hv, V, K], contiguous and 16-byte aligned
 
+  // States after listed tokens, into slots of final_state, where the forward writes them itself
+  // (keeps_listed_states()).
+  const void* listed_offsets = nullptr;  // [num_listed] the state after the tokens before it, int32 or int64
+  const void* listed_slots = nullptr;    // [num_listed] int32 or int64
+  int64_t listed_offsets_stride = 1, listed_slots_stride = 1;  // elements
+  int32_t num_listed = 0;
+  int32_t listed_offsets_are_64_bit = 0, listed_slots_are_64_bit = 0;
+
   // Sequences. With offsets, sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1]; without, i * dense_length ..
   const void* cu_seqlens = nullptr;  // [N + 1] int32 or int64, on the device
   int64_t dense_length = 0;          // tokens of each sequence when cu_seqlens is null
@@ -117,6 +125,11 @@ struct SplitDecision {
   const char* reason;
 };
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms);
+
+// Whether the forward of a call with `entries` listed tokens can write the states after them itself: where whole heads
+// are made by one SM each and bits may depend on the list (a chunk ends at a listed token, and the next one begins
+// there). Reads the same members.
+bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t sms);
 
 // Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four to seven
 // of a sequence split; one more where A or the gates' sums are wanted. No allocation, no synchronisation; the arguments

@@ -306,7 +306,20 @@ class Call {
           static_cast<int32_t>(std::min<int64_t>(args.checkpoint_every / kChunk, INT32_MAX));
     }
     if (present(args.checkpoint_offsets)) {
+      // The workspace is that of either way: it serves smaller calls as well.
       take_listed(args, kernel_, workspace, &listed_);
+      const int64_t entries = args.checkpoint_offsets.shape[0];
+      if (keeps_listed_states(kernel_, entries, multiprocessors(args.options.device_index))) {
+        kernel_.num_listed = static_cast<int32_t>(entries);
+        kernel_.listed_offsets = args.checkpoint_offsets.data;
+        kernel_.listed_offsets_stride = args.checkpoint_offsets.stride[0];
+        kernel_.listed_offsets_are_64_bit = dtype(args.checkpoint_offsets) == DType::kInt64;
+        kernel_.listed_slots = args.checkpoint_indices.data;
+        kernel_.listed_slots_stride = args.checkpoint_indices.stride[0];
+        kernel_.listed_slots_are_64_bit = dtype(args.checkpoint_indices) == DType::kInt64;
+        listed_.entries = 0;
+        return;
+      }
       kernel_.start_lists = listed_.lists;
       kernel_.start_next = listed_.next;
       kernel_.start_states = listed_.states;

@@ -14,7 +14,9 @@
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
 #include "clear.cuh"
+#include "cluster_aux.cuh"
 #include "kernel_params.h"
+#include "output_rows.cuh"
 #include "own_gates.cuh"
 #include "relay_places.cuh"
 #include "relay_state.cuh"
@@ -32,22 +34,56 @@ struct RelayAuxRole {
 
   __device__ void sync() const { named_barrier_sync(1 + group, 128); }
 
+  // For prepare_chunk().
+  __device__ static const ChunkRecord& record(uint32_t m) { return RelayPlaces<Traits>::record(m); }
+  __device__ static uint32_t stage_k(uint32_t m) { return RelayPlaces<Traits>::stage_own_k(m); }
+  __device__ static uint32_t tile_a(uint32_t m) { return RelayPlaces<Traits>::own_a(m); }
+  __device__ static uint32_t factors(uint32_t m) { return RelayPlaces<Traits>::factors(m); }
+  __device__ static uint32_t gate(uint32_t m) { return RelayPlaces<Traits>::own_gate(m); }
+  __device__ void wait_k(uint32_t m) const { mbarrier_wait(places.full_own_k(m), m / Traits::kGroupStep & 1); }
+  __device__ static void wait_factors(uint32_t m) { RelayPlaces<Traits>::wait_gate(m); }
+  // The group's A_g before this one has left.
+  __device__ static void wait_tile(uint32_t m) { RelayPlaces<Traits>::wait_leaders(m, Traits::kGroupStep); }
+
   // The warp's 16 rows of a tile, once all its lanes have written them, and by one warp the gates, to a leader or
-  // follower of each half: by a lane each. `first`: the first of these blocks.
+  // follower of each half. `first`: the first of these blocks. To other blocks a lane each sends them; what the block
+  // itself needs the warp copies, as the copy engine's instruction for a cluster is for other blocks alone in the eyes
+  // of compute-sanitizer's memcheck.
   __device__ void send_rows(uint32_t from, uint32_t to, uint32_t gate_from, uint32_t gate_to, uint32_t barrier,
-                            int first, const LanePlace& at) const {
+                            uint32_t first, const LanePlace& at) const {
     fence_proxy_async();
     __syncwarp();
     jitter();
+    const uint32_t rows = at.warp * Traits::kBytesRows, gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
     if (at.lane < Traits::kLeaders) {
-      const uint32_t block = first + at.lane, rows = at.warp * Traits::kBytesRows;
-      const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
-      const uint32_t there = cluster_address(barrier, block);
-      mbarrier_arrive_expect_cluster(there, Traits::kBytesRows + gate_bytes);
-      bulk_copy_cluster(cluster_address(to + rows, block), from + rows, Traits::kBytesRows, there);
-      if (gate_bytes != 0) bulk_copy_cluster(cluster_address(gate_to, block), gate_from, gate_bytes, there);
+      const uint32_t block = first + at.lane;
+      if (block != places.rank) {
+        const uint32_t there = cluster_address(barrier, block);
+        mbarrier_arrive_expect_cluster(there, Traits::kBytesRows + gate_bytes);
+        bulk_copy_cluster(cluster_address(to + rows, block), from + rows, Traits::kBytesRows, there);
+        if (gate_bytes != 0) bulk_copy_cluster(cluster_address(gate_to, block), gate_from, gate_bytes, there);
+      }
+    }
+    if constexpr (kWarpArrivals == 32) {
+#pragma unroll 1
+      for (uint32_t block = first; block < first + Traits::kLeaders; ++block) {
+        if (block != places.rank && at.lane != static_cast<int>(block - first)) {
+          mbarrier_arrive_cluster(cluster_address(barrier, block));
+        }
+      }
+    }
+    if (places.rank - first < Traits::kLeaders) {
+      copy_rows(from + rows, to + rows, Traits::kBytesRows, at.lane);
+      copy_rows(gate_from, gate_to, gate_bytes, at.lane);
+      fence_proxy_async();  // wgmma reads the rows
+      __syncwarp();
+      mbarrier_arrive_warp(barrier, at.lane);
     }
     __syncwarp();
+  }
+  // `bytes` of shared memory, a multiple of 16, by a warp.
+  static __device__ void copy_rows(uint32_t from, uint32_t to, uint32_t bytes, int lane) {
+    for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) store_shared_u4(to + i, load_shared_u4(from + i));
   }
 
   // K, or Q, of chunk m, if there is one, by one thread.
@@ -68,9 +104,10 @@ struct RelayAuxRole {
 
   // A_g's rows on their way; P.
   template <bool kMild>
-  __device__ __forceinline__ void finish(uint32_t m, uint32_t factors, float mild, const LanePlace& at) const {
+  __device__ __forceinline__ void finish(uint32_t m, uint32_t tile, uint32_t factors, float mild,
+                                         const LanePlace& at) const {
     places.wait_leaders(m, Traits::kStagesA);
-    send_rows(places.own_a(m), places.tile_a(m), places.own_gate(m), places.lead_gate(m), places.full_a(m), 0, at);
+    send_rows(tile, places.tile_a(m), places.own_gate(m), places.lead_gate(m), places.full_a(m), 0, at);
 
     mbarrier_wait(places.full_own_q(m), m / Traits::kGroupStep & 1);
     float qkt[32];
@@ -100,60 +137,6 @@ struct RelayAuxRole {
               Traits::kLeaders, at);
   }
 
-  __device__ void prepare(uint32_t m) const {
-    const LanePlace at = lane_place(thread);
-    const ChunkRecord& chunk = places.record(m);
-    const uint32_t tile = places.own_a(m), factors = places.factors(m);
-    mbarrier_wait(places.full_own_k(m), m / Traits::kGroupStep & 1);
-    if (chunk.valid < kChunk) {
-      clear_tail_rows(places.stage_own_k(m), 2, chunk.valid, thread);
-      sync();
-    }
-    {
-      float kkt[32];
-      const uint64_t k_rows = uniform_descriptor(places.stage_own_k(m));
-      start_product<Element>(kkt, k_rows, k_rows);
-      places.wait_gate(m);
-      const float beta0 = load_shared_f1(factors + Traits::kGateBeta + 4 * at.row);
-      const float beta1 = load_shared_f1(factors + Traits::kGateBeta + 4 * at.row + 32);
-      places.wait_leaders(m, Traits::kGroupStep);  // the group's A_g before this one has left
-      wgmma_wait<0>();
-      pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile, at);
-      sync();  // the diagonal blocks of M are there
-      if (thread < 64) {
-        solve_diagonal_blocks<kSolveInPairs<Element>>(tile, thread >> 4 & 2, at.lane);
-      } else {
-        store_kkt<false>(kkt, beta0, beta1, tile, at);
-      }
-    }
-    __syncwarp();
-    fence_proxy_async();
-    sync();  // D is there
-    float mild;
-    {
-      float a[3][8];
-      uint32_t d[4];
-      float4 own;
-      invert(
-          a, d, tile, at, [&] { sync(); },
-          [&] {
-            mild = load_shared_f1(places.own_gate(m) + Traits::kGateMild);
-            own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
-          });
-      sync();  // the inverse has been read: A_g takes its tile
-      const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-      // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
-      if (__any_sync(0xffffffffu, mild != 0.0f)) {
-        store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
-        finish<true>(m, factors, mild, at);
-      } else {
-        store_gated<Traits, true>(a[0], diagonal, 1.0f, tile, factors, at);
-        finish<false>(m, factors, mild, at);
-      }
-    }
-  }
-
   __device__ void run() const {
     uint32_t m = places.rank + Traits::kBlocks * group;
     if (thread == 0) {
@@ -165,7 +148,7 @@ struct RelayAuxRole {
     for (;; m += Traits::kGroupStep) {
       places.wait_record(m);
       if (places.record(m).valid < 0) return;
-      prepare(m);
+      prepare_chunk<Traits>(*this, m);
     }
   }
 };
@@ -292,13 +275,7 @@ struct RelayServiceRole {
       if (c.valid < 0) break;
       mbarrier_wait(places.full_o(m), m / Traits::kStagesC & 1);
       if (c.valid < kChunk) {
-        Element* out = static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride +
-                       c.half * 64;
-        for (int i = lane; i < c.valid * 8; i += 32) {
-          const int row = i >> 3, piece = i & 7;
-          *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) =
-              load_shared_u4(places.stage_c(m) + row * 128 + ((piece ^ (row & 7)) << 4));
-        }
+        store_output_rows<Element>(p.args, c, [&] { return places.stage_c(m); }, lane);
       } else if (!(c.flags & kSilentChunk) && lane == 0) {
         fence_proxy_async();
         tma_store_4d(&p.o, places.stage_c(m), 0, c.row, c.half, c.head);
@@ -329,8 +306,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     init(Traits::kFullOwnQ, Traits::kAuxGroups, 1);
     init(Traits::kFullGate, Traits::kBarriersGate, kWarpArrivals);
     init(Traits::kFullK, Traits::kStagesK, 1);
-    init(Traits::kFullA, Traits::kStagesA, 4 + 1);  // a group's warps, and V
-    init(Traits::kFullP, Traits::kStagesP, 4);
+    init(Traits::kFullA, Traits::kStagesA, 4 * kWarpArrivals + 1);  // a group's warps, and V
+    init(Traits::kFullP, Traits::kStagesP, 4 * kWarpArrivals);
     init(Traits::kFullQ, Traits::kStagesQ, 1);
     init(Traits::kFreeQ, Traits::kStagesQ, 4 * Traits::kLeaders);
     init(Traits::kFullC, Traits::kStagesC, 4);

@@ -6,13 +6,14 @@
 #include "../../common/cluster.cuh"
 #include "../../common/mbarrier.cuh"
 #include "chunk_stream.cuh"
+#include "cluster_places.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
 // rank: of the block in its cluster; that of the chunks that it prepares, modulo the blocks.
 template <typename Traits>
-struct RelayPlaces {
-  uint32_t rank;
+struct RelayPlaces : ClusterPlaces<Traits> {
+  using ClusterPlaces<Traits>::rank, ClusterPlaces<Traits>::full_p;
 
   __device__ bool leads() const { return rank < Traits::kLeaders; }
   __device__ uint32_t follower() const { return rank + Traits::kLeaders; }
@@ -20,9 +21,6 @@ struct RelayPlaces {
   // Which auxiliary group prepares chunk m, in the block that does.
   __device__ static uint32_t group_of(uint32_t m) { return m / Traits::kBlocks % Traits::kAuxGroups; }
 
-  __device__ static ChunkRecord& record(uint32_t m) {
-    return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
-  }
   __device__ static uint32_t stage_own_k(uint32_t m) {
     return smem() + Traits::kSmemOwnK + group_of(m) * Traits::kBytesK;
   }
@@ -31,23 +29,8 @@ struct RelayPlaces {
     return smem() + Traits::kSmemOwnA + group_of(m) * Traits::kBytesMatrix;
   }
   __device__ static uint32_t own_p() { return smem() + Traits::kSmemOwnP; }
-  __device__ static uint32_t stage_k(uint32_t m) {
-    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-  }
-  __device__ static uint32_t stage_v(uint32_t m) {
-    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
-  }
-  __device__ static uint32_t tile_a(uint32_t m) {
-    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
-  }
   __device__ static uint32_t lead_gate(uint32_t m) {
     return smem() + Traits::kSmemGateLead + m % Traits::kStagesA * Traits::kBytesGate;
-  }
-  __device__ static uint32_t stage_q(uint32_t m) {
-    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
-  }
-  __device__ static uint32_t tile_p(uint32_t m) {
-    return smem() + Traits::kSmemP + m % Traits::kStagesP * Traits::kBytesMatrix;
   }
   __device__ static uint32_t follow_gate(uint32_t m) {
     return smem() + Traits::kSmemGateFollow + m % Traits::kStagesP * Traits::kBytesGate;
@@ -55,35 +38,17 @@ struct RelayPlaces {
   __device__ static uint32_t stage_c(uint32_t m) {
     return smem() + Traits::kSmemC + m % Traits::kStagesC * Traits::kBytesMatrix;
   }
-  __device__ static uint32_t own_gate(uint32_t m) {
-    return smem() + Traits::kSmemGate + m / Traits::kBlocks % Traits::kOwnGates * Traits::kBytesGate;
-  }
-  __device__ static uint32_t factors(uint32_t m) {
-    return smem() + Traits::kSmemFactors + m / Traits::kBlocks % Traits::kOwnGates * Traits::kBytesFactors;
-  }
 
   __device__ static uint32_t full_own_k(uint32_t m) { return smem() + Traits::kFullOwnK + 8 * group_of(m); }
   __device__ static uint32_t full_own_q(uint32_t m) { return smem() + Traits::kFullOwnQ + 8 * group_of(m); }
-  __device__ static uint32_t full_gate(uint32_t m) {
-    return smem() + Traits::kFullGate + 8 * (m / Traits::kBlocks % Traits::kBarriersGate);
-  }
   __device__ static uint32_t full_k(uint32_t m) { return smem() + Traits::kFullK + 8 * (m % Traits::kStagesK); }
   __device__ static uint32_t full_a(uint32_t m) { return smem() + Traits::kFullA + 8 * (m % Traits::kStagesA); }
-  __device__ static uint32_t full_p(uint32_t m) { return smem() + Traits::kFullP + 8 * (m % Traits::kStagesP); }
   __device__ static uint32_t full_q(uint32_t m) { return smem() + Traits::kFullQ + 8 * (m % Traits::kStagesQ); }
   __device__ static uint32_t free_q(uint32_t m) { return smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ); }
   __device__ static uint32_t full_c(uint32_t m) { return smem() + Traits::kFullC + 8 * (m % Traits::kStagesC); }
   __device__ static uint32_t free_c(uint32_t m) { return smem() + Traits::kFreeC + 8 * (m % Traits::kStagesC); }
   __device__ static uint32_t full_o(uint32_t m) { return smem() + Traits::kFullO + 8 * (m % Traits::kStagesC); }
-  __device__ static uint32_t full_record(uint32_t m) {
-    return smem() + Traits::kFullRecord + 8 * (m % Traits::kChunkRing / Traits::kBurst);
-  }
 
-  __device__ static void wait_record(uint32_t m) { mbarrier_wait(full_record(m), m / Traits::kChunkRing & 1); }
-  __device__ static bool test_record(uint32_t m) { return mbarrier_test(full_record(m), m / Traits::kChunkRing & 1); }
-  __device__ static void wait_gate(uint32_t m) {
-    mbarrier_wait(full_gate(m), m / Traits::kBlocks / Traits::kBarriersGate & 1);
-  }
   __device__ static void wait_c(uint32_t m) { mbarrier_wait(full_c(m), m / Traits::kStagesC & 1); }
   // Until O of chunk m - back has left its stage, if there is one.
   __device__ static void wait_free_c(uint32_t m, uint32_t back) {

@@ -2,29 +2,19 @@
 // half of V one carries the state, the other makes O.
 #pragma once
 
-#include "traits.h"
+#include "cluster_traits.h"
 
 namespace flash_qla::cuda::sm90 {
 
-// Names that the roles of a whole head's kernel have too mean the same here (traits.h).
 template <typename Element_, bool kSave_>
-struct RelayForwardTraits {
+struct RelayForwardTraits : ClusterForwardShape {
   using Element = Element_;
   static constexpr int kBlocks = 4;
   static constexpr int kLeaders = 2;  // the first blocks, one for each half of V; each has a follower
-  static constexpr int kStateGroups = 1;
   static constexpr bool kSave = kSave_;
-  static constexpr bool kStateOnly = false;
 
-  // Warpgroups: two make A_g and P, one holds S^T, of one each warp has a duty of its own (relay_kernel.cuh). A block
-  // prepares one of kBlocks chunks of the stream, each of its auxiliary groups every second of those.
-  static constexpr int kAuxGroups = 2;
-  static constexpr int kThreads = 128 * 4;
+  // A block prepares one of kBlocks chunks of the stream, each of its auxiliary groups every second of those.
   static constexpr uint32_t kGroupStep = kAuxGroups * kBlocks;  // chunks from one of an auxiliary group to its next
-  // They share out the 128 a thread that the launch has: 56 + 2 * 112 + 232.
-  static constexpr int kServiceRegisters = 56;
-  static constexpr int kAuxRegisters = 112;
-  static constexpr int kStateRegisters = 232;
 
   // K of the recurrence, in all blocks: loaded once the follower, a step behind, is through with the chunk so far
   // before. What is prepared has K and Q of its own, since it lies up to eight chunks ahead.
@@ -37,12 +27,6 @@ struct RelayForwardTraits {
   // state takes it otherwise, which has the next chunk's stage.
   static constexpr int kStagesC = 3;
   static constexpr uint32_t kOwnGates = 2;  // one for each auxiliary group
-
-  static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;
-  static constexpr uint32_t kHalf = kChunk * 128;
-  static constexpr uint32_t kBytesV = kHalf;
-  static constexpr uint32_t kBytesMatrix = kChunk * kChunk * 2;
-  static constexpr uint32_t kBytesRows = kBytesMatrix / 4;  // a warp's 16 rows of A_g, P or V''
 
   static constexpr uint32_t kSmemOwnK = 0;  // of each auxiliary group's chunk
   static constexpr uint32_t kSmemOwnQ = kSmemOwnK + kAuxGroups * kBytesK;
@@ -60,41 +44,23 @@ struct RelayForwardTraits {
   static constexpr uint32_t kSmemP = kSmemC + kStagesC * kBytesMatrix;
   static constexpr uint32_t kSmemGateFollow = kSmemP + kStagesP * kBytesMatrix;
 
-  // The gates of a chunk that the state groups read ..
-  static constexpr uint32_t kVector = 80 * 4;
-  static constexpr uint32_t kGateDecay = 0;
-  static constexpr uint32_t kGateScaled = kVector;
-  static constexpr uint32_t kGateRest = 2 * kVector;
-  static constexpr uint32_t kGateMild = 3 * kVector;
-  static constexpr uint32_t kBytesGate = kGateMild + 16;  // whole 16 bytes
-  static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;
+  // The block's own gates, those that state groups read and the factors that A_g and P need.
   static constexpr uint32_t kSmemGate = kSmemGateFollow + kStagesP * kBytesGate;
   static_assert(kSmemGateLead + kStagesA * kBytesGate <= kSmemGate);
-  // .. and those that A_g and P alone need.
   static constexpr uint32_t kSmemFactors = kSmemGate + kOwnGates * kBytesGate;
-  static constexpr uint32_t kGateColumnA = 0;
-  static constexpr uint32_t kGateColumnP = kVector;
-  static constexpr uint32_t kGateRow = 2 * kVector;
-  static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;
-  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;
-  static constexpr uint32_t kGatePair = kGateSum + kChunk * 4;
-  static constexpr uint32_t kBytesFactors = kGatePair + 16 * 4;
 
   static constexpr uint32_t kSmemChunks = kSmemFactors + kOwnGates * kBytesFactors;
-  static constexpr int kChunkRing = 24;  // records
-  static constexpr int kBurst = 4;       // .. that are written together
+  static constexpr int kChunkRing = 24;  // records, kBurst of them written together
   // As in pair_traits.h: gates are fetched kBlocks chunks ahead of those that are prepared.
   static constexpr int kRecordsAhead = 14;
   // Ends of the list, for each auxiliary group one of its own.
   static constexpr int kEndBursts = kGroupStep / kBurst;
-  static constexpr uint32_t kBytesRecord = 48;
   static constexpr uint32_t kSmemBarriers = kSmemChunks + kChunkRing * kBytesRecord;
 
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFullOwnK = kSmemBarriers;               // by groups
   static constexpr uint32_t kFullOwnQ = kFullOwnK + 8 * kAuxGroups;  // by groups
   static constexpr uint32_t kFullGate = kFullOwnQ + 8 * kAuxGroups;
-  static constexpr int kBarriersGate = 4;  // by a block's own chunks: two for each auxiliary group
   static constexpr uint32_t kFullK = kFullGate + 8 * kBarriersGate;
   static constexpr uint32_t kFullA = kFullK + 8 * kStagesK;  // leader: A_g, gates and V
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;  // follower: P and gates
@@ -105,7 +71,6 @@ struct RelayForwardTraits {
   static constexpr uint32_t kFreeNext =
       kFreeC + 8 * kStagesC;  // leader: a stage that was lent to the chunk before its own
   static constexpr uint32_t kFullO = kFreeNext + 8;
-  static constexpr int kBarriersDone = 16;  // more than kRecordsAhead, lest one be a phase ahead of who waits for it
   static constexpr uint32_t kLeadDone = kFullO + 8 * kStagesC;
   static constexpr uint32_t kFollowDone = kLeadDone + 8 * kBarriersDone;
   static constexpr uint32_t kOutputDone = kFollowDone + 8 * kBarriersDone;

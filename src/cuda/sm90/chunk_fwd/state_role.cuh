@@ -177,7 +177,7 @@ struct StateRole {
   __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
     // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
     // order can give, is past the rows as well.
-    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kSilentChunk) ||
+    if (p.args.h == nullptr || c.valid == 0 || (c.flags & (kSilentChunk | kInsideOnGrid)) ||
         static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
       return;
     }
@@ -214,10 +214,33 @@ struct StateRole {
     }
   }
 
+  // The state after a chunk that ends at listed tokens, into their slots of the pool.
+  __device__ void save_at_listed(float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
+    const ChunkForwardArgs& args = p.args;
+    if (c.flags & kSilentChunk) return;
+#pragma unroll 1
+    for (int32_t first = 0; first < args.num_listed; first += 32) {
+      const int32_t entry = first + at.lane;
+      int64_t slot = kNoSlot;
+      if (entry < args.num_listed && load_index(args.listed_offsets, args.listed_offsets_are_64_bit,
+                                                entry * args.listed_offsets_stride) == c.row + c.valid) {
+        slot = usable_slot(args.final_state, load_index(args.listed_slots, args.listed_slots_are_64_bit,
+                                                        entry * args.listed_slots_stride));
+      }
+#pragma unroll 1
+      for (uint32_t found = __ballot_sync(0xffffffffu, slot >= 0); found != 0; found &= found - 1) {
+        const int64_t to = __shfl_sync(0xffffffffu, slot, __ffs(found) - 1);
+        move_state<true>(state_matrix(args.final_state, to, c.head), args.final_state.type, args.state_v_first, s,
+                         first_row(c, at), at.q);
+      }
+    }
+  }
+
   // The state after every n-th full chunk of a sequence.
   __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
     const ChunkForwardArgs& args = p.args;
-    if (args.checkpoints == nullptr || c.valid < kChunk || (c.flags & kSilentChunk) ||
+    const bool whole = Traits::kEndsWhereKept ? (c.flags & kEndsOnGrid) != 0 : c.valid == kChunk;
+    if (args.checkpoints == nullptr || !whole || (c.flags & kSilentChunk) ||
         (c.position + 1) % args.checkpoint_every_chunks != 0) {
       return;
     }
@@ -282,11 +305,12 @@ struct StateRole {
     int2 chunk_now = load_chunk(0);
     // The first state after the first K, lest all of the card's blocks ask memory for states while they wait for K.
     if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
-    // What is done once a tile lies outside of the loop over its chunks, whose code so lies in one piece.
+    // What is done once a tile, or where a state is kept, lies outside of the loop over chunks, whose code so lies in
+    // one piece.
 #pragma unroll 1
     while (chunk_now.x >= 0) {
-      load_initial(s, record(m), at);
-      bool last_of_tile;
+      if (!Traits::kEndsWhereKept || (chunk_now.y & kFirstChunk)) load_initial(s, record(m), at);
+      bool state_leaves;
 #pragma unroll 1
       do {
         const uint32_t slot = m & 1, parity = m >> 1 & 1;
@@ -312,7 +336,7 @@ struct StateRole {
         uint32_t packed[32];
 #pragma unroll
         for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
-        if constexpr (Traits::kSave) save_listed(s, record(m));
+        if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_listed(s, record(m));
         float u[32];
         const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
         if constexpr (Traits::kDuties) {
@@ -386,6 +410,8 @@ struct StateRole {
             scale_tokens(x, f);
           }
         } else if (!kWideExponents<Element>) {
+          // Beside h's stores there is no register to keep it in.
+          if constexpr (Traits::kEndsWhereKept) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
           for (int i = 0; i < 32; ++i) o[i] *= last;
         }
@@ -447,12 +473,19 @@ struct StateRole {
         pin(corrected);
         mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
-        if constexpr (Traits::kSave) save_checkpoint(s, record(m));
-        last_of_tile = chunk_now.y & kLastChunk;
+        if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_checkpoint(s, record(m));
+        state_leaves = chunk_now.y & (Traits::kEndsWhereKept ? kLastChunk | kKeptChunk : kLastChunk);
         chunk_now = chunk_next;
         ++m;
-      } while (!last_of_tile);
+      } while (!state_leaves);
       const ChunkRecord& chunk = record(m - 1);
+      if constexpr (Traits::kEndsWhereKept) {
+        if (chunk.flags & kKeptChunk) {
+          save_checkpoint(s, chunk);
+          save_at_listed(s, chunk, at);
+        }
+        if (!(chunk.flags & kLastChunk)) continue;
+      }
       if (p.readers != nullptr) settle_readers(chunk, at);
       if (chunk.slot_out >= 0) {
         const StateSet& set = p.args.final_state;

@@ -21,7 +21,7 @@ inline constexpr int kMostDealt = 64;
 
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
-// whole batch and save nothing.
+// whole batch.
 template <typename Element_, bool kSave_, bool kFastInverse_ = false>
 struct ChunkForwardTraits {
   using Element = Element_;
@@ -32,10 +32,12 @@ struct ChunkForwardTraits {
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr bool kFastInverse = kFastInverse_;
-  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not where states are saved, which was
-  // not tried, nor in fp16 with the other kernels' bits, whose substitution in fp32 is too much for one.
-  static constexpr bool kDuties = !kSave_ && (kFastInverse_ || std::is_same_v<Element_, __nv_bfloat16>);
-  static_assert(kDuties || !kFastInverse);
+  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not in fp16 with the other kernels' bits, whose
+  // substitution in fp32 is too much for one, nor where states are saved with these bits: there the chunks are those of
+  // the calls that save nothing, and states at listed tokens are made behind the forward (listed.h).
+  static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
+  // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
+  static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
   // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
