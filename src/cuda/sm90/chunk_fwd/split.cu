@@ -286,22 +286,28 @@ constexpr uint32_t kWarpsOfHalf = 4;
 
 // Counts the tiles of each bucket, then places them: by the same instructions, which the second time are in the caches.
 struct TileSink {
-  bool place, in_place;
+  bool placing, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
   int32_t* chains_used;
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
-    if (place) {
-      (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
+    if (placing) {
+      // As two vectors: the lists are aligned.
+      uint4 words[sizeof(Tile) / sizeof(uint4)];
+      memcpy(words, &t, sizeof(Tile));
+      uint4* place =
+          reinterpret_cast<uint4*>((t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles) + n);
+#pragma unroll
+      for (size_t i = 0; i < sizeof(Tile) / sizeof(uint4); ++i) place[i] = words[i];
     } else if (in_place && t.flags & kTileFromStart) {
       uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
       for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
     }
   }
   __device__ void chain(const TransitionChain& c) const {
-    if (!place) workspace.chains[atomicAdd(chains_used, 1)] = c;
+    if (!placing) workspace.chains[atomicAdd(chains_used, 1)] = c;
   }
 };
 
@@ -322,32 +328,40 @@ __device__ void sum_over_warp(SplitEstimate& estimate) {
   estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
 }
 
-// SmGroups, a group to each of eight neighbouring lanes, which go through the same estimate.
+// SmGroups, a group to each of eight neighbouring lanes, which go through the same estimate. All lanes of a warp go
+// along: with masks of eight lanes the parts of a warp would take turns.
 class LaneGroups {
  public:
-  __device__ explicit LaneGroups(int lane) : mask_(0xffu << (lane & ~7)), lane_(lane) {}
+  __device__ explicit LaneGroups(int lane) : lane_(lane % kSmGroups), first_(lane - lane_) {}
   __device__ void put(float time, int32_t count) {
-    const uint32_t together = __ballot_sync(mask_, sms_ > 0 && fabsf(time - at_) < kTogether);
-    const uint32_t room = __ballot_sync(mask_, sms_ == 0);
-    const uint32_t places = together != 0 ? together : room != 0 ? room : mask_;
+    const uint32_t together = lanes_where(sms_ > 0 && fabsf(time - at_) < kTogether), room = lanes_where(sms_ == 0);
+    const uint32_t places = together != 0 ? together : room != 0 ? room : 1;
     if (lane_ != __ffs(static_cast<int>(places)) - 1) return;
     if (sms_ == 0) at_ = time;
     sms_ += count;
   }
   __device__ float next(int32_t* count) {
-    // Times are not negative: their bits are in their order.
-    const uint32_t own = sms_ > 0 ? __float_as_uint(at_) : ~0u, first = __reduce_min_sync(mask_, own);
-    next_ = __ffs(static_cast<int>(__ballot_sync(mask_, own == first))) - 1;
-    *count = __shfl_sync(mask_, sms_, next_);
-    return __uint_as_float(first);
+    constexpr float kNever = 1e30f;
+    const float own = sms_ > 0 ? at_ : kNever;
+    float first = own;
+#pragma unroll
+    for (int step = kSmGroups / 2; step > 0; step /= 2) {
+      first = fminf(first, __shfl_xor_sync(0xffffffffu, first, step));
+    }
+    next_ = __ffs(static_cast<int>(lanes_where(own == first))) - 1;
+    *count = __shfl_sync(0xffffffffu, sms_, next_, kSmGroups);
+    return first;
   }
   __device__ void take(int32_t count) {
     if (lane_ == next_) sms_ -= count;
   }
+  __device__ static bool any(bool more) { return __any_sync(0xffffffffu, more); }
 
  private:
-  uint32_t mask_;
-  int lane_, next_ = 0;
+  __device__ uint32_t lanes_where(bool x) const {
+    return __ballot_sync(0xffffffffu, x) >> first_ & ((1u << kSmGroups) - 1);
+  }
+  int lane_, first_, next_ = 0;
   float at_ = 0.0f;
   int32_t sms_ = 0;
 };
@@ -530,13 +544,13 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws};
 #pragma unroll 1
-  for (;; sink.place = true) {
+  for (;; sink.placing = true) {
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
       emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
     }
     __syncthreads();
-    if (sink.place) break;
+    if (sink.placing) break;
     // Exclusive sums of the buckets, one to a thread: the state tiles' are those of the first warps, and a list of
     // their own.
     static_assert(kTileBuckets == kListThreads && kLengthBuckets % 32 == 0 && kListWarps <= 32);

@@ -26,15 +26,16 @@ namespace flash_qla::cuda::sm90 {
 // (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
-  float step = 1.92f;          // a chunk of one head in the kernel that writes O
-  float state_step = 2.05f;    // ... in the kernel that makes states alone
-  float key_share = 0.22f;     // more of both, of a key head to each value head beside one to none
-  float tile_edge = 4.6f;      // a tile's first and last state, and filling the pipeline
-  float state_edge = 3.2f;     // ... of a state tile, which starts from zero
-  float first_edge = 10.4f;    // a block's start, before its first tile that writes O
-  float combine = 2.6f;        // before the first transition of a chain
-  float combine_step = 0.72f;  // one transition applied to a boundary state
-  float plan = 15.1f;          // planning
+  float step = 1.78f;          // a chunk of one head in the kernel that writes O
+  float state_step = 2.02f;    // ... in the kernel that makes states alone
+  float key_share = 0.2f;      // more of both, of a key head to each value head beside one to none
+  float tile_edge = 3.9f;      // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.2f;     // ... of a state tile, which starts from zero
+  float first_edge = 11.5f;    // a block's start, before its first tile that writes O
+  float combine = 2.45f;       // before the first transition of a chain
+  float combine_step = 0.87f;  // one transition applied to a boundary state
+  float load = 0.1f;           // of all work, evenly shared: SMs at work hold up each other
+  float plan = 15.4f;          // planning
   // Where nothing is cut: by four SMs to a head, by two, by one.
   float relay_step = 0.945f, relay_edge = 10.2f;
   float half_step = 1.11f, half_edge = 10.0f;
@@ -74,9 +75,11 @@ inline constexpr int32_t kMaxWarmup = 64;
 inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
 // ... and a plan without a cut, which takes a kernel more, where a cut would lose more than this if no head decays.
-inline constexpr float kMostLossOfAll = 0.03f;
+inline constexpr float kMostLossOfAll = 0.05f;
 // Spacings between those of kItemsPerSm and kMostItemsPerSm that are tried where lengths are known beforehand.
 inline constexpr int32_t kFinerGrids = 3;
+// ... and what one must promise to be taken for a coarser one: with many pieces some choice always looks well.
+inline constexpr float kLeastOfFiner = 0.03f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
 inline constexpr float kLeastOfEqual = 0.02f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
@@ -514,8 +517,8 @@ struct SplitEstimate {
       free[1].add(is_long ? 0 : first, output);
       dependent[0].add(is_long ? count - first : 0, output);
       dependent[1].add(is_long ? 0 : count - first, output);
-      const int32_t made = tiles == 1 ? 0 : 2 * count - 3 * first;
-      states.add(made > 0 ? made : 0, chunks * costs.state_step + costs.state_edge);
+      const int32_t all = tiles == 1 ? 0 : 2 * tiles - 3, of_longer = 2 * longer < all ? 2 * longer : all;
+      states.add(more != 0 ? of_longer : all - of_longer, chunks * costs.state_step + costs.state_edge);
     }
     if (head.heavy == 0 || tiles <= 2) return;
     transitions += tiles - 2;
@@ -566,6 +569,8 @@ class SmGroups {
     return at_[next_];
   }
   FLASH_QLA_HOST_DEVICE void take(int32_t count) { sms_[next_] -= count; }
+  // Whether anybody who goes along has more to do.
+  FLASH_QLA_HOST_DEVICE static bool any(bool more) { return more; }
 
  private:
   float at_[kSmGroups] = {};
@@ -578,39 +583,38 @@ class SmGroups {
 template <typename Groups>
 FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms,
                                           const SplitCosts& costs, Groups free) {
-  float ready = 0.0f;
-  if (const TileClass& states = heavy.states; states.tiles > 0) {
-    // State tiles in waves; blocks that had one of the last stay for the chains, as long as these are.
-    const int32_t waves = (states.tiles + sms - 1) / sms, last = states.tiles - (waves - 1) * sms;
-    const float before = static_cast<float>(waves - 1) * states.average(), end = before + states.longest;
-    ready = end;
-    int32_t pieces = 0;
-    if (heavy.longest_chain > 0) {
-      const float longest = static_cast<float>(heavy.longest_chain);
-      ready += costs.combine + costs.combine_step * longest;
-      pieces = static_cast<int32_t>(quotient(static_cast<float>(kCombineSlices * heavy.transitions), longest));
-    }
-    const int32_t stay = pieces < last ? pieces : last, others = sms - last;
-    const int32_t beyond = waves > 1 ? pieces - stay : 0, more = beyond < others ? beyond : others;
-    free.put(ready + costs.first_edge, stay + more);
-    free.put(end + costs.first_edge, last - stay);
-    free.put(before + costs.first_edge, others - more);
-  } else {
-    free.put(costs.first_edge, sms);
+  // State tiles in waves; blocks that had one of the last stay for the chains, as long as these are.
+  const TileClass& states = heavy.states;
+  const int32_t waves = states.tiles > sms ? (states.tiles + sms - 1) / sms : 1;
+  const int32_t last = states.tiles - (waves - 1) * sms, others = sms - last;
+  const float before = static_cast<float>(waves - 1) * states.average(), made = before + states.longest;
+  float ready = made;
+  int32_t pieces = 0;
+  if (heavy.longest_chain > 0) {
+    const float longest = static_cast<float>(heavy.longest_chain);
+    ready += costs.combine + costs.combine_step * longest;
+    pieces = static_cast<int32_t>(quotient(static_cast<float>(kCombineSlices * heavy.transitions), longest));
   }
+  const int32_t stay = pieces < last ? pieces : last;
+  const int32_t beyond = waves > 1 ? pieces - stay : 0, more = beyond < others ? beyond : others;
+  free.put(ready + costs.first_edge, stay + more);
+  free.put(made + costs.first_edge, last - stay);
+  free.put(before + costs.first_edge, others - more);
   // Free tiles longest first; once the boundary states are there, the dependent ones before what is left of them.
   constexpr int32_t kFree = 3, kClasses = 5;
   TileClass left[kClasses] = {light.free[0], light.free[1], heavy.free[0], heavy.dependent[0], heavy.dependent[1]};
   left[2].add(heavy.free[1]);
   float each[kClasses];
   int32_t frees = 0, dependents = left[3].tiles + left[4].tiles;
+  float work = states.work;
   FLASH_QLA_UNROLL
   for (int32_t i = 0; i < kClasses; ++i) {
     each[i] = left[i].average();
+    work += left[i].work;
     if (i < kFree) frees += left[i].tiles;
   }
   float end = 0.0f;
-  while (frees + dependents > 0) {
+  while (free.any(frees + dependents > 0)) {
     int32_t count = 0;
     float start = free.next(&count);
     const bool dependent = dependents > 0 && (frees == 0 || start >= ready);
@@ -624,6 +628,7 @@ FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const Spli
         length = each[i];
       }
     }
+    if (kind < 0) count = 0;  // where other lanes have more to do
     FLASH_QLA_UNROLL
     for (int32_t i = 0; i < kClasses; ++i) {
       if (i != kind) continue;
@@ -635,7 +640,7 @@ FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const Spli
     free.take(count);
     free.put(start + length, count);
   }
-  return end;
+  return end + costs.load * quotient(work, static_cast<float>(sms));
 }
 
 // No more than time_of_tiles(), but for groups' times that are taken for equal.
@@ -671,8 +676,8 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
 template <typename Groups>
 FLASH_QLA_HOST_DEVICE float time_of_choice(const SplitEstimate& light, const SplitEstimate& heavy, int32_t choice,
                                            float uncut, int32_t sms, const SplitCosts& costs, const Groups& free) {
-  if (choice == kMergeChoices - 1 && uncut > 0.0f) return uncut;
-  return time_of_tiles(light, heavy, sms, costs, free);
+  const float time = time_of_tiles(light, heavy, sms, costs, free);
+  return choice == kMergeChoices - 1 && uncut > 0.0f ? uncut : time;
 }
 // What an uncut call then takes.
 FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
@@ -779,7 +784,7 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     SplitGrid grid = promise.grid;
     grid.set_spacing(std::max(coarsest - (coarsest - finest) * i / kFinerGrids, kMinSpacing));
     if (grid.spacing == promise.grid.spacing) continue;
-    if (const float quarter = share(grid, heads / 4, shared); quarter < promise.quarter) {
+    if (const float quarter = share(grid, heads / 4, shared); quarter < (1.0f - kLeastOfFiner) * promise.quarter) {
       promise.grid = grid;
       promise.quarter = quarter;
     }
