@@ -76,9 +76,9 @@ inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
 // ... and a plan without a cut, which takes a kernel more, where a cut would lose more than this if no head decays.
 inline constexpr float kMostLossOfAll = 0.05f;
-// Spacings between those of kItemsPerSm and kMostItemsPerSm that are tried where lengths are known beforehand.
+// Spacings that are tried beside that of kItemsPerSm, down to that of kMostItemsPerSm, where lengths are known
+// beforehand, and what a finer one must promise beyond: with many pieces some choice always looks well.
 inline constexpr int32_t kFinerGrids = 3;
-// ... and what one must promise to be taken for a coarser one: with many pieces some choice always looks well.
 inline constexpr float kLeastOfFiner = 0.03f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
 inline constexpr float kLeastOfEqual = 0.02f;
@@ -778,15 +778,16 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     guess = best.choice;
     return (costs.plan + best.time) / unsplit;
   };
-  const int32_t coarsest = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
   promise.quarter = share(promise.grid, heads / 4, shared);
+  const int32_t coarse = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
+  float best = (1.0f - kLeastOfFiner) * promise.quarter;
   for (int32_t i = 1; known && i <= kFinerGrids; ++i) {
-    SplitGrid grid = promise.grid;
-    grid.set_spacing(std::max(coarsest - (coarsest - finest) * i / kFinerGrids, kMinSpacing));
-    if (grid.spacing == promise.grid.spacing) continue;
-    if (const float quarter = share(grid, heads / 4, shared); quarter < (1.0f - kLeastOfFiner) * promise.quarter) {
+    SplitGrid grid;
+    grid.set_spacing(std::max(coarse - (coarse - finest) * i / kFinerGrids, kMinSpacing));
+    if (grid.spacing == coarse) continue;
+    if (const float quarter = share(grid, heads / 4, shared); quarter < best) {
       promise.grid = grid;
-      promise.quarter = quarter;
+      promise.quarter = best = quarter;
     }
   }
   promise.half = share(promise.grid, heads / 2, shared);
