@@ -45,7 +45,8 @@ inline int64_t test_sm90_checkpoints(const Settings& settings, Arena& arena) {
                                              {b + 100, a + 100, b + 100, end + 1, 0}};
       for (const std::vector<int64_t>& listed : places) {
         for (const bool packed : {false, true}) {
-          kept.packed_checkpoints = kept.h = packed;
+          kept.packed_checkpoints = kept.h = kept.has_initial = packed;
+          kept.skip_rows = !packed;
           kept.listed_checkpoints = true;
           ForwardCall with_list;
           with_list.draw(s, f, kept, false, random);

@@ -14,7 +14,7 @@
 //   gamma) V' dS^T)_i>.
 // Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
 // later sum cancels as it would in exact arithmetic. The minus group takes dP and D, transposed, from the tiles that
-// the others leave; two warps make <dS, S>, and one the gate's gradient, for which the blocks exchange one sum a head.
+// the others leave, and makes <dS, S>; a warp makes the gate's gradient, for which the blocks exchange one sum a head.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/gradients_head.cuh"
@@ -22,24 +22,21 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Two warps: <dS, S> of every head. In the early block a thread of theirs takes the next item, once an item's first
-// head is done.
-template <typename T>
-__device__ __forceinline__ void inner_products(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
-                                               const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
+// One warp goes with the groups through the stages; in the early block a thread of it takes the next item, once an
+// item's first head is there.
+__device__ __forceinline__ void hand_out_items(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
+                                               const GradientsBarriers& bars, uint32_t rank, int lane) {
   uint32_t turn = 0;
   for (uint32_t index = 0;; ++index) {
-    if (rank == kEarly && warp == 0 && lane == 0) hand_out(p, units, smem, bars, index);
+    if (rank == kEarly && lane == 0) hand_out(p, units, smem, bars, index);
     __syncwarp();
     // The rest of the item before, and this one's first head.
     for (const uint32_t first = index * p.group; turn <= first; ++turn) {
       mbarrier_wait(bars.full(0), turn % 2);
-      if (turn == first && GradientsItem(smem, index).is_end()) {  // as the groups
-        mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1);
-        mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
-        return;
-      }
-      HeadWork<T>{p, bars, smem, turn == first ? index : index - 1, turn, rank, warp, lane}.inner_product();
+      if (turn == first && GradientsItem(smem, index).is_end()) return;
+      arrive_both(bars.empty(0), lane);
+      mbarrier_wait(bars.full(1), turn % 2);
+      arrive_both(bars.empty(1), lane);
     }
   }
 }
@@ -91,9 +88,10 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 #pragma unroll 1
       do {
         uint32_t dot_rows[32];
+        float inner = 0.0f;
         if constexpr (kIsMinus) {
           if (part == 0) {
-            work.minus_of_state(acc);
+            inner = work.minus_of_state(acc);
             mbarrier_wait(bars.keys_full(), index % 2);
             work.open_sums();
           } else {
@@ -107,7 +105,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
           }
         }
         if constexpr (kIsMinus) load_dot_rows(dot_rows, own_rows, warp, lane);
-        dot = row_dots<T>(acc, dot_rows, lane);
+        dot = row_dots<T>(acc, dot_rows, inner, lane);
         work.keep_sums(group, part != 0, dot);
       } while (part++ == 0 && two_parts);
       __syncwarp();
@@ -148,10 +146,15 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         half[4 * i + 3] += x.w;
       }
     };
-    const auto leave = [&](const StridedTensor& t, int quarter, uint32_t place) {
+    const StridedTensor& t = group == kQuery ? p.dq : p.dk;
+    const ChunkInfo chunk = item.chunk(p);
+    const int row = 16 * warp + (lane >> 2), rows = t.data == nullptr ? 0 : chunk.valid - row;
+    auto* const to = static_cast<uint16_t*>(t.data) + row_offset(t, chunk.batch, chunk.token + row, item.key_head()) +
+                     8 * (lane & 3);
+    const auto leave = [&](int quarter, uint32_t place) {
       gather_quarter_rows<T>(acc + 16 * quarter, place, lane);
       __syncwarp();
-      store_quarter_rows(t, item.chunk(p), item.key_head(), quarter, place, warp, lane);
+      store_quarter_rows(to + kDim / 4 * quarter, t.stride[1], rows, place, lane);
       __syncwarp();
     };
     if constexpr (kIsMinus) {
@@ -161,8 +164,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       named_barrier_sync(kPlusBarrier, 2 * 128);
       add_given(acc + 32);
       __syncwarp();
-      leave(p.dk, 2, warps_part);
-      leave(p.dk, 3, warps_part);
+      leave(2, warps_part);
+      leave(3, warps_part);
       mbarrier_arrive_warp(bars.products_empty(), lane);
     } else {
       if (group == kPlus) {
@@ -171,13 +174,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
         give(acc + 32);
         named_barrier_arrive(kPlusBarrier, 2 * 128);
       }
-      const StridedTensor& t = group == kPlus ? p.dk : p.dq;
       const uint32_t place = smem + Traits::kRows + (group == kPlus ? 4 + warp : warp) * (kTileBytes / 8);
-      leave(t, 0, place);
-      leave(t, 1, place);
+      leave(0, place);
+      leave(1, place);
       if (group == kQuery) {
-        leave(t, 2, place);
-        leave(t, 3, place);
+        leave(2, place);
+        leave(3, place);
       }
     }
   }
@@ -200,7 +202,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages + 1; ++i) {
       mbarrier_init(bars.full(i), 1);
-      const uint32_t warps = Traits::kConsumerWarps + (i < Traits::kStages ? Traits::kInnerWarps : 0);
+      const uint32_t warps = Traits::kConsumerWarps + (i < Traits::kStages ? 1 : 0);  // who hands out goes along
       mbarrier_init(bars.empty(i), 2 * warps * kWarpArrivals);
     }
     mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
@@ -209,7 +211,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     mbarrier_init(bars.late_rows_empty(), 8 * kWarpArrivals);
     mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     for (uint32_t parity = 0; parity < 2; ++parity) {
-      mbarrier_init(bars.sums_full(parity), (Traits::kConsumerWarps + Traits::kInnerWarps) * kWarpArrivals);
+      mbarrier_init(bars.sums_full(parity), Traits::kConsumerWarps * kWarpArrivals);
       mbarrier_init(bars.sums_empty(parity), kWarpArrivals);
       mbarrier_init(bars.received(parity), 1);
     }
@@ -227,10 +229,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
       // For the kernel after this one, which waits for this one alone. At the end: one warp's wait holds up its block.
       wait_for_predecessors();
     }
-    if (warp >= Traits::kConsumerWarps + 2) {
-      static_assert(Traits::kInnerWarps == 2);
-      inner_products<T>(p, units, smem, bars, rank, warp - Traits::kConsumerWarps - 2, lane);
-    }
+    if (warp == Traits::kConsumerWarps + 2) hand_out_items(p, units, smem, bars, rank, lane);
   } else if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
     group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, smem, bars, rank, warp % 4, lane);

@@ -19,7 +19,6 @@ struct HeadWork {
   __device__ uint32_t sQ() const { return smem + rank * GradientsTraits::kKeys + GradientsTraits::kQ; }
   __device__ uint32_t sK() const { return smem + rank * GradientsTraits::kKeys + GradientsTraits::kK; }
   __device__ uint32_t sums() const { return smem + GradientsTraits::kSums + turn % 2 * GradientsTraits::kSumsBytes; }
-  __device__ uint32_t last() const { return smem + GradientsTraits::kLast + turn % 2 * GradientsTraits::kLastBytes; }
   __device__ void open_sums() const { mbarrier_wait(bars.sums_empty(turn % 2), (turn / 2 % 2) ^ 1); }
   __device__ int row(int h) const { return 16 * warp + (lane >> 2) + 8 * h; }
   __device__ uint32_t open(uint32_t half) const {
@@ -120,10 +119,11 @@ struct HeadWork {
       const uint32_t tile = smem + Traits::kStaging + (plus ? kTileBytes : 0);
       store_rows_of(tile, across);
       fence_proxy_async();
-      named_barrier_sync(group_barrier, 128);
-      if (warp == 0 && elect_one()) {
-        bulk_copy_cluster(cluster_address(smem + (plus ? Traits::kLateRowsD : Traits::kLateRowsP), kEarly), tile,
-                          kTileBytes, cluster_address(bars.late_rows_full(), kEarly));
+      __syncwarp();
+      if (elect_one()) {  // each warp its own rows: nobody waits for the other warps
+        const uint32_t rows = static_cast<uint32_t>(warp) * (kTileBytes / 4);
+        bulk_copy_cluster(cluster_address(smem + (plus ? Traits::kLateRowsD : Traits::kLateRowsP) + rows, kEarly),
+                          tile + rows, kTileBytes / 4, cluster_address(bars.late_rows_full(), kEarly));
       }
       wgmma_wait<0>();
       pin(across);
@@ -131,33 +131,53 @@ struct HeadWork {
     }
     uint32_t packed[16];
     {
-      // The factor's logarithm goes with the row's gate, its sign with the mask.
-      float c_row[2];
-      uint32_t sign[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        c_row[h] = load_shared_f1(gates + row(h) * 4) + log2_approx(fabsf(factor[h]));
-        sign[h] = factor[h] < 0.0f ? 0x80008000u : 0u;
-      }
-      // Of 8 x 8 blocks those below the diagonal count whole, those on it by `triangle`: masked as packed words, for
-      // what lies above may be NaN.
       const int below = (lane >> 2) - 2 * (lane & 3) - static_cast<int>(plus);
       const uint32_t triangle = (below >= 0 ? 0xffffu : 0u) | (below >= 1 ? 0xffff0000u : 0u);
+      // Of 8 x 8 blocks those below the diagonal count whole, those on it by `triangle`: masked as packed words, for
+      // what lies above may be NaN. The blocks of rows of this warp are 2 warp + h. Column block j counts whole if it
+      // is before that, and at all if the one before it is; from 0 to 3 warps there are, so that some are known.
+      const auto masked = [&](int j, int h, uint32_t pair) {
+        const int at = j - h, before_it = at - 1;
+        const uint32_t whole = (at < 0) ? ~0u : (at >= 6) ? 0u : (warp > at / 2) ? ~0u : 0u;
+        const uint32_t part = (at < 1) ? ~0u : (at >= 7) ? 0u : (warp > before_it / 2) ? ~0u : 0u;
+        return pair & ((triangle | whole) & part);
+      };
       const uint32_t columns = gates + 2 * (lane & 3) * 4;
+      const float c_last = load_shared_f1(gates + (kChunk - 1) * 4);
+      if (spans_little(gates, c_last)) {
+        // From the row's token to the chunk's end and back to the column's, both of them within what fp32 can hold.
+        float row_factor[2];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 c = load_shared_f2(columns + 8 * j * 4);
+        for (int h = 0; h < 2; ++h)
+          row_factor[h] = factor[h] * exp2_approx(load_shared_f1(gates + row(h) * 4) - c_last);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 ratio = load_shared_f2(columns + kRatioOffset + 8 * j * 4);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* x = product + kOwn + 4 * j + 2 * h;
+            packed[2 * j + h] = masked(j, h, pack2<T>(row_factor[h] * ratio.x * x[0], row_factor[h] * ratio.y * x[1]));
+          }
+        }
+      } else {
+        // The factor's logarithm goes with the row's gate, its sign with the mask.
+        float c_row[2];
+        uint32_t sign[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          // The blocks of rows of this warp are 2 warp + h. Column block j counts whole if it is before that, and at
-          // all if the one before it is; from 0 to 3 warps there are, so that some are known.
-          const int at = j - h, before_it = at - 1;
-          const uint32_t whole = (at < 0) ? ~0u : (at >= 6) ? 0u : (warp > at / 2) ? ~0u : 0u;
-          const uint32_t part = (at < 1) ? ~0u : (at >= 7) ? 0u : (warp > before_it / 2) ? ~0u : 0u;
-          const float* x = product + kOwn + 4 * j + 2 * h;
-          packed[2 * j + h] = (pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1]) &
-                               ((triangle | whole) & part)) ^
-                              sign[h];
+          c_row[h] = load_shared_f1(gates + row(h) * 4) + log2_approx(fabsf(factor[h]));
+          sign[h] = factor[h] < 0.0f ? 0x80008000u : 0u;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 c = load_shared_f2(columns + 8 * j * 4);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* x = product + kOwn + 4 * j + 2 * h;
+            packed[2 * j + h] =
+                masked(j, h, pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1])) ^
+                sign[h];
+          }
         }
       }
     }
@@ -172,6 +192,14 @@ struct HeadWork {
     wgmma_wait<0>();
     pin(packed);
     pin(acc);
+  }
+
+  // Whether every token's decay to the chunk's end, and its inverse, are far within fp32: 2^-100 to 2^100.
+  __device__ __forceinline__ bool spans_little(uint32_t gates, float c_last) const {
+    constexpr float kMost = 100.0f;
+    const bool first = fabsf(load_shared_f1(gates + lane * 4) - c_last) < kMost;
+    const bool second = fabsf(load_shared_f1(gates + (32 + lane) * 4) - c_last) < kMost;
+    return __all_sync(0xffffffffu, first && second);  // not if one is NaN
   }
 
   // Of row(h): scale, or -rho. dv of a small beta is Z, and rho = beta what is missing; else rho = 1.
@@ -224,7 +252,8 @@ struct HeadWork {
 
   // The minus group's first part, diag(gP / gamma) V' dS^T. V' is multiplied as it is, for rows with their factor would
   // be rounded again: the sums of the heads before are divided by it instead, and with the product multiplied, in fp32.
-  __device__ __forceinline__ void minus_of_state(float (&acc)[64]) const {
+  // Returns the thread's part of gP <dS, S> over half of K, made while the products are on their way.
+  __device__ __forceinline__ float minus_of_state(float (&acc)[64]) const {
     using Traits = GradientsTraits;
     // What decays further than this is nothing beside V' and dS; division by it leaves fp32 another 60 binary orders.
     constexpr float kLeastFactor = 0x1p-64f;
@@ -240,6 +269,7 @@ struct HeadWork {
 #pragma unroll
       for (int j = 0; j < 32; ++j) acc[4 * (j / 2) + 2 * h + j % 2] *= inverse;
     }
+    float inner = 0.0f;
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t stage = open(half);
@@ -250,12 +280,15 @@ struct HeadWork {
 #pragma unroll
       for (int j = 0; j < 4; ++j) mma_ss_n128_trans<T>(acc, wgmma_advance(x, j * 32), wgmma_advance(y, j * 2048));
       wgmma_commit();
+      const uint32_t part = stage + rank * kTileBytes;
+      inner += state_product<T>(part + Traits::kState, part + Traits::kGrad, 32 * warp + lane, 128);
       wgmma_wait<0>();
       pin(acc);
       release(half);
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] *= factor[i / 2 % 2];
+    return inner * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
   }
 
   // The minus group's second part: dP^T Q + D^T K of the chunk's own rows, and in the early block dP^T Q of the late
@@ -306,24 +339,6 @@ struct HeadWork {
     wgmma_wait<0>();
     pin(x);
     pin(acc);
-  }
-
-  // gP <dS, S>, by kInnerWarps warps; half of K a block.
-  __device__ __forceinline__ void inner_product() const {
-    using Traits = GradientsTraits;
-    float inner = 0.0f;
-#pragma unroll 1
-    for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t tile = open(half) + rank * kTileBytes;
-      inner +=
-          state_product<T>(tile + Traits::kState, tile + Traits::kGrad, 32 * warp + lane, 32 * Traits::kInnerWarps);
-      release(half);
-    }
-    inner = warp_sum(inner) * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
-    open_sums();
-    if (lane == 0) store_shared_f1(last() + warp * 4, inner);
-    __syncwarp();
-    mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
   }
 };
 

@@ -147,8 +147,7 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
         last += __shfl_down_sync(0xffffffffu, last, step);
         if (lane + step < 32) suffix += later;
       }
-      const float2 inner = load_shared_f2(smem + Traits::kLast + parity * Traits::kLastBytes);
-      last = __shfl_sync(0xffffffffu, last, 0) + (inner.x + inner.y);
+      last = __shfl_sync(0xffffffffu, last, 0);
       if (lane == 0) {
         mbarrier_arrive_expect(bars.received(parity), 4);
         store_cluster_u1(cluster_address(smem + Traits::kReceived + parity * 4, rank ^ 1),

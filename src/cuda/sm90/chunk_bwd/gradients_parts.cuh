@@ -16,7 +16,6 @@ struct GradientsTraits {
   // In all what 4 * 128 threads start with, 128 each.
   static constexpr int kLoadRegisters = 32, kLowerRegisters = 176, kMinusRegisters = 128;
   static constexpr int kConsumerWarps = kGroups * 4;
-  static constexpr int kInnerWarps = 2;  // for <dS, S>: what the load warps' group has left
 
   // A stage is one half of V of one value head: dO, V' of the early chunk and (late block) of the late one, dv (8 KB
   // each), S and dS (16 KB each). Halves, because two of them fit where one head would.
@@ -45,8 +44,8 @@ struct GradientsTraits {
   // Both chunks' gates, of two heads: they are needed after the stages.
   static constexpr uint32_t kGates = kStageRing + kStages * kStage;
   static constexpr uint32_t kHeadGates = 2 * kGateBytes;
-  // Row sums of the three groups, <dv, V'>, beta, the row sums of the minus group after diag(gP / gamma) V' dS^T alone,
-  // those of the early block's plus group after the late rows', and the two parts of gP <dS, S>, two heads deep; the
+  // Row sums of the three groups, <dv, V'>, beta, the row sums of the minus group after diag(gP / gamma) V' dS^T alone
+  // with its parts of gP <dS, S>, and those of the early block's plus group after the late rows', two heads deep; the
   // other block's sum.
   static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
   static constexpr uint32_t kStateSums = 5 * kChunk * 4;  // in a head's sums
@@ -54,9 +53,7 @@ struct GradientsTraits {
   static constexpr uint32_t kSumsBytes = 7 * kChunk * 4;
   // What the three groups' were before the head, for who makes dg.
   static constexpr uint32_t kBefore = kSums + 2 * kSumsBytes;
-  static constexpr uint32_t kLast = kBefore + 3 * kChunk * 4;
-  static constexpr uint32_t kLastBytes = kInnerWarps * 4;
-  static constexpr uint32_t kReceived = kLast + 2 * kLastBytes;
+  static constexpr uint32_t kReceived = kBefore + 3 * kChunk * 4;
   // What the groups know of an item. Who loads is at most three heads ahead of them, and they two of who makes dg.
   static constexpr uint32_t kItems = kReceived + 16;
   static constexpr int kItemSlots = 8;
@@ -196,10 +193,11 @@ __device__ __forceinline__ void load_dot_rows(uint32_t (&x)[32], uint32_t sX, in
   }
 }
 
-// <acc_i, X_i>, of the thread's first row in even lanes and of its second one in odd lanes.
+// <acc_i, X_i>, of the thread's first row in even lanes and of its second one in odd lanes; `more` counts with the
+// first.
 template <typename T>
-__device__ __forceinline__ float row_dots(const float (&acc)[64], const uint32_t (&x)[32], int lane) {
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // two chains a row
+__device__ __forceinline__ float row_dots(const float (&acc)[64], const uint32_t (&x)[32], float more, int lane) {
+  float sum[4] = {more, 0.0f, 0.0f, 0.0f};  // two chains a row
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -250,19 +248,13 @@ __device__ __forceinline__ void gather_quarter_rows(const float* quarter, uint32
   }
 }
 
-// From there to [b, token + row, head, 32 * quarter :], four lanes a row.
-__device__ __forceinline__ void store_quarter_rows(const StridedTensor& t, const ChunkInfo& chunk, int head,
-                                                   int quarter, uint32_t place, int warp, int lane) {
-  if (t.data == nullptr) return;
-  const int row = lane >> 2;
-  auto* to = static_cast<uint16_t*>(t.data) + row_offset(t, chunk.batch, chunk.token + 16 * warp + row, head) +
-             kDim / 4 * quarter + 8 * (lane & 3);
-  const uint32_t from = place + row * 64 + (((lane & 3) ^ (row >> 1 & 3)) << 4);
+// From there to memory, four lanes a row; to: where the lane's first piece goes, the second one 8 rows on. rows: that
+// there are from the lane's first one on.
+__device__ __forceinline__ void store_quarter_rows(uint16_t* to, int64_t stride, int rows, uint32_t place, int lane) {
+  const uint32_t from = place + (lane >> 2) * 64 + (((lane & 3) ^ (lane >> 3 & 3)) << 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (16 * warp + row + 8 * h < chunk.valid) {
-      store_global_u4(to + 8 * h * t.stride[1], load_shared_u4(from + 8 * h * 64));
-    }
+    if (8 * h < rows) store_global_u4(to + 8 * h * stride, load_shared_u4(from + 8 * h * 64));
   }
 }
 

@@ -3,7 +3,7 @@
 namespace flash_qla::cuda::sm90 {
 
 ChunkForwardKernel chunk_forward_bf16_fast_save() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, true, true>>();
+  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, true, true, false>>();
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -2,6 +2,8 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_fast_save() { return describe_kernel<ChunkForwardTraits<__half, true, true>>(); }
+ChunkForwardKernel chunk_forward_fp16_fast_save() {
+  return describe_kernel<ChunkForwardTraits<__half, true, true, false>>();
+}
 
 }  // namespace flash_qla::cuda::sm90

@@ -19,6 +19,7 @@ inline constexpr int kLastChunk = 2;
 // Where chunks end where states are kept (ChunkForwardTraits::kEndsWhereKept):
 inline constexpr int kKeptChunk = 256;      // the state after it is kept
 inline constexpr int kEndsOnGrid = 512;     // set beside kKeptChunk: it ends a whole chunk of its sequence
+inline constexpr int kRowsFollow = 2048;    // all 64 rows from its first on are of its tile
 inline constexpr int kInsideOnGrid = 1024;  // it starts inside of a chunk of its sequence
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
@@ -126,6 +127,11 @@ __device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, in
   }
   const int64_t slot = resolve_slot(args.initial, sequence);
   return slot < 0 ? kSkipSequence : slot;
+}
+
+// Whether anything but their numbers says where sequences' states are.
+__host__ __device__ __forceinline__ bool has_slots(const ChunkForwardArgs& args) {
+  return args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
 }
 
 __device__ __forceinline__ int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
@@ -380,11 +386,11 @@ __device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, 
   return least <= tokens ? static_cast<int32_t>(least) : kNeverKept;
 }
 
-// Takes `valid` tokens off, and says what flags their chunk has from that. kept: is asked, with the tokens before the
-// next chunk in its sequence's own, for the next ChunkEnd::kept where it has to be found.
+// Takes `valid` tokens off, of `tokens` that the tile has, and says what flags their chunk has from that. find_kept():
+// the next ChunkEnd::kept, asked where it has to be found.
 template <typename FindKept>
-__device__ __forceinline__ int32_t end_chunk(ChunkEnd& end, int32_t valid, FindKept find_kept) {
-  int32_t flags = end.inside != 0 ? kInsideOnGrid : 0;
+__device__ __forceinline__ int32_t end_chunk(ChunkEnd& end, int32_t valid, int32_t tokens, FindKept find_kept) {
+  int32_t flags = (end.inside != 0 ? kInsideOnGrid : 0) | (tokens >= kChunk ? kRowsFollow : 0);
   end.inside = (end.inside + valid) % kChunk;
   end.kept -= valid;
   if (end.kept == 0) {
@@ -414,7 +420,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
       walker.end.kept = find_kept(r.row, r.position, walker.remaining);
     }
     r.valid = min(r.valid, min(kChunk - walker.end.inside, walker.end.kept));
-    r.flags |= end_chunk(walker.end, r.valid, [&] {
+    r.flags |= end_chunk(walker.end, r.valid, walker.remaining, [&] {
       return find_kept(r.row + r.valid, r.position + (walker.end.inside == 0), walker.remaining - r.valid);
     });
   }
@@ -568,8 +574,8 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (p.ticket != nullptr) {
         guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
       }
-      // Listed tokens are not looked at again.
-      if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0;
+      // Listed tokens and slots are not looked at again.
+      if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0 && !has_slots(args);
     }
     if (guesses || !waits) {
       if (lane == 0) {

@@ -72,6 +72,19 @@ __device__ __forceinline__ void finish_tiles(const ChunkForwardKernelParams& p, 
   }
 }
 
+// Rows of skipped sequences, likewise. Not inlined: the role before it would spill.
+static __device__ __noinline__ void clear_skipped(const ChunkForwardKernelParams& p, int thread, int threads) {
+  const ChunkForwardArgs& args = p.args;
+  if (p.list != nullptr || p.plan != nullptr || args.cu_seqlens == nullptr || args.initial.indices == nullptr) return;
+#pragma unroll 1
+  for (int32_t i = 0; i < args.num_sequences; ++i) {
+    if (initial_slot(args, i) != kSkipSequence) continue;
+    const PlannedSequence s = sequence_at(args, i);
+    clear_tokens(args, s.start, int64_t{s.start} + s.length,
+                 {static_cast<int64_t>(blockIdx.x) * threads + thread, static_cast<int64_t>(gridDim.x) * threads});
+  }
+}
+
 // One of `blocks` blocks of kClearThreads threads.
 __device__ __forceinline__ void clear_outside(const ChunkForwardArgs& args, int block, int blocks) {
   const int n = args.num_sequences, thread = threadIdx.x;

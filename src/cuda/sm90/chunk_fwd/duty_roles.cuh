@@ -86,10 +86,11 @@ struct CopyRole : DutyRole<Traits> {
     tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, 0, c.head);
   }
 
-  // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand.
+  // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand. Where a chunk ends earlier, at a
+  // listed token, the rows behind it are those of the next chunks, whose O is not sent before this one is in memory.
   __device__ void store_o(uint32_t m) const {
     const ChunkRecord& c = record(m);
-    if (c.valid < kChunk) {
+    if (c.valid < kChunk && (!Traits::kEndsWhereKept || !(c.flags & kRowsFollow))) {
       constexpr int kPieces = Traits::kDv / 8;
       Element* out =
           static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
@@ -102,6 +103,7 @@ struct CopyRole : DutyRole<Traits> {
       __syncwarp();
     } else if (this->lane() == 0 && !(c.flags & kSilentChunk)) {
       fence_proxy_async();
+      if (Traits::kEndsWhereKept && ((c.flags | record(m - 1).flags) & kInsideOnGrid)) tma_store_wait_all();
       tma_store_4d(&p.o, this->stage_v(m), 0, c.row, c.half, c.head);
       tma_store_commit();
     }
@@ -143,7 +145,8 @@ struct CopyRole : DutyRole<Traits> {
         if (next4.valid >= 0) next5 = rows(m + 5);
       }
       this->wait_done(m);
-      if (this->lane() == 0) load_k(m + 5, next5);
+      static_assert(Traits::kStagesK == 5 || Traits::kStagesK == 4);
+      if (this->lane() == 0) load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : next4);
       next2 = next3;
       next3 = next4;
       next4 = next5;
@@ -191,7 +194,8 @@ struct GateRole : DutyRole<Traits> {
   // warp's time.
   struct OpenTile {
     int word, remaining, silent;  // as in ChunkWalker
-    ChunkEnd end;                 // likewise; only where chunks end where states are kept
+    ChunkEnd end;                 // likewise; only where chunks end where states are kept, as is
+    int listed;                   // read_listed()
   };
   // Words of a record.
   static constexpr int kRecordWords = sizeof(ChunkRecord) / 4;
@@ -201,21 +205,28 @@ struct GateRole : DutyRole<Traits> {
   __device__ ChunkWalker& walker() const {
     return *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
   }
-  __device__ OpenTile read_tile() const {
+  __device__ OpenTile read_tile(int listed) const {
     const ChunkWalker& from = walker();
-    OpenTile tile{
-        reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)], from.remaining, from.silent, {}};
+    const int word = reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)];
+    OpenTile tile{word, from.remaining, from.silent, {}, listed};
     if constexpr (Traits::kEndsWhereKept) tile.end = from.end;
     return tile;
   }
+  // Of the first 32 listed tokens the lane's, 0 if there is none.
+  __device__ int read_listed() const {
+    const ChunkForwardArgs& args = p.args;
+    if (!Traits::kEndsWhereKept || this->lane() >= args.num_listed) return 0;
+    const int64_t token =
+        load_index(args.listed_offsets, args.listed_offsets_are_64_bit, this->lane() * args.listed_offsets_stride);
+    return token > 0 && token <= args.num_tokens ? static_cast<int>(token) : 0;
+  }
   // For the open tile's next chunk, `skipped` tokens after that of tile.word.
   __device__ int32_t find_kept(const OpenTile& tile, int skipped) const {
-    const int row = __shfl_sync(0xffffffffu, tile.word, kRow),
-              position = __shfl_sync(0xffffffffu, tile.word, kPosition);
-    const bool moves_on = skipped > 0 && tile.end.inside == 0;
-    return static_cast<int32_t>(__reduce_min_sync(
-        0xffffffffu, static_cast<uint32_t>(tokens_to_kept(p.args, row + skipped, position + moves_on, tile.end.inside,
-                                                          tile.remaining, this->lane(), 32))));
+    const int row = __shfl_sync(0xffffffffu, tile.word, kRow) + skipped;
+    const int position = __shfl_sync(0xffffffffu, tile.word, kPosition) + (skipped > 0 && tile.end.inside == 0);
+    int32_t kept = tokens_to_kept(p.args, row, position, tile.end.inside, tile.remaining, 32 + this->lane(), 32);
+    if (tile.listed > row && tile.listed - row <= tile.remaining) kept = min(kept, tile.listed - row);
+    return static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(kept)));
   }
   __device__ void list_chunk(uint32_t m, OpenTile& tile) const {
     const int number = this->lane();
@@ -227,7 +238,7 @@ struct GateRole : DutyRole<Traits> {
         open_next_tile<Traits>(p, walker());
       }
       __syncwarp();
-      tile = read_tile();
+      tile = read_tile(tile.listed);
       if (tile.remaining < 0) {
         if (number == kValid) *to = -1;
         return;
@@ -239,9 +250,10 @@ struct GateRole : DutyRole<Traits> {
     }
     int valid = min(tile.remaining, kChunk), end_flags = 0;
     if constexpr (Traits::kEndsWhereKept) valid = min(valid, min(kChunk - tile.end.inside, tile.end.kept));
+    const int tokens = tile.remaining;
     tile.remaining -= valid;
     if constexpr (Traits::kEndsWhereKept) {
-      end_flags = end_chunk(tile.end, valid, [&] { return find_kept(tile, valid); });
+      end_flags = end_chunk(tile.end, valid, tokens, [&] { return find_kept(tile, valid); });
     }
     int word = number == kValid ? valid : tile.word;
     const bool is_flags = number == kFlags;
@@ -256,7 +268,7 @@ struct GateRole : DutyRole<Traits> {
 
   __device__ void run() const {
     static_assert(Traits::kStagesRaw == 2 * Traits::kStagesGate);
-    OpenTile tile = read_tile();
+    OpenTile tile = read_tile(read_listed());
 #pragma unroll 1
     for (uint32_t m = 0; m < Traits::kStagesGate && record(m).valid >= 0; ++m) fetch(m);
 #pragma unroll 1
@@ -634,15 +646,20 @@ struct ProductRole : DutyRole<Traits> {
     }
   }
 
+  // K K^T is made so many chunks ahead of P: as many as there are stages of K but for two, that of the state groups'
+  // chunk and one that is on its way.
+  static constexpr int kLead = Traits::kStagesK - 2;
+  static_assert(kLead == 2 || kLead == 3);
+
   __device__ void run() const {
     int valid = record(0).valid, valid1 = record(1).valid, valid2 = valid1 < 0 ? -1 : record(2).valid;
     if (valid < 0) return;
     float x[32];
     uint32_t packed[16];
-    // K K^T is made three chunks ahead of P, and M stored, once its tile is free, two: those of chunks 0 to 2 first.
+    // M is stored, once its tile is free, a chunk later: those of the first chunks first.
     float2 beta;
 #pragma unroll 1
-    for (uint32_t m = 0; m < 2; ++m) {
+    for (uint32_t m = 0; m < kLead - 1; ++m) {
       const int now = m == 0 ? valid : valid1;
       wait_key(m, now);
       start_product<Element>(x, wgmma_descriptor(this->stage_k(m)), wgmma_descriptor(this->stage_k(m)));
@@ -652,19 +669,23 @@ struct ProductRole : DutyRole<Traits> {
       pack_m(x, beta, packed);
       store_m(packed, m);
     }
-    wait_key(2, valid2);
-    start_product<Element>(x, wgmma_descriptor(this->stage_k(2)), wgmma_descriptor(this->stage_k(2)));
-    beta = load_beta(2, valid2);
-    wgmma_wait<0>();
-    pin(x);
-    // x is K K^T of chunk m + 2.
+    {
+      constexpr uint32_t kNext = kLead - 1;
+      const int next = kLead == 3 ? valid2 : valid1;
+      wait_key(kNext, next);
+      start_product<Element>(x, wgmma_descriptor(this->stage_k(kNext)), wgmma_descriptor(this->stage_k(kNext)));
+      beta = load_beta(kNext, next);
+      wgmma_wait<0>();
+      pin(x);
+    }
+    // x is K K^T of chunk m + kLead - 1.
 #pragma unroll 1
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
       mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
       start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
       if (m >= 2) this->wait_done(m - 2);
-      store_m(packed, m + 2);
+      store_m(packed, m + kLead - 1);
       const int valid3 = record(m + 3).valid;
       this->wait_gates(m);
       const float mild = load_shared_f1(this->stage_gate(m) + Traits::kGateMild);
@@ -682,9 +703,10 @@ struct ProductRole : DutyRole<Traits> {
       if (valid < kChunk) clear_tail_v(m, valid);
       __syncwarp();
       mbarrier_arrive_warp(this->full_p(m), thread & 31);
-      wait_key(m + 3, valid3);
-      start_product<Element>(x, wgmma_descriptor(this->stage_k(m + 3)), wgmma_descriptor(this->stage_k(m + 3)));
-      beta = load_beta(m + 3, valid3);
+      const int next = kLead == 3 ? valid3 : valid2;
+      wait_key(m + kLead, next);
+      start_product<Element>(x, wgmma_descriptor(this->stage_k(m + kLead)), wgmma_descriptor(this->stage_k(m + kLead)));
+      beta = load_beta(m + kLead, next);
       wgmma_wait<0>();
       pin(x);
       valid = valid1;
@@ -712,6 +734,7 @@ __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int 
     move_code<Traits::kProductsMoved>(p);
     ProductRole<Traits>{{{}, p, thread}}.run();
     finish_tiles(p, thread, 128);
+    if constexpr (Traits::kEndsWhereKept) clear_skipped(p, thread, 128);
     return;
   }
   const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);

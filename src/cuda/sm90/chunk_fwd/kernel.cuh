@@ -58,12 +58,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesQ; ++i) {
       mbarrier_init(smem() + Traits::kFreeQ + 8 * i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
     }
+    if constexpr (Traits::kStagedH) mbarrier_init(smem() + Traits::kFreeH, 1);
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
     tma_prefetch_map(&p.o);
+    if constexpr (Traits::kStagedH) tma_prefetch_map(&p.h);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
   }
@@ -100,8 +102,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename Traits>
 ChunkForwardKernel describe_kernel() {
-  return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
-          Traits::kStateGroups, Traits::kBlocks};
+  return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>),
+          Traits::kThreads,
+          Traits::kSmemBytes,
+          Traits::kStateGroups,
+          Traits::kBlocks,
+          Traits::kEndsWhereKept};
 }
 
 }  // namespace flash_qla::cuda::sm90

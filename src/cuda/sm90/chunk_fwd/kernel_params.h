@@ -44,6 +44,7 @@ enum class BlockOrder : int32_t {
 
 struct ChunkForwardKernelParams {
   CUtensorMap q, k, v, o;
+  CUtensorMap h;  // of kernels with kStagedH
   ChunkForwardArgs args;
   // With a sequence split: the tiles by their tickets, and the boundary states and transitions by slot, in the order of
   // the state groups' registers (boundary_place()) and as operands of the combination (transition_place()).
@@ -72,12 +73,14 @@ struct ChunkForwardKernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;  // of 64 rows of V
-  int32_t blocks;        // that work on a tile together: a cluster
+  int32_t state_groups;      // of 64 rows of V
+  int32_t blocks;            // that work on a tile together: a cluster
+  bool takes_slots = false;  // without a planner: its blocks look for skipped sequences themselves
 };
 
 ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_fast();
+ChunkForwardKernel chunk_forward_bf16_fast_h();
 ChunkForwardKernel chunk_forward_bf16_fast_save();
 ChunkForwardKernel chunk_forward_bf16_relay();
 ChunkForwardKernel chunk_forward_bf16_relay_save();
@@ -87,6 +90,7 @@ ChunkForwardKernel chunk_forward_bf16_split_save();
 ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_fast();
+ChunkForwardKernel chunk_forward_fp16_fast_h();
 ChunkForwardKernel chunk_forward_fp16_fast_save();
 ChunkForwardKernel chunk_forward_fp16_relay();
 ChunkForwardKernel chunk_forward_fp16_relay_save();

@@ -188,9 +188,12 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
+enum class SavedStates { kNone, kSome, kAll };
+
 // any_bits: a sequence's bits may depend on the batch. variant: not kAuto.
-ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, bool save, bool any_bits) {
-  const bool half = type == ElementType::kFloat16;
+ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, SavedStates saved, bool any_bits) {
+  const bool half = type == ElementType::kFloat16, save = saved != SavedStates::kNone;
   if (variant == ChunkForwardVariant::kRelay) {
     return save ? (half ? chunk_forward_fp16_relay_save() : chunk_forward_bf16_relay_save())
                 : (half ? chunk_forward_fp16_relay() : chunk_forward_bf16_relay());
@@ -200,6 +203,7 @@ ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, 
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
   if (any_bits) {
+    if (saved == SavedStates::kAll) return half ? chunk_forward_fp16_fast_h() : chunk_forward_bf16_fast_h();
     return save ? (half ? chunk_forward_fp16_fast_save() : chunk_forward_bf16_fast_save())
                 : (half ? chunk_forward_fp16_fast() : chunk_forward_bf16_fast());
   }
@@ -248,8 +252,8 @@ int clusters_at_once(const ChunkForwardKernel& kernel, int device) {
 }
 
 // The variant for so many whole tiles that are not cut: the more SMs to a tile the better, as long as all run at once.
-ChunkForwardVariant choose_variant(ElementType type, bool save, int64_t tiles, int sms, int device) {
-  const ChunkForwardKernel relay = choose_kernel(type, ChunkForwardVariant::kRelay, save, false);
+ChunkForwardVariant choose_variant(ElementType type, SavedStates saved, int64_t tiles, int sms, int device) {
+  const ChunkForwardKernel relay = choose_kernel(type, ChunkForwardVariant::kRelay, saved, false);
   if (tiles * relay.blocks <= sms && tiles <= clusters_at_once(relay, device)) return ChunkForwardVariant::kRelay;
   return split_pays(tiles, sms) ? ChunkForwardVariant::kSplitV : ChunkForwardVariant::kWholeHead;
 }
@@ -476,14 +480,14 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   if (error != cudaSuccess) return error;
 
   const DecidedSplit& decided = decided_split(args, sms);
-  const bool save =
-      args.h != nullptr || args.checkpoints != nullptr || args.start_lists != nullptr || args.num_listed > 0;
+  const bool some = args.checkpoints != nullptr || args.start_lists != nullptr || args.num_listed > 0;
+  const SavedStates saved = args.h != nullptr ? SavedStates::kAll : some ? SavedStates::kSome : SavedStates::kNone;
   // The forward that goes on from the states at the starts of listed chunks makes A_g as one without a split.
   const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
   const ChunkForwardKernel kernel = choose_kernel(
       args.type,
-      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, save, whole_tiles, sms, device) : variant, save,
-      any_bits);
+      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, saved, whole_tiles, sms, device) : variant,
+      saved, any_bits);
 
   ChunkForwardKernelParams params{};
   params.args = args;
@@ -494,19 +498,24 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
+  // h's matrices as rows of two halves, sent in boxes of 64 rows.
+  if (args.h != nullptr && args.h_rows > 0 &&
+      !encode_map(&params.h, args.type, args.h, kHeadDim, args.h_rows * args.num_value_heads, kHeadDim,
+                  int64_t{kHeadDim} * kHeadDim, 1)) {
+    return cudaErrorInvalidValue;
+  }
   if (decided.decision.planned) {
     const ChunkForwardKernel cut_kernel = choose_kernel(
-        args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, save, any_bits);
+        args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, saved, any_bits);
     return launch_split(params, decided, cut_kernel, kernel, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {
     const int streams = count_streams(kernel, params.tiles, sms);
     // With a tile to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
-    // around the sequences, too, but not rows of skipped ones and of h.
+    // around the sequences, too, but not rows of h, and most kernels not those of skipped ones.
     const bool one_tile = params.tiles <= streams;
-    const bool indexed =
-        args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
-    if (indexed || args.h != nullptr || !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+    if ((has_slots(args) && !kernel.takes_slots) || args.h != nullptr ||
+        !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
       error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads,
                             0, args, true, stream);
       place_plan(args.workspace, &params);

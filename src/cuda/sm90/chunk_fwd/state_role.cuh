@@ -177,7 +177,7 @@ struct StateRole {
   __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
     // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
     // order can give, is past the rows as well.
-    if (p.args.h == nullptr || c.valid == 0 || (c.flags & (kSilentChunk | kInsideOnGrid)) ||
+    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kSilentChunk) ||
         static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
       return;
     }
@@ -202,6 +202,43 @@ struct StateRole {
       }
     }
   }
+
+  // The same by the copy engine, where save_h() would store; whether it has been sent. The groups take turns in the
+  // tile: the second waits for the first's half of this chunk, the first for the second's of the one before.
+  __device__ bool send_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
+    if (c.valid == 0 || (c.flags & (kSilentChunk | kInsideOnGrid)) || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
+      return false;
+    }
+    mbarrier_wait(smem() + Traits::kFreeH, group ^ 1);
+    const uint32_t tile = smem() + Traits::kSmemH;
+    if (p.args.state_v_first) {
+      const uint32_t row = tile + (16 * at.warp + (at.lane & 15)) * 128 + (((at.lane >> 4) ^ at.swizzle) << 4);
+#pragma unroll
+      for (int b = 0; b < 8; ++b) {
+        store_matrix_x4((row ^ ((b & 3) << 5)) + (b >> 2) * Traits::kHalf, packed[4 * b], packed[4 * b + 1],
+                        packed[4 * b + 2], packed[4 * b + 3]);
+      }
+    } else {
+#pragma unroll
+      for (int b = 0; b < 8; ++b) {
+        store_matrix_x4_trans(tile + at.trans_row + at.trans_chunk + b * 2048, packed[4 * b], packed[4 * b + 1],
+                              packed[4 * b + 2], packed[4 * b + 3]);
+      }
+    }
+    fence_proxy_async();
+    named_barrier_sync(4 + group, 128);
+    if (sends_h()) {
+      const int matrix = c.chunk * p.args.num_value_heads + c.head;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = p.args.state_v_first ? group : i, half = p.args.state_v_first ? i : group;
+        tma_store_4d(&p.h, tile + i * Traits::kHalf, 0, 64 * row, half, matrix);
+      }
+      tma_store_commit();
+    }
+    return true;
+  }
+  __device__ bool sends_h() const { return at.warp == 0 && at.lane == 0; }
 
   // The state at the chunk's start in full, for every entry of its list.
   __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
@@ -364,7 +401,12 @@ struct StateRole {
                               wgmma_advance_uniform(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
         }
         wgmma_commit();
-        if constexpr (Traits::kSave) save_h(packed, record(m));
+        bool sent = false;
+        if constexpr (Traits::kStagedH) {
+          sent = send_h(packed, record(m));
+        } else if constexpr (Traits::kSave && !Traits::kEndsWhereKept) {
+          save_h(packed, record(m));
+        }
         // Under both products: gC S0, and V in the accumulator's layout.
         if constexpr (!Traits::kDuties) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
         if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, lest this sink between the products below
@@ -383,6 +425,10 @@ struct StateRole {
         pin(packed);
 
         if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
+        if (Traits::kStagedH && sent && sends_h()) {
+          tma_store_wait_read();
+          mbarrier_arrive(smem() + Traits::kFreeH);
+        }
         if constexpr (Traits::kDuties) {
           mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
         }
@@ -410,8 +456,8 @@ struct StateRole {
             scale_tokens(x, f);
           }
         } else if (!kWideExponents<Element>) {
-          // Beside h's stores there is no register to keep it in.
-          if constexpr (Traits::kEndsWhereKept) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+          // Beside h there is no register to keep it in.
+          if constexpr (Traits::kStagedH) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
           for (int i = 0; i < 32; ++i) o[i] *= last;
         }
@@ -493,6 +539,7 @@ struct StateRole {
                          first_row(chunk), at.q);
       }
     }
+    if (Traits::kStagedH && sends_h()) tma_store_wait_all();
     if constexpr (Traits::kDuties) return;
     // Nothing holds a state group back here: on the other barriers it might arrive for the one behind it.
     put_o(o, factor, smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,

@@ -22,7 +22,8 @@ inline constexpr int kMostDealt = 64;
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
 // whole batch.
-template <typename Element_, bool kSave_, bool kFastInverse_ = false>
+// kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
+template <typename Element_, bool kSave_, bool kFastInverse_ = false, bool kSaveH_ = kSave_>
 struct ChunkForwardTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
@@ -38,6 +39,9 @@ struct ChunkForwardTraits {
   static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
+  // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
+  // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
+  static constexpr bool kStagedH = kSaveH_ && kFastInverse_;
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
   // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
@@ -54,7 +58,8 @@ struct ChunkForwardTraits {
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
   // is used. With duties K K^T is made a chunk earlier still, so that the inverse need not wait for it, and Q, which is
   // given back when Q K^T and S Q are made, not at its chunk's end, has two stages.
-  static constexpr int kStagesK = kDuties ? 5 : 4;
+  // For h's tile a stage of K makes room.
+  static constexpr int kStagesK = kDuties && !kStagedH ? 5 : 4;
   static constexpr int kStagesQ = kDuties ? 2 : 3;
   // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
@@ -81,7 +86,9 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kSmemV = kSmemQ + kStagesQ * kBytesK;
   static constexpr uint32_t kSmemA = kSmemV + kStagesV * kBytesV;
   static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
-  static constexpr uint32_t kSmemGate = kSmemP + kStagesP * kBytesMatrix;
+  static constexpr uint32_t kSmemH =
+      kSmemP + kStagesP * kBytesMatrix;  // half of a state: 64 rows of V, of either layout
+  static constexpr uint32_t kSmemGate = kSmemH + (kStagedH ? kHeadDim * 64 * 2 : 0);
 
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
@@ -128,7 +135,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
   static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
   static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
-  static constexpr uint32_t kSmemSequences = (kFreeQ + 8 * kStagesQ + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;          // kStagedH: its tile has been read
+  static constexpr uint32_t kSmemSequences = (kFreeH + (kStagedH ? 8 : 0) + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
   static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
