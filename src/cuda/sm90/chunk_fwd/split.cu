@@ -284,27 +284,42 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
 // Warps that hold the state's rows of half of V.
 constexpr uint32_t kWarpsOfHalf = 4;
 
-// Counts the tiles of each bucket, then places them: by the same instructions, which the second time are in the caches.
+// Tiles that are kept from counting to placing; of a larger plan they are worked out again. A call that is not forced
+// has at most kMostItemsPerSm boundaries to an SM, and seldom more than two tiles for each.
+constexpr int32_t kKeptTiles = 1024;
+struct KeptTiles {
+  Tile tile[kKeptTiles];
+  uint16_t rank[kKeptTiles];  // in its bucket
+};
+
+// Counts the tiles of each bucket, then places them.
 struct TileSink {
   bool placing, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
-  int32_t* chains_used;
+  int32_t *chains_used, *tiles_used;
+  KeptTiles* kept;
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
     if (placing) {
-      // As two vectors: the lists are aligned.
-      uint4 words[sizeof(Tile) / sizeof(uint4)];
-      memcpy(words, &t, sizeof(Tile));
-      uint4* place =
-          reinterpret_cast<uint4*>((t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles) + n);
-#pragma unroll
-      for (size_t i = 0; i < sizeof(Tile) / sizeof(uint4); ++i) place[i] = words[i];
-    } else if (in_place && t.flags & kTileFromStart) {
-      uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
-      for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
+      put(t, n);
+      return;
     }
+    const int32_t i = atomicAdd(tiles_used, 1);
+    if (i < kKeptTiles) {
+      kept->tile[i] = t;
+      kept->rank[i] = static_cast<uint16_t>(n);
+    }
+    count_reader(t);
+  }
+  __device__ void count_reader(const Tile& t) const {
+    if (!in_place || !(t.flags & kTileFromStart)) return;
+    uint32_t* readers = workspace.readers + 2 * (static_cast<int64_t>(t.sequence) * heads + t.head);
+    for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
+  }
+  __device__ void put(const Tile& t, int32_t n) const {
+    (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
   }
   __device__ void chain(const TransitionChain& c) const {
     if (!placing) workspace.chains[atomicAdd(chains_used, 1)] = c;
@@ -375,8 +390,9 @@ constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
 // The best of all choices, by all threads of a block, from what is known of each head.
-__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
-                             const LengthSummary& lengths, const SplitGrid& grid) {
+// Not inlined: what it takes a second time in a kernel is in the caches.
+__device__ __noinline__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
+                                          const LengthSummary& lengths, const SplitGrid& grid) {
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_times[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -438,17 +454,21 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t state_tiles, first_tiles, free_tiles, chains_used, chunks_before;
+  __shared__ int32_t state_tiles, first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
   __shared__ int32_t kinds;  // heads with a heavy boundary, and kUnusual for each whose warm-ups are not the usual ones
+  __shared__ int32_t guessed_heavy;  // of those that the choice was made for beforehand
   constexpr int32_t kUnusual = 1 << 16;
   __shared__ int32_t warp_sums[kListWarps];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
-  __shared__ uint4 summaries_room[kMostSummaries];
-  static_assert(sizeof(HeadSummary) == sizeof(uint4));
-  HeadSummary* const summaries = reinterpret_cast<HeadSummary*>(summaries_room);
+  // The summaries have been used when the first tile is kept.
+  __shared__ union Kept {
+    HeadSummary summaries[kMostSummaries];
+    KeptTiles tiles;
+    __device__ Kept() {}
+  } kept;
   buckets[thread] = 0;
-  if (thread == 0) chains_used = chunks_before = kinds = 0;
+  if (thread == 0) chains_used = tiles_used = chunks_before = kinds = guessed_heavy = 0;
   __syncthreads();
 
   // Where sequences are cut; a larger batch's are kept in memory.
@@ -482,6 +502,29 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
     cuts[i] = CutSequence(s, grid);
   }
+  const int32_t pairs = n * heads;
+  bool cut = grid.spacing > 0;
+  const bool chosen = args.split == SplitMode::kAuto && args.force_split == 0 && cut;
+  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+  // call may have that is planned without being forced to.
+  const int32_t summarised = min(pairs, kMostSummaries);
+  const bool expected = p.lengths_first == 0 && lengths == p.expected_lengths;
+  // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
+  // boundaries are classified. If it is not that, its instructions are in the caches.
+  int32_t guess = -1;
+  if (chosen && !expected) {
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t pair = thread; pair < summarised; pair += kListThreads) {
+      const int32_t i = p.by_heads.divide(pair), boundaries = cuts[i].pieces - 1;
+      const bool heavy = (pair - i * heads) % 4 == 3;
+      kept.summaries[pair] = {cuts[i].chunks, boundaries + 1, heavy ? boundaries : 0,
+                              heavy ? 0 : kUsualWarmup * boundaries};
+      if (heavy && boundaries > 0) atomicAdd(&guessed_heavy, 1);
+    }
+    __syncthreads();
+    guess = choose_merges(p, kept.summaries, summarised, lengths, grid);
+  }
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const uint8_t* warmups = ws.warmups;
@@ -496,19 +539,14 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
     };
   };
-  const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
     return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
   };
 
   SplitMerge merge;
-  bool cut = grid.spacing > 0;
   const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
-  if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
-    // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
-    // call may have that is planned without being forced to.
-    const int32_t summarised = min(pairs, kMostSummaries);
+  if (chosen) {
     int32_t own_kinds = 0;
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
@@ -524,7 +562,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       heavy = __reduce_add_sync(group, heavy);
       total = __reduce_add_sync(group, total);
       if (lane == first_lane && pair < summarised) {
-        summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
         const int32_t boundaries = plan.cuts.pieces - 1;
         own_kinds += heavy > 0 ? 1
                      : total < UsualChoices::kLeastWarmup * boundaries || total > UsualChoices::kMostWarmup * boundaries
@@ -535,22 +573,31 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     own_kinds = __reduce_add_sync(0xffffffffu, own_kinds);
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
-    const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
-    int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
-    if (best < 0) best = choose_merges(p, summaries, summarised, lengths, grid);
+    int32_t best = kinds >= kUnusual        ? -1
+                   : expected               ? p.usual_choices.choice(kinds, pairs)
+                   : kinds == guessed_heavy ? guess
+                                            : -1;
+    if (best < 0) best = choose_merges(p, kept.summaries, summarised, lengths, grid);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
   }
 
-  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, ws};
+  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
 #pragma unroll 1
   for (;; sink.placing = true) {
+    if (sink.placing && tiles_used <= kKeptTiles) {
+      for (int i = thread; i < tiles_used; i += kListThreads) {
+        const Tile t = kept.tiles.tile[i];
+        sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
+      }
+      break;
+    }
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
       emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
     }
-    __syncthreads();
     if (sink.placing) break;
+    __syncthreads();
     // Exclusive sums of the buckets, one to a thread: the state tiles' are those of the first warps, and a list of
     // their own.
     static_assert(kTileBuckets == kListThreads && kLengthBuckets % 32 == 0 && kListWarps <= 32);
@@ -588,6 +635,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       *ws.counters = counters;
     }
   }
+  __syncthreads();  // the lists are there
   // The state kernel does not wait for this one's end.
   if (thread == 0) {
     __threadfence();

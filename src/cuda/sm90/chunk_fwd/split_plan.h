@@ -70,7 +70,7 @@ inline constexpr int32_t kMostPieces =
 // Longest warm-up, in chunks; kept in a byte.
 inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
-// a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
+// a chunk (a warm-up of five), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
 // known before, and on the device no cut is among the choices.
 inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
@@ -89,7 +89,7 @@ inline constexpr float kMostLoss = 0.02f;
 inline constexpr int32_t kMostAsked = 3;
 inline constexpr float kLeastUnequal = 1.2f;
 inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
-inline constexpr int32_t kUsualWarmup = 6;
+inline constexpr int32_t kUsualWarmup = 5;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
 inline constexpr int64_t kTilesPerSmUnsplit = 16;
 
@@ -741,7 +741,7 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
 // ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.
 struct UsualChoices {
   static constexpr int32_t kShares = 8;
-  static constexpr int32_t kLeastWarmup = 5, kMostWarmup = 7;  // chunks, on average over a head's boundaries
+  static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
 
   // Of `heavy` heads among `heads`; -1: these are no whole eighths.
