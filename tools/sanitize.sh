@@ -59,6 +59,7 @@ if [[ -n $race ]]; then
   start racecheck backward_many --only "sm90 backward, many"
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"
+  start racecheck forward_checkpoints --only "sm90 forward, checkpoints"
   for number in 1 2 5 16; do start racecheck "backward_$number" --only "sm90 backward, drawn" --only-case "$number"; done
   for number in 0 1; do start racecheck "backward_segments_$number" --only "sm90 backward, segments" --only-case "$number"; done
   for number in 1 2 3; do start racecheck "split_$number" --only "sm90 split, drawn" --only-case "$number"; done
@@ -69,6 +70,7 @@ for name in initcheck memcheck synccheck; do
   start "$name" split_repeats --only "sm90 split, repeats"
   start "$name" forward_repeats --only "sm90 forward, repeats"
   start "$name" forward_shared --only "sm90 forward, shared"
+  start "$name" forward_checkpoints --only "sm90 forward, checkpoints"
   start "$name" batch --only "sm90 forward, batch"
   start "$name" forward --only "sm90 forward, drawn" --cases 12
   start "$name" backward_one --only "sm90 backward, one"

@@ -54,6 +54,7 @@ struct Case {
   int padding = 0;           // tokens after the last offset
   ElementType state_type = ElementType::kFloat32;
   bool pool = false;
+  bool some_from_zero = false;  // every third sequence has no initial state
   ChunkForwardVariant variant = ChunkForwardVariant::kAuto;
   SplitMode split = SplitMode::kOff;
   bool force_split = false;
@@ -295,6 +296,7 @@ Problem build(const Case& c, uint64_t seed) {
   Problem p;
   const int n = static_cast<int>(c.lengths.size());
   std::vector<int64_t> offsets(n + 1, 0), first(n, 0), slots_in(n), slots_out(n);
+  std::vector<uint8_t> has_initial(n);
   for (int i = 0; i < n; ++i) {
     offsets[i + 1] = offsets[i] + c.lengths[i];
     first[i] = p.chunks;
@@ -347,7 +349,9 @@ Problem build(const Case& c, uint64_t seed) {
       fill_state<<<blocks, 256>>>(reinterpret_cast<__half*>(h0), p.state_elements, seed + 5);
   }
   for (int i = 0; i < n; ++i) {
-    slots_in[i] = c.h0 ? (c.pool ? 2 * n + 1 - 2 * i : i) : -1;
+    const bool from_zero = !c.h0 || (c.some_from_zero && i % 3 == 1);
+    slots_in[i] = from_zero ? -1 : c.pool ? 2 * n + 1 - 2 * i : i;
+    has_initial[i] = !from_zero;
     slots_out[i] = c.pool ? (i % 7 == 6 ? -1 : 2 * i + 1) : i;
   }
   auto upload = [](const std::vector<int64_t>& x) {
@@ -375,6 +379,11 @@ Problem build(const Case& c, uint64_t seed) {
     set->slots = slots;
     set->type = c.state_type;
     set->indices_are_64_bit = 1;
+  }
+  if (c.some_from_zero) {
+    uint8_t* flags = scratch<uint8_t>(n);
+    CHECK_CUDA(cudaMemcpy(flags, has_initial.data(), n, cudaMemcpyHostToDevice));
+    a.has_initial_state = flags;
   }
   int64_t* d_in = upload(slots_in);
   int64_t* d_out = upload(slots_out);
@@ -811,6 +820,12 @@ std::vector<Case> check_cases() {
     Case& c = add(unequal ? "sorted, tickets, very unequal" : "sorted, tickets", 4, 32, {});
     for (int i = 0; i < 31; ++i) c.lengths.push_back(unequal && i == 7 ? 2000 : (i * 53) % 300);
     c.padding = 5;
+  }
+  // Initial states that come ahead of their tiles beside tiles without any, of one chunk and of more, in turns.
+  for (const bool v_first : {false, true}) {
+    Case& c = add(v_first ? "some from zero, v first" : "some from zero", 4, 32, {});
+    for (int i = 0; i < 27; ++i) c.lengths.push_back(i % 2 ? 1 + (i * 37) % 64 : (i * 53) % 300);
+    c.some_from_zero = true, c.v_first = v_first;
   }
   add("fp16 mixed", 2, 8, {37, 300, 64, 129, 1}).half = true;
   // The same where a sequence's bits may depend on the batch: another kernel.

@@ -15,6 +15,49 @@ namespace {
 // dq and dk of a pair of 128 tokens and key head have the bytes of two states.
 bool keeps_grads_in_outputs(const ChunkBackwardParams& p) { return p.has_dq_and_dk && p.group <= 2; }
 
+constexpr int64_t kWave = 132;        // multiprocessors of an H200
+constexpr int64_t kLeastFused = 100;  // blocks of one wave that wait for memory
+
+// Blocks of the passes by halves of V, over whole sequences.
+int64_t half_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
+
+// Whether the serial passes should make G o A and P themselves: a step takes longer then, but there is nothing before
+// them and less to load (docs/design/sm90_backward.md). With blocks that nearly fill the device at once they wait for
+// memory, not for the chain of products: of one sequence, or of several that are alike. With several waves of blocks
+// the chain of the longest sequence is not all: of several sequences up to five and a half waves; from there on both
+// halves of V in a block are as fast.
+bool gains_by_fusing(const ChunkBackwardParams& p) {
+  constexpr int64_t kMostBlocks = 11 * kWave / 2;
+  const int64_t blocks = half_blocks(p);
+  if (blocks <= kWave) return blocks >= kLeastFused && (p.N == 1 || p.cu_seqlens == nullptr);
+  return p.N > 1 && blocks <= kMostBlocks;
+}
+
+// Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
+// multiprocessor does more, but each chunk takes longer (1.9 us for 1.1). It pays where blocks of halves come in
+// several waves.
+bool takes_whole_values(const ChunkBackwardParams& p) {
+  return p.segment_chunks == 0 && !p.fused && (p.whole_values || half_blocks(p) > kWave);
+}
+
+// Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
+bool makes_own_tiles(const ChunkBackwardParams& p) {
+  return (p.fused || (gains_by_fusing(p) && !p.whole_values)) && p.segment_chunks == 0;
+}
+
+// Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
+// the passes take them.
+bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
+  return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
+}
+
+// Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
+// shrink where a sequence is added: so only where fewer sequences, and one alone, do without as well.
+bool has_no_room_for_tiles(const ChunkBackwardParams& p) {
+  const int64_t of_one = int64_t{4} * p.Hv;
+  return p.fused && of_one >= kLeastFused && of_one <= kWave;
+}
+
 size_t take_all(ChunkBackwardParams* p, void* base) {
   Workspace workspace(base);
   const int64_t tiles = static_cast<int64_t>(p->chunk_bound) * p->Hv;
@@ -49,12 +92,13 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   }
   p->small_count = workspace.take<int32_t>(1);
   p->small_tiles = workspace.take<int32_t>(tiles);
-  if (!p->fused) {
+  const bool has_room = !has_no_room_for_tiles(*p);
+  if (has_room) {
     p->GA = workspace.take<uint8_t>(tiles * kTileBytes);
     p->P = workspace.take<uint8_t>(tiles * kTileBytes);
   }
   p->gate_stride = static_cast<int32_t>((p->fused ? kGateBytes : kAllGateBytes) / sizeof(float));
-  p->gates = workspace.take<float>(tiles * p->gate_stride);
+  p->gates = workspace.take<float>(tiles * (has_room ? kAllGateBytes : kGateBytes) / sizeof(float));
   p->states = workspace.take<uint8_t>(pair_tiles * kStateBytes);
   p->grads_in_outputs = keeps_grads_in_outputs(*p);
   p->state_grads =
@@ -105,32 +149,44 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
 }  // namespace
 
 int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
-  // In steps of a pass (about 1.2 us). Packed sequences' lengths are not known here: the longest may have it all.
+  // In steps of a pass (about 1.2 us). Its numbers are fitted to the times of 30 calls of 4 to 16 value heads, 8,192
+  // and 32,768 tokens in one to eight sequences, each with four to sixteen lengths of segments and none.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
-  const int64_t longest = p.cu_seqlens == nullptr ? p.per_sequence : chunks;
-  auto waves = [&](int64_t blocks) { return ceil_div(blocks, multiprocessors); };
+  double longest = p.per_sequence;
+  if (p.cu_seqlens != nullptr) {
+    // Packed sequences' lengths are not known here. Taken: a seventh more than the longest of N pieces has when a whole
+    // is cut at places drawn at random, (1 + 1/2 + .. + 1/N) / N of it.
+    double share = 0.0;
+    for (int32_t i = 1; i <= p.N; ++i) share += 1.0 / (static_cast<double>(i) * p.N);
+    longest = static_cast<double>(chunks) * std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
+  }
   // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
   // than three quarters, the last pairs come last.
   const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
   auto after = [&](double beside) { return gradients - std::min(0.75 * gradients, beside); };
-  auto idle = [&](int64_t blocks) {
-    return static_cast<double>(waves(blocks) * multiprocessors - blocks) / multiprocessors;
-  };
 
-  // From when the passes meet. With less of the device at it an item takes less: 8 us for 13.5.
-  const int64_t blocks = 4 * p.N * p.Hv;
-  const int64_t passes = std::max(longest, waves(blocks) * ceil_div(chunks, std::max(p.N, 1)));
-  double best = static_cast<double>(passes) * 1.1 + after(idle(blocks) * 0.8 * static_cast<double>(longest)) + 10;
+  // Whole: a step takes a third more where there are several waves of blocks, by the form that these take. Gradients
+  // run beside from when the passes meet; with less of the device at it an item takes less: 8 us for 13.5.
+  const double fill = 4.0 * p.N * p.Hv / multiprocessors;
+  double passes = 1.1 * longest, idle = 1.0 - fill;
+  if (fill > 1.0) {
+    const double work = fill * static_cast<double>(chunks) / p.N;
+    const double steps = std::max(longest, work + 0.3 * longest);
+    passes = 1.3 * steps;
+    idle = 1.0 - work / steps;
+  }
+  double best = passes + after(idle * 0.8 * longest) + 14;
   int32_t best_length = 0;
   for (int32_t length = kLeastSegmentChunks; length < longest; ++length) {
-    const int64_t segments = ceil_div(chunks, length) + p.N / 2;
     // Taken: a quarter of the heads does not decay (ten blocks a segment in the two rounds together, the others four),
-    // and the others warm up in 6 chunks. A block takes 6 steps to start and to end, combining 1.3 a segment, and what
-    // is launched besides 16. Of the second round's heads most are not done before it is.
-    const int64_t in_rounds = segments * p.Hv * 11 / 2, both = std::max<int64_t>(2, waves(in_rounds));
-    const double left = static_cast<double>(both * multiprocessors - in_rounds) / multiprocessors;
-    const double steps = static_cast<double>(both * (length + 12) + ceil_div(longest, length) * 4 / 3 + 16) +
-                         after(left * 0.5 * (length + 12));
+    // and a sequence adds a fifth of a segment to those that all its tokens have. Two rounds at least, and blocks that
+    // follow one another without a pause; one takes 20 steps to start, to warm up and to end, combining one a segment,
+    // and what is launched besides 12. Of what the rounds leave idle a third goes to gradients: of the second round's
+    // heads most are not done before it is.
+    const double segments = static_cast<double>(chunks) / length + 0.2 * p.N;
+    const double waves = 5.5 * segments * p.Hv / multiprocessors, rounds = std::max(2.0, waves);
+    const double steps =
+        rounds * (length + 20) + longest / length + 12 + after((rounds - waves) * 0.33 * (length + 20));
     if (steps < best) {
       best = steps;
       best_length = length;
@@ -138,40 +194,6 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   }
   return best_length;
 }
-
-namespace {
-
-// Whether the serial passes should make G o A and P themselves: with one long sequence whose blocks nearly fill the
-// device at once they wait for memory, not for the chain of products (docs/design/sm90_backward.md). Not with several
-// sequences: a workspace must not shrink where a sequence is added, and fusing needs less.
-bool gains_by_fusing(const ChunkBackwardParams& p) {
-  constexpr int32_t kLeastBlocks = 100, kMostBlocks = 132;  // multiprocessors of an H200
-  const int32_t blocks = 4 * p.Hv;
-  return p.N == 1 && blocks >= kLeastBlocks && blocks <= kMostBlocks;
-}
-
-// Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
-// multiprocessor does more, but each chunk takes longer (1.9 us for 1.1). It pays where blocks of halves come in
-// several waves; with two of them not where one sequence is longer than the others, which the host cannot see: 16/32
-// 7212 + 25556 took 1.60 ms so, 1.51 by halves, 8/16 5809 + 1244 + 406 + 733 0.270, 0.234.
-bool takes_whole_values(const ChunkBackwardParams& p) {
-  constexpr int64_t kWave = 132;  // multiprocessors of an H200
-  const int64_t most_halves = p.N == 1 || p.cu_seqlens == nullptr ? kWave : 2 * kWave;
-  return p.segment_chunks == 0 && !p.fused && (p.whole_values || int64_t{4} * p.N * p.Hv > most_halves);
-}
-
-// Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
-bool makes_own_tiles(const ChunkBackwardParams& p) {
-  return (p.fused || (gains_by_fusing(p) && !p.whole_values)) && p.segment_chunks == 0;
-}
-
-// Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
-// the passes take them.
-bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
-  return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
-}
-
-}  // namespace
 
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;

@@ -42,7 +42,8 @@ struct PrepareWork {
   int slot, key_head;  // slot < 0: there is no more
 };
 
-// The first piece of work that is there at `at` or a multiple of `step` after it. Segments come from their ends inwards, as sequences do: there is what tells how a pass reaches its edge.
+// The first piece of work that is there at `at` or a multiple of `step` after it. Segments come from their ends
+// inwards, as sequences do: there is what tells how a pass reaches its edge.
 __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardParams& p, uint32_t* at, uint32_t step) {
   const uint32_t units = static_cast<uint32_t>(p.segment_chunks > 0 ? p.segment_bound : p.N);
   const uint32_t heads = static_cast<uint32_t>(p.Hq);

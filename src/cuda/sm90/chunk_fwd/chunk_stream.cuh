@@ -28,6 +28,9 @@ inline constexpr int kFromBoundary = 16;  // slot_in is a boundary state's
 inline constexpr int kFromIdentity = 32;
 inline constexpr int kToTransition = 64;    // slot_out is a transition's, else (kStateOnly) a boundary state's
 inline constexpr int kCountedReader = 128;  // its tile starts from an initial state that is counted in `readers`
+// The tile's initial state comes through stages of later chunks (StagedState); two bits more count such tiles.
+inline constexpr int kStagedState = 2048;
+inline constexpr int kStagedCountShift = 12;
 
 // A chunk's decay is mild if no |c_C - c_t| exceeds kMildDecay (c_t: the sum of g up to token t, C the last). Then A_g
 // and P need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
@@ -71,7 +74,10 @@ struct alignas(16) ChunkWalker {
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
-  int32_t waits;      // of a list: the last tile was taken before the boundary states that it waits for were there
+  union {
+    int32_t waits;   // of a list: the last tile was taken before the boundary states that it waits for were there
+    int32_t staged;  // else: tiles with kStagedState so far
+  };
   ChunkEnd end;
 };
 static_assert(sizeof(ChunkWalker) == 80);
@@ -317,6 +323,34 @@ __device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, 
   return tile + streams;
 }
 
+template <typename Traits>
+inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
+
+// Three quarters of the initial state of the tile that starts with chunk m, K by K, come by the copy engine into stages
+// that later chunks are lent out of, which are loaded when the state has been read. All are free a step before the tile
+// starts: what they will hold is needed a step after that, or later. By single words from memory the same would keep
+// the paths of the state groups' loads busy for the time of a step, of all SMs at once where lengths are equal.
+template <typename Traits>
+struct StagedState {
+  static constexpr int kQuarters = 3;
+  static constexpr uint32_t kBytesQuarter = kHeadDim * kHeadDim;  // of floats
+
+  uint32_t number;  // of such tiles in the stream, modulo 4
+  explicit __device__ StagedState(int32_t flags) : number(static_cast<uint32_t>(flags) >> kStagedCountShift & 3) {}
+
+  // The chunks, ahead of m, whose V and Q, and K, are late.
+  static constexpr uint32_t kLateV = 1, kLateQ = 1, kLateK = 3;
+  static __device__ uint32_t stage(int quarter, uint32_t m) {
+    return quarter == 0   ? smem() + Traits::kSmemV + (m + kLateV) % Traits::kStagesV * Traits::kBytesV
+           : quarter == 1 ? smem() + Traits::kSmemK + (m + kLateK) % Traits::kStagesK * Traits::kBytesK
+                          : smem() + Traits::kSmemQ + (m + kLateQ) % Traits::kStagesQ * Traits::kBytesK;
+  }
+  // Two of each: of tiles of a chunk the next one's quarters are under way before this one's are there.
+  __device__ uint32_t full() const { return smem() + Traits::kFullState + 8 * (number & 1); }
+  __device__ uint32_t free() const { return smem() + Traits::kFreeState + 8 * (number & 1); }
+  __device__ uint32_t parity() const { return number >> 1; }
+};
+
 // Opens the next tile that has anything to do.
 template <typename Traits>
 __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
@@ -338,6 +372,9 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
+    if (kStagesStates<Traits> && p.staged_initial != 0 && r.slot_in >= 0) {
+      r.flags |= kStagedState | (walker.staged++ & 3) << kStagedCountShift;
+    }
     r.head = tile - rank * args.num_value_heads;
     r.sequence = sequence.index;
     r.half = 0;

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "../../common/bulk.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/mma.cuh"
@@ -86,6 +87,28 @@ struct CopyRole : DutyRole<Traits> {
     tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, 0, c.head);
   }
 
+  // A quarter of the initial state of the tile that chunk m begins, into the stage that is lent for it.
+  using Staged = StagedState<Traits>;
+  __device__ void load_quarter(uint32_t m, int quarter) const {
+    const ChunkRecord& c = record(m);
+    const Staged state(c.flags);
+    if (quarter == 0) mbarrier_arrive_expect(state.full(), Staged::kQuarters * Staged::kBytesQuarter);
+    const bool v_first = p.args.state_v_first;  // then its rows are V, and blocks of 32 floats K
+    tma_load_5d(Staged::stage(quarter, m), &p.initial, state.full(), 0, v_first ? 0 : 32 * quarter,
+                v_first ? quarter : 0, c.head, static_cast<int32_t>(c.slot_in));
+  }
+  // What the stages were to hold, once the state groups have the state.
+  __device__ void load_late(uint32_t m) const {
+    const Staged state(record(m).flags);
+    mbarrier_wait(state.free(), state.parity());
+    const Rows next = rows(m + Staged::kLateV);
+    if (this->lane() == 0) {
+      load_k(m + Staged::kLateK, rows(m + Staged::kLateK));
+      load_q(m + Staged::kLateQ, next);
+    }
+    if (kAllAnnounceV || this->lane() == 0) load_v(m + Staged::kLateV, next);
+  }
+
   // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand. Where a chunk ends earlier, at a
   // listed token, the rows behind it are those of the next chunks, whose O is not sent before this one is in memory.
   __device__ void store_o(uint32_t m) const {
@@ -109,48 +132,112 @@ struct CopyRole : DutyRole<Traits> {
     }
   }
 
+  // Whether a chunk begins a tile with kStagedState.
+  __device__ bool staged(uint32_t m) const {
+    if constexpr (!kStagesStates<Traits>) return false;
+    const ChunkRecord& c = record(m);
+    return c.valid >= 0 && (c.flags & kStagedState) != 0;
+  }
+  // The chunks ahead of the one at hand.
+  struct Ahead {
+    Rows next2, next3, next4;  // of chunks m + 2, m + 3 and m + 4
+    uint32_t staged;           // the first one from m + 1 on, as far as is known, that begins a tile with kStagedState
+  };
+  static constexpr uint32_t kNone = 0xffffffffu;
+
+  // kEdge: such a tile begins with one of the next two chunks, whose state takes the place of other loads.
+  template <bool kEdge>
+  __device__ __forceinline__ void step(uint32_t m, Ahead& ahead) const {
+    const bool staged1 = kEdge && staged(m + 1), staged2 = kEdge && ahead.next2.valid >= 0 && staged(m + 2);
+    mbarrier_wait(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
+    if (this->lane() == 0) {
+      if (staged1) {
+        load_quarter(m + 1, 2);
+      } else {
+        load_q(m + 2, ahead.next2);
+      }
+    }
+    mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
+    store_o(m);
+    if (staged2 && this->lane() == 0) {
+      tma_store_wait_read();
+      load_quarter(m + 2, 0);
+    }
+    Rows next5{0, -1, 0, 0};
+    if (ahead.next3.valid >= 0) {
+      mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
+      if (!staged2 && (kAllAnnounceV || this->lane() == 0)) {
+        tma_store_wait_read();
+        load_v(m + 3, ahead.next3);
+      }
+      if (ahead.next4.valid >= 0) {
+        next5 = rows(m + 5);
+        if (staged(m + 5)) ahead.staged = min(ahead.staged, m + 5);
+      }
+    }
+    this->wait_done(m);
+    static_assert(Traits::kStagesK == 5 || (Traits::kStagesK == 4 && !kStagesStates<Traits>));
+    if (this->lane() == 0) {
+      if (staged2) {
+        load_quarter(m + 2, 1);
+      } else {
+        load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : ahead.next4);
+      }
+    }
+    if (staged1) load_late(m + 1);
+    ahead.next2 = ahead.next3;
+    ahead.next3 = ahead.next4;
+    ahead.next4 = next5;
+    __syncwarp();
+  }
+
   __device__ void run() const {
     if (record(0).valid < 0) return;
+    const bool staged0 = staged(0), staged1 = staged(1);
     if (this->lane() == 0) {
 #pragma unroll 1
       for (uint32_t m = 0; m < Traits::kStagesK; ++m) {
         const Rows c = rows(m);
         if (c.valid < 0) break;
-        load_k(m, c);
-        if (m < 2) load_q(m, c), load_v(m, c);
+        if (!(staged0 && m == Staged::kLateK) && !(staged1 && m == 1 + Staged::kLateK)) load_k(m, c);
+        if (m == 0 || (m == 1 && !staged0)) load_q(m, c), load_v(m, c);
       }
+      if (staged0) {
+#pragma unroll 1
+        for (int quarter = 0; quarter < Staged::kQuarters; ++quarter) load_quarter(0, quarter);
+      }
+      // Its stages are free as well: V of chunk 2 has not been asked for.
+      if (staged1) load_quarter(1, 0), load_quarter(1, 1);
     } else if (kAllAnnounceV) {
       load_v(0, rows(0));
-      load_v(1, rows(1));
+      if (!staged0) load_v(1, rows(1));
     }
+    if (staged0) load_late(0);
     // V announces itself on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
-    if (kAllAnnounceV || this->lane() == 0) load_v(2, rows(2));
-    Rows next2 = rows(2), next3 = rows(3), next4 = rows(4);  // of chunks m + 2, m + 3 and m + 4
-    if (next2.valid < 0) next3.valid = -1;
-    if (next3.valid < 0) next4.valid = -1;
+    if (!staged1 && (kAllAnnounceV || this->lane() == 0)) load_v(2, rows(2));
+    Ahead ahead{rows(2), rows(3), rows(4), kNone};
+    if (ahead.next2.valid < 0) ahead.next3.valid = -1;
+    if (ahead.next3.valid < 0) ahead.next4.valid = -1;
+    // What is done at the edges of such tiles alone lies outside of the loop over the other chunks, whose code so lies
+    // in one piece.
+    uint32_t m = 0;
+    if constexpr (!kStagesStates<Traits>) {
 #pragma unroll 1
-    for (uint32_t m = 0; record(m).valid >= 0; ++m) {
-      mbarrier_wait(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
-      if (this->lane() == 0) load_q(m + 2, next2);
-      mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
-      store_o(m);
-      Rows next5{0, -1, 0, 0};
-      if (next3.valid >= 0) {
-        mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
-        if (kAllAnnounceV || this->lane() == 0) {
-          tma_store_wait_read();
-          load_v(m + 3, next3);
-        }
-        if (next4.valid >= 0) next5 = rows(m + 5);
+      for (; record(m).valid >= 0; ++m) step<false>(m, ahead);
+    }
+#pragma unroll 1
+    while (kStagesStates<Traits> && record(m).valid >= 0) {
+      ahead.staged = kNone;
+#pragma unroll 1
+      for (uint32_t n = m + 1; n <= m + 4 && record(n).valid >= 0 && ahead.staged == kNone; ++n) {
+        if (staged(n)) ahead.staged = n;
       }
-      this->wait_done(m);
-      static_assert(Traits::kStagesK == 5 || Traits::kStagesK == 4);
-      if (this->lane() == 0) load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : next4);
-      next2 = next3;
-      next3 = next4;
-      next4 = next5;
-      __syncwarp();
+#pragma unroll 1
+      for (; ahead.staged - m > 2 && record(m).valid >= 0; ++m) step<false>(m, ahead);
+      if (record(m).valid < 0) break;
+      step<true>(m, ahead);
+      ++m;
     }
     if (this->lane() == 0) tma_store_wait_all();
   }

@@ -58,6 +58,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int i = 0; i < Traits::kStagesQ; ++i) {
       mbarrier_init(smem() + Traits::kFreeQ + 8 * i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
     }
+    for (int i = 0; i < Traits::kStates; ++i) {
+      mbarrier_init(smem() + Traits::kFullState + 8 * i, 1);
+      mbarrier_init(smem() + Traits::kFreeState + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
+    }
     if constexpr (Traits::kStagedH) mbarrier_init(smem() + Traits::kFreeH, 1);
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();

@@ -66,6 +66,10 @@ struct ChunkForwardKernelParams {
   const int32_t* cut;
   int32_t tiles;     // N * Hv
   int32_t followed;  // 1: a kernel of the same call comes behind this one, and may start beside it
+  // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which copy warps bring them
+  // (StagedState). At the end, so that kernels that know nothing of it find the rest where they do.
+  int32_t staged_initial;
+  CUtensorMap initial;
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.

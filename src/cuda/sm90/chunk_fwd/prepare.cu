@@ -44,7 +44,7 @@ __device__ float row_sum(float x) {
   return x;
 }
 
-__device__ float inverse_norm(float squares) { return 1.0f / sqrtf(row_sum(squares) + static_cast<float>(kL2NormEps)); }
+__device__ float inverse_norm(float squares) { return rsqrtf(row_sum(squares) + static_cast<float>(kL2NormEps)); }
 
 // Two 16-bit elements, as floats and back.
 __device__ float2 unpack_pair(int32_t dtype, uint32_t raw) {
@@ -63,22 +63,21 @@ __device__ uint32_t pack_pair(int32_t dtype, float2 x) {
 }
 
 struct RowPlace {
-  int64_t from, to;  // offsets of the row's first element
+  uint32_t i, j, head;  // indices of a row: below d0, d1 and heads
 };
 
 __device__ RowPlace row_place(const RowWork& work, int64_t row) {
   // Rows beyond 2^32 divide slowly; there are few tensors of that size.
-  int64_t head, token;
+  uint32_t head, token;
   if (row <= UINT32_MAX) {
     const uint32_t r = static_cast<uint32_t>(row);
     head = r % work.heads;
     token = r / work.heads;
   } else {
-    head = row % work.heads;
-    token = row / work.heads;
+    head = static_cast<uint32_t>(row % work.heads);
+    token = static_cast<uint32_t>(row / work.heads);
   }
-  const uint32_t i = static_cast<uint32_t>(token) / work.d1, j = static_cast<uint32_t>(token) % work.d1;
-  return {offset_of(work.from, i, j, head), offset_of(work.to, i, j, head)};
+  return {token / work.d1, token % work.d1, head};
 }
 
 // Read once: worth no place in L1, and the first to leave L2, so that what is written stays there for the kernel that
@@ -96,20 +95,27 @@ __device__ void copy_octets(const RowWork& work, int64_t first_row) {
   uint64_t first_to_leave;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
   uint4 x[kRowsPerLane];
-  int64_t to[kRowsPerLane];
+  uint16_t* to[kRowsPerLane];
+  // One division for all of the lane's rows, which are kRowsAtOnce apart: one to a row took as long as the memory.
+  RowPlace at = row_place(work, min(first_row, work.rows - 1));
+  const uint32_t tokens_on = kRowsAtOnce / work.heads, heads_on = kRowsAtOnce % work.heads;
 #pragma unroll
-  for (int i = 0; i < kRowsPerLane; ++i) {
-    const int64_t row = first_row + i * kRowsAtOnce;
-    x[i] = make_uint4(0, 0, 0, 0);
-    if (row >= work.rows) continue;
-    const RowPlace place = row_place(work, row);
-    to[i] = place.to + 8 * lane;
-    x[i] = load_octet(static_cast<const uint16_t*>(work.from.data) + place.from + 8 * lane, first_to_leave);
+  for (int n = 0; n < kRowsPerLane; ++n) {
+    x[n] = make_uint4(0, 0, 0, 0);
+    to[n] = static_cast<uint16_t*>(work.to.data) + offset_of(work.to, at.i, at.j, at.head) + 8 * lane;
+    if (first_row + n * kRowsAtOnce < work.rows) {
+      const int64_t from = offset_of(work.from, at.i, at.j, at.head) + 8 * lane;
+      x[n] = load_octet(static_cast<const uint16_t*>(work.from.data) + from, first_to_leave);
+    }
+    at.head += heads_on;
+    at.j += tokens_on;
+    if (at.head >= work.heads) at.head -= work.heads, ++at.j;
+    while (at.j >= work.d1) at.j -= work.d1, ++at.i;
   }
 #pragma unroll
-  for (int i = 0; i < kRowsPerLane; ++i) {
+  for (int n = 0; n < kRowsPerLane; ++n) {
     if (work.normalize) {
-      uint32_t raw[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+      uint32_t raw[4] = {x[n].x, x[n].y, x[n].z, x[n].w};
       float2 pairs[4];
       float squares = 0.0f;
 #pragma unroll
@@ -122,11 +128,9 @@ __device__ void copy_octets(const RowWork& work, int64_t first_row) {
       for (int j = 0; j < 4; ++j) {
         raw[j] = pack_pair(work.to.dtype, make_float2(pairs[j].x * scale, pairs[j].y * scale));
       }
-      x[i] = make_uint4(raw[0], raw[1], raw[2], raw[3]);
+      x[n] = make_uint4(raw[0], raw[1], raw[2], raw[3]);
     }
-    if (first_row + i * kRowsAtOnce < work.rows) {
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(work.to.data) + to[i]) = x[i];
-    }
+    if (first_row + n * kRowsAtOnce < work.rows) *reinterpret_cast<uint4*>(to[n]) = x[n];
   }
 }
 
@@ -138,17 +142,19 @@ __device__ void copy_elements(const RowWork& work, int64_t first_row) {
     // All lanes of a warp take part in the sum.
     const bool valid = row < work.rows;
     const RowPlace place = row_place(work, valid ? row : 0);
+    const int64_t from = offset_of(work.from, place.i, place.j, place.head);
+    const int64_t to = offset_of(work.to, place.i, place.j, place.head);
     float x[kPerLane], squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      x[j] = load<float>(work.from, place.from + (lane + kRowLanes * j) * work.from.stride[3]);
+      x[j] = load<float>(work.from, from + (lane + kRowLanes * j) * work.from.stride[3]);
       squares = fmaf(x[j], x[j], squares);
     }
     const float scale = work.normalize ? inverse_norm(squares) : 1.0f;
     if (!valid) continue;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      store<float>(work.to, place.to + (lane + kRowLanes * j) * work.to.stride[3], x[j] * scale);
+      store<float>(work.to, to + (lane + kRowLanes * j) * work.to.stride[3], x[j] * scale);
     }
   }
 }

@@ -12,13 +12,14 @@ namespace flash_qla::cuda::sm90 {
 
 // One thread's 64 values of S^T, rows (V) dv and dv + 8, columns (K) 8j + 2q and the next, from or to a state matrix.
 // Neighbours in K go together where they are neighbours in memory.
-template <typename Store, bool kVFirst, bool kWrite>
+// kFirst: the first block of eight columns.
+template <typename Store, bool kVFirst, bool kWrite, int kFirst = 0>
 __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv, int q) {
   constexpr int kStrideK = kVFirst ? 1 : kHeadDim;
   constexpr int kStrideV = kVFirst ? kHeadDim : 1;
   Store* base = matrix + dv * kStrideV + 2 * q * kStrideK;
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+  for (int j = kFirst; j < 16; ++j) {
     if constexpr (kVFirst) {
       struct alignas(2 * sizeof(Store)) Pair {
         Store x, y;
@@ -158,6 +159,46 @@ struct StateRole {
 #pragma unroll
       for (int i = 0; i < 64; ++i) s[i] = 0.0f;
     }
+  }
+
+  // The initial state of the tile that starts with chunk m, a StagedState. The last quarter comes from memory.
+  __device__ void load_staged(float (&s)[64], uint32_t m) const {
+    using Staged = StagedState<Traits>;
+    constexpr int kBlocks = 4;  // of eight columns, in a quarter
+    const ChunkRecord& c = record(m);
+    const Staged state(c.flags);
+    const int row = first_row(c), r = at.lane >> 2;
+    float* matrix = reinterpret_cast<float*>(state_matrix(p.args.initial, c.slot_in, c.head));
+    if (p.args.state_v_first) {
+      move_state<float, true, false, Staged::kQuarters * kBlocks>(matrix, s, row, at.q);
+      mbarrier_wait(state.full(), state.parity());
+      // [V][32 floats of K], rows of 128 bytes, swizzled.
+      const uint32_t place = row * 128 + ((at.q >> 1 ^ r) << 4) + 8 * (at.q & 1);
+#pragma unroll
+      for (int j = 0; j < Staged::kQuarters * kBlocks; ++j) {
+        const uint32_t words = Staged::stage(j / kBlocks, m) + (place ^ j % kBlocks << 5);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 x = load_shared_f2(words + 8 * 128 * i);
+          s[4 * j + 2 * i] = x.x, s[4 * j + 2 * i + 1] = x.y;
+        }
+      }
+    } else {
+      move_state<float, false, false, Staged::kQuarters * kBlocks>(matrix, s, row, at.q);
+      mbarrier_wait(state.full(), state.parity());
+      // [32 floats of V][K], likewise.
+      const uint32_t place = (row / 32 * 32 + 2 * at.q) * 128 + ((row / 4 % 8 ^ 2 * at.q) << 4) + 4 * (r & 3);
+#pragma unroll
+      for (int j = 0; j < Staged::kQuarters * kBlocks; ++j) {
+        const uint32_t words = Staged::stage(j / kBlocks, m) + 8 * 128 * (j % kBlocks);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[4 * j + i] = load_shared_f1(words + 128 * (i & 1) + (place ^ (i & 1) << 4 ^ (i >> 1) << 5));
+        }
+      }
+    }
+    __syncwarp();
+    mbarrier_arrive_warp(state.free(), at.lane);
   }
 
   // At the end of a tile of a split whose final states overwrite initial ones. A tile that has read one says so; the
@@ -346,7 +387,13 @@ struct StateRole {
     // one piece.
 #pragma unroll 1
     while (chunk_now.x >= 0) {
-      if (!Traits::kEndsWhereKept || (chunk_now.y & kFirstChunk)) load_initial(s, record(m), at);
+      bool staged = false;
+      if constexpr (kStagesStates<Traits>) staged = chunk_now.y & kStagedState;
+      if (staged) {
+        load_staged(s, m);
+      } else if (!Traits::kEndsWhereKept || (chunk_now.y & kFirstChunk)) {
+        load_initial(s, record(m), at);
+      }
       bool state_leaves;
 #pragma unroll 1
       do {

@@ -39,14 +39,17 @@ struct ChunkForwardTraits {
   static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
+  // Initial states come by the copy warp (StagedState): in those of these kernels whose code was placed for it.
+  static constexpr bool kStagesStates = kFastInverse_ && !kSave_;
   // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
   // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
   static constexpr bool kStagedH = kSaveH_ && kFastInverse_;
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
-  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of 16 moves measured
-  // side by side this was the best for bf16 and within 1 % of the best for fp16; others cost up to 7 %
-  // (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = kFastInverse ? 192 : 0;
+  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
+  // side by side (16 with states saved, 14 with staged ones, from 0 to 704) these were within 0.5 % of the best for
+  // bf16 and 1.5 % for fp16; others cost up to 10 % (docs/design/sm90_forward.md). To be measured again when the code
+  // changes.
+  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : 192;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -129,17 +132,22 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFullO = kDone + 8 * kBarriersDone;
   static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
   static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
-  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;     // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                   // the last O, which no phase of kFullO may count
-  static constexpr uint32_t kFullM = kFullLast + 8;                  // kDuties: M of a chunk
-  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;       // kDuties: its gates
-  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;    // kDuties: Q of a chunk has been used
-  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;          // kStagedH: its tile has been read
-  static constexpr uint32_t kSmemSequences = (kFreeH + (kStagedH ? 8 : 0) + 15) / 16 * 16;  // that the block has found
+  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;    // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;       // address of the tensor maps
+  static constexpr uint32_t kFullLast = kMaps + 8;                     // the last O, which no phase of kFullO may count
+  static constexpr uint32_t kFullM = kFullLast + 8;                    // kDuties: M of a chunk
+  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;         // kDuties: its gates
+  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;      // kDuties: Q of a chunk has been used
+  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;            // kStagedH: its tile has been read
+  static constexpr int kStates = kStagesStates ? 2 : 0;                // barriers of either kind for StagedState
+  static constexpr uint32_t kFullState = kFreeH + (kStagedH ? 8 : 0);  // it is there
+  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;     // it has been read
+  static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
   static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
   static_assert(kSmemBytes <= 227 * 1024);
+  // What a quarter of a StagedState takes.
+  static_assert(!kStagesStates || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
 
 }  // namespace flash_qla::cuda::sm90

@@ -1,0 +1,1 @@
+"""Imported by fla; nothing of it is used."""
