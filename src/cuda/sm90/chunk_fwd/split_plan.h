@@ -42,7 +42,7 @@ struct SplitCosts {
   float half_crowd = 0.224f;  // more of a step, times the square of the share of SMs that are at work, on average
   float whole_step = 1.925f, whole_edge = 5.3f;
   float whole_crowd = 0.236f;  // likewise
-  float late = 10.0f;          // an unsplit kernel behind a plan that turns out to cut nothing: it starts unevenly
+  float late = 14.0f;          // an unsplit kernel behind a plan that turns out to cut nothing: it starts unevenly
   float asking = 6.2f;         // lengths looked at first that turn out to ask for no cut
 
   SplitCosts() = default;
