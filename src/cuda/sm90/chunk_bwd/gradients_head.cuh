@@ -48,17 +48,15 @@ struct HeadWork {
   // strictly lower) are one code: two groups running the same instructions fetch them once.
   __device__ __forceinline__ void lower(bool plus, uint32_t own_rows, float (&acc)[64], uint32_t (&dot_rows)[32]) {
     using Traits = GradientsTraits;
-    // Products with the own chunk's V', in the late block after those with the early chunk's (in the early one after
-    // what nobody uses: one code for both blocks).
-    constexpr int kOwn = 32;
-    float product[kOwn + 32];
+    // Products with the own chunk's V', and of the late block with the early chunk's.
+    float product[32], border[32];
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
     if (plus && rank == kEarly && warp == 0 && lane == 0) {
       mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
     }
     const uint32_t gates = own_gates(), group_barrier = kStagingBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
-    for (int i = 0; i < kOwn + 32; ++i) product[i] = 0.0f;
+    for (int i = 0; i < 32; ++i) product[i] = border[i] = 0.0f;
     open(0);  // the gates have come with it; ahead of the products, beside which a load takes 100 clocks
     const float gamma_early = rank == kLate ? load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
     const auto row_factor = [&](int h) {
@@ -68,7 +66,7 @@ struct HeadWork {
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t stage = open(half);
-      static_assert(Traits::kVLate == Traits::kVEarly + kTileBytes && Traits::kVEarly == Traits::kDo + kTileBytes);
+      static_assert(Traits::kVLate == Traits::kVEarly + kTileBytes);
       if (const int valid = item().valid(); valid < kChunk) {  // a neighbour's rows, NaN perhaps
         zero_tail(stage + rows_at, valid, 32 * warp + lane, 128);
         fence_proxy_async();
@@ -76,8 +74,13 @@ struct HeadWork {
       }
       uint32_t x[16];
       load_rows(x, stage + rows_at, warp, lane);
+      if (rank == kLate) {
+        wgmma_fence();
+        add_rows_times_rows<T>(border, stage + rows_at, stage + Traits::kVEarly);
+        wgmma_commit();
+      }
       wgmma_fence();
-      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kDo + rank * kTileBytes);
+      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVEarly + rank * kTileBytes);
       wgmma_commit();
       scale_rows<T>(x, row_factors);
       wgmma_fence();
@@ -86,6 +89,7 @@ struct HeadWork {
       wgmma_wait<0>();
       pin(x);
       pin(product);
+      pin(border);
       pin(acc);
       release(half);
     }
@@ -93,7 +97,7 @@ struct HeadWork {
     asm volatile("" : "+r"(warp), "+r"(lane));
     open_sums();
     const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
-    if (plus) keep_diagonal(product + kOwn, gates);
+    if (plus) keep_diagonal(product, gates);
 
     // dP = scale G o (dO V'^T) or D = -beta_row G o strict_lower(Z V'^T).
     mbarrier_wait(bars.keys_full(), index % 2);
@@ -108,8 +112,8 @@ struct HeadWork {
         const float2 ratio = load_shared_f2(ratios + 8 * j * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          across[2 * j + h] = pack2<T>(row_factor[h] * ratio.x * product[4 * j + 2 * h],
-                                       row_factor[h] * ratio.y * product[4 * j + 2 * h + 1]);
+          across[2 * j + h] = pack2<T>(row_factor[h] * ratio.x * border[4 * j + 2 * h],
+                                       row_factor[h] * ratio.y * border[4 * j + 2 * h + 1]);
         }
       }
       wgmma_fence();
@@ -155,7 +159,7 @@ struct HeadWork {
           const float2 ratio = load_shared_f2(columns + kRatioOffset + 8 * j * 4);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float* x = product + kOwn + 4 * j + 2 * h;
+            const float* x = product + 4 * j + 2 * h;
             packed[2 * j + h] = masked(j, h, pack2<T>(row_factor[h] * ratio.x * x[0], row_factor[h] * ratio.y * x[1]));
           }
         }
@@ -173,7 +177,7 @@ struct HeadWork {
           const float2 c = load_shared_f2(columns + 8 * j * 4);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float* x = product + kOwn + 4 * j + 2 * h;
+            const float* x = product + 4 * j + 2 * h;
             packed[2 * j + h] =
                 masked(j, h, pack2<T>(exp2_approx(c_row[h] - c.x) * x[0], exp2_approx(c_row[h] - c.y) * x[1])) ^
                 sign[h];

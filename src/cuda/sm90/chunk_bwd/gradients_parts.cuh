@@ -136,14 +136,12 @@ struct GradientsItem {
   __device__ int pair() const { return static_cast<int>(load_shared_u1(base + 28)); }
 };
 
-// acc [64 rows, 128 tokens] += X Y^T; X a tile [64 rows][64], Y two.
+// acc [64 rows, 64 tokens] += X Y^T, X and Y tiles [64][64].
 template <typename T>
-__device__ __forceinline__ void add_rows_times_rows(float (&acc)[64], uint32_t sX, uint32_t sY) {
+__device__ __forceinline__ void add_rows_times_rows(float (&acc)[32], uint32_t sX, uint32_t sY) {
   const uint64_t x = wgmma_descriptor(sX), y = wgmma_descriptor(sY);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    mma_ss_n128<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
-  }
+  for (int step = 0; step < 4; ++step) mma_ss_n64<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
 }
 
 // Rows of a tile times a factor, rounded once (but for 2^-17 of it).
