@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../../common/bulk.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
 #include "kernel_params.h"
@@ -70,7 +71,7 @@ inline constexpr int32_t kNeverKept = INT32_MAX;
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile opened last, or to open first; not of a list
+  int32_t tile;       // tile opened last, or to open first; of a list a ticket taken before the plan is there, -1: none
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
@@ -153,12 +154,18 @@ __device__ __forceinline__ int boundary_place(int group, int warp, int j, int la
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 
-// A transition is kept as the left operands of the products that apply it (combine.cuh): where the uint4 of a lane lies
-// for 16 rows of M, 16 columns, and the first or second part of its floats (pack_two_parts()).
+// A transition is kept by 16 rows, as the left operands of the products that apply it (combine.cuh), 16 columns each,
+// and its diagonal in fp32. What is off the diagonal is a sum of products of 16-bit operands and known to 2^-9 of
+// itself in bf16: one bf16 holds it. In fp16 it is known better, and kept in two parts (pack_two_parts()). The diagonal
+// may be 1 and nearly all that there is of M.
 inline constexpr int kTransitionSteps = kHeadDim / 16;
-__device__ __forceinline__ int transition_place(int rows, int columns, int part, int lane) {
-  return ((rows * kTransitionSteps + columns) * 2 + part) * 32 + lane;
-}
+template <typename Element>
+inline constexpr int kTransitionParts = std::is_same_v<Element, __nv_bfloat16> ? 1 : 2;
+template <int kParts>
+struct TransitionRows {
+  uint4 columns[kTransitionSteps][kParts][32];  // by lanes
+  float diagonal[16];
+};
 
 // Before a block's first tile. The plan must be there.
 template <typename Traits>
@@ -166,7 +173,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   walker.remaining = -1;
   walker.opened = walker.waits = 0;
   if (p.list != nullptr) {
-    walker.tile = 0;
+    walker.tile = -1;
     walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
@@ -174,9 +181,18 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   }
 }
 
+// SMs 2i and 2i + 1 share a cache of instructions: i of this one.
+__device__ __forceinline__ uint32_t pair_of_sms() {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm / 2;
+}
+
 // A number as it is in memory at this moment.
-__device__ __forceinline__ uint32_t load_now(const uint32_t* data) {
-  return *static_cast<const volatile uint32_t*>(data);
+template <typename Number>
+__device__ __forceinline__ uint32_t load_now(const Number* data) {
+  static_assert(sizeof(Number) == 4);
+  return static_cast<uint32_t>(*static_cast<const volatile Number*>(data));
 }
 
 // The next tile of a split's list, or -1 after the last. walker.tiles: which of its two parts are not given out, 1
@@ -187,27 +203,36 @@ __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelPara
   if constexpr (Traits::kStateOnly || (Traits::kSave && !Traits::kEndsWhereKept)) {
     // In the order of the list (with kSave there are no registers left to ask what is ready). Its size is read beside
     // the ticket: one latency, not two.
-    const int32_t tiles = p.tickets->tiles + p.tickets->dependent_tiles;
-    const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    const int32_t tiles = p.sizes->tiles + p.sizes->dependent_tiles;
+    int32_t tile = walker.tile;
+    walker.tile = -1;
+    if (tile < 0) tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
     if (tile < tiles) return tile;
     walker.tiles = 0;
   } else {
+    if (walker.tile >= 0) {
+      const int32_t tile = walker.tile;
+      walker.tile = -1;
+      if (tile < p.sizes->tiles) return tile;
+      walker.tiles = 2;
+    }
     while (walker.tiles != 0) {
       // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
       const SplitProgress& progress = p.counters->progress;
       const bool there = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0;
+      const uint32_t tiles = load_now(&p.sizes->tiles), dependent_tiles = load_now(&p.sizes->dependent_tiles);
       const bool dependent =
           walker.tiles == 2 || (walker.tiles == 3 && there &&
                                 (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles));
       // Tiles are taken chunks ahead of their time. A block that waits leaves the other tiles that do to blocks that
       // are still to come: where there are as many blocks as such tiles, none is left over.
-      if (walker.waits != 0 && !there && p.tickets->dependent_tiles <= static_cast<int32_t>(gridDim.x)) {
+      if (walker.waits != 0 && !there && dependent_tiles <= gridDim.x) {
         walker.tiles = 0;
         break;
       }
       walker.waits = dependent && !there;
-      const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u));
-      if (tile < (&p.tickets->tiles)[dependent ? 1 : 0]) return dependent ? tile + p.tickets->tiles : tile;
+      const uint32_t tile = atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u);
+      if (tile < (dependent ? dependent_tiles : tiles)) return static_cast<int32_t>(dependent ? tile + tiles : tile);
       walker.tiles &= dependent ? ~2 : ~1;
     }
   }
@@ -219,10 +244,10 @@ template <typename Traits>
 __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tiles != 0) {
-    walker.tile = take_listed_tile<Traits>(p, walker);
-    if (walker.tile < 0) return;
+    const int32_t tile = take_listed_tile<Traits>(p, walker);
+    if (tile < 0) return;
     // By parts, not as a copy: registers are short where this is called.
-    const Tile& t = p.list[walker.tile];
+    const Tile& t = p.list[tile];
     ChunkRecord& r = walker.next;
     r.row = t.row;
     r.sequence = t.sequence;
@@ -585,19 +610,38 @@ __device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, in
   if (lane == 0) dealt.count = count;
 }
 
+// The plan of a split, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
+// kernels behind this one start after that. Who has to wait takes a ticket meanwhile, which lane 0 gets; else -1.
+__device__ __forceinline__ int32_t wait_for_plan(const ChunkForwardKernelParams& p, int lane) {
+  int32_t early = -1;
+  if (lane == 0) {
+    if (load_acquire(&p.counters->made) != 1) {
+      early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+      while (load_acquire(&p.counters->made) != 1) {
+      }
+    }
+    fence_proxy_async_all();  // the copy engine's reads come behind it as well
+  }
+  __syncwarp();
+  return early;
+}
+
 // ... by one warp.
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
   const ChunkForwardArgs& args = p.args;
-  if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+  int32_t early = -1;
+  if (p.list != nullptr) {
+    early = wait_for_plan(p, lane);
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
   const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
   const int32_t rank = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;  // of the first tile
   const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
   PlannedSequence s{};
   if (finds) s = sequence_at(args, mine);
   // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
-  // that they might write, and once more if they have. Of a split's output kernels the plan is there: the state kernel
-  // lets them start after it has waited for it.
+  // that they might write, and once more if they have.
   bool waits = p.list == nullptr;
 #pragma unroll 1
   while (true) {
@@ -618,6 +662,7 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (lane == 0) {
         ChunkWalker walker;  // in registers for as long as it goes on at once
         open_list<Traits>(p, walker);
+        if (p.list != nullptr) walker.tile = early;
 #pragma unroll 1
         for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
           produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);

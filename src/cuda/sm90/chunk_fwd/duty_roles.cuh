@@ -770,7 +770,8 @@ struct ProductRole : DutyRole<Traits> {
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
       mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
-      start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
+      const bool speaks = !Traits::kSkipsSilent || __any_sync(0xffffffffu, (record(m).flags & kSilentChunk) == 0);
+      if (speaks) start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
       if (m >= 2) this->wait_done(m - 2);
       store_m(packed, m + kLead - 1);
       const int valid3 = record(m + 3).valid;
@@ -779,14 +780,16 @@ struct ProductRole : DutyRole<Traits> {
       wgmma_wait<0>();
       pin(x);
       mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
-      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+      if (speaks) {
+        if (__any_sync(0xffffffffu, mild != 0.0f)) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
-      } else {
-        pack_gated(x, this->stage_gate(m), packed);
+          for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
+        } else {
+          pack_gated(x, this->stage_gate(m), packed);
+        }
+        pin(packed);
+        store_p(packed, m);
       }
-      pin(packed);
-      store_p(packed, m);
       if (valid < kChunk) clear_tail_v(m, valid);
       __syncwarp();
       mbarrier_arrive_warp(this->full_p(m), thread & 31);

@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       p.workspace.counters->made = 0;
+      *p.workspace.start = SplitStart{};
       __threadfence();
     }
     __syncthreads();  // whoever asks for it starts after this block has said that it may
@@ -389,10 +390,10 @@ constexpr int32_t kMostSummaries = 2304;
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
-// The best of all choices, by all threads of a block, from what is known of each head.
+// The best of all choices, by all threads of a block, from what is known of each head; and its state tiles.
 // Not inlined: what it takes a second time in a kernel is in the caches.
 __device__ __noinline__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
-                                          const LengthSummary& lengths, const SplitGrid& grid) {
+                                          const LengthSummary& lengths, const SplitGrid& grid, int32_t* state_tiles) {
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_times[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -429,7 +430,14 @@ __device__ __noinline__ int choose_merges(const SplitKernelParams& p, const Head
       best = other_best;
     }
   }
+  *state_tiles = estimates[1][best / kMerges].states.tiles;
   return best;
+}
+
+// The kernels that go by the plan do not wait for this one's end.
+__device__ void publish_plan(const SplitWorkspace& ws) {
+  __threadfence();
+  *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
 
 // One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
@@ -442,7 +450,10 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (p.lengths_first != 0 && *ws.spacing == 0) {
     // The kernels after this one have nothing to do.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (thread == 0) *ws.counters = SplitCounters{};
+    if (thread == 0) {
+      *ws.counters = SplitCounters{};
+      publish_plan(ws);
+    }
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -511,7 +522,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const bool expected = p.lengths_first == 0 && lengths == p.expected_lengths;
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
-  int32_t guess = -1;
+  int32_t guess = -1, guessed_states = 0;
   if (chosen && !expected) {
     __syncthreads();
 #pragma unroll 1
@@ -523,7 +534,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       if (heavy && boundaries > 0) atomicAdd(&guessed_heavy, 1);
     }
     __syncthreads();
-    guess = choose_merges(p, kept.summaries, summarised, lengths, grid);
+    guess = choose_merges(p, kept.summaries, summarised, lengths, grid, &guessed_states);
   }
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -573,13 +584,18 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     own_kinds = __reduce_add_sync(0xffffffffu, own_kinds);
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
+    int32_t announced = guessed_states;
     int32_t best = kinds >= kUnusual        ? -1
-                   : expected               ? p.usual_choices.choice(kinds, pairs)
+                   : expected               ? p.usual_choices.choice(kinds, pairs, &announced)
                    : kinds == guessed_heavy ? guess
                                             : -1;
-    if (best < 0) best = choose_merges(p, kept.summaries, summarised, lengths, grid);
+    if (best < 0) best = choose_merges(p, kept.summaries, summarised, lengths, grid, &announced);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
+    if (thread == 0 && summarised == pairs && announced <= UINT16_MAX) {
+      *static_cast<volatile uint32_t*>(&ws.start->announced) =
+          (pair_of_sms() << 16 | static_cast<uint32_t>(announced)) + 1;
+    }
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
@@ -629,6 +645,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       counters.progress.states_left = static_cast<uint32_t>(state_tiles * kStateWarps);
       counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
       counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
+      counters.planner_pair = pair_of_sms();
       counters.spacing = grid.spacing;
       counters.light_merge = merge.light;
       counters.heavy_merge = merge.heavy;
@@ -636,11 +653,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
   }
   __syncthreads();  // the lists are there
-  // The state kernel does not wait for this one's end.
-  if (thread == 0) {
-    __threadfence();
-    *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
-  }
+  if (thread == 0) publish_plan(ws);
 }
 
 }  // namespace
@@ -657,6 +670,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   const size_t slots = static_cast<size_t>(capacity.slots);
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
+  w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
   w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
@@ -666,7 +680,9 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
   w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));
   w.boundary_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
-  w.transitions = reinterpret_cast<uint4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
+                                                         : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
+  w.transitions = take(rows * kTransitionSteps * slots);
   if (workspace != nullptr) *workspace = w;
   return used;
 }

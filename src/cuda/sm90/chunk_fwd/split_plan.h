@@ -310,6 +310,9 @@ inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t merge) {
   return merge >= pieces ? 1 : (pieces + merge - 1) / merge;
 }
+// State tiles of a head that is cut into so many, at heavy boundaries: the first segment's end is reached from the
+// start; of those after it but the last a state and a transition each.
+FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return pieces == 1 ? 0 : 2 * pieces - 3; }
 // Whether boundary i stays when pieces are joined to so many, as evenly as may be.
 FLASH_QLA_HOST_DEVICE inline bool boundary_stays(const Divisor& by_pieces, int32_t i, int32_t joined) {
   return by_pieces.divide(joined * i) != by_pieces.divide(joined * (i - 1));
@@ -517,7 +520,7 @@ struct SplitEstimate {
       free[1].add(is_long ? 0 : first, output);
       dependent[0].add(is_long ? count - first : 0, output);
       dependent[1].add(is_long ? 0 : count - first, output);
-      const int32_t all = tiles == 1 ? 0 : 2 * tiles - 3, of_longer = 2 * longer < all ? 2 * longer : all;
+      const int32_t all = states_of_pieces(tiles), of_longer = 2 * longer < all ? 2 * longer : all;
       states.add(more != 0 ? of_longer : all - of_longer, chunks * costs.state_step + costs.state_edge);
     }
     if (head.heavy == 0 || tiles <= 2) return;
@@ -743,10 +746,12 @@ struct UsualChoices {
   static constexpr int32_t kShares = 8;
   static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
+  uint16_t states[kShares + 1] = {};  // state tiles of each of the heads that do not decay
 
-  // Of `heavy` heads among `heads`; -1: these are no whole eighths.
-  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads) const {
+  // Of `heavy` heads among `heads`, and all their state tiles; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads, int32_t* state_tiles) const {
     const int32_t share = kShares * heavy / heads;
+    *state_tiles = heavy * states[share];
     return share * heads == kShares * heavy ? of_share[share] : -1;
   }
 };
@@ -802,7 +807,9 @@ inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid&
   for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
     const int32_t heavy = share * heads / UsualChoices::kShares;
     guess = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess).choice;
+    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, grid), merge_choice(guess).heavy);
     choices.of_share[share] = static_cast<uint8_t>(guess);
+    choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
   }
   return choices;
 }

@@ -37,6 +37,8 @@ struct ChunkForwardTraits {
   // substitution in fp32 is too much for one, nor where states are saved with these bits: there the chunks are those of
   // the calls that save nothing, and states at listed tokens are made behind the forward (listed.h).
   static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
+  // The chunks of a split's warm-ups without Q, P and O, which they do not leave behind: a third of their products.
+  static constexpr bool kSkipsSilent = kFastInverse_ && !kSave_;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
   // Initial states come by the copy warp (StagedState): in those of these kernels whose code was placed for it.
