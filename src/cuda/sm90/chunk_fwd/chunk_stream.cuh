@@ -20,8 +20,8 @@ inline constexpr int kLastChunk = 2;
 // Where chunks end where states are kept (ChunkForwardTraits::kEndsWhereKept):
 inline constexpr int kKeptChunk = 256;      // the state after it is kept
 inline constexpr int kEndsOnGrid = 512;     // set beside kKeptChunk: it ends a whole chunk of its sequence
-inline constexpr int kRowsFollow = 2048;    // all 64 rows from its first on are of its tile
 inline constexpr int kInsideOnGrid = 1024;  // it starts inside of a chunk of its sequence
+inline constexpr int kRowsFollow = 16384;   // all 64 rows from its first on are of its tile
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
@@ -113,7 +113,7 @@ __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& a
   return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
 }
 
-inline constexpr int64_t kNoSlot = -1;
+inline constexpr int kNoSlot = -1;
 // `slot` where the set has it.
 __device__ __forceinline__ int64_t usable_slot(const StateSet& set, int64_t slot) {
   return slot <= set.null_index || slot < 0 || slot >= set.slots ? kNoSlot : slot;
@@ -348,6 +348,58 @@ __device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, 
   return tile + streams;
 }
 
+// What kernels whose chunks end where states are kept have in shared memory, lest the warp that opens tiles, and the
+// state groups at a listed token, wait for memory: of each listed token place and slot, and of each sequence of kSorted
+// the slots.
+struct ListedToken {
+  int32_t token, slot;  // the state after the tokens before `token`; 0: none. kNoSlot: it is not wanted
+};
+struct FoundSlots {
+  int32_t in, out;  // initial_slot(), resolve_slot() of the final states
+};
+static_assert(sizeof(ListedToken) == 8 && sizeof(FoundSlots) == 8);
+template <typename Traits>
+__device__ __forceinline__ ListedToken* listed_tokens() {
+  return reinterpret_cast<ListedToken*>(shared_memory() + Traits::kSmemListed);
+}
+template <typename Traits>
+__device__ __forceinline__ FoundSlots* found_slots() {
+  return reinterpret_cast<FoundSlots*>(shared_memory() + Traits::kSmemSlots);
+}
+__device__ __forceinline__ ListedToken read_listed(const ChunkForwardArgs& args, int32_t i) {
+  const int64_t token = load_index(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride);
+  const int64_t slot = load_index(args.listed_slots, args.listed_slots_are_64_bit, i * args.listed_slots_stride);
+  return {token > 0 && token <= args.num_tokens ? static_cast<int32_t>(token) : 0,
+          static_cast<int32_t>(usable_slot(args.final_state, slot))};
+}
+// By one warp.
+template <typename Traits>
+__device__ __forceinline__ void fetch_listed_and_slots(const ChunkForwardKernelParams& p, int lane) {
+  const ChunkForwardArgs& args = p.args;
+#pragma unroll 1
+  for (int32_t i = lane; i < args.num_listed; i += 32) listed_tokens<Traits>()[i] = read_listed(args, i);
+  if (p.order == BlockOrder::kSorted && lane < args.num_sequences) {
+    found_slots<Traits>()[lane] = {static_cast<int32_t>(initial_slot(args, lane)),
+                                   static_cast<int32_t>(resolve_slot(args.final_state, lane))};
+  }
+  __syncwarp();
+}
+
+template <typename Traits>
+__device__ __forceinline__ int64_t final_slot_of(const ChunkForwardKernelParams& p, int32_t sequence) {
+  if constexpr (Traits::kEndsWhereKept) {
+    if (p.order == BlockOrder::kSorted) return found_slots<Traits>()[sequence].out;
+  }
+  return resolve_slot(p.args.final_state, sequence);
+}
+template <typename Traits>
+__device__ __forceinline__ int64_t initial_slot_of(const ChunkForwardKernelParams& p, int32_t sequence) {
+  if constexpr (Traits::kEndsWhereKept) {
+    if (p.order == BlockOrder::kSorted) return found_slots<Traits>()[sequence].in;
+  }
+  return initial_slot(p.args, sequence);
+}
+
 template <typename Traits>
 inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
 
@@ -391,9 +443,9 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     const int32_t rank = tile / args.num_value_heads;
     const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
-    r.slot_out = resolve_slot(args.final_state, sequence.index);
+    r.slot_out = final_slot_of<Traits>(p, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    r.slot_in = initial_slot(args, sequence.index);
+    r.slot_in = initial_slot_of<Traits>(p, sequence.index);
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
@@ -433,6 +485,7 @@ inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
 // ChunkEnd::kept of a chunk that starts with token `row`, `inside` tokens after the start of its sequence's chunk
 // `position`, in a tile that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
 // `first` on are looked at.
+template <typename Traits>
 __device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, int32_t row, int32_t position,
                                                   int32_t inside, int32_t tokens, int32_t first, int32_t step) {
   int64_t least = kNeverKept;
@@ -441,9 +494,8 @@ __device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, 
   }
 #pragma unroll 4
   for (int32_t i = first; i < args.num_listed; i += step) {
-    const int64_t after =
-        load_index(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride) - row;
-    if (after > 0) least = min(least, after);
+    const int32_t after = listed_tokens<Traits>()[i].token - row;
+    if (after > 0) least = min(least, int64_t{after});
   }
   return least <= tokens ? static_cast<int32_t>(least) : kNeverKept;
 }
@@ -475,7 +527,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   r.valid = min(walker.remaining, kChunk);
   if constexpr (Traits::kEndsWhereKept) {
     const auto find_kept = [&](int32_t row, int32_t position, int32_t tokens) {
-      return tokens_to_kept(p.args, row, position, walker.end.inside, tokens, 0, 1);
+      return tokens_to_kept<Traits>(p.args, row, position, walker.end.inside, tokens, 0, 1);
     };
     if (r.flags & kFirstChunk) {
       walker.end.inside = 0;
@@ -659,6 +711,7 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0 && !has_slots(args);
     }
     if (guesses || !waits) {
+      if constexpr (Traits::kEndsWhereKept) fetch_listed_and_slots<Traits>(p, lane);
       if (lane == 0) {
         ChunkWalker walker;  // in registers for as long as it goes on at once
         open_list<Traits>(p, walker);

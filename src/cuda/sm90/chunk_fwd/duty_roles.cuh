@@ -281,8 +281,7 @@ struct GateRole : DutyRole<Traits> {
   // warp's time.
   struct OpenTile {
     int word, remaining, silent;  // as in ChunkWalker
-    ChunkEnd end;                 // likewise; only where chunks end where states are kept, as is
-    int listed;                   // read_listed()
+    ChunkEnd end;                 // likewise; only where chunks end where states are kept
   };
   // Words of a record.
   static constexpr int kRecordWords = sizeof(ChunkRecord) / 4;
@@ -292,28 +291,20 @@ struct GateRole : DutyRole<Traits> {
   __device__ ChunkWalker& walker() const {
     return *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
   }
-  __device__ OpenTile read_tile(int listed) const {
+  __device__ OpenTile read_tile() const {
     const ChunkWalker& from = walker();
     const int word = reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)];
-    OpenTile tile{word, from.remaining, from.silent, {}, listed};
+    OpenTile tile{word, from.remaining, from.silent, {}};
     if constexpr (Traits::kEndsWhereKept) tile.end = from.end;
     return tile;
-  }
-  // Of the first 32 listed tokens the lane's, 0 if there is none.
-  __device__ int read_listed() const {
-    const ChunkForwardArgs& args = p.args;
-    if (!Traits::kEndsWhereKept || this->lane() >= args.num_listed) return 0;
-    const int64_t token =
-        load_index(args.listed_offsets, args.listed_offsets_are_64_bit, this->lane() * args.listed_offsets_stride);
-    return token > 0 && token <= args.num_tokens ? static_cast<int>(token) : 0;
   }
   // For the open tile's next chunk, `skipped` tokens after that of tile.word.
   __device__ int32_t find_kept(const OpenTile& tile, int skipped) const {
     const int row = __shfl_sync(0xffffffffu, tile.word, kRow) + skipped;
     const int position = __shfl_sync(0xffffffffu, tile.word, kPosition) + (skipped > 0 && tile.end.inside == 0);
-    int32_t kept = tokens_to_kept(p.args, row, position, tile.end.inside, tile.remaining, 32 + this->lane(), 32);
-    if (tile.listed > row && tile.listed - row <= tile.remaining) kept = min(kept, tile.listed - row);
-    return static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(kept)));
+    return static_cast<int32_t>(
+        __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(tokens_to_kept<Traits>(
+                                           p.args, row, position, tile.end.inside, tile.remaining, this->lane(), 32))));
   }
   __device__ void list_chunk(uint32_t m, OpenTile& tile) const {
     const int number = this->lane();
@@ -325,7 +316,7 @@ struct GateRole : DutyRole<Traits> {
         open_next_tile<Traits>(p, walker());
       }
       __syncwarp();
-      tile = read_tile(tile.listed);
+      tile = read_tile();
       if (tile.remaining < 0) {
         if (number == kValid) *to = -1;
         return;
@@ -355,7 +346,7 @@ struct GateRole : DutyRole<Traits> {
 
   __device__ void run() const {
     static_assert(Traits::kStagesRaw == 2 * Traits::kStagesGate);
-    OpenTile tile = read_tile(read_listed());
+    OpenTile tile = read_tile();
 #pragma unroll 1
     for (uint32_t m = 0; m < Traits::kStagesGate && record(m).valid >= 0; ++m) fetch(m);
 #pragma unroll 1

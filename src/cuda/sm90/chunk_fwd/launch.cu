@@ -471,8 +471,6 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
 bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t sms) {
-  // At each of its tiles and listed tokens a block looks at all entries, 32 at a time, in some 0.1 us.
-  constexpr int64_t kMostListed = 512;
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   return args.split == SplitMode::kAuto && entries <= kMostListed && sms > 0 && !split_pays(tiles, sms) &&
          !decided_split(args, sms).decision.planned;

@@ -300,15 +300,12 @@ struct StateRole {
 #pragma unroll 1
     for (int32_t first = 0; first < args.num_listed; first += 32) {
       const int32_t entry = first + at.lane;
-      int64_t slot = kNoSlot;
-      if (entry < args.num_listed && load_index(args.listed_offsets, args.listed_offsets_are_64_bit,
-                                                entry * args.listed_offsets_stride) == c.row + c.valid) {
-        slot = usable_slot(args.final_state, load_index(args.listed_slots, args.listed_slots_are_64_bit,
-                                                        entry * args.listed_slots_stride));
-      }
+      ListedToken listed{0, kNoSlot};
+      if (entry < args.num_listed) listed = listed_tokens<Traits>()[entry];
+      const int32_t slot = listed.token == c.row + c.valid ? listed.slot : kNoSlot;
 #pragma unroll 1
       for (uint32_t found = __ballot_sync(0xffffffffu, slot >= 0); found != 0; found &= found - 1) {
-        const int64_t to = __shfl_sync(0xffffffffu, slot, __ffs(found) - 1);
+        const int32_t to = __shfl_sync(0xffffffffu, slot, __ffs(found) - 1);
         move_state<true>(state_matrix(args.final_state, to, c.head), args.final_state.type, args.state_v_first, s,
                          first_row(c, at), at.q);
       }
