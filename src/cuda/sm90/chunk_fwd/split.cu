@@ -391,9 +391,13 @@ constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
 // The best of all choices, by all threads of a block, from what is known of each head; and its state tiles.
-// Not inlined: what it takes a second time in a kernel is in the caches.
-__device__ __noinline__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
-                                          const LengthSummary& lengths, const SplitGrid& grid, int32_t* state_tiles) {
+struct ChosenMerges {
+  int32_t choice, state_tiles;
+};
+// Not inlined: what it takes a second time in a kernel is in the caches. Arguments by value: the caller's would else be
+// in memory.
+__device__ __noinline__ ChosenMerges choose_merges(const SplitKernelParams& p, const HeadSummary* summaries,
+                                                   int32_t count, LengthSummary lengths, SplitGrid grid) {
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_times[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -430,8 +434,7 @@ __device__ __noinline__ int choose_merges(const SplitKernelParams& p, const Head
       best = other_best;
     }
   }
-  *state_tiles = estimates[1][best / kMerges].states.tiles;
-  return best;
+  return {best, estimates[1][best / kMerges].states.tiles};
 }
 
 // The kernels that go by the plan do not wait for this one's end.
@@ -522,7 +525,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const bool expected = p.lengths_first == 0 && lengths == p.expected_lengths;
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
-  int32_t guess = -1, guessed_states = 0;
+  ChosenMerges guess{-1, 0};
   if (chosen && !expected) {
     __syncthreads();
 #pragma unroll 1
@@ -534,7 +537,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       if (heavy && boundaries > 0) atomicAdd(&guessed_heavy, 1);
     }
     __syncthreads();
-    guess = choose_merges(p, kept.summaries, summarised, lengths, grid, &guessed_states);
+    guess = choose_merges(p, kept.summaries, summarised, lengths, grid);
   }
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -584,17 +587,17 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     own_kinds = __reduce_add_sync(0xffffffffu, own_kinds);
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
-    int32_t announced = guessed_states;
-    int32_t best = kinds >= kUnusual        ? -1
-                   : expected               ? p.usual_choices.choice(kinds, pairs, &announced)
-                   : kinds == guessed_heavy ? guess
-                                            : -1;
-    if (best < 0) best = choose_merges(p, kept.summaries, summarised, lengths, grid, &announced);
-    merge = merge_choice(best);
-    cut = best != kMergeChoices - 1;
-    if (thread == 0 && summarised == pairs && announced <= UINT16_MAX) {
+    ChosenMerges best = guess;
+    const bool usual = kinds < kUnusual;
+    if (usual && expected) best.choice = p.usual_choices.choice(kinds, pairs, &best.state_tiles);
+    if (!usual || (!expected && kinds != guessed_heavy) || best.choice < 0) {
+      best = choose_merges(p, kept.summaries, summarised, lengths, grid);
+    }
+    merge = merge_choice(best.choice);
+    cut = best.choice != kMergeChoices - 1;
+    if (thread == 0 && summarised == pairs && best.state_tiles <= UINT16_MAX) {
       *static_cast<volatile uint32_t*>(&ws.start->announced) =
-          (pair_of_sms() << 16 | static_cast<uint32_t>(announced)) + 1;
+          (pair_of_sms() << 16 | static_cast<uint32_t>(best.state_tiles)) + 1;
     }
   }
 
