@@ -72,7 +72,8 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
       // G_ij (K K^T)_ij, a thread a token of the pair
       if (thread < early + row) {
         float kk = 0.0f;
-#pragma unroll
+        // By eight: all sixteen pieces at once take more registers than the compiler gives them, and spill.
+#pragma unroll 8
         for (int piece = 0; piece < kDim / 8; ++piece)
           kk += dot8<T>(key_row(thread - early) + 8 * piece, key + 8 * piece);
         coefficient[thread] = kk * (thread < early ? gates[kChunk + row] * first_gates[2 * kChunk + thread]
