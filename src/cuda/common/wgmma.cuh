@@ -172,20 +172,6 @@ __device__ __forceinline__ void mma_ss_n64(float (&d)[32], uint64_t a, uint64_t 
                   "l"(a), "l"(b))
 }
 
-// D[64x64] = A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n64_trans_init(float (&d)[32], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n64", FLASH_QLA_WGMMA_TEXT_32, "{%32, %33, %34, %35}, %36, 0, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_32("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x64] += A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n64_trans(float (&d)[32], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n64", FLASH_QLA_WGMMA_TEXT_32, "{%32, %33, %34, %35}, %36, 1, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_32("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
 // D[64x128] += A B, B stored with N contiguous.
 template <typename T>
 __device__ __forceinline__ void mma_rs_n128_trans(float (&d)[64], const uint32_t* a, uint64_t b) {
