@@ -45,12 +45,10 @@ struct GradientsTraits {
   static constexpr uint32_t kGates = kStageRing + kStages * kStage;
   static constexpr uint32_t kHeadGates = 2 * kGateBytes;
   // Row sums of the three groups, <dv, V'>, beta, the row sums of the minus group after diag(gP / gamma) V' dS^T alone
-  // with its parts of gP <dS, S>, and those of the early block's plus group after the late rows', two heads deep; the
-  // other block's sum.
+  // with its parts of gP <dS, S>, two heads deep; the other block's sum.
   static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
   static constexpr uint32_t kStateSums = 5 * kChunk * 4;  // in a head's sums
-  static constexpr uint32_t kLateRowSums = 6 * kChunk * 4;
-  static constexpr uint32_t kSumsBytes = 7 * kChunk * 4;
+  static constexpr uint32_t kSumsBytes = 6 * kChunk * 4;
   // What the three groups' were before the head, for who makes dg.
   static constexpr uint32_t kBefore = kSums + 2 * kSumsBytes;
   static constexpr uint32_t kReceived = kBefore + 3 * kChunk * 4;
