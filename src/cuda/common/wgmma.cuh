@@ -130,6 +130,20 @@ __device__ __forceinline__ void mma_rs_n32(float (&d)[16], const uint32_t* a, ui
                   FLASH_QLA_WGMMA_SUMS_16("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
 }
 
+// D[64x32] = A B, B stored with N contiguous.
+template <typename T>
+__device__ __forceinline__ void mma_rs_n32_trans_init(float (&d)[16], const uint32_t* a, uint64_t b) {
+  FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 0, 1, 1, 1",
+                  FLASH_QLA_WGMMA_SUMS_16("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
+}
+
+// D[64x32] += A B, B stored with N contiguous.
+template <typename T>
+__device__ __forceinline__ void mma_rs_n32_trans(float (&d)[16], const uint32_t* a, uint64_t b) {
+  FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 1, 1, 1, 1",
+                  FLASH_QLA_WGMMA_SUMS_16("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
+}
+
 // D[64x64] = A B.
 template <typename T>
 __device__ __forceinline__ void mma_rs_n64_init(float (&d)[32], const uint32_t* a, uint64_t b) {

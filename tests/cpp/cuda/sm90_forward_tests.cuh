@@ -1,6 +1,10 @@
 // The groups of cuda_generic_test that are about the Hopper forward alone (path sm90).
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <string>
+
 #include "checker.h"
 #include "repeated_call.cuh"
 
@@ -114,6 +118,73 @@ inline int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
         if (!same(alone.o, o)) checker.fail(what, "sm90", "o differs");
         if (!same(alone.final_state, state)) checker.fail(what, "sm90", "state differs");
       }
+    }
+  }
+  return checker.finish();
+}
+
+// l2norm in the call: rows of many lengths, zeros among them, in shapes whose rows are walked differently (key heads
+// below, at and above the rows that are read at once; batch rows of a few tokens), whole heads and shared ones. A
+// sequence with NaN in q and k leaves the others alone.
+inline int64_t test_sm90_norms(const Settings& settings, Arena& arena) {
+  Checker checker("l2norm in the call, sm90", settings, arena);
+  Random random(settings.seed + 37);
+  struct Rows {
+    int64_t Hq, Hv, B, T;  // B 0: sequences of several lengths, B * T tokens otherwise
+  };
+  int64_t number = 0;
+  for (const Rows& rows : {Rows{2, 8, 0, 0}, Rows{16, 16, 2, 100}, Rows{24, 24, 4, 70}, Rows{1, 2, 40, 3},
+                           Rows{3, 6, 0, 0}, Rows{5, 5, 7, 13}}) {
+    Shape s;
+    s.dtype = number % 2 == 0 ? DType::kBFloat16 : DType::kFloat16;
+    s.Hq = rows.Hq;
+    s.Hv = rows.Hv;
+    s.B = std::max<int64_t>(rows.B, 1);
+    s.T = rows.T;
+    s.K = s.V = 128;
+    if (rows.B == 0) {
+      s.cu_seqlens = {0};
+      for (const int64_t length : {64, 65, 63, 1, 0, 200, 128}) s.cu_seqlens.push_back(s.cu_seqlens.back() + length);
+      while (s.cu_seqlens.size() < 16) s.cu_seqlens.push_back(s.cu_seqlens.back() + random.integer(1, 200));
+      s.T = s.cu_seqlens.back() + 9;
+    }
+    Features f;
+    f.l2norm = f.final_state = f.initial_state = true;
+    f.strided = number == 4;
+    ForwardCall call;
+    call.draw(s, f, PoolFeatures{}, false, random);
+    for (Buffer* x : {&call.in.q, &call.in.k}) {
+      const Tensor drawn = x->host();
+      double length = 1.0;
+      x->fill([&](int64_t b, int64_t t, int64_t head, int64_t l) {
+        if (l == 0) length = random.chance(0.05) ? 0.0 : std::exp2(random.uniform(-12.0, 7.0));
+        return length * load(drawn, offset_of(drawn, b, t, head, l));
+      });
+    }
+    const std::string what = "case " + std::to_string(number);
+    checker.check(what + describe(s, f), call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    if (number++ > 0) continue;
+    ForwardCall clean = call, dirty = call;
+    for (Buffer* x : {&dirty.in.q, &dirty.in.k}) {
+      const Tensor drawn = x->host();
+      x->fill([&](int64_t b, int64_t t, int64_t head, int64_t l) {
+        return t == s.cu_seqlens[6] || t == s.cu_seqlens[7] - 1 ? static_cast<double>(NAN)
+                                                                : load(drawn, offset_of(drawn, b, t, head, l));
+      });
+    }
+    for (ForwardCall* one : {&clean, &dirty}) {
+      checker.count();
+      const std::string error = run_call(*one, "sm90", FLASH_QLA_CUDA, arena);
+      if (!error.empty()) checker.fail(what, "sm90", error);
+    }
+    for (int64_t n = 0; n + 1 < static_cast<int64_t>(s.cu_seqlens.size()); ++n) {
+      const auto part = [&](Buffer& x, int dim, int64_t begin, int64_t end) {
+        return x.slice(dim, begin, end).bytes();
+      };
+      const int64_t begin = s.cu_seqlens[static_cast<size_t>(n)], end = s.cu_seqlens[static_cast<size_t>(n) + 1];
+      const bool same_bits = part(clean.o, 1, begin, end) == part(dirty.o, 1, begin, end) &&
+                             part(clean.final_state, 0, n, n + 1) == part(dirty.final_state, 0, n, n + 1);
+      if (same_bits == (n == 6)) checker.fail(what, "sm90", "NaN in q and k: sequence " + std::to_string(n));
     }
   }
   return checker.finish();

@@ -35,8 +35,9 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   uint32_t kept = 0;  // phase of state_full
-  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+  constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
+  auto cursor = StatesCursor<kStages>::template before_first<Traits::kRehearses>();
+  for (int step = Traits::kRehearses ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
     asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
     const int c = work.chunk(step);
     const ChunkInfo chunk = work.info(c);
@@ -82,7 +83,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
       }
       kept ^= 1;
     }
-    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.phase);
+    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
     if (wanted) {
       if (kReverse && chunk.valid < kChunk) {
         // The copy engine knows no sequence ends.
@@ -170,7 +171,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
         fence_proxy_async_all();
       }
     }
-    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);  // the first round finds all stages empty
+    // The first round finds all stages empty, but for the one that is rehearsed in.
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
     mbarrier_arrive_expect(bar,
                            (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
     if constexpr (kReverse) {
@@ -230,7 +232,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
     const Gates gates = make_gates(p, raw, valid, lane);
     raw = load(step + 2);
     const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
-    mbarrier_wait(bars.empty(cursor.stage), cursor.phase ^ 1);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
     store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
                         p.small_beta, lane);
     arrive_warp(bars.gates(cursor.stage), lane);

@@ -41,6 +41,11 @@ struct StatesTraits {
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
   static constexpr uint32_t kRevStage = kRevP + (kFused ? 0 : kTileBytes);
 
+  // Before there is anything to do the state groups and the storing warp go through a step of whatever is in the last
+  // stage, which is loaded after it: its instructions take 3 us to come, which nobody notices while the first tiles are
+  // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
+  static constexpr bool kRehearses = kFused;
+
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
   static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
@@ -91,6 +96,17 @@ template <int kStages>
 struct StatesCursor {
   int stage = 0;
   uint32_t phase = 0;
+  // Where a form begins that goes through a step before the first one (kRehearses), in the last stage.
+  template <bool kRehearses>
+  __device__ static StatesCursor before_first() {
+    if constexpr (kRehearses) return {kStages - 1, 1};
+    return {};
+  }
+  // Of the barriers on which that step has arrived as well.
+  template <bool kRehearses>
+  __device__ __forceinline__ uint32_t phase_after() const {
+    return phase ^ (kRehearses && stage == kStages - 1 ? 1 : 0);
+  }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;
@@ -178,6 +194,43 @@ __device__ __forceinline__ void state_times_keys(float (&acc)[32], const uint32_
   }
 }
 
+// The accumulator's 32 columns of the first or the second half of a chunk.
+__device__ __forceinline__ float (&columns_of(float (&acc)[32], int half))[16] {
+  return *reinterpret_cast<float (*)[16]>(acc + 16 * half);
+}
+
+// acc^T [64 of V, 64 tokens] += X^T [64 of V, 64 tokens] L^T, L a lower triangle: what the second 32 tokens would give
+// to the first is left out.
+template <typename T>
+__device__ __forceinline__ void add_to_later(float (&acc)[32], const uint32_t (&x)[16], uint32_t sL) {
+  const uint64_t desc = wgmma_descriptor(sL);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    mma_rs_n32<T>(columns_of(acc, 1), x + 4 * j, wgmma_advance(desc, kTileBytes / 2 + j * 32));
+    if (j < 2) mma_rs_n32<T>(columns_of(acc, 0), x + 4 * j, wgmma_advance(desc, j * 32));
+  }
+}
+
+// acc^T (+)= X^T L: what the first 32 tokens would give to the second is left out. kInit: no sum is taken up.
+template <typename T, bool kInit>
+__device__ __forceinline__ void add_to_earlier(float (&acc)[32], const uint32_t (&x)[16], uint32_t sL) {
+  const uint64_t desc = wgmma_descriptor(sL);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint64_t b = wgmma_advance(desc, j * 2048);
+    if (kInit && j == 0) {
+      mma_rs_n32_trans_init<T>(columns_of(acc, 0), x, b);
+    } else {
+      mma_rs_n32_trans<T>(columns_of(acc, 0), x + 4 * j, b);
+    }
+    if (kInit && j == 2) {
+      mma_rs_n32_trans_init<T>(columns_of(acc, 1), x + 4 * j, wgmma_advance(b, 64));
+    } else if (j >= 2) {
+      mma_rs_n32_trans<T>(columns_of(acc, 1), x + 4 * j, wgmma_advance(b, 64));
+    }
+  }
+}
+
 // S^T += X^T [64 of V, 64 tokens] Y [64 tokens, 128 of K], as add_product(), of the first or second 32 tokens alone.
 template <typename T>
 __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t (&x)[16], uint32_t sY, int half) {
@@ -244,6 +297,22 @@ __device__ __forceinline__ void start_state(float (&S)[64], const ChunkBackwardP
         const int v = 64 * work.half + 16 * at.warp + at.lane / 4 + 8 * (i / 2), k = 8 * j + 2 * (at.lane % 4) + i % 2;
         S[4 * j + i] = work.start == kStateIdentity && v == k ? 1.0f : 0.0f;
       }
+    }
+  }
+}
+
+// What start_state() takes of the caller's tensor, into L2.
+__device__ __forceinline__ void prefetch_state(const ChunkBackwardParams& p, const StatesWork& work,
+                                               const StridedTensor& given, const Lane& at) {
+  if (work.start != kStateGiven || given.data == nullptr) return;
+  const int64_t bytes = given.type == DType::kFloat32 ? 4 : 2;
+  const int v = 64 * work.half + 16 * at.warp + at.lane / 4;
+#pragma unroll 1
+  for (int k = 2 * (at.lane % 4); k < kDim; k += 8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t offset = state_offset(given, p.state_v_first, work.n, work.head, k, v + 8 * i);
+      l2_prefetch_line(static_cast<const uint8_t*>(given.data) + offset * bytes);
     }
   }
 }

@@ -10,18 +10,18 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
                                                const StatesBarriers& bars, Lane at) {
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
-  float S[64];
-  start_state(S, p, work, p.initial_state, at);
+  float S[64] = {};
+  if constexpr (Traits::kRehearses) prefetch_state(p, work, p.initial_state, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
   uint32_t kept = 1 ^ group;
 
-  StatesCursor<Traits::kFwdStages> cursor;
+  auto cursor = StatesCursor<Traits::kFwdStages>::template before_first<Traits::kRehearses>();
   const auto gates_of = [&] { return smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes; };
   // What the step at the cursor takes of its stage besides the operands of products, while the products of the step
   // before still run: beside these a load takes 100 clocks.
-  float beta[16], step_factor[16];
-  uint32_t v[16];
+  float beta[16] = {}, step_factor[16] = {};
+  uint32_t v[16] = {};
   const auto fetch = [&](int step) {
     const uint32_t base = smem + cursor.stage * Traits::kFwdStage, sGates = gates_of();
     const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
@@ -47,88 +47,91 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
-  if (work.steps > 0) fetch(0);
-  for (int step = 0; step < work.steps; ++step) {
-    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-    const int stage = cursor.stage;
-    const uint32_t base = smem + stage * Traits::kFwdStage, sGates = gates_of();
-    const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
-    const uint32_t sGA = base + Traits::kFwdGA;
+#pragma unroll 1
+  for (int turn = Traits::kRehearses ? 0 : 1; turn < 2; ++turn) {
+    if (turn > 0) start_state(S, p, work, p.initial_state, at);
+    const int end = turn > 0 ? work.steps : 0;
+    if (end > 0) fetch(0);
+    for (int step = turn - 1; step < end; ++step) {
+      // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      const int stage = cursor.stage;
+      const uint32_t base = smem + stage * Traits::kFwdStage, sGates = gates_of();
+      const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
+      const uint32_t sGA = base + Traits::kFwdGA;
 
-    // u = S^T K^T; under it the state on its way out.
-    uint32_t packed[32];
-    pack_state<T>(packed, S);
-    float u[32];
-    wgmma_fence();
-    state_times_keys<T>(u, packed, sK);
-    wgmma_commit();
-    // Which product is rounded by itself and which in the sum below is said here: all forms have the same bits.
-    float beta_v[32];
+      // u = S^T K^T; under it the state on its way out.
+      uint32_t packed[32];
+      pack_state<T>(packed, S);
+      float u[32];
+      wgmma_fence();
+      state_times_keys<T>(u, packed, sK);
+      wgmma_commit();
+      // Which product is rounded by itself and which in the sum below is said here: all forms have the same bits.
+      float beta_v[32];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 x = unpack2<T>(v[i]);
-      beta_v[2 * i] = __fmul_rn(beta[2 * (i / 2)], x.x);
-      beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
-    }
-    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
-    if (work.keeps_state(step)) {
-      mbarrier_wait(bars.state_empty(group), kept);
-      put_state(out, packed, at);
-      arrive_warp(bars.state_full(group), at.lane);
-      kept ^= 1;
-    }
-    wgmma_wait<0>();
-    pin(packed);
-    pin(u);
-    float ratio[16];
-    load_vector(ratio, sGates + kPassRatio, at.lane);
-    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
+      for (int i = 0; i < 16; ++i) {
+        const float2 x = unpack2<T>(v[i]);
+        beta_v[2 * i] = __fmul_rn(beta[2 * (i / 2)], x.x);
+        beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
+      }
+      if (Traits::kFused && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
+      if (work.keeps_state(step)) {
+        mbarrier_wait(bars.state_empty(group), kept);
+        put_state(out, packed, at);
+        arrive_warp(bars.state_full(group), at.lane);
+        kept ^= 1;
+      }
+      wgmma_wait<0>();
+      pin(packed);
+      pin(u);
+      float ratio[16];
+      load_vector(ratio, sGates + kPassRatio, at.lane);
+      const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 
-    // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
-    // others by the product.
-    uint32_t w[16];
-    float v_new[32];
+      // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
+      // others by the product.
+      uint32_t w[16];
+      float v_new[32];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      v_new[2 * i] = fmaf(step_factor[2 * (i / 2)], u[2 * i], beta_v[2 * i]);
-      v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
-      w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
-    }
-    const uint64_t ga_desc = wgmma_descriptor(sGA);
-    wgmma_fence();
+      for (int i = 0; i < 16; ++i) {
+        v_new[2 * i] = fmaf(step_factor[2 * (i / 2)], u[2 * i], beta_v[2 * i]);
+        v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
+        w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
+      }
+      wgmma_fence();
+      add_to_later<T>(v_new, w, sGA);
+      wgmma_commit();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) mma_rs_n64<T>(v_new, w + 4 * j, wgmma_advance(ga_desc, j * 32));
-    wgmma_commit();
-#pragma unroll
-    for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
-    wgmma_wait<0>();
-    pin(w);
-    pin(v_new);
+      for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
+      wgmma_wait<0>();
+      pin(w);
+      pin(v_new);
 
-    // S = gC S + K^T diag(gC / gamma) V', and under it V' on its way out.
-    uint32_t scaled[16];
+      // S = gC S + K^T diag(gC / gamma) V', and under it V' on its way out.
+      uint32_t scaled[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      scaled[i] = pack2<T>(ratio[2 * (i / 2)] * v_new[2 * i], ratio[2 * (i / 2) + 1] * v_new[2 * i + 1]);
+      for (int i = 0; i < 16; ++i) {
+        scaled[i] = pack2<T>(ratio[2 * (i / 2)] * v_new[2 * i], ratio[2 * (i / 2) + 1] * v_new[2 * i + 1]);
+      }
+      wgmma_fence();
+      add_product<T>(S, scaled, sK);
+      wgmma_commit();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t plain[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
+        store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
+      }
+      arrive_warp(bars.tokens_full(stage), at.lane);
+      cursor.advance();
+      if (step + 1 < end) fetch(step + 1);
+      wgmma_wait<0>();
+      pin(scaled);
+      pin(S);
+      arrive_warp(bars.empty(stage), at.lane);
     }
-    wgmma_fence();
-    add_product<T>(S, scaled, sK);
-    wgmma_commit();
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t plain[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
-      store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
-    }
-    arrive_warp(bars.tokens_full(stage), at.lane);
-    cursor.advance();
-    if (step + 1 < work.steps) fetch(step + 1);
-    wgmma_wait<0>();
-    pin(scaled);
-    pin(S);
-    arrive_warp(bars.empty(stage), at.lane);
   }
   wgmma_wait<0>();
   pin(S);
@@ -140,15 +143,15 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
                                                const StatesBarriers& bars, Lane at) {
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
-  float dS[64];
-  start_state(dS, p, work, p.dht, at);
+  float dS[64] = {};
+  if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   uint32_t kept = 1 ^ group;  // as in the forward pass
 
-  StatesCursor<Traits::kRevStages> cursor;
+  auto cursor = StatesCursor<Traits::kRevStages>::template before_first<Traits::kRehearses>();
   const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
-  uint32_t d_o[16];
-  float factor[16], ratio[16];
+  uint32_t d_o[16] = {};
+  float factor[16] = {}, ratio[16] = {};
   const auto fetch = [&](int step) {  // as in the forward pass
     const uint32_t base = smem + cursor.stage * Traits::kRevStage, sGates = gates_of();
     const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
@@ -178,104 +181,104 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     }
     load_vector(ratio, sGates + kPassRatio, at.lane);
   };
-  if (work.steps > 0) fetch(0);
-  for (int step = 0; step < work.steps; ++step) {
-    // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-    asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-    const int stage = cursor.stage;
-    const uint32_t base = smem + stage * Traits::kRevStage, sGates = gates_of();
-    const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
-    const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
-    const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
+#pragma unroll 1
+  for (int turn = Traits::kRehearses ? 0 : 1; turn < 2; ++turn) {
+    if (turn > 0) start_state(dS, p, work, p.dht, at);
+    const int end = turn > 0 ? work.steps : 0;
+    if (end > 0) fetch(0);
+    for (int step = turn - 1; step < end; ++step) {
+      // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      const int stage = cursor.stage;
+      const uint32_t base = smem + stage * Traits::kRevStage, sGates = gates_of();
+      const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+      const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
+      const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
 
-    // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
-    uint32_t packed[32];
-    float k_dS[32], p_do[32];
-    pack_state<T>(packed, dS);
-    const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
+      // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
+      uint32_t packed[32];
+      float k_dS[32], p_do[32];
+      pack_state<T>(packed, dS);
+      const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
-    for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
-    wgmma_fence();
-    state_times_keys<T>(k_dS, packed, sK);
-    wgmma_commit();
-    uint32_t scaled[16];
-    scale_tokens<T>(scaled, d_o, factor);
-    if constexpr (Traits::kFused) mbarrier_wait(bars.P_full(), step & 1);
-    const uint64_t p_desc = wgmma_descriptor(sP);
-    wgmma_fence();
-    mma_rs_n64_trans_init<T>(p_do, d_o, p_desc);
-#pragma unroll
-    for (int j = 1; j < 4; ++j) mma_rs_n64_trans<T>(p_do, d_o + 4 * j, wgmma_advance(p_desc, j * 2048));
-    wgmma_commit();
+      for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
+      wgmma_fence();
+      state_times_keys<T>(k_dS, packed, sK);
+      wgmma_commit();
+      uint32_t scaled[16];
+      scale_tokens<T>(scaled, d_o, factor);
+      if (Traits::kFused && step >= 0) mbarrier_wait(bars.P_full(), step & 1);
+      wgmma_fence();
+      add_to_earlier<T, true>(p_do, d_o, sP);
+      wgmma_commit();
 
-    // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
-    wgmma_fence();
-    add_product_half<T>(dS, scaled, sQ, 0);
-    wgmma_commit();
-    if (work.keeps_state(step)) {
-      mbarrier_wait(bars.state_empty(group), kept);
-      put_state(out, packed, at);
-      arrive_warp(bars.state_full(group), at.lane);
-      kept ^= 1;
-    }
-    if constexpr (Traits::kFused) mbarrier_wait(bars.gated(stage), cursor.phase);
-    wgmma_wait<1>();
-    pin(packed);
-    pin(d_o);
-    pin(k_dS);
-    pin(p_do);
-    float step_factor[16], given[16];
-    load_vector(step_factor, sGates + kPassStep, at.lane);
-    load_vector(given, sGates + kPassGiven, at.lane);
-    if constexpr (Traits::kFused) arrive_warp(bars.P_empty(), at.lane);
-
-    // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV', a token's own share in fp32.
-    uint32_t d_v_new[16];
-    float Z[32];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      Z[2 * i] = ratio[2 * (i / 2)] * k_dS[2 * i] + p_do[2 * i];
-      Z[2 * i + 1] = ratio[2 * (i / 2) + 1] * k_dS[2 * i + 1] + p_do[2 * i + 1];
-      d_v_new[i] = pack2<T>(Z[2 * i], Z[2 * i + 1]);
-    }
-    const uint64_t ga_desc = wgmma_descriptor(sGA);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < 4; ++j) mma_rs_n64_trans<T>(Z, d_v_new + 4 * j, wgmma_advance(ga_desc, j * 2048));
-    wgmma_commit();
-    add_product_half<T>(dS, scaled, sQ, 1);
-    wgmma_commit();
-    wgmma_wait<1>();
-    pin(d_v_new);
-    pin(Z);
-
-    // dS += K^T dU, dU = -diag(gamma beta) Z; dv = beta Z (traits.h says what small betas get).
-    uint32_t dU[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
-    }
-    wgmma_fence();
-    add_product<T>(dS, dU, sK);
-    wgmma_commit();
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t d_v[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        d_v[i] = pack2<T>(given[4 * j + 2 * (i / 2)] * Z[8 * j + 2 * i],
-                          given[4 * j + 2 * (i / 2) + 1] * Z[8 * j + 2 * i + 1]);
+      // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
+      wgmma_fence();
+      add_product_half<T>(dS, scaled, sQ, 0);
+      wgmma_commit();
+      if (work.keeps_state(step)) {
+        mbarrier_wait(bars.state_empty(group), kept);
+        put_state(out, packed, at);
+        arrive_warp(bars.state_full(group), at.lane);
+        kept ^= 1;
       }
-      store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
+      if (Traits::kFused && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
+      wgmma_wait<1>();
+      pin(packed);
+      pin(d_o);
+      pin(k_dS);
+      pin(p_do);
+      float step_factor[16], given[16];
+      load_vector(step_factor, sGates + kPassStep, at.lane);
+      load_vector(given, sGates + kPassGiven, at.lane);
+      if (Traits::kFused && step >= 0) arrive_warp(bars.P_empty(), at.lane);
+
+      // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV', a token's own share in fp32.
+      uint32_t d_v_new[16];
+      float Z[32];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        Z[2 * i] = ratio[2 * (i / 2)] * k_dS[2 * i] + p_do[2 * i];
+        Z[2 * i + 1] = ratio[2 * (i / 2) + 1] * k_dS[2 * i + 1] + p_do[2 * i + 1];
+        d_v_new[i] = pack2<T>(Z[2 * i], Z[2 * i + 1]);
+      }
+      wgmma_fence();
+      add_to_earlier<T, false>(Z, d_v_new, sGA);
+      wgmma_commit();
+      add_product_half<T>(dS, scaled, sQ, 1);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(d_v_new);
+      pin(Z);
+
+      // dS += K^T dU, dU = -diag(gamma beta) Z; dv = beta Z (traits.h says what small betas get).
+      uint32_t dU[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
+      }
+      wgmma_fence();
+      add_product<T>(dS, dU, sK);
+      wgmma_commit();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t d_v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          d_v[i] = pack2<T>(given[4 * j + 2 * (i / 2)] * Z[8 * j + 2 * i],
+                            given[4 * j + 2 * (i / 2) + 1] * Z[8 * j + 2 * i + 1]);
+        }
+        store_matrix_x4_trans(transposed_piece(sDo, j, at), d_v[0], d_v[1], d_v[2], d_v[3]);
+      }
+      arrive_warp(bars.tokens_full(stage), at.lane);
+      cursor.advance();
+      if (step + 1 < end) fetch(step + 1);
+      wgmma_wait<0>();
+      pin(scaled);
+      pin(dU);
+      pin(dS);
+      arrive_warp(bars.empty(stage), at.lane);
     }
-    arrive_warp(bars.tokens_full(stage), at.lane);
-    cursor.advance();
-    if (step + 1 < work.steps) fetch(step + 1);
-    wgmma_wait<0>();
-    pin(scaled);
-    pin(dU);
-    pin(dS);
-    arrive_warp(bars.empty(stage), at.lane);
   }
 
   wgmma_wait<0>();

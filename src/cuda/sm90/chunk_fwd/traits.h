@@ -46,9 +46,8 @@ struct ChunkForwardTraits {
   static constexpr bool kStagedH = kSaveH_ && kFastInverse_;
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
-  // side by side (16 with states saved, 14 with staged ones, from 0 to 704) these were within 0.5 % of the best for
-  // bf16 and 1.5 % for fp16; others cost up to 10 % (docs/design/sm90_forward.md). To be measured again when the code
-  // changes.
+  // side by side (14 with staged states, from 0 to 704; 16 without) these are within 0.5 % of the best for bf16 and 1 %
+  // for fp16; others cost up to 10 % (docs/design/sm90_forward.md). To be measured again when the code changes.
   static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : 192;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
