@@ -412,7 +412,11 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
               }
               const float steps = steps_of_choice(parts[1], parts[0], choice, halves, Divisor(kSms));
               if (choice == 0 || steps < best) best = steps;
-              if (choice == usual.choice(sequences * heavy, sequences * heads)) looked_up = steps;
+              int32_t states = -1;
+              if (choice == usual.choice(sequences * heavy, sequences * heads, &states)) {
+                looked_up = steps;
+                EXPECT_EQ(states, parts[0].state_tiles);
+              }
             }
             if (looked_up == 0.0f) continue;
             const double ratio = looked_up / best;

@@ -71,6 +71,19 @@ __device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, 
                : "memory");
 }
 
+// 8 bytes from global to shared memory, both 8-byte aligned.
+__device__ __forceinline__ void copy_async_8(uint32_t smem, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(smem), "l"(reinterpret_cast<uint64_t>(global))
+               : "memory");
+}
+
+// Closes the thread's group of copies since the last; waits until all but the newest kNewest groups have landed.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kNewest>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}
+
 // One of the barrier's expected arrivals, once this thread's copies have landed.
 __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

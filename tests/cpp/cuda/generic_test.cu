@@ -382,6 +382,7 @@ int run(const Settings& settings) {
       {"sm90 forward, shared tiles", true, [&] { return test_sm90_repeat_shared(settings, arena); }},
       {"sm90 forward, soak", true, [&] { return test_sm90_soak(settings, arena); }},
       {"sm90 forward, checkpoints", true, [&] { return test_sm90_checkpoints(settings, arena); }},
+      {"sm90 forward, listed", true, [&] { return test_sm90_listed(settings, arena); }},
       {"sm90 forward, norms", true, [&] { return test_sm90_norms(settings, arena); }},
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},

@@ -67,6 +67,59 @@ inline int64_t test_sm90_checkpoints(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// States that whole heads keep have the same bits every time, and those at listed tokens do not see what follows: not a
+// NaN in the very chunk, nor one in the next sequence.
+inline int64_t test_sm90_listed(const Settings& settings, Arena& arena) {
+  Checker checker("states at listed tokens, sm90", settings, arena);
+  Random random(37);
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    Shape s;
+    s.dtype = type;
+    s.Hq = 2;
+    s.Hv = 8;
+    s.K = s.V = 128;
+    for (int64_t n = 0; n <= 20; ++n) s.cu_seqlens.push_back(150 * n);
+    s.T = s.cu_seqlens.back();
+    Features f;
+    f.initial_state = f.final_state = true;
+    f.cp_mode = FLASH_QLA_CP_AUTO;
+    f.v_first = type == DType::kFloat16;
+    PoolFeatures kept;
+    kept.pool = kept.packed_checkpoints = kept.listed_checkpoints = kept.h = true;
+    ForwardCall clean;
+    clean.draw(s, f, kept, false, random);
+    constexpr int64_t kListed[] = {20, 21, 280, 364, 750};
+    clean.checkpoint_offsets.fill(
+        [&](int64_t i, int64_t, int64_t, int64_t) { return static_cast<double>(kListed[i]); });
+    ForwardCall again = clean, dirty = clean;
+    const auto spoil = [&](Buffer& x) {
+      const Tensor t = x.host();
+      x.fill([&](int64_t i, int64_t j, int64_t k, int64_t l) {
+        return j == 25 || j == 285 || j == 364 || j == 750 ? static_cast<double>(NAN)
+                                                           : load(t, offset_of(t, i, j, k, l));
+      });
+    };
+    for (Buffer* x : {&dirty.in.k, &dirty.in.v, &dirty.in.beta}) spoil(*x);
+    for (ForwardCall* call : {&clean, &again, &dirty}) {
+      checker.count();
+      const std::string error = run_call(*call, "sm90", FLASH_QLA_CUDA, arena);
+      if (!error.empty()) checker.fail("forward", "sm90", error);
+    }
+    const Tensor slots = clean.checkpoint_indices.host();
+    for (const int64_t i : {0, 1, 2, 3, 4}) {
+      const int64_t slot = static_cast<int64_t>(load(slots, offset_of(slots, i)));
+      if (clean.pool.slice(0, slot, slot + 1).bytes() != dirty.pool.slice(0, slot, slot + 1).bytes()) {
+        checker.fail("listed token " + std::to_string(kListed[i]), "sm90", "the state depends on what follows");
+      }
+    }
+    if (!same(clean.o, again.o) || !same(clean.pool, again.pool) || !same(clean.h, again.h) ||
+        !same(clean.checkpoints, again.checkpoints)) {
+      checker.fail("again", "sm90", "the bits differ");
+    }
+  }
+  return checker.finish();
+}
+
 // A sequence in a batch that fills the card has the bits that it has alone, and those of a few of its heads alone.
 inline int64_t test_sm90_batch(const Settings& settings, Arena& arena) {
   Checker checker("bits depend on neither batch nor heads, sm90", settings, arena);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../../common/bulk.cuh"
 #include "../../common/mbarrier.cuh"
 #include "../../common/tma.cuh"
 #include "kernel_params.h"
@@ -19,8 +20,8 @@ inline constexpr int kLastChunk = 2;
 // Where chunks end where states are kept (ChunkForwardTraits::kEndsWhereKept):
 inline constexpr int kKeptChunk = 256;      // the state after it is kept
 inline constexpr int kEndsOnGrid = 512;     // set beside kKeptChunk: it ends a whole chunk of its sequence
-inline constexpr int kRowsFollow = 2048;    // all 64 rows from its first on are of its tile
 inline constexpr int kInsideOnGrid = 1024;  // it starts inside of a chunk of its sequence
+inline constexpr int kRowsFollow = 16384;   // all 64 rows from its first on are of its tile
 // Of a sequence split:
 inline constexpr int kSilentChunk = 4;    // nothing of it is stored
 inline constexpr int kNoValues = 8;       // V counts as zero
@@ -70,7 +71,7 @@ inline constexpr int32_t kNeverKept = INT32_MAX;
 struct alignas(16) ChunkWalker {
   ChunkRecord next;
   int32_t remaining;  // tokens of the tile not yet produced; -1: the tile is done
-  int32_t tile;       // tile opened last, or to open first; not of a list
+  int32_t tile;       // tile opened last, or to open first; of a list a ticket taken before the plan is there, -1: none
   int32_t tiles;      // how many there are; of a list which parts of it still have some
   int32_t silent;     // chunks of the tile not yet produced that leave nothing behind
   int32_t opened;     // tiles so far, also such as had nothing to do where there is no list
@@ -112,7 +113,7 @@ __device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& a
   return {static_cast<int32_t>(start), static_cast<int32_t>(end - start), i, 0};
 }
 
-inline constexpr int64_t kNoSlot = -1;
+inline constexpr int kNoSlot = -1;
 // `slot` where the set has it.
 __device__ __forceinline__ int64_t usable_slot(const StateSet& set, int64_t slot) {
   return slot <= set.null_index || slot < 0 || slot >= set.slots ? kNoSlot : slot;
@@ -153,12 +154,18 @@ __device__ __forceinline__ int boundary_place(int group, int warp, int j, int la
 }
 inline constexpr int64_t kBoundaryVectors = kHeadDim * kHeadDim / 4;
 
-// A transition is kept as the left operands of the products that apply it (combine.cuh): where the uint4 of a lane lies
-// for 16 rows of M, 16 columns, and the first or second part of its floats (pack_two_parts()).
+// A transition is kept by 16 rows, as the left operands of the products that apply it (combine.cuh), 16 columns each,
+// and its diagonal in fp32. What is off the diagonal is a sum of products of 16-bit operands and known to 2^-9 of
+// itself in bf16: one bf16 holds it. In fp16 it is known better, and kept in two parts (pack_two_parts()). The diagonal
+// may be 1 and nearly all that there is of M.
 inline constexpr int kTransitionSteps = kHeadDim / 16;
-__device__ __forceinline__ int transition_place(int rows, int columns, int part, int lane) {
-  return ((rows * kTransitionSteps + columns) * 2 + part) * 32 + lane;
-}
+template <typename Element>
+inline constexpr int kTransitionParts = std::is_same_v<Element, __nv_bfloat16> ? 1 : 2;
+template <int kParts>
+struct TransitionRows {
+  uint4 columns[kTransitionSteps][kParts][32];  // by lanes
+  float diagonal[16];
+};
 
 // Before a block's first tile. The plan must be there.
 template <typename Traits>
@@ -166,7 +173,7 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   walker.remaining = -1;
   walker.opened = walker.waits = 0;
   if (p.list != nullptr) {
-    walker.tile = 0;
+    walker.tile = -1;
     walker.tiles = Traits::kStateOnly ? 1 : 3;  // see take_listed_tile()
   } else {
     walker.tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
@@ -174,9 +181,18 @@ __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, Chu
   }
 }
 
+// SMs 2i and 2i + 1 share a cache of instructions: i of this one.
+__device__ __forceinline__ uint32_t pair_of_sms() {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm / 2;
+}
+
 // A number as it is in memory at this moment.
-__device__ __forceinline__ uint32_t load_now(const uint32_t* data) {
-  return *static_cast<const volatile uint32_t*>(data);
+template <typename Number>
+__device__ __forceinline__ uint32_t load_now(const Number* data) {
+  static_assert(sizeof(Number) == 4);
+  return static_cast<uint32_t>(*static_cast<const volatile Number*>(data));
 }
 
 // The next tile of a split's list, or -1 after the last. walker.tiles: which of its two parts are not given out, 1
@@ -187,27 +203,36 @@ __device__ __forceinline__ int32_t take_listed_tile(const ChunkForwardKernelPara
   if constexpr (Traits::kStateOnly || (Traits::kSave && !Traits::kEndsWhereKept)) {
     // In the order of the list (with kSave there are no registers left to ask what is ready). Its size is read beside
     // the ticket: one latency, not two.
-    const int32_t tiles = p.tickets->tiles + p.tickets->dependent_tiles;
-    const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    const int32_t tiles = p.sizes->tiles + p.sizes->dependent_tiles;
+    int32_t tile = walker.tile;
+    walker.tile = -1;
+    if (tile < 0) tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
     if (tile < tiles) return tile;
     walker.tiles = 0;
   } else {
+    if (walker.tile >= 0) {
+      const int32_t tile = walker.tile;
+      walker.tile = -1;
+      if (tile < p.sizes->tiles) return tile;
+      walker.tiles = 2;
+    }
     while (walker.tiles != 0) {
       // Whether the boundary states are there is asked for the order alone: who reads them waits for them.
       const SplitProgress& progress = p.counters->progress;
       const bool there = load_now(&progress.states_left) + load_now(&progress.pieces_left) == 0;
+      const uint32_t tiles = load_now(&p.sizes->tiles), dependent_tiles = load_now(&p.sizes->dependent_tiles);
       const bool dependent =
           walker.tiles == 2 || (walker.tiles == 3 && there &&
                                 (p.readers == nullptr || load_now(&p.tickets->ticket) >= progress.first_tiles));
       // Tiles are taken chunks ahead of their time. A block that waits leaves the other tiles that do to blocks that
       // are still to come: where there are as many blocks as such tiles, none is left over.
-      if (walker.waits != 0 && !there && p.tickets->dependent_tiles <= static_cast<int32_t>(gridDim.x)) {
+      if (walker.waits != 0 && !there && dependent_tiles <= gridDim.x) {
         walker.tiles = 0;
         break;
       }
       walker.waits = dependent && !there;
-      const int32_t tile = static_cast<int32_t>(atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u));
-      if (tile < (&p.tickets->tiles)[dependent ? 1 : 0]) return dependent ? tile + p.tickets->tiles : tile;
+      const uint32_t tile = atomicAdd(&p.tickets->ticket + (dependent ? 1 : 0), 1u);
+      if (tile < (dependent ? dependent_tiles : tiles)) return static_cast<int32_t>(dependent ? tile + tiles : tile);
       walker.tiles &= dependent ? ~2 : ~1;
     }
   }
@@ -219,10 +244,10 @@ template <typename Traits>
 __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
   const ChunkForwardArgs& args = p.args;
   while (walker.tiles != 0) {
-    walker.tile = take_listed_tile<Traits>(p, walker);
-    if (walker.tile < 0) return;
+    const int32_t tile = take_listed_tile<Traits>(p, walker);
+    if (tile < 0) return;
     // By parts, not as a copy: registers are short where this is called.
-    const Tile& t = p.list[walker.tile];
+    const Tile& t = p.list[tile];
     ChunkRecord& r = walker.next;
     r.row = t.row;
     r.sequence = t.sequence;
@@ -323,6 +348,58 @@ __device__ __forceinline__ int32_t next_tile(const ChunkForwardKernelParams& p, 
   return tile + streams;
 }
 
+// What kernels whose chunks end where states are kept have in shared memory, lest the warp that opens tiles, and the
+// state groups at a listed token, wait for memory: of each listed token place and slot, and of each sequence of kSorted
+// the slots.
+struct ListedToken {
+  int32_t token, slot;  // the state after the tokens before `token`; 0: none. kNoSlot: it is not wanted
+};
+struct FoundSlots {
+  int32_t in, out;  // initial_slot(), resolve_slot() of the final states
+};
+static_assert(sizeof(ListedToken) == 8 && sizeof(FoundSlots) == 8);
+template <typename Traits>
+__device__ __forceinline__ ListedToken* listed_tokens() {
+  return reinterpret_cast<ListedToken*>(shared_memory() + Traits::kSmemListed);
+}
+template <typename Traits>
+__device__ __forceinline__ FoundSlots* found_slots() {
+  return reinterpret_cast<FoundSlots*>(shared_memory() + Traits::kSmemSlots);
+}
+__device__ __forceinline__ ListedToken read_listed(const ChunkForwardArgs& args, int32_t i) {
+  const int64_t token = load_index(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride);
+  const int64_t slot = load_index(args.listed_slots, args.listed_slots_are_64_bit, i * args.listed_slots_stride);
+  return {token > 0 && token <= args.num_tokens ? static_cast<int32_t>(token) : 0,
+          static_cast<int32_t>(usable_slot(args.final_state, slot))};
+}
+// By one warp.
+template <typename Traits>
+__device__ __forceinline__ void fetch_listed_and_slots(const ChunkForwardKernelParams& p, int lane) {
+  const ChunkForwardArgs& args = p.args;
+#pragma unroll 1
+  for (int32_t i = lane; i < args.num_listed; i += 32) listed_tokens<Traits>()[i] = read_listed(args, i);
+  if (p.order == BlockOrder::kSorted && lane < args.num_sequences) {
+    found_slots<Traits>()[lane] = {static_cast<int32_t>(initial_slot(args, lane)),
+                                   static_cast<int32_t>(resolve_slot(args.final_state, lane))};
+  }
+  __syncwarp();
+}
+
+template <typename Traits>
+__device__ __forceinline__ int64_t final_slot_of(const ChunkForwardKernelParams& p, int32_t sequence) {
+  if constexpr (Traits::kEndsWhereKept) {
+    if (p.order == BlockOrder::kSorted) return found_slots<Traits>()[sequence].out;
+  }
+  return resolve_slot(p.args.final_state, sequence);
+}
+template <typename Traits>
+__device__ __forceinline__ int64_t initial_slot_of(const ChunkForwardKernelParams& p, int32_t sequence) {
+  if constexpr (Traits::kEndsWhereKept) {
+    if (p.order == BlockOrder::kSorted) return found_slots<Traits>()[sequence].in;
+  }
+  return initial_slot(p.args, sequence);
+}
+
 template <typename Traits>
 inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
 
@@ -366,9 +443,9 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
     const int32_t rank = tile / args.num_value_heads;
     const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
     ChunkRecord& r = walker.next;
-    r.slot_out = resolve_slot(args.final_state, sequence.index);
+    r.slot_out = final_slot_of<Traits>(p, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
-    r.slot_in = initial_slot(args, sequence.index);
+    r.slot_in = initial_slot_of<Traits>(p, sequence.index);
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
@@ -408,6 +485,7 @@ inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
 // ChunkEnd::kept of a chunk that starts with token `row`, `inside` tokens after the start of its sequence's chunk
 // `position`, in a tile that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
 // `first` on are looked at.
+template <typename Traits>
 __device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, int32_t row, int32_t position,
                                                   int32_t inside, int32_t tokens, int32_t first, int32_t step) {
   int64_t least = kNeverKept;
@@ -416,9 +494,8 @@ __device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, 
   }
 #pragma unroll 4
   for (int32_t i = first; i < args.num_listed; i += step) {
-    const int64_t after =
-        load_index(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride) - row;
-    if (after > 0) least = min(least, after);
+    const int32_t after = listed_tokens<Traits>()[i].token - row;
+    if (after > 0) least = min(least, int64_t{after});
   }
   return least <= tokens ? static_cast<int32_t>(least) : kNeverKept;
 }
@@ -450,7 +527,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
   r.valid = min(walker.remaining, kChunk);
   if constexpr (Traits::kEndsWhereKept) {
     const auto find_kept = [&](int32_t row, int32_t position, int32_t tokens) {
-      return tokens_to_kept(p.args, row, position, walker.end.inside, tokens, 0, 1);
+      return tokens_to_kept<Traits>(p.args, row, position, walker.end.inside, tokens, 0, 1);
     };
     if (r.flags & kFirstChunk) {
       walker.end.inside = 0;
@@ -585,19 +662,38 @@ __device__ __forceinline__ void deal_tiles(const ChunkForwardKernelParams& p, in
   if (lane == 0) dealt.count = count;
 }
 
+// The plan of a split, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
+// kernels behind this one start after that. Who has to wait takes a ticket meanwhile, which lane 0 gets; else -1.
+__device__ __forceinline__ int32_t wait_for_plan(const ChunkForwardKernelParams& p, int lane) {
+  int32_t early = -1;
+  if (lane == 0) {
+    if (load_acquire(&p.counters->made) != 1) {
+      early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+      while (load_acquire(&p.counters->made) != 1) {
+      }
+    }
+    fence_proxy_async_all();  // the copy engine's reads come behind it as well
+  }
+  __syncwarp();
+  return early;
+}
+
 // ... by one warp.
 template <typename Traits>
 __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
   const ChunkForwardArgs& args = p.args;
-  if (p.list != nullptr) asm volatile("griddepcontrol.launch_dependents;");
+  int32_t early = -1;
+  if (p.list != nullptr) {
+    early = wait_for_plan(p, lane);
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
   const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
   const int32_t rank = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;  // of the first tile
   const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
   PlannedSequence s{};
   if (finds) s = sequence_at(args, mine);
   // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
-  // that they might write, and once more if they have. Of a split's output kernels the plan is there: the state kernel
-  // lets them start after it has waited for it.
+  // that they might write, and once more if they have.
   bool waits = p.list == nullptr;
 #pragma unroll 1
   while (true) {
@@ -615,9 +711,11 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0 && !has_slots(args);
     }
     if (guesses || !waits) {
+      if constexpr (Traits::kEndsWhereKept) fetch_listed_and_slots<Traits>(p, lane);
       if (lane == 0) {
         ChunkWalker walker;  // in registers for as long as it goes on at once
         open_list<Traits>(p, walker);
+        if (p.list != nullptr) walker.tile = early;
 #pragma unroll 1
         for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
           produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);

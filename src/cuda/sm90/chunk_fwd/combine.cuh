@@ -1,5 +1,6 @@
 // Boundary states of a sequence split: S' = M S + B through the chains of transitions, by the blocks that made the
-// transitions, once all are there. Sums are fp32, factors two bf16 each (pack_two_parts()).
+// transitions, once all are there. Sums are fp32, states two bf16 each (pack_two_parts()), transitions as
+// TransitionRows says.
 #pragma once
 
 #include "../../common/bulk.cuh"
@@ -10,23 +11,28 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each, and bring their rows of M
-// themselves, up to three transitions ahead. (Straight into registers, one ahead, a transition took 1.15 to 1.4 us;
-// with sixteen or 32 columns to a block the products alone take 1.1 or 1.8.)
+// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each; an auxiliary warp brings the
+// transitions, some ahead, through shared memory. (Straight into registers, one ahead, a transition took 1.15 to 1.4
+// us; with sixteen or 32 columns to a block the products alone take 1.1 or 1.8; a copy of its own rows by each warp is
+// 0.1 us of its 0.6.)
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
-// The named barrier of these warps; those before it are the auxiliary groups'.
+// The named barrier of these warps and the one that brings; those before it are the auxiliary groups'.
 inline constexpr uint32_t kCombineBarrier = 4;
+__device__ __forceinline__ void meet_to_combine() { named_barrier_sync(kCombineBarrier, 32 * (kCombineWarps + 1)); }
 
-inline constexpr int kCombineStages = 3;                                   // what there is room for
-inline constexpr uint32_t kCombineBytes = kTransitionSteps * 2 * 32 * 16;  // a warp's rows of a transition
+// Local states that are on their way: memory takes about a microsecond.
+inline constexpr int kLocalAhead = 4;
 
+template <int kParts>
 struct CombineMemory {
-  uint4 transition[kCombineWarps][kCombineStages][kTransitionSteps][2][32];
+  static constexpr uint32_t kStages = kParts == 1 ? 4 : 2;  // what there is room for
+  TransitionRows<kParts> transition[kStages][kCombineWarps];
   // The states before and after a transition, as the products' right operands, by 16 rows.
   uint4 state[2][kCombineWarps][32];
-  uint64_t full[kCombineWarps][kCombineStages];
+  float2 local[kCombineWarps][kLocalAhead][2][32];
+  uint64_t full[kStages];
   TransitionChain chain;
   int32_t unit;
 };
@@ -63,106 +69,178 @@ __device__ __forceinline__ float2 from_share(const float (&columns)[2], bool odd
   return odd ? make_float2(other, columns[1]) : make_float2(columns[0], other);
 }
 
-// Columns 8 slice .. 8 slice + 7 of all states of a chain. Products of the parts: high high + high low + low high.
-// stages: that this warp has used before.
-__device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelParams& p, CombineMemory& memory,
+// The transitions of a chain into their stages, by one warp. stages: that have been used before. Where the warps meet
+// at a step's end they have read its transition.
+template <int kParts>
+__device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
+                                                  const TransitionChain& chain, uint32_t stages) {
+  constexpr uint32_t kStages = CombineMemory<kParts>::kStages;
+  const auto bring = [&](int step) {
+    if (step > chain.transitions || !elect_one()) return;
+    const uint32_t stage = (stages + static_cast<uint32_t>(step)) % kStages;
+    auto& to = memory.transition[stage];
+    const uint32_t full = smem_address(&memory.full[stage]);
+    mbarrier_arrive_expect(full, sizeof(to));
+    bulk_load(smem_address(to),
+              static_cast<const char*>(p.transitions) + (static_cast<int64_t>(chain.first_slot) + step) * sizeof(to),
+              sizeof(to), full);
+  };
+  // They were written by ordinary stores, seen through the counter that another thread has read.
+  fence_proxy_async_all();
+#pragma unroll 1
+  for (int step = 1; step <= static_cast<int>(kStages); ++step) bring(step);
+  meet_to_combine();
+#pragma unroll 1
+  for (int step = 1; step <= chain.transitions; ++step) {
+    meet_to_combine();
+    bring(step + static_cast<int>(kStages));
+  }
+}
+
+// Columns 8 slice .. 8 slice + 7 of all states of a chain. stages: see above.
+template <int kParts>
+__device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
                                                      const TransitionChain& chain, int slice, uint32_t stages, int warp,
                                                      int lane) {
+  constexpr uint32_t kStages = CombineMemory<kParts>::kStages;
   const int g = lane >> 2, t = lane & 3;
   const bool odd = (g & 1) != 0;
   // Rows 16 warp .. of these columns, in a boundary state's order; eight rows further on 32 places, here of half a
   // float4 each.
   constexpr int kState = 2 * kBoundaryVectors, kEightRows = 2 * 32;
-  float2* local = reinterpret_cast<float2*>(p.boundary_states) + static_cast<int64_t>(chain.first_slot) * kState +
-                  2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
-  const uint4* transition =
-      p.transitions + static_cast<int64_t>(chain.first_slot) * kBoundaryVectors + transition_place(warp, 0, 0, 0);
-  // The rows of a transition into the next stage, by one lane.
-  const auto bring = [&](int step, uint32_t number) {
-    const uint32_t stage = number % kCombineStages, full = smem_address(&memory.full[warp][stage]);
-    mbarrier_arrive_expect(full, kCombineBytes);
-    bulk_load(smem_address(memory.transition[warp][stage]), transition + step * kBoundaryVectors, kCombineBytes, full);
+  float2* const states =
+      reinterpret_cast<float2*>(p.boundary_states) + static_cast<int64_t>(chain.first_slot) * kState +
+      2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
+  // A local state; every thread brings, and reads, what it needs itself.
+  const auto bring_local = [&](int step) {
+    if (step <= chain.transitions) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        copy_async_8(smem_address(&memory.local[warp][step % kLocalAhead][i][lane]),
+                     states + step * kState + kEightRows * i);
+      }
+    }
+    copy_async_commit();
+  };
+  const auto read_local = [&](int step, CombineShare& share) {
+    copy_async_wait<kLocalAhead - 1>();
+    const auto& local = memory.local[warp][step % kLocalAhead];
+    const float2 rows[2] = {local[0][lane], local[1][lane]};
+    to_share(rows, share, odd);
+    bring_local(step + kLocalAhead);
   };
   const auto share = [&](int buffer, const CombineShare& x) {
     const uint2 upper = pack_two_parts(x[0][0], x[0][1]), lower = pack_two_parts(x[1][0], x[1][1]);
     memory.state[buffer][warp][lane] =
         make_uint4(transpose_8x8(upper.x), transpose_8x8(lower.x), transpose_8x8(upper.y), transpose_8x8(lower.y));
-    named_barrier_sync(kCombineBarrier, 32 * kCombineWarps);
+    meet_to_combine();
   };
-  if (lane == 0) {
-    // They were written by ordinary stores, seen through the counter that another thread has read.
-    fence_proxy_async_all();
-    for (int i = 1; i <= min(kCombineStages, chain.transitions); ++i) bring(i, stages + i - 1);
-  }
-  __syncwarp();
-  float2 next[2] = {__ldcg(local), __ldcg(local + kEightRows)};
-  CombineShare state;
-  to_share(next, state, odd);
-  share(0, state);
+  const auto keep = [&](int step, const CombineShare& x) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) next[i] = __ldcg(local + kState + kEightRows * i);
-#pragma unroll 1
-  for (int step = 1; step <= chain.transitions; ++step, ++stages) {
-    const bool more = step < chain.transitions;
-    local += kState;
-    const uint32_t stage = stages % kCombineStages;
-    const auto& m = memory.transition[warp][stage];
-    // Sums of their own for each kind of product and every second k: one would be a chain of 24.
-    float sums[2][3][4] = {};
-    mbarrier_wait(smem_address(&memory.full[warp][stage]), stages / kCombineStages & 1);
+    for (int i = 0; i < 2; ++i) states[step * kState + kEightRows * i] = from_share(x[i], odd);
+  };
+  // The warp's rows of a transition, in registers.
+  struct Rows {
+    uint4 m[kTransitionSteps][kParts];
+    float diagonal[2];
+  };
+  const auto read_transition = [&](int step, Rows& to) {
+    const uint32_t number = stages + static_cast<uint32_t>(step), stage = number % kStages;
+    mbarrier_wait(smem_address(&memory.full[stage]), number / kStages & 1);
+    const TransitionRows<kParts>& rows = memory.transition[stage][warp];
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
-      const uint4 b = memory.state[(step - 1) & 1][k][lane];
-      const uint4 high = m[k][0][lane], low = m[k][1][lane];
-      mma_bf16(sums[k & 1][0], high, b.x, b.y);
-      mma_bf16(sums[k & 1][1], high, b.z, b.w);
-      mma_bf16(sums[k & 1][2], low, b.x, b.y);
-    }
-    __syncwarp();
-    if (lane == 0 && step + kCombineStages <= chain.transitions) bring(step + kCombineStages, stages + kCombineStages);
-    to_share(next, state, odd);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (more) next[i] = __ldcg(local + kState + kEightRows * i);
+      for (int part = 0; part < kParts; ++part) to.m[k][part] = rows.columns[k][part][lane];
     }
+    to.diagonal[0] = rows.diagonal[g];
+    to.diagonal[1] = rows.diagonal[8 + g];
+  };
+  CombineShare state;
+  // What a transition needs beside the state is asked for under the products: shared memory serves in order, and what
+  // comes between the last product and the next state would be waited for.
+  const auto apply = [&](int step, Rows& now, Rows& next) {
+    // Sums of their own for each kind of product and every second k: one would be a chain of 16, or 24.
+    float sums[2][kParts + 1][4] = {};
+    const auto multiply = [&](int first) {
+      uint4 b[kTransitionSteps / 2];
+#pragma unroll
+      for (int k = 0; k < kTransitionSteps / 2; ++k) b[k] = memory.state[(step - 1) & 1][first + k][lane];
+#pragma unroll
+      for (int k = 0; k < kTransitionSteps / 2; ++k) {
+        mma_bf16(sums[k & 1][0], now.m[first + k][0], b[k].x, b[k].y);
+        mma_bf16(sums[k & 1][1], now.m[first + k][0], b[k].z, b[k].w);
+        if constexpr (kParts == 2) mma_bf16(sums[k & 1][2], now.m[first + k][1], b[k].x, b[k].y);
+      }
+    };
+    multiply(0);
+    multiply(kTransitionSteps / 2);
+    const float diagonal[2] = {now.diagonal[0], now.diagonal[1]};
+    CombineShare local;
+    read_local(step, local);
+    if (step < chain.transitions) read_transition(step + 1, next);
+    if (step > 1) keep(step - 1, state);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      state[e >> 1][e & 1] +=
-          ((sums[0][1][e] + sums[0][2][e]) + (sums[1][1][e] + sums[1][2][e])) + (sums[0][0][e] + sums[1][0][e]);
+      float small = sums[0][1][e] + sums[1][1][e];
+      if constexpr (kParts == 2) small += sums[0][2][e] + sums[1][2][e];
+      float& x = state[e >> 1][e & 1];
+      x = fmaf(diagonal[e >> 1], x, local[e >> 1][e & 1]) + (small + (sums[0][0][e] + sums[1][0][e]));
     }
     share(step & 1, state);
+  };
 #pragma unroll
-    for (int i = 0; i < 2; ++i) local[kEightRows * i] = from_share(state[i], odd);
+  for (int i = 0; i < kLocalAhead; ++i) bring_local(i);
+  read_local(0, state);
+  share(0, state);
+  // In two parts there are not registers for two transitions: the next one takes the place of this.
+  Rows rows[kParts == 1 ? 2 : 1];
+  Rows &one = rows[0], &other = rows[kParts == 1 ? 1 : 0];
+  read_transition(1, one);
+#pragma unroll 1
+  for (int step = 1;; step += 2) {
+    apply(step, one, other);
+    if (step + 1 > chain.transitions) break;
+    apply(step + 1, other, one);
+    if (step + 2 > chain.transitions) break;
   }
+  keep(chain.transitions, state);
+  copy_async_wait<0>();
 }
 
-// By the state groups' warps, each with its number among them, when they are through with the block's tiles.
+template <typename Traits>
+__device__ __forceinline__ int32_t opened_tiles() {
+  return reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened;
+}
+
+// When the block's tiles are through: by the state groups' warps, each with its number among them, and by an auxiliary
+// one, number kCombineWarps.
 template <typename Traits>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, int warp, int lane) {
-  static_assert(sizeof(CombineMemory) <= Traits::kSmemWalker);  // the walker stays
-  CombineMemory& memory = *reinterpret_cast<CombineMemory*>(shared_memory());
+  using Memory = CombineMemory<kTransitionParts<typename Traits::Element>>;
+  static_assert(sizeof(Memory) <= Traits::kSmemWalker);  // the walker stays
+  Memory& memory = *reinterpret_cast<Memory*>(shared_memory());
+  const int32_t opened = opened_tiles<Traits>();
+  if (opened < 0) return;  // the plan is not there
   const SplitProgress& progress = p.counters->progress;
   const int units = static_cast<int>(progress.pieces);
   // A block that had no tile leaves its SM to the next kernel. But as many stay as there are more pieces than tiles, on
   // SMs that no tile needs before the boundary states are there: with more of them 32 heads of 4,096 tokens took 0.15
   // to 0.16 ms in place of 0.13 without a cut.
-  const bool had_tiles = reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened > 0;
+  const bool had_tiles = opened > 0;
   const TileList& states = p.counters->states;
   const int idle = static_cast<int>(gridDim.x) - states.tiles - p.counters->outputs.tiles;
   const int helpers = min(units - states.tiles, idle);
   if (units == 0 || (!had_tiles && helpers <= 0)) return;
   const bool first = warp == 0 && lane == 0;
-  const auto meet = [] { named_barrier_sync(kCombineBarrier, 32 * kCombineWarps); };
-  meet();  // the tiles' shared memory is free
-  if (lane == 0) {
-    for (int i = 0; i < kCombineStages; ++i) mbarrier_init(smem_address(&memory.full[warp][i]), 1);
-    mbarrier_init_fence();
-  }
+  meet_to_combine();  // the tiles' shared memory is free
   const auto take = [&] {
     memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
     if (memory.unit < units) memory.chain = p.chains[memory.unit / kCombineSlices];
   };
   if (first) {
+    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[i]), 1);
+    mbarrier_init_fence();
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
     const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
@@ -170,21 +248,25 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     memory.unit = units;
     if (needed) take();
     // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-    while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(100);
+    while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
   }
-  meet();
-  uint32_t stages = 0;
+  meet_to_combine();
+  uint32_t stages = ~0u;  // the first transition's number is 1
   while (memory.unit < units) {
     const TransitionChain chain = memory.chain;
-    multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+    if (warp == kCombineWarps) {
+      bring_transitions(p, memory, chain, stages);
+    } else {
+      multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+    }
     stages += static_cast<uint32_t>(chain.transitions);
-    meet();
+    meet_to_combine();
     if (first) {
       __threadfence();
       atomicSub(&p.counters->progress.pieces_left, 1u);
       take();
     }
-    meet();
+    meet_to_combine();
   }
 }
 

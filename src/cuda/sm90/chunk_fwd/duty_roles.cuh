@@ -281,8 +281,7 @@ struct GateRole : DutyRole<Traits> {
   // warp's time.
   struct OpenTile {
     int word, remaining, silent;  // as in ChunkWalker
-    ChunkEnd end;                 // likewise; only where chunks end where states are kept, as is
-    int listed;                   // read_listed()
+    ChunkEnd end;                 // likewise; only where chunks end where states are kept
   };
   // Words of a record.
   static constexpr int kRecordWords = sizeof(ChunkRecord) / 4;
@@ -292,28 +291,20 @@ struct GateRole : DutyRole<Traits> {
   __device__ ChunkWalker& walker() const {
     return *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
   }
-  __device__ OpenTile read_tile(int listed) const {
+  __device__ OpenTile read_tile() const {
     const ChunkWalker& from = walker();
     const int word = reinterpret_cast<const int*>(&from.next)[min(this->lane(), kRecordWords - 1)];
-    OpenTile tile{word, from.remaining, from.silent, {}, listed};
+    OpenTile tile{word, from.remaining, from.silent, {}};
     if constexpr (Traits::kEndsWhereKept) tile.end = from.end;
     return tile;
-  }
-  // Of the first 32 listed tokens the lane's, 0 if there is none.
-  __device__ int read_listed() const {
-    const ChunkForwardArgs& args = p.args;
-    if (!Traits::kEndsWhereKept || this->lane() >= args.num_listed) return 0;
-    const int64_t token =
-        load_index(args.listed_offsets, args.listed_offsets_are_64_bit, this->lane() * args.listed_offsets_stride);
-    return token > 0 && token <= args.num_tokens ? static_cast<int>(token) : 0;
   }
   // For the open tile's next chunk, `skipped` tokens after that of tile.word.
   __device__ int32_t find_kept(const OpenTile& tile, int skipped) const {
     const int row = __shfl_sync(0xffffffffu, tile.word, kRow) + skipped;
     const int position = __shfl_sync(0xffffffffu, tile.word, kPosition) + (skipped > 0 && tile.end.inside == 0);
-    int32_t kept = tokens_to_kept(p.args, row, position, tile.end.inside, tile.remaining, 32 + this->lane(), 32);
-    if (tile.listed > row && tile.listed - row <= tile.remaining) kept = min(kept, tile.listed - row);
-    return static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(kept)));
+    return static_cast<int32_t>(
+        __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(tokens_to_kept<Traits>(
+                                           p.args, row, position, tile.end.inside, tile.remaining, this->lane(), 32))));
   }
   __device__ void list_chunk(uint32_t m, OpenTile& tile) const {
     const int number = this->lane();
@@ -325,7 +316,7 @@ struct GateRole : DutyRole<Traits> {
         open_next_tile<Traits>(p, walker());
       }
       __syncwarp();
-      tile = read_tile(tile.listed);
+      tile = read_tile();
       if (tile.remaining < 0) {
         if (number == kValid) *to = -1;
         return;
@@ -355,7 +346,7 @@ struct GateRole : DutyRole<Traits> {
 
   __device__ void run() const {
     static_assert(Traits::kStagesRaw == 2 * Traits::kStagesGate);
-    OpenTile tile = read_tile(read_listed());
+    OpenTile tile = read_tile();
 #pragma unroll 1
     for (uint32_t m = 0; m < Traits::kStagesGate && record(m).valid >= 0; ++m) fetch(m);
 #pragma unroll 1
@@ -770,7 +761,8 @@ struct ProductRole : DutyRole<Traits> {
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
       mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
-      start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
+      const bool speaks = !Traits::kSkipsSilent || __any_sync(0xffffffffu, (record(m).flags & kSilentChunk) == 0);
+      if (speaks) start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
       if (m >= 2) this->wait_done(m - 2);
       store_m(packed, m + kLead - 1);
       const int valid3 = record(m + 3).valid;
@@ -779,14 +771,16 @@ struct ProductRole : DutyRole<Traits> {
       wgmma_wait<0>();
       pin(x);
       mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
-      if (__any_sync(0xffffffffu, mild != 0.0f)) {
+      if (speaks) {
+        if (__any_sync(0xffffffffu, mild != 0.0f)) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
-      } else {
-        pack_gated(x, this->stage_gate(m), packed);
+          for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
+        } else {
+          pack_gated(x, this->stage_gate(m), packed);
+        }
+        pin(packed);
+        store_p(packed, m);
       }
-      pin(packed);
-      store_p(packed, m);
       if (valid < kChunk) clear_tail_v(m, valid);
       __syncwarp();
       mbarrier_arrive_warp(this->full_p(m), thread & 31);

@@ -11,8 +11,10 @@ namespace flash_qla::cuda::sm90 {
 // those that wait for boundary states, which have tickets of their own: they are taken from when these states are
 // there, or the others are all given out.
 struct TileList {
-  uint32_t ticket, dependent_ticket;
   int32_t tiles, dependent_tiles;
+};
+struct TileTickets {
+  uint32_t ticket, dependent_ticket;
 };
 
 // How far the boundary states are.
@@ -32,7 +34,16 @@ struct SplitCounters {
   uint32_t helpers;                           // blocks without a tile that may stay for the chains
   uint32_t chain_ticket;                      // next piece of a chain
   int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
+  uint32_t planner_pair;                      // of SMs, of which the planner holds one
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
+};
+
+// What there is before the plan. Tickets can be taken then, and the planner says how many state tiles there will be
+// some microseconds before the plan is there, so that SMs without one can go on to the next kernel.
+struct SplitStart {
+  TileTickets states, outputs, halves;
+  uint32_t announced;  // 0: nothing is known; else one more than planner_pair << 16 | state tiles, at most so many
+  uint32_t left;       // blocks of the state kernel that left on it
 };
 
 // How blocks find their sequences by themselves.
@@ -47,13 +58,15 @@ struct ChunkForwardKernelParams {
   CUtensorMap h;  // of kernels with kStagedH
   ChunkForwardArgs args;
   // With a sequence split: the tiles by their tickets, and the boundary states and transitions by slot, in the order of
-  // the state groups' registers (boundary_place()) and as operands of the combination (transition_place()).
+  // the state groups' registers (boundary_place()) and as operands of the combination (TransitionRows).
   const Tile* list;  // null: no split
-  TileList* tickets;
+  const TileList* sizes;
+  TileTickets* tickets;
   float4* boundary_states;
-  uint4* transitions;
+  void* transitions;
   const TransitionChain* chains;
   SplitCounters* counters;
+  SplitStart* start;
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
   // initial state; null elsewhere.
   uint32_t* readers;

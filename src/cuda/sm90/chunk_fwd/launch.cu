@@ -351,19 +351,27 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.transitions = split.workspace.transitions;
   tiles.chains = split.workspace.chains;
   tiles.counters = counters;
+  SplitStart* start = split.workspace.start;
+  tiles.start = start;
   tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
   tiles.cut = decided.lengths_first ? split.workspace.spacing : nullptr;
   tiles.list = split.workspace.state_tiles;
-  tiles.tickets = &counters->states;
+  tiles.sizes = &counters->states;
+  tiles.tickets = &start->states;
+  tiles.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (list_first_chunks())
+  // The planner holds an SM: with a block for that one too, the kernel behind this one could not start before it ends.
   error =
       launch_tiles_of(args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
-                      tiles, sms, sms, stream);
+                      tiles, std::max(sms - 1, 1), sms, stream);
 
+  tiles.followed = params.followed;
   tiles.list = split.workspace.output_tiles;
-  tiles.tickets = &counters->outputs;
+  tiles.sizes = &counters->outputs;
+  tiles.tickets = &start->outputs;
   if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, stream);
   if (error != cudaSuccess || !decided.uncut_shared) return error;
-  tiles.tickets = &counters->halves;
+  tiles.sizes = &counters->halves;
+  tiles.tickets = &start->halves;
   return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, stream);
 }
 
@@ -455,8 +463,6 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 
 bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t sms) {
-  // At each of its tiles and listed tokens a block looks at all entries, 32 at a time, in some 0.1 us.
-  constexpr int64_t kMostListed = 512;
   const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   return args.split == SplitMode::kAuto && entries <= kMostListed && sms > 0 && !split_pays(tiles, sms) &&
          !decided_split(args, sms).decision.planned;

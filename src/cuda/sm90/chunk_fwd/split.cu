@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       p.workspace.counters->made = 0;
+      *p.workspace.start = SplitStart{};
       __threadfence();
     }
     __syncthreads();  // whoever asks for it starts after this block has said that it may
@@ -353,8 +354,9 @@ constexpr int32_t kMostSummaries = 2304;
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
-// The best of all choices, by all threads of a block, from what is known of each head.
-__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count) {
+// The best of all choices, by all threads of a block, from what is known of each head; and its state tiles.
+__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
+                             int32_t* state_tiles) {
   __shared__ SplitEstimate estimates[2][kMerges];
   __shared__ float choice_steps[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -388,7 +390,15 @@ __device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summ
       best = other_best;
     }
   }
+  *state_tiles = estimates[1][best / kMerges].state_tiles;
   return best;
+}
+
+// The kernels that go by the plan do not wait for this one's end.
+__device__ void publish_plan(const SplitWorkspace& ws, const SplitCounters& counters) {
+  *ws.counters = counters;
+  __threadfence();
+  *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
 
 // One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
@@ -401,7 +411,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (p.lengths_first != 0 && *ws.spacing == 0) {
     // The kernels after this one have nothing to do.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (thread == 0) *ws.counters = SplitCounters{};
+    if (thread == 0) publish_plan(ws, SplitCounters{});
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -514,10 +524,15 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
     const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
-    int32_t best = usual ? p.usual_choices.choice(kinds, pairs) : -1;
-    if (best < 0) best = choose_merges(p, kept.summaries, summarised);
+    int32_t state_tiles = 0;
+    int32_t best = usual ? p.usual_choices.choice(kinds, pairs, &state_tiles) : -1;
+    if (best < 0) best = choose_merges(p, kept.summaries, summarised, &state_tiles);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
+    if (thread == 0 && summarised == pairs && state_tiles <= UINT16_MAX) {
+      *static_cast<volatile uint32_t*>(&ws.start->announced) =
+          (pair_of_sms() << 16 | static_cast<uint32_t>(state_tiles)) + 1;
+    }
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
@@ -575,13 +590,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
     counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
     counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
+    counters.planner_pair = pair_of_sms();
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
-    *ws.counters = counters;
-    // The state kernel does not wait for this one's end.
-    __threadfence();
-    *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
+    publish_plan(ws, counters);
   }
 }
 
@@ -599,6 +612,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   const size_t slots = static_cast<size_t>(capacity.slots);
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
+  w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
   w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
@@ -608,7 +622,9 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
   w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));
   w.boundary_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
-  w.transitions = reinterpret_cast<uint4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
+                                                         : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
+  w.transitions = take(rows * kTransitionSteps * slots);
   if (workspace != nullptr) *workspace = w;
   return used;
 }

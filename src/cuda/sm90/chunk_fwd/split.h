@@ -9,6 +9,7 @@ namespace flash_qla::cuda::sm90 {
 // Places in the workspace.
 struct SplitWorkspace {
   SplitCounters* counters;
+  SplitStart* start;
   uint8_t* warmups;   // [boundaries, Hv] of warmup_chunks()
   CutSequence* cuts;  // [N]
   int32_t* spacing;   // SplitGrid's, where lengths are looked at first
@@ -17,7 +18,7 @@ struct SplitWorkspace {
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
-  uint4* transitions;       // likewise, transition_place() order
+  void* transitions;        // [slots, kTransitionSteps] of TransitionRows
 };
 
 struct SplitKernelParams {

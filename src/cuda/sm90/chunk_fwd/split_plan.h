@@ -278,6 +278,9 @@ inline constexpr int32_t kNoCut = 1 << 20;  // as a merge: one tile
 FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t merge) {
   return merge >= pieces ? 1 : (pieces + merge - 1) / merge;
 }
+// State tiles of a head that is cut into so many, at heavy boundaries: the first segment's end is reached from the
+// start; of those after it but the last a state and a transition each.
+FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return 1 + 2 * (pieces - 2); }
 // Whether boundary i stays when pieces are joined to so many, as evenly as may be.
 FLASH_QLA_HOST_DEVICE inline bool boundary_stays(const Divisor& by_pieces, int32_t i, int32_t joined) {
   return by_pieces.divide(joined * i) != by_pieces.divide(joined * (i - 1));
@@ -459,9 +462,8 @@ struct SplitEstimate {
     dependent_tiles += dependent;
     dependent_work += output * static_cast<float>(dependent);
     longest_dependent = larger(longest_dependent, output);
-    // The first segment's end is reached from the start; of those after it but the last a state and a transition each.
     const float state = segment * costs.state_step + costs.state_edge;
-    const int32_t states = 1 + 2 * (tiles - 2);
+    const int32_t states = states_of_pieces(tiles);
     state_tiles += states;
     state_work += state * static_cast<float>(states);
     longest_state = larger(longest_state, state);
@@ -617,10 +619,12 @@ struct UsualChoices {
   static constexpr int32_t kShares = 8;
   static constexpr int32_t kLeastWarmup = 5, kMostWarmup = 7;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
+  uint16_t states[kShares + 1] = {};  // state tiles of each of the heads that do not decay
 
-  // Of `heavy` heads among `heads`; -1: these are no whole eighths.
-  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads) const {
+  // Of `heavy` heads among `heads`, and all their state tiles; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads, int32_t* state_tiles) const {
     const int32_t share = kShares * heavy / heads;
+    *state_tiles = heavy * states[share];
     return share * heads == kShares * heavy ? of_share[share] : -1;
   }
 };
@@ -629,8 +633,10 @@ inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid&
   UsualChoices choices;
   for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
     const int32_t heavy = share * heads / UsualChoices::kShares;
-    choices.of_share[share] =
-        static_cast<uint8_t>(best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs).choice);
+    const int32_t choice = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs).choice;
+    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, grid), merge_choice(choice).heavy);
+    choices.of_share[share] = static_cast<uint8_t>(choice);
+    choices.states[share] = static_cast<uint16_t>(pieces > 1 ? states_of_pieces(pieces) : 0);
   }
   return choices;
 }

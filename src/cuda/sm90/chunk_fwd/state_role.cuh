@@ -140,7 +140,8 @@ struct StateRole {
       // make them run, or this kernel would not have started.
       if (at.lane == 0) {
         const SplitProgress& progress = p.counters->progress;
-        while (load_acquire(&progress.states_left) + load_acquire(&progress.pieces_left) != 0) __nanosleep(50);
+        while (load_relaxed(&progress.states_left) + load_relaxed(&progress.pieces_left) != 0) __nanosleep(50);
+        acquire_loads();
       }
       __syncwarp();
       const float4* from = p.boundary_states + c.slot_in * kBoundaryVectors;
@@ -299,15 +300,12 @@ struct StateRole {
 #pragma unroll 1
     for (int32_t first = 0; first < args.num_listed; first += 32) {
       const int32_t entry = first + at.lane;
-      int64_t slot = kNoSlot;
-      if (entry < args.num_listed && load_index(args.listed_offsets, args.listed_offsets_are_64_bit,
-                                                entry * args.listed_offsets_stride) == c.row + c.valid) {
-        slot = usable_slot(args.final_state, load_index(args.listed_slots, args.listed_slots_are_64_bit,
-                                                        entry * args.listed_slots_stride));
-      }
+      ListedToken listed{0, kNoSlot};
+      if (entry < args.num_listed) listed = listed_tokens<Traits>()[entry];
+      const int32_t slot = listed.token == c.row + c.valid ? listed.slot : kNoSlot;
 #pragma unroll 1
       for (uint32_t found = __ballot_sync(0xffffffffu, slot >= 0); found != 0; found &= found - 1) {
-        const int64_t to = __shfl_sync(0xffffffffu, slot, __ffs(found) - 1);
+        const int32_t to = __shfl_sync(0xffffffffu, slot, __ffs(found) - 1);
         move_state<true>(state_matrix(args.final_state, to, c.head), args.final_state.type, args.state_v_first, s,
                          first_row(c, at), at.q);
       }
@@ -395,8 +393,10 @@ struct StateRole {
         load_initial(s, record(m), at);
       }
       bool state_leaves;
-#pragma unroll 1
-      do {
+      int2 chunk_next;
+      // A chunk of a warm-up leaves no O behind, and needs neither Q nor P.
+      const auto step = [&](auto speaks) {
+        constexpr bool kSpeaks = decltype(speaks)::value;
         const uint32_t slot = m & 1, parity = m >> 1 & 1;
         const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
         // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
@@ -440,14 +440,16 @@ struct StateRole {
         // O of the previous chunk leaves while S K runs.
         if constexpr (!Traits::kDuties)
           put_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
-        wgmma_fence();
-        mma_rs_n64_init<Element>(o, packed, q_rows);
+        if constexpr (kSpeaks) {
+          wgmma_fence();
+          mma_rs_n64_init<Element>(o, packed, q_rows);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) {
-          mma_rs_n64<Element>(o, packed + 4 * i,
-                              wgmma_advance_uniform(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+          for (int i = 1; i < 8; ++i) {
+            mma_rs_n64<Element>(o, packed + 4 * i,
+                                wgmma_advance_uniform(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+          }
+          wgmma_commit();
         }
-        wgmma_commit();
         bool sent = false;
         if constexpr (Traits::kStagedH) {
           sent = send_h(packed, record(m));
@@ -468,7 +470,7 @@ struct StateRole {
           load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
         wgmma_wait<0>();
         pin(u);
-        pin(o);
+        if constexpr (kSpeaks) pin(o);
         pin(packed);
 
         if (Traits::kDuties && group == 0) named_barrier_arrive(lag_barrier(m), 256);
@@ -493,7 +495,7 @@ struct StateRole {
         multiply_lower<Element>(low, high, v, a_rows);
         // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
         const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
-        if (!mild) {
+        if (kSpeaks && !mild) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
             const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -502,16 +504,17 @@ struct StateRole {
             float* x = o + 8 * b;
             scale_tokens(x, f);
           }
-        } else if (!kWideExponents<Element>) {
+        } else if (kSpeaks && !kWideExponents<Element>) {
           // Beside h there is no register to keep it in.
           if constexpr (Traits::kStagedH) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
 #pragma unroll
           for (int i = 0; i < 32; ++i) o[i] *= last;
         }
         // What comes next, ahead of its use.
+        if constexpr (kSpeaks) {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-        int2 chunk_next;
+          for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+        }
         if constexpr (!Traits::kDuties) chunk_next = load_chunk(m + 1);
         wgmma_wait<0>();
         pin(low);
@@ -526,15 +529,17 @@ struct StateRole {
           corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
         }
         const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-        pin(o);
-        wgmma_fence();
+        if constexpr (kSpeaks) {
+          pin(o);
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance_uniform(p_rows, 32 * i));
-        wgmma_commit();
+          for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance_uniform(p_rows, 32 * i));
+          wgmma_commit();
+        }
         // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
         if (!mild) {
           wgmma_wait<0>();  // P V' reads its operand's registers as it goes
-          pin(o);
+          if constexpr (kSpeaks) pin(o);
           pin(corrected);
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
@@ -553,20 +558,30 @@ struct StateRole {
           chunk_next = load_chunk(m + 1);
           // O leaves while the state's update runs.
           wgmma_wait<1>();
-          pin(o);
-          store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+          if constexpr (kSpeaks) {
+            pin(o);
+            store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+          }
           __syncwarp();
           mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), at.lane);
         } else {
           fetch_gates(m);
         }
         wgmma_wait<0>();
-        pin(o);
+        if constexpr (kSpeaks) pin(o);
         pin(s);
         pin(corrected);
         mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
         if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_checkpoint(s, record(m));
+      };
+#pragma unroll 1
+      do {
+        if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk_now.y & kSilentChunk) != 0)) {
+          step(std::false_type{});
+        } else {
+          step(std::true_type{});
+        }
         state_leaves = chunk_now.y & (Traits::kEndsWhereKept ? kLastChunk | kKeptChunk : kLastChunk);
         chunk_now = chunk_next;
         ++m;

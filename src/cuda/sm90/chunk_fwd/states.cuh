@@ -89,7 +89,7 @@ struct StateTileAuxRole {
       tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
     }
-    load_gates<Traits>(p.args, c, stage + Traits::kStageGate, full, thread);
+    load_gates<Traits>(p.args, c, gates(m), full, thread);
   }
 
   // Hides a number from the compiler, so that addresses made from it are worked out anew, not kept: registers are short
@@ -197,19 +197,30 @@ struct StateTileRole : StateRole<Traits> {
   __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
     if (c.flags & kToTransition) {
       // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
-      uint4* to = p.transitions + c.slot_out * kBoundaryVectors;
+      constexpr int kParts = kTransitionParts<Element>;
+      auto* to = reinterpret_cast<TransitionRows<kParts>*>(p.transitions) + c.slot_out * kTransitionSteps;
+      const int columns = 4 * group + at.warp;
 #pragma unroll
       for (int rows = 0; rows < kTransitionSteps; ++rows) {
+        // One of the lane's pairs of M's rows 2q and 2q + 1 may meet the diagonal, in two of the four blocks.
+        const bool on_diagonal = rows == columns && at.lane >> 3 == at.q, second = (at.lane >> 2 & 1) != 0;
         uint2 parts[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
-          parts[i] = pack_two_parts(x[0], x[1]);
+          float2 pair = make_float2(x[0], x[1]);
+          if ((i == 0 || i == 3) && on_diagonal) {
+            to[rows].diagonal[(at.lane >> 2) + 8 * (i & 1)] = second ? pair.y : pair.x;
+            pair = second ? make_float2(pair.x, 0.0f) : make_float2(0.0f, pair.y);
+          }
+          parts[i] = pack_two_parts(pair.x, pair.y);
           parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
         }
-        const int columns = 4 * group + at.warp;
-        to[transition_place(rows, columns, 0, at.lane)] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
-        to[transition_place(rows, columns, 1, at.lane)] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+        uint4(&place)[kParts][32] = to[rows].columns[columns];
+        place[0][at.lane] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
+        if constexpr (kParts == 2) {
+          place[1][at.lane] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+        }
       }
       return;
     }
@@ -334,19 +345,52 @@ struct StateTileRole : StateRole<Traits> {
   }
 };
 
-// Two SMs beside each other (2i and 2i + 1) share a cache of instructions. With another kernel on its neighbour a block
-// took 3.3 us a chunk in place of 1.7, and so do the tiles that write O beside it: state tiles go to as few such pairs
-// as hold them, and one more, as the planner still holds an SM. Other blocks let those have the tiles, and take what is
-// left, if anything is, after some microseconds.
-__device__ __forceinline__ void leave_tiles_to_whole_pairs(const TileList& list) {
-  uint32_t sm;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-  const uint32_t tiles = static_cast<uint32_t>(list.tiles);
-  if (sm < (tiles + 1) / 2 * 2 + 2) return;
+// Of two SMs that share a cache of instructions a block took 3.3 us a chunk in place of 1.7 with another kernel on its
+// neighbour, and so do the tiles that write O beside it: state tiles go to as few whole pairs of SMs as hold them,
+// beginning behind the planner's, which has an SM that comes late.
+__device__ __forceinline__ bool has_pair(uint32_t tiles, uint32_t planner_pair) {
+  const uint32_t pairs = gridDim.x / 2 + 1, pair = pair_of_sms();
+  return (pair > planner_pair ? 0 : pairs) + pair - planner_pair <= (tiles + 1) / 2;
+}
+
+// A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
+// as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
+// So does the planner's neighbour, lest the next kernel's instructions hold up the planner.
+inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
+__device__ __forceinline__ bool leaves_early(SplitStart* start, uint32_t tiles, uint32_t planner_pair) {
+  return pair_of_sms() != planner_pair && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
+}
+
+// Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
+// microseconds.
+__device__ __forceinline__ void leave_tiles_to_whole_pairs(const ChunkForwardKernelParams& p) {
+  const uint32_t tiles = static_cast<uint32_t>(p.sizes->tiles);
+  if (has_pair(tiles, p.counters->planner_pair)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
-  for (int i = 0; i < kLooks && load_now(&list.ticket) < tiles; ++i) {
+  for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < tiles; ++i) {
   }
+}
+
+// The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves. early: a
+// ticket that the block has taken meanwhile, if it is to have a tile; else -1.
+__device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p, int32_t* early) {
+  bool asked = false;
+  *early = -1;
+  while (load_acquire(&p.counters->made) != 1) {
+    const uint32_t announced = asked ? 0 : load_now(&p.start->announced);
+    if (announced == 0) continue;
+    asked = true;
+    const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
+    if (has_pair(tiles, planner_pair)) {
+      *early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    } else if (leaves_early(p.start, tiles, planner_pair)) {
+      return false;
+    }
+  }
+  asm volatile("griddepcontrol.launch_dependents;");
+  fence_proxy_async_all();
+  return true;
 }
 
 // Before a stream of chunks: its barriers and first records, by one thread. rehearsal: of a single chunk, the first
@@ -367,17 +411,22 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
   for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
   mbarrier_init_fence();
   ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+  const auto record = [](uint32_t m) -> ChunkRecord& {
+    return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m];
+  };
   if (rehearsal) {
     walker.tiles = 0;
     walker.remaining = -1;
   } else {
-    // The plan, not the end of the kernel that makes it, which comes a microsecond later.
-    while (load_acquire(&p.counters->made) != 1) {
+    int32_t early;
+    if (!stays_for_plan(p, &early)) {
+      walker.opened = kLeft;
+      for (uint32_t m = 0; m < Traits::kStages - 1; ++m) record(m).valid = -1;
+      return;
     }
-    fence_proxy_async_all();
-    asm volatile("griddepcontrol.launch_dependents;");
     open_list<Traits>(p, walker);
-    leave_tiles_to_whole_pairs(*p.tickets);
+    walker.tile = early;
+    if (early < 0) leave_tiles_to_whole_pairs(p);
   }
 #pragma unroll 1
   for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
@@ -387,9 +436,12 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
     first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
     first.flags = kFirstChunk;
     first.slot_in = kNoSlot;
-    *reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks) = first;
+    record(0) = first;
   }
 }
+
+// The auxiliary warp that brings transitions: not the one that waits for the kernels before this one.
+inline constexpr uint32_t kBringingWarp = 1;
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -399,9 +451,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
                     (__any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
   const int thread = threadIdx.x % 128;
+  // If the next kernel's blocks wait for the plan as well they take the SMs that are left to them at once.
+  if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   if (p.cut != nullptr && *p.cut == 0) {
     // A kernel must not end before those it depends on.
-    asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     return;
   }
@@ -432,8 +485,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __syncwarp();
       mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
-    // A kernel must not end before those it depends on.
-    if (threadIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits>(p, kCombineWarps, thread % 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};

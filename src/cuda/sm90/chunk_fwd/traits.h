@@ -19,6 +19,10 @@ inline constexpr int kMostSorted = 31;
 // ... and tiles of its own that it then lists.
 inline constexpr int kMostDealt = 64;
 
+// Listed tokens of a call whose forward writes the states after them itself: a block keeps them in shared memory, and
+// looks at all of them at each of its tiles and at each of them that is in a tile, 32 at a time.
+inline constexpr int kMostListed = 128;
+
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
 // whole batch.
@@ -37,6 +41,8 @@ struct ChunkForwardTraits {
   // substitution in fp32 is too much for one, nor where states are saved with these bits: there the chunks are those of
   // the calls that save nothing, and states at listed tokens are made behind the forward (listed.h).
   static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
+  // The chunks of a split's warm-ups without Q, P and O, which they do not leave behind: a third of their products.
+  static constexpr bool kSkipsSilent = kFastInverse_ && !kSave_;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
   // Initial states come by the copy warp (StagedState): in those of these kernels whose code was placed for it.
@@ -47,8 +53,9 @@ struct ChunkForwardTraits {
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
   // side by side (14 with staged states, from 0 to 704; 16 without) these are within 0.5 % of the best for bf16 and 1 %
-  // for fp16; others cost up to 10 % (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : 192;
+  // for fp16; where states are saved (10 from 0 to 448, bf16 alone) 256 to 384 are. Others cost up to 10 %
+  // (docs/design/sm90_forward.md). To be measured again when the code changes.
+  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : kStagedH ? 320 : 384;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -143,7 +150,10 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kFreeState = kFullState + 8 * kStates;     // it has been read
   static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
   static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
-  static constexpr uint32_t kSmemBytes = kSmemDealt + 4 + 2 * kMostDealt;
+  static constexpr uint32_t kDealtEnd = kSmemDealt + 4 + 2 * kMostDealt;
+  static constexpr uint32_t kSmemListed = (kDealtEnd + 7) / 8 * 8;       // kEndsWhereKept: ListedToken
+  static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsWhereKept: FoundSlots
+  static constexpr uint32_t kSmemBytes = kEndsWhereKept ? kSmemSlots + 8 * kMostSorted : kDealtEnd;
   static_assert(kSmemBytes <= 227 * 1024);
   // What a quarter of a StagedState takes.
   static_assert(!kStagesStates || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
