@@ -26,6 +26,7 @@ struct Batch {
   SplitMode mode = SplitMode::kAuto;
   bool forced = false;
   bool uncut_shared = false;
+  bool finer = false;     // the finest grid that lengths known beforehand may get
   bool in_place = false;  // final states overwrite initial ones
   uint32_t order = 0;     // seed of the order in which free and dependent tiles are taken
   int32_t sms = 132, heads = 1;
@@ -54,6 +55,7 @@ Batch draw(std::mt19937& random) {
   batch.in_place = below(2) == 0;
   batch.order = static_cast<uint32_t>(random());
   batch.uncut_shared = below(2) == 0;
+  batch.finer = below(2) == 0;
   batch.sms = 1 + below(16) * (1 + below(9));
   batch.heads = 1 + below(5);
   const int32_t n = below(6);
@@ -116,6 +118,10 @@ void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
 Plan make_plan(const Batch& batch) {
   Plan plan;
   plan.grid = choose_grid(batch.mode, batch.forced, batch.summary(), batch.heads, batch.sms, SplitCosts{});
+  if (batch.finer && batch.mode == SplitMode::kAuto && !batch.forced && plan.grid.spacing > 0) {
+    plan.grid.set_spacing(
+        std::max(spacing_of(batch.summary().chunks * batch.heads, kMostItemsPerSm * batch.sms), kMinSpacing));
+  }
   plan.capacity = split_capacity(batch.mode, batch.forced, batch.tokens, static_cast<int32_t>(batch.sequences.size()),
                                  batch.heads, batch.sms);
   // Every boundary is classified; a number that two of them share would show here.
@@ -145,6 +151,8 @@ Plan make_plan(const Batch& batch) {
     };
   };
   if (batch.mode == SplitMode::kAuto && !batch.forced) {
+    const SplitCosts costs;
+    const LengthSummary lengths = batch.summary();
     SplitEstimate estimates[2][kMerges];  // of heads without a heavy boundary, of those with one
     for (const PlannedSequence& s : batch.sequences) {
       for (int32_t head = 0; head < batch.heads; ++head) {
@@ -158,15 +166,19 @@ Plan make_plan(const Batch& batch) {
           summary.heavy += warmup == 0;
           summary.warmups += warmup;
         }
-        for (int32_t i = 0; i < kMerges; ++i) estimates[summary.heavy > 0][i].add(summary, merge_step(i));
+        for (int32_t i = 0; i < kMerges; ++i) {
+          estimates[summary.heavy > 0][i].add(summary, merge_step(i),
+                                              long_tile(lengths.longest, plan.grid, merge_step(i)), costs);
+        }
       }
     }
+    const float uncut = batch.uncut_shared ? time_of_shared(lengths, batch.heads, batch.sms, costs) : 0.0f;
     float best = std::numeric_limits<float>::infinity();
     for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
-      const float steps = steps_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice,
-                                          batch.uncut_shared, Divisor(batch.sms));
-      if (steps < best) {
-        best = steps;
+      const float time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
+                                        batch.sms, costs, SmGroups{});
+      if (time < best) {
+        best = time;
         plan.merge = merge_choice(choice);
       }
     }
@@ -356,66 +368,63 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
 
 // What was measured on a card of 132 SMs (docs/design/sequence_split.md).
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
-  const SplitCosts costs;
-  auto pays = [&](int32_t heads, int32_t sequences, int32_t tokens) {
-    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, costs).pays();
+  auto pays = [&](int32_t key_heads, int32_t heads, int32_t sequences, int32_t tokens) {
+    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, SplitCosts(key_heads, heads), true).pays();
   };
-  for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads, 1, 32768)) << heads;
-  for (int32_t heads : {8, 16}) EXPECT_TRUE(pays(heads, 1, 8192)) << heads;
-  EXPECT_TRUE(pays(8, 1, 4096));
-  EXPECT_FALSE(pays(24, 1, 8192));
-  EXPECT_FALSE(pays(16, 1, 4096));
-  EXPECT_FALSE(pays(8, 2, 4096));
-  EXPECT_TRUE(pays(32, 1, 8192));
-  EXPECT_TRUE(pays(48, 1, 32768));
-  EXPECT_TRUE(pays(48, 4, 8192));
-  EXPECT_TRUE(pays(16, 2, 8192));
-  EXPECT_FALSE(pays(16, 1, 2048));
-  EXPECT_FALSE(pays(32, 1, 2048));
-  for (int32_t heads : {24, 32}) EXPECT_FALSE(pays(heads, 1, 4096)) << heads;
-  EXPECT_FALSE(pays(48, 1, 16384));
-  EXPECT_FALSE(pays(48, 1, 8192));
-  for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads, 8, 1024)) << heads;
-  for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads, 4, 8192)) << heads;
-  EXPECT_FALSE(pays(64, 1, 32768));
-  for (int32_t heads : {24, 32, 48}) EXPECT_FALSE(pays(heads, 2, 16384)) << heads;
+  for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads / 4, heads, 1, 32768)) << heads;
+  for (int32_t heads : {8, 16, 32}) EXPECT_TRUE(pays(heads / 4, heads, 1, 8192)) << heads;
+  EXPECT_TRUE(pays(2, 8, 1, 4096));
+  EXPECT_TRUE(pays(16, 48, 1, 32768));
+  EXPECT_TRUE(pays(16, 48, 4, 8192));
+  EXPECT_TRUE(pays(4, 16, 2, 8192));
+  EXPECT_FALSE(pays(4, 16, 1, 4096));
+  EXPECT_FALSE(pays(2, 8, 2, 4096));
+  for (int32_t heads : {16, 24, 32}) EXPECT_FALSE(pays(heads / 4, heads, 1, 2048)) << heads;
+  for (int32_t heads : {24, 32}) EXPECT_FALSE(pays(8, heads, 1, 4096)) << heads;
+  EXPECT_FALSE(pays(16, 48, 1, 8192));
+  for (int32_t heads : {8, 32, 64}) EXPECT_FALSE(pays(heads / 4, heads, 8, 1024)) << heads;
+  for (int32_t heads : {32, 64}) EXPECT_FALSE(pays(heads / 4, heads, 4, 8192)) << heads;
+  EXPECT_FALSE(pays(16, 64, 1, 32768));
+  for (int32_t heads : {32, 48}) EXPECT_FALSE(pays(heads / 4, heads, 2, 16384)) << heads;
+  // As many key heads as value heads: more is read from memory.
+  EXPECT_FALSE(pays(32, 32, 1, 8192));
 }
 
 // A choice that is looked up takes as long as the best one, or nearly so.
 TEST(SplitPlan, UsualChoicesAreNearTheBest) {
-  const SplitCosts costs;
   constexpr int32_t kSms = 132;
   double worst = 1.0, sum = 0.0;
   int cases = 0;
   for (const int32_t heads : {4, 8, 16, 24, 32, 48, 64}) {
     for (const int32_t sequences : {1, 2, 4}) {
       for (const int32_t tokens : {2048, 4096, 8192, 16384, 32768}) {
+        const SplitCosts costs(heads / 4, heads);
         const LengthSummary lengths = alike(sequences, chunks_in(tokens / sequences));
-        const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, kSms, costs);
-        if (!promise_of_plan(lengths, heads, kSms, costs).pays()) continue;
-        const bool halves = shares_pay(static_cast<int64_t>(sequences) * heads, kSms);
-        const UsualChoices usual = usual_choices(lengths, grid, heads, halves, kSms, costs);
-        const int32_t pieces = pieces_of(lengths.longest, grid);
+        const SplitPromise promise = promise_of_plan(lengths, heads, kSms, costs, true);
+        if (!promise.pays()) continue;
+        const bool shared = shares_pay(static_cast<int64_t>(sequences) * heads, kSms);
+        const UsualChoices usual = usual_choices(lengths, promise.grid, heads, shared, kSms, costs);
+        const float uncut = shared ? time_of_shared(lengths, heads, kSms, costs) : 0.0f;
+        const int32_t pieces = pieces_of(lengths.longest, promise.grid);
         for (int32_t heavy = 0; heavy <= heads; ++heavy) {
           for (int32_t warmup = UsualChoices::kLeastWarmup; warmup <= UsualChoices::kMostWarmup; ++warmup) {
             float best = 0.0f, looked_up = 0.0f;
             for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
               SplitEstimate parts[2];
               for (const bool decays : {false, true}) {
-                SplitEstimate& part = parts[decays];
-                part.costs = costs;
-                HeadSummary head{lengths.longest, pieces, decays ? 0 : pieces - 1, decays ? warmup * (pieces - 1) : 0};
-                part.add(head, merge_step(decays ? choice % kMerges : choice / kMerges));
-                const int32_t count = decays ? heads - heavy : heavy;
-                part.repeat(sequences * count);
-                if (count == 0) part = SplitEstimate{};
+                const HeadSummary head{lengths.longest, pieces, decays ? 0 : pieces - 1,
+                                       decays ? warmup * (pieces - 1) : 0};
+                const int32_t step = merge_step(decays ? choice % kMerges : choice / kMerges);
+                SplitEstimate part;
+                part.add(head, step, long_tile(lengths.longest, promise.grid, step), costs);
+                parts[decays].add(part, sequences * (decays ? heads - heavy : heavy));
               }
-              const float steps = steps_of_choice(parts[1], parts[0], choice, halves, Divisor(kSms));
-              if (choice == 0 || steps < best) best = steps;
+              const float time = time_of_choice(parts[1], parts[0], choice, uncut, kSms, costs, SmGroups{});
+              if (choice == 0 || time < best) best = time;
               int32_t states = -1;
               if (choice == usual.choice(sequences * heavy, sequences * heads, &states)) {
-                looked_up = steps;
-                EXPECT_EQ(states, parts[0].state_tiles);
+                looked_up = time;
+                EXPECT_EQ(states, parts[0].states.tiles);
               }
             }
             if (looked_up == 0.0f) continue;

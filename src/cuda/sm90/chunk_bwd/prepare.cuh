@@ -45,11 +45,16 @@ struct PrepareWork {
 // The first piece of work that is there at `at` or a multiple of `step` after it. Segments come from their ends
 // inwards, as sequences do: there is what tells how a pass reaches its edge.
 __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardParams& p, uint32_t* at, uint32_t step) {
-  const uint32_t units = static_cast<uint32_t>(p.segment_chunks > 0 ? p.segment_bound : p.N);
   const uint32_t heads = static_cast<uint32_t>(p.Hq);
   const SequenceInfo only = p.N == 1 ? sequence_info(p, 0) : SequenceInfo{};
   const uint32_t total = static_cast<uint32_t>(p.N == 1 ? only.chunks() : total_chunks(p));
-  const uint32_t places = units * piece_length(units, total) * heads;
+  uint32_t units = static_cast<uint32_t>(p.segment_chunks > 0 ? p.segment_bound : p.N);
+  uint32_t places = units * piece_length(units, total) * heads;
+  // The last unit may be shorter: where its empty places would be all that a second turn has, chunks come as one unit.
+  if (total * heads <= step && places > step) {
+    units = 1;
+    places = total * heads;
+  }
   for (; *at < places; *at += step) {
     const uint32_t turn = *at / heads, slot = outer_first(turn, units, total);
     if (slot >= total) continue;

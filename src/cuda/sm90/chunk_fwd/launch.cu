@@ -304,7 +304,8 @@ struct DecidedSplit {
   SplitDecision decision{false, ""};
   bool uncut_shared = false;   // the gates may be such that nothing is cut, by several SMs to a head
   bool lengths_first = false;  // the lengths may be such that nothing is cut
-  UsualChoices choices{};      // of equal lengths
+  SplitGrid grid{};            // of equal lengths, and choices
+  UsualChoices choices{};
 };
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
@@ -324,6 +325,8 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.uncut_shared = decided.uncut_shared;
   split.lengths_first = decided.lengths_first;
   split.clear_blocks = args.cu_seqlens != nullptr && !decided.lengths_first ? kClearBlocks : 0;
+  split.costs = SplitCosts(args.num_key_heads, args.num_value_heads);
+  split.expected_grid = decided.grid;
   split.usual_choices = decided.choices;
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
@@ -403,36 +406,40 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
                           : args.split == SplitMode::kInvariant ? kInvariantSpacing
                                                                 : kMinSpacing;
   if (longest < 2 * spacing * kSplitChunk) return {{false, "no sequence can be long enough to cut"}};
-  if (forced) return {{true, "cut wherever it is possible, as forced"}};
-  if (args.split == SplitMode::kInvariant)
-    return {{true, "each sequence cut by its own length; its gates decide on the device"}};
-  if (tiles >= kTilesPerSmUnsplit * sms) return {{false, "sequences times value heads fill the card many times over"}};
   const bool dense = args.cu_seqlens == nullptr;
-  const SplitCosts costs;
   const int32_t heads = args.num_value_heads;
+  const SplitCosts costs(args.num_key_heads, heads);
   // Lengths on the device are not known here. Equal ones are the least that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
-  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs);
+  if (forced || args.split == SplitMode::kInvariant) {
+    return {{true, forced ? "cut wherever it is possible, as forced"
+                          : "each sequence cut by its own length; its gates decide on the device"},
+            false,
+            false,
+            choose_grid(args.split, forced, equal, heads, sms, costs)};
+  }
+  if (tiles >= kTilesPerSmUnsplit * sms) return {{false, "sequences times value heads fill the card many times over"}};
+  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs, true);
   // One sequence of seven eighths beside short ones.
   const int64_t chunks = std::max<int64_t>(divide_up(longest, kSplitChunk), args.num_sequences);
   const LengthSummary one_long{chunks, args.num_sequences, static_cast<int32_t>(chunks - chunks / 8)};
   const bool vary = !dense && args.num_sequences > 1;
-  const SplitPromise unequal = vary ? promise_of_plan(one_long, heads, sms, costs) : SplitPromise{};
+  const SplitPromise unequal = vary ? promise_of_plan(one_long, heads, sms, costs, false) : SplitPromise{};
   // Where unequal lengths would gain, equal ones need not.
   if (promise.pays() || (unequal.pays() && promise.pays(kLeastOfEqual))) {
-    const bool halves = shares_pay(tiles, sms) && !promise.surely();
-    const SplitGrid grid = choose_grid(SplitMode::kAuto, false, equal, heads, sms, costs);
+    const bool shared = shares_pay(tiles, sms) && !promise.surely();
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
-            halves,
+            shared,
             false,
-            usual_choices(equal, grid, heads, halves, sms, costs)};
+            promise.grid,
+            usual_choices(equal, promise.grid, heads, shared, sms, costs)};
   }
+  // The unsplit kernel is not launched once more for gates that ask for no cut: all calls asked in vain would pay.
   if (unequal.pays() && args.num_sequences <= kMostAsked &&
-      costs.asking <= kMostLoss * unsplit_steps(equal, heads, sms, costs)) {
-    return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
-            shares_pay(tiles, sms) && !unequal.surely(),
-            true};
+      costs.asking <= kMostLoss * unsplit_time(equal, heads, sms, costs)) {
+    return {
+        {true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"}, false, true};
   }
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
@@ -442,15 +449,16 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
 const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
-    int32_t sequences, heads, sms, force;
+    int32_t sequences, key_heads, heads, sms, force;
     SplitMode mode;
     bool dense;
     bool operator==(const Key&) const = default;
   };
-  thread_local Key last_key{-1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
+  thread_local Key last_key{-1, -1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
   thread_local DecidedSplit last;
-  const Key key{args.num_tokens,  args.dense_length, args.num_sequences,        args.num_value_heads, sms,
-                args.force_split, args.split,        args.cu_seqlens == nullptr};
+  const Key key{args.num_tokens,    args.dense_length,    args.num_sequences,
+                args.num_key_heads, args.num_value_heads, sms,
+                args.force_split,   args.split,           args.cu_seqlens == nullptr};
   if (!(key == last_key)) {
     last = work_out_split(args, sms);
     last_key = key;

@@ -286,7 +286,7 @@ __device__ void emit_head(const HeadPlan<Warmups>& plan, bool wanted, Sink& sink
 constexpr uint32_t kWarpsOfHalf = 4;
 
 // Tiles that are kept from counting to placing; of a larger plan they are worked out again. A call that is not forced
-// has at most kItemsPerSm boundaries to an SM, and seldom more than two tiles for each.
+// has at most kMostItemsPerSm boundaries to an SM, and seldom more than two tiles for each.
 constexpr int32_t kKeptTiles = 1024;
 struct KeptTiles {
   Tile tile[kKeptTiles];
@@ -295,7 +295,7 @@ struct KeptTiles {
 
 // Counts the tiles of each bucket, then places them.
 struct TileSink {
-  bool place, in_place;
+  bool placing, in_place;
   int32_t heads;
   int32_t* next;  // [kTileBuckets] shared: tiles of the bucket; where the bucket's next one goes in its list
   int32_t *chains_used, *tiles_used;
@@ -303,7 +303,7 @@ struct TileSink {
   SplitWorkspace workspace;
   __device__ void tile(const Tile& t) const {
     const int32_t n = atomicAdd(&next[tile_bucket(t, in_place)], 1);
-    if (place) {
+    if (placing) {
       put(t, n);
       return;
     }
@@ -323,80 +323,119 @@ struct TileSink {
     (t.flags & kTileToSlot ? workspace.state_tiles : workspace.output_tiles)[n] = t;
   }
   __device__ void chain(const TransitionChain& c) const {
-    if (!place) workspace.chains[atomicAdd(chains_used, 1)] = c;
+    if (!placing) workspace.chains[atomicAdd(chains_used, 1)] = c;
   }
 };
 
-__device__ SplitEstimate sum_over_warp(SplitEstimate estimate) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    SplitEstimate other;
-    other.state_work = __shfl_xor_sync(0xffffffffu, estimate.state_work, i);
-    other.free_work = __shfl_xor_sync(0xffffffffu, estimate.free_work, i);
-    other.dependent_work = __shfl_xor_sync(0xffffffffu, estimate.dependent_work, i);
-    other.longest_state = __shfl_xor_sync(0xffffffffu, estimate.longest_state, i);
-    other.longest_free = __shfl_xor_sync(0xffffffffu, estimate.longest_free, i);
-    other.longest_dependent = __shfl_xor_sync(0xffffffffu, estimate.longest_dependent, i);
-    estimate.add(other);
-  }
-  estimate.state_tiles = __reduce_add_sync(0xffffffffu, estimate.state_tiles);
-  estimate.free_tiles = __reduce_add_sync(0xffffffffu, estimate.free_tiles);
-  estimate.dependent_tiles = __reduce_add_sync(0xffffffffu, estimate.dependent_tiles);
-  estimate.chains = __reduce_add_sync(0xffffffffu, estimate.chains);
-  estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
-  return estimate;
+// Sums over a warp, of numbers that are not negative.
+__device__ void sum_over_warp(TileClass& tiles) {
+  tiles.work = warp_sum(tiles.work);
+  tiles.tiles = __reduce_add_sync(0xffffffffu, tiles.tiles);
+  tiles.longest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(tiles.longest)));
 }
+__device__ void sum_over_warp(SplitEstimate& estimate) {
+  sum_over_warp(estimate.states);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sum_over_warp(estimate.free[i]);
+    sum_over_warp(estimate.dependent[i]);
+  }
+  estimate.transitions = __reduce_add_sync(0xffffffffu, estimate.transitions);
+  estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
+}
+
+// SmGroups, a group to each of eight neighbouring lanes, which go through the same estimate. All lanes of a warp go
+// along: with masks of eight lanes the parts of a warp would take turns.
+class LaneGroups {
+ public:
+  __device__ explicit LaneGroups(int lane) : lane_(lane % kSmGroups), first_(lane - lane_) {}
+  __device__ void put(float time, int32_t count) {
+    const uint32_t together = lanes_where(sms_ > 0 && fabsf(time - at_) < kTogether), room = lanes_where(sms_ == 0);
+    const uint32_t places = together != 0 ? together : room != 0 ? room : 1;
+    if (lane_ != __ffs(static_cast<int>(places)) - 1) return;
+    if (sms_ == 0) at_ = time;
+    sms_ += count;
+  }
+  __device__ float next(int32_t* count) {
+    constexpr float kNever = 1e30f;
+    const float own = sms_ > 0 ? at_ : kNever;
+    float first = own;
+#pragma unroll
+    for (int step = kSmGroups / 2; step > 0; step /= 2) {
+      first = fminf(first, __shfl_xor_sync(0xffffffffu, first, step));
+    }
+    next_ = __ffs(static_cast<int>(lanes_where(own == first))) - 1;
+    *count = __shfl_sync(0xffffffffu, sms_, next_, kSmGroups);
+    return first;
+  }
+  __device__ void take(int32_t count) {
+    if (lane_ == next_) sms_ -= count;
+  }
+  __device__ static bool any(bool more) { return __any_sync(0xffffffffu, more); }
+
+ private:
+  __device__ uint32_t lanes_where(bool x) const {
+    return __ballot_sync(0xffffffffu, x) >> first_ & ((1u << kSmGroups) - 1);
+  }
+  int lane_, first_, next_ = 0;
+  float at_ = 0.0f;
+  int32_t sms_ = 0;
+};
+static_assert(kSmGroups == 8);
 
 // kTilesPerSmUnsplit to an SM of a card of up to 144.
 constexpr int32_t kMostSummaries = 2304;
 // What is kept in shared memory; a larger batch's is read again where it is needed. Of a call that is not forced there
-// are at most kItemsPerSm boundaries to an SM and one more for each head.
+// are at most kMostItemsPerSm boundaries to an SM and one more for each head.
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
 // The best of all choices, by all threads of a block, from what is known of each head; and its state tiles.
-__device__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
-                             int32_t* state_tiles) {
+// Not inlined: what it takes a second time in a kernel is in the caches.
+__device__ __noinline__ int choose_merges(const SplitKernelParams& p, const HeadSummary* summaries, int32_t count,
+                                          const LengthSummary& lengths, const SplitGrid& grid, int32_t* state_tiles) {
   __shared__ SplitEstimate estimates[2][kMerges];
-  __shared__ float choice_steps[kMergeChoices];
+  __shared__ float choice_times[kMergeChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  // A warp for each part of a choice, then a thread for each choice.
+  // A warp for each part of a choice, then eight threads for each choice.
   const bool with_heavy = warp >= kMerges;
+  const int32_t step = merge_step(warp % kMerges);
+  const float limit = long_tile(lengths.longest, grid, step);
   SplitEstimate estimate;
-  estimate.costs = p.costs;
   for (int32_t i = lane; i < count; i += 32) {
     const HeadSummary head = summaries[i];
-    if ((head.heavy > 0) == with_heavy) estimate.add(head, merge_step(warp % kMerges));
+    if ((head.heavy > 0) == with_heavy) estimate.add(head, step, limit, p.costs);
   }
-  estimate = sum_over_warp(estimate);
+  sum_over_warp(estimate);
   if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
   __syncthreads();
-  if (thread < kMergeChoices) {
-    choice_steps[thread] = steps_of_choice(estimates[0][thread % kMerges], estimates[1][thread / kMerges], thread,
-                                           p.uncut_shared != 0, p.by_sms);
-  }
+  static_assert(kListThreads == kMergeChoices * kSmGroups);
+  const int choice = thread / kSmGroups;
+  const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
+  const float own_time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
+                                        p.sms, p.costs, LaneGroups(lane));
+  if (thread % kSmGroups == 0) choice_times[choice] = own_time;
   __syncthreads();
   // Every warp looks for the best one, of equals the first.
   int best = lane;
 #pragma unroll
-  for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_steps[i] < choice_steps[best] ? i : best;
-  float steps = choice_steps[best];
+  for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_times[i] < choice_times[best] ? i : best;
+  float time = choice_times[best];
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
-    const float other = __shfl_xor_sync(0xffffffffu, steps, i);
+    const float other = __shfl_xor_sync(0xffffffffu, time, i);
     const int other_best = __shfl_xor_sync(0xffffffffu, best, i);
-    if (other < steps || (other == steps && other_best < best)) {
-      steps = other;
+    if (other < time || (other == time && other_best < best)) {
+      time = other;
       best = other_best;
     }
   }
-  *state_tiles = estimates[1][best / kMerges].state_tiles;
+  *state_tiles = estimates[1][best / kMerges].states.tiles;
   return best;
 }
 
 // The kernels that go by the plan do not wait for this one's end.
-__device__ void publish_plan(const SplitWorkspace& ws, const SplitCounters& counters) {
-  *ws.counters = counters;
+__device__ void publish_plan(const SplitWorkspace& ws) {
   __threadfence();
   *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
@@ -411,7 +450,10 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   if (p.lengths_first != 0 && *ws.spacing == 0) {
     // The kernels after this one have nothing to do.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (thread == 0) publish_plan(ws, SplitCounters{});
+    if (thread == 0) {
+      *ws.counters = SplitCounters{};
+      publish_plan(ws);
+    }
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -423,10 +465,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   while (width < 32 && width < most_pieces) width *= 2;
 
   __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t list_sizes[2], first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
+  __shared__ int32_t state_tiles, first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
   __shared__ int32_t kinds;  // heads with a heavy boundary, and kUnusual for each whose warm-ups are not the usual ones
+  __shared__ int32_t guessed_heavy;  // of those that the choice was made for beforehand
   constexpr int32_t kUnusual = 1 << 16;
-  __shared__ int32_t warp_chunks[kListWarps];
+  __shared__ int32_t warp_sums[kListWarps];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
   // The summaries have been used when the first tile is kept.
@@ -435,8 +478,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     KeptTiles tiles;
     __device__ Kept() {}
   } kept;
-  for (int i = thread; i < kTileBuckets; i += kListThreads) buckets[i] = 0;
-  if (thread == 0) chains_used = tiles_used = chunks_before = kinds = 0;
+  buckets[thread] = 0;
+  if (thread == 0) chains_used = tiles_used = chunks_before = kinds = guessed_heavy = 0;
   __syncthreads();
 
   // Where sequences are cut; a larger batch's are kept in memory.
@@ -455,11 +498,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
         const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += below;
       }
-      if (lane == 31) warp_chunks[warp] = inclusive;
+      if (lane == 31) warp_sums[warp] = inclusive;
       __syncthreads();
       int32_t before = chunks_before;
 #pragma unroll 1
-      for (int w = 0; w < warp; ++w) before += warp_chunks[w];
+      for (int w = 0; w < warp; ++w) before += warp_sums[w];
       s.first_chunk = before + inclusive - chunks;
       __syncthreads();
       if (thread == kListThreads - 1) chunks_before = before + inclusive;
@@ -469,6 +512,29 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     // A skipped sequence has no state tiles: the chains wait for all that are listed.
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
     cuts[i] = CutSequence(s, grid);
+  }
+  const int32_t pairs = n * heads;
+  bool cut = grid.spacing > 0;
+  const bool chosen = args.split == SplitMode::kAuto && args.force_split == 0 && cut;
+  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+  // call may have that is planned without being forced to.
+  const int32_t summarised = min(pairs, kMostSummaries);
+  const bool expected = p.lengths_first == 0 && lengths == p.expected_lengths;
+  // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
+  // boundaries are classified. If it is not that, its instructions are in the caches.
+  int32_t guess = -1, guessed_states = 0;
+  if (chosen && !expected) {
+    __syncthreads();
+#pragma unroll 1
+    for (int32_t pair = thread; pair < summarised; pair += kListThreads) {
+      const int32_t i = p.by_heads.divide(pair), boundaries = cuts[i].pieces - 1;
+      const bool heavy = (pair - i * heads) % 4 == 3;
+      kept.summaries[pair] = {cuts[i].chunks, boundaries + 1, heavy ? boundaries : 0,
+                              heavy ? 0 : kUsualWarmup * boundaries};
+      if (heavy && boundaries > 0) atomicAdd(&guessed_heavy, 1);
+    }
+    __syncthreads();
+    guess = choose_merges(p, kept.summaries, summarised, lengths, grid, &guessed_states);
   }
   // The boundaries' kernel is waited for here.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -484,19 +550,14 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
     };
   };
-  const int32_t pairs = n * heads;
   auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
     return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
   };
 
   SplitMerge merge;
-  bool cut = grid.spacing > 0;
   const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
-  if (args.split == SplitMode::kAuto && args.force_split == 0 && cut) {
-    // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
-    // call may have that is planned without being forced to.
-    const int32_t summarised = min(pairs, kMostSummaries);
+  if (chosen) {
     int32_t own_kinds = 0;
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
@@ -523,22 +584,24 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     own_kinds = __reduce_add_sync(0xffffffffu, own_kinds);
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
-    const bool usual = kinds < kUnusual && p.lengths_first == 0 && lengths == p.expected_lengths;
-    int32_t state_tiles = 0;
-    int32_t best = usual ? p.usual_choices.choice(kinds, pairs, &state_tiles) : -1;
-    if (best < 0) best = choose_merges(p, kept.summaries, summarised, &state_tiles);
+    int32_t announced = guessed_states;
+    int32_t best = kinds >= kUnusual        ? -1
+                   : expected               ? p.usual_choices.choice(kinds, pairs, &announced)
+                   : kinds == guessed_heavy ? guess
+                                            : -1;
+    if (best < 0) best = choose_merges(p, kept.summaries, summarised, lengths, grid, &announced);
     merge = merge_choice(best);
     cut = best != kMergeChoices - 1;
-    if (thread == 0 && summarised == pairs && state_tiles <= UINT16_MAX) {
+    if (thread == 0 && summarised == pairs && announced <= UINT16_MAX) {
       *static_cast<volatile uint32_t*>(&ws.start->announced) =
-          (pair_of_sms() << 16 | static_cast<uint32_t>(state_tiles)) + 1;
+          (pair_of_sms() << 16 | static_cast<uint32_t>(announced)) + 1;
     }
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass == 1 && tiles_used <= kKeptTiles) {
+  for (;; sink.placing = true) {
+    if (sink.placing && tiles_used <= kKeptTiles) {
       for (int i = thread; i < tiles_used; i += kListThreads) {
         const Tile t = kept.tiles.tile[i];
         sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
@@ -549,53 +612,48 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
       emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
     }
+    if (sink.placing) break;
     __syncthreads();
-    if (pass == 1) break;
-    // Exclusive sums, the state tiles' buckets by one warp and the others' by another.
-    if (warp < 2) {
-      const int first = warp == 0 ? 0 : kLengthBuckets,
-                per_lane = (warp == 0 ? 1 : kTileLists - 1) * kLengthBuckets / 32;
-      int32_t sum = 0;
-#pragma unroll 1
-      for (int i = 0; i < per_lane; ++i) sum += buckets[first + lane * per_lane + i];
-      int32_t inclusive = sum;
-#pragma unroll 1
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-        if (lane >= step) inclusive += below;
-      }
-      if (lane == 31) list_sizes[warp] = inclusive;
-      int32_t before = inclusive - sum;
-#pragma unroll 1
-      for (int i = 0; i < per_lane; ++i) {
-        const int bucket = first + lane * per_lane + i;
-        const int32_t count = buckets[bucket];
-        buckets[bucket] = before;
-        if (bucket == 2 * kLengthBuckets) first_tiles = before;
-        if (bucket == 3 * kLengthBuckets) free_tiles = before;
-        before += count;
-      }
+    // Exclusive sums of the buckets, one to a thread: the state tiles' are those of the first warps, and a list of
+    // their own.
+    static_assert(kTileBuckets == kListThreads && kLengthBuckets % 32 == 0 && kListWarps <= 32);
+    constexpr int kStateListWarps = kLengthBuckets / 32;
+    const int32_t count = buckets[thread];
+    int32_t inclusive = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (lane >= step) inclusive += below;
     }
+    if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
-    sink.place = true;
+    const bool counts = lane < warp && (lane >= kStateListWarps) == (warp >= kStateListWarps);
+    inclusive += __reduce_add_sync(0xffffffffu, counts ? warp_sums[lane] : 0);
+    buckets[thread] = inclusive - count;
+    if (thread == kLengthBuckets - 1) state_tiles = inclusive;
+    if (thread == 2 * kLengthBuckets) first_tiles = inclusive - count;
+    if (thread == 3 * kLengthBuckets) free_tiles = inclusive - count;
+    __syncthreads();
+    // By a thread that seldom has tiles to place.
+    if (thread == kTileBuckets - 1) {
+      const bool halves = !cut && p.uncut_shared != 0;
+      SplitCounters counters{};
+      counters.states.tiles = state_tiles;
+      counters.outputs.tiles = halves ? 0 : free_tiles;
+      counters.outputs.dependent_tiles = inclusive - free_tiles;  // none where nothing is cut
+      counters.halves.tiles = halves ? free_tiles : 0;
+      counters.progress.states_left = static_cast<uint32_t>(state_tiles * kStateWarps);
+      counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
+      counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
+      counters.planner_pair = pair_of_sms();
+      counters.spacing = grid.spacing;
+      counters.light_merge = merge.light;
+      counters.heavy_merge = merge.heavy;
+      *ws.counters = counters;
+    }
   }
   __syncthreads();  // the lists are there
-  if (thread == 0) {
-    const bool halves = !cut && p.uncut_shared != 0;
-    SplitCounters counters{};
-    counters.states.tiles = list_sizes[0];
-    counters.outputs.tiles = halves ? 0 : free_tiles;
-    counters.outputs.dependent_tiles = list_sizes[1] - free_tiles;  // none where nothing is cut
-    counters.halves.tiles = halves ? free_tiles : 0;
-    counters.progress.states_left = static_cast<uint32_t>(list_sizes[0] * kStateWarps);
-    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
-    counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
-    counters.planner_pair = pair_of_sms();
-    counters.spacing = grid.spacing;
-    counters.light_merge = merge.light;
-    counters.heavy_merge = merge.heavy;
-    publish_plan(ws, counters);
-  }
+  if (thread == 0) publish_plan(ws);
 }
 
 }  // namespace
@@ -631,11 +689,8 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
 
 cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   const ChunkForwardArgs& args = params.args;
-  params.by_sms = Divisor(params.sms);
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
   params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
-  params.expected_grid = choose_grid(args.split, args.force_split != 0, params.expected_lengths, args.num_value_heads,
-                                     params.sms, params.costs);
   params.group = args.num_value_heads / args.num_key_heads;
   params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
   params.by_parts = Divisor(params.parts);

@@ -31,8 +31,7 @@ struct SplitKernelParams {
   int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
   Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
-  Divisor by_sms;
-  // Lengths that the call may well have, and what follows: the grid is what the device would work out.
+  // Lengths that the call may well have, and what follows.
   LengthSummary expected_lengths;
   SplitGrid expected_grid;
   UsualChoices usual_choices;

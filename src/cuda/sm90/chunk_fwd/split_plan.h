@@ -3,6 +3,7 @@
 // docs/design/sequence_split.md explains the scheme.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "split_types.h"
@@ -12,32 +13,55 @@
 #else
 #define FLASH_QLA_HOST_DEVICE
 #endif
+// Loops over arrays that are to stay in registers.
+#ifdef __CUDA_ARCH__
+#define FLASH_QLA_UNROLL _Pragma("unroll")
+#else
+#define FLASH_QLA_UNROLL
+#endif
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in steps: one step is one chunk of one value head in the kernel that writes O, where sequences are cut: 2.07
-// us on an H200. They are what fits best to the times of all choices of 28 calls (docs/design/sequence_split.md): near
-// what was measured of each alone, but for what they stand for besides.
+// Costs, in microseconds on an H200: what fits best to the times of all choices of 68 calls, with two spacings each
+// (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
-  float state_step = 0.99f;    // a chunk in the kernel that makes states alone
-  float relay_step = 0.47f;    // a chunk of a head by four SMs, as an unsplit call with very few tiles computes it
-  float half_step = 0.60f;     // ... by two SMs, with few tiles
-  float half_crowd = 0.042f;   // ... and this times the square of the share of SMs that are at work, on average
-  float whole_step = 0.93f;    // a chunk of a head by one SM, where nothing is cut
-  float whole_crowd = 0.114f;  // ... likewise
-  float tile_edge = 2.56f;     // a tile's first and last state, and filling the pipeline
-  float state_edge = 0.99f;    // ... of a state tile, which starts from zero
-  float combine_step = 0.40f;  // one transition applied to a boundary state
-  float plan = 11.8f;          // what a call with a plan takes beyond the estimate, less what one without does
-  float asking = 3.0f;         // ... where lengths are looked at first and turn out to ask for no cut
+  // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
+  float step = 1.78f;          // a chunk of one head in the kernel that writes O
+  float state_step = 2.02f;    // ... in the kernel that makes states alone
+  float key_share = 0.2f;      // more of both, of a key head to each value head beside one to none
+  float tile_edge = 3.9f;      // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.2f;     // ... of a state tile, which starts from zero
+  float first_edge = 11.5f;    // a block's start, before its first tile that writes O
+  float combine = 2.45f;       // before the first transition of a chain
+  float combine_step = 0.87f;  // one transition applied to a boundary state
+  float load = 0.1f;           // of all work, evenly shared: SMs at work hold up each other
+  float plan = 15.4f;          // planning
+  // Where nothing is cut: by four SMs to a head, by two, by one.
+  float relay_step = 0.945f, relay_edge = 10.2f;
+  float half_step = 1.11f, half_edge = 10.0f;
+  float half_crowd = 0.224f;  // more of a step, times the square of the share of SMs that are at work, on average
+  float whole_step = 1.925f, whole_edge = 5.3f;
+  float whole_crowd = 0.236f;  // likewise
+  float late = 14.0f;          // an unsplit kernel behind a plan that turns out to cut nothing: it starts unevenly
+  float asking = 6.2f;         // lengths looked at first that turn out to ask for no cut
+
+  SplitCosts() = default;
+  SplitCosts(int32_t key_heads, int32_t heads) {
+    // The measured calls' fit is at four value heads to a key head.
+    const float scale = 1.0f + key_share * (static_cast<float>(key_heads) / static_cast<float>(heads) - 0.25f);
+    step *= scale;
+    state_step *= scale;
+  }
 };
 
 // No segment is shorter: below it edges and warm-up cost more than the segment.
 inline constexpr int32_t kMinSpacing = 4;
 inline constexpr int32_t kForcedSpacing = 2;  // under force_intra_cp: two whole chunks, so that everything is met
 // A sequence may be cut into pieces of about (all chunks of all heads) / (this * SMs): three items to an SM let the
-// planner merge them into nearly full waves, and bound the boundary states to 50 MB on a card of 132 SMs.
+// planner merge them into nearly full waves. Where lengths are known beforehand, up to four are tried: they bound the
+// boundary states to 70 MB on a card of 132 SMs.
 inline constexpr int32_t kItemsPerSm = 3;
+inline constexpr int32_t kMostItemsPerSm = 4;
 // SplitMode::kInvariant: as many pieces as whole spacings fit, up to a number that keeps chains of transitions short.
 inline constexpr int32_t kInvariantSpacing = 32;
 inline constexpr int32_t kInvariantPieces = 16;
@@ -46,20 +70,26 @@ inline constexpr int32_t kMostPieces =
 // Longest warm-up, in chunks; kept in a byte.
 inline constexpr int32_t kMaxWarmup = 64;
 // A call is planned if the estimate promises this gain where a quarter of the heads do not decay and the others do by 3
-// a chunk (a warm-up of six), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
+// a chunk (a warm-up of five), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
 // known before, and on the device no cut is among the choices.
-inline constexpr float kLeastGain = 0.06f;
+inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.1f;
+// ... and a plan without a cut, which takes a kernel more, where a cut would lose more than this if no head decays.
+inline constexpr float kMostLossOfAll = 0.05f;
+// Spacings that are tried beside that of kItemsPerSm, down to that of kMostItemsPerSm, where lengths are known
+// beforehand, and what a finer one must promise beyond: with many pieces some choice always looks well.
+inline constexpr int32_t kFinerGrids = 3;
+inline constexpr float kLeastOfFiner = 0.03f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain.
-inline constexpr float kLeastOfEqual = 0.02f;
+inline constexpr float kLeastOfEqual = 0.04f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
 // equal lengths take; a cut must promise kLeastUnequal of what it takes at best before the device goes on to the gates.
 inline constexpr float kMostLoss = 0.02f;
 // ... and where there are no more of them: one that holds most of many sequences' tokens is rare, and all others pay.
 inline constexpr int32_t kMostAsked = 3;
-inline constexpr float kLeastUnequal = 1.25f;
+inline constexpr float kLeastUnequal = 1.2f;
 inline constexpr float kLeastPossible = 1.05f;  // ... of lengths that are known: the choice has the last word
-inline constexpr int32_t kUsualWarmup = 6;
+inline constexpr int32_t kUsualWarmup = 5;
 // With this many tiles to an SM and no cut the waves are even enough for any lengths that matter: no planning.
 inline constexpr int64_t kTilesPerSmUnsplit = 16;
 
@@ -129,31 +159,33 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t uncut_blocks(int64_t tiles, int32_t sms)
 // Whether that is more than one.
 FLASH_QLA_HOST_DEVICE constexpr bool shares_pay(int64_t tiles, int32_t sms) { return uncut_blocks(tiles, sms) > 1; }
 
-// A chunk's share of a step where nothing is cut, by `share` of the SMs on average over the longest tile's time.
-FLASH_QLA_HOST_DEVICE inline float uncut_step(int32_t blocks, float share, const SplitCosts& costs) {
-  share = share < 1.0f ? share : 1.0f;
-  return blocks == 4   ? costs.relay_step
-         : blocks == 2 ? costs.half_step + costs.half_crowd * share * share
-                       : costs.whole_step + costs.whole_crowd * share * share;
-}
-
-// Steps that the card needs without a cut, an estimate: exact for equal lengths.
-FLASH_QLA_HOST_DEVICE inline float unsplit_steps(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                 const SplitCosts& costs) {
+// Where nothing is cut, an estimate: exact for equal lengths.
+FLASH_QLA_HOST_DEVICE inline float unsplit_time(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                const SplitCosts& costs) {
   if (lengths.sequences == 0) return 0.0f;
   const int32_t tiles = lengths.sequences * heads;
   const int32_t blocks = uncut_blocks(tiles, sms);
   const float cards = static_cast<float>(sms), longest = static_cast<float>(lengths.longest);
+  if (blocks == 4) return longest * costs.relay_step + costs.relay_edge;
+  // The share of SMs at work on average over the longest tile's time.
   const float average = quotient(static_cast<float>(lengths.chunks), static_cast<float>(lengths.sequences));
-  const float edged = longest + costs.tile_edge;
-  const float share = quotient(average * static_cast<float>(blocks * tiles), longest * cards);
-  const float step = uncut_step(blocks, share, costs);
-  if (blocks > 1) return edged * step;
-  if (longest <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * edged * step;
+  float share = quotient(average * static_cast<float>(blocks * tiles), longest * cards);
+  share = share < 1.0f ? share : 1.0f;
+  if (blocks == 2) return longest * (costs.half_step + costs.half_crowd * share * share) + costs.half_edge;
+  const float step = costs.whole_step + costs.whole_crowd * share * share;
+  const float whole = longest * step + costs.whole_edge;
+  if (longest <= average * 1.02f) return static_cast<float>((tiles + sms - 1) / sms) * whole;
   // Longest first: the last tiles to start are short ones, and about a third of an average tile is lost at the end.
-  const float even = quotient(static_cast<float>(tiles) * (average + costs.tile_edge), cards);
-  const float spread = tiles > sms ? even + average / 3 : even;
-  return (edged > spread ? edged : spread) * step;
+  const float even = quotient(static_cast<float>(tiles) * (average * step + costs.whole_edge), cards);
+  const float spread = tiles > sms ? even + average * step / 3 : even;
+  return whole > spread ? whole : spread;
+}
+
+// Of so many pieces of all chunks of all heads.
+FLASH_QLA_HOST_DEVICE inline int32_t spacing_of(int64_t work, int32_t items) {
+  // 64-bit divisions take long on the device, and are seldom needed.
+  return work < INT32_MAX - items ? (static_cast<int32_t>(work) + items - 1) / items
+                                  : static_cast<int32_t>(divide_up(work, items));
 }
 
 FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
@@ -168,19 +200,19 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
   }
   const int64_t work = lengths.chunks * heads;
   if (!forced) {
-    // The best that a split can do: even work, where a quarter of the heads do not decay and stay whole, or are cut in
-    // four, whose states and transitions are another 1.25 of their work.
+    // The best that a split can do: even work on all SMs, where a quarter of the heads do not decay and stay whole, or
+    // are cut in four, whose states and transitions are another 1.25 of their work.
     const float tiles = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
-    const float even = (static_cast<float>(work) + tiles * costs.tile_edge) / static_cast<float>(sms);
-    const float whole = static_cast<float>(lengths.longest) + costs.tile_edge;
-    const float uncut = even > whole ? even : whole, cut = even * (1.0f + 0.25f * 1.25f * costs.state_step);
+    const float even =
+        quotient(static_cast<float>(work) * (costs.whole_step + costs.whole_crowd) + tiles * costs.whole_edge,
+                 static_cast<float>(sms));
+    const float whole = static_cast<float>(lengths.longest) * costs.step + costs.tile_edge;
+    const float uncut = even > whole ? even : whole;
+    const float cut = even * (1.0f + 0.25f * 1.25f * quotient(costs.state_step, costs.step));
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
-    if (unsplit_steps(lengths, heads, sms, costs) <= least_possible * best) return grid;
+    if (unsplit_time(lengths, heads, sms, costs) <= least_possible * best) return grid;
   }
-  // 64-bit divisions take long on the device, and are seldom needed.
-  const int32_t items = kItemsPerSm * sms, least = forced ? kForcedSpacing : kMinSpacing;
-  const int32_t spacing = work < INT32_MAX - items ? (static_cast<int32_t>(work) + items - 1) / items
-                                                   : static_cast<int32_t>(divide_up(work, items));
+  const int32_t spacing = spacing_of(work, kItemsPerSm * sms), least = forced ? kForcedSpacing : kMinSpacing;
   grid.set_spacing(spacing > least ? spacing : least);
   return grid;
 }
@@ -235,7 +267,7 @@ FLASH_QLA_HOST_DEVICE inline int32_t boundary_capacity(SplitMode mode, bool forc
   const int64_t least = forced ? kForcedSpacing : mode == SplitMode::kInvariant ? kInvariantSpacing : kMinSpacing;
   const int64_t by_length = divide_up(tokens, least * kSplitChunk);
   if (mode == SplitMode::kInvariant) return static_cast<int32_t>(by_length);
-  const int64_t by_card = divide_up(static_cast<int64_t>(kItemsPerSm) * sms, heads) + 1;
+  const int64_t by_card = divide_up(static_cast<int64_t>(kMostItemsPerSm) * sms, heads) + 1;
   return static_cast<int32_t>(by_length < by_card ? by_length : by_card);
 }
 
@@ -280,7 +312,7 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t me
 }
 // State tiles of a head that is cut into so many, at heavy boundaries: the first segment's end is reached from the
 // start; of those after it but the last a state and a transition each.
-FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return 1 + 2 * (pieces - 2); }
+FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return pieces == 1 ? 0 : 2 * pieces - 3; }
 // Whether boundary i stays when pieces are joined to so many, as evenly as may be.
 FLASH_QLA_HOST_DEVICE inline bool boundary_stays(const Divisor& by_pieces, int32_t i, int32_t joined) {
   return by_pieces.divide(joined * i) != by_pieces.divide(joined * (i - 1));
@@ -382,7 +414,7 @@ struct HeadPlan {
     // What writes O, the state, and the transition: a loop, as the code runs once, and most of the time that it takes
     // is that of fetching it.
     const int32_t tiles = !heavy ? 1 : from_heavy ? 3 : 2;
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif
     for (int32_t n = 0; n < tiles; ++n) {
@@ -438,115 +470,198 @@ struct HeadSummary {
   int32_t warmups = 0;  // chunks, of all light boundaries together
 };
 
-// What one choice costs. Free tiles depend on nothing; dependent ones wait for boundary states.
+// Tiles that are nearly alike.
+struct TileClass {
+  int32_t tiles = 0;
+  float work = 0.0f, longest = 0.0f;  // microseconds: of all together, of the longest one
+  FLASH_QLA_HOST_DEVICE void add(int32_t count, float each) {
+    tiles += count;
+    work += static_cast<float>(count) * each;
+    if (count > 0 && each > longest) longest = each;
+  }
+  FLASH_QLA_HOST_DEVICE void add(const TileClass& other, int32_t times = 1) {
+    tiles += times * other.tiles;
+    work += static_cast<float>(times) * other.work;
+    if (other.longest > longest) longest = other.longest;
+  }
+  FLASH_QLA_HOST_DEVICE float average() const { return tiles > 0 ? quotient(work, static_cast<float>(tiles)) : 0.0f; }
+};
+
+// What one choice costs for a part of the heads. Free tiles depend on nothing; dependent ones wait for boundary states.
+// Of both the long ones are kept apart from the others: pieces that were joined unevenly, or shorter sequences.
 struct SplitEstimate {
-  SplitCosts costs;
-  float state_work = 0.0f, free_work = 0.0f, dependent_work = 0.0f;
-  float longest_state = 0.0f, longest_free = 0.0f, longest_dependent = 0.0f;
-  int32_t state_tiles = 0, free_tiles = 0, dependent_tiles = 0, chains = 0, longest_chain = 0;
+  TileClass states, free[2], dependent[2];
+  int32_t transitions = 0, longest_chain = 0;
 
   // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
-  // that has no other: where both kinds alternate that is a cautious guess.
-  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step) {
+  // that has no other: where both kinds alternate that is a cautious guess. long_tile: chunks that make a tile a long
+  // one.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step, float long_tile, const SplitCosts& costs) {
     const int32_t tiles = joined_pieces(head.pieces, step);
-    const float segment = quotient(static_cast<float>(head.chunks), static_cast<float>(tiles));
+    const float piece = quotient(static_cast<float>(head.chunks), static_cast<float>(head.pieces));
+    const int32_t shorter = head.pieces / tiles, longer = head.pieces - shorter * tiles;  // pieces, tiles
     const int32_t light = head.pieces - 1 - head.heavy;
     const bool warms_up = head.heavy == 0 && tiles > 1;
     const float warmup = warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(light)) : 0.0f;
-    const float output = segment + warmup + costs.tile_edge;
-    const int32_t dependent = head.heavy > 0 ? tiles - 1 : 0;
-    free_tiles += tiles - dependent;
-    free_work += output * static_cast<float>(tiles - dependent);
-    longest_free = larger(longest_free, output);
-    if (dependent == 0) return;
-    dependent_tiles += dependent;
-    dependent_work += output * static_cast<float>(dependent);
-    longest_dependent = larger(longest_dependent, output);
-    const float state = segment * costs.state_step + costs.state_edge;
-    const int32_t states = states_of_pieces(tiles);
-    state_tiles += states;
-    state_work += state * static_cast<float>(states);
-    longest_state = larger(longest_state, state);
+    for (int32_t more = 0; more < 2; ++more) {
+      const int32_t count = more != 0 ? longer : tiles - longer;
+      const float chunks = piece * static_cast<float>(shorter + more);
+      const float output = (chunks + warmup) * costs.step + costs.tile_edge;
+      const bool is_long = chunks >= long_tile;
+      if (head.heavy == 0) {
+        free[0].add(is_long ? count : 0, output);
+        free[1].add(is_long ? 0 : count, output);
+        continue;
+      }
+      // The first segment is free, and its end is reached from the start; of those after it but the last a state and a
+      // transition each.
+      const int32_t first = more == 0 ? 1 : 0;
+      free[0].add(is_long ? first : 0, output);
+      free[1].add(is_long ? 0 : first, output);
+      dependent[0].add(is_long ? count - first : 0, output);
+      dependent[1].add(is_long ? 0 : count - first, output);
+      const int32_t all = states_of_pieces(tiles), of_longer = 2 * longer < all ? 2 * longer : all;
+      states.add(more != 0 ? of_longer : all - of_longer, chunks * costs.state_step + costs.state_edge);
+    }
+    if (head.heavy == 0 || tiles <= 2) return;
+    transitions += tiles - 2;
     longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
-    chains += tiles > 2;
   }
-  FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other) {
-    state_work += other.state_work;
-    free_work += other.free_work;
-    dependent_work += other.dependent_work;
-    state_tiles += other.state_tiles;
-    free_tiles += other.free_tiles;
-    dependent_tiles += other.dependent_tiles;
-    chains += other.chains;
-    longest_state = larger(longest_state, other.longest_state);
-    longest_free = larger(longest_free, other.longest_free);
-    longest_dependent = larger(longest_dependent, other.longest_dependent);
+  FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other, int32_t times = 1) {
+    states.add(other.states, times);
+    for (int32_t i = 0; i < 2; ++i) {
+      free[i].add(other.free[i], times);
+      dependent[i].add(other.dependent[i], times);
+    }
+    transitions += times * other.transitions;
     longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
   }
+};
 
-  // So many heads that are alike.
-  FLASH_QLA_HOST_DEVICE void repeat(int32_t heads) {
-    const float times = static_cast<float>(heads);
-    state_work *= times;
-    free_work *= times;
-    dependent_work *= times;
-    state_tiles *= heads;
-    free_tiles *= heads;
-    dependent_tiles *= heads;
-    chains *= heads;
-  }
+// Chunks from which on a tile of such a merge counts as a long one: nearly those of the longest sequence's.
+FLASH_QLA_HOST_DEVICE inline float long_tile(int32_t longest, const SplitGrid& grid, int32_t step) {
+  const int32_t pieces = pieces_of(longest, grid), tiles = joined_pieces(pieces, step);
+  return 0.72f * quotient(static_cast<float>(longest), static_cast<float>(pieces)) *
+         static_cast<float>((pieces + tiles - 1) / tiles);
+}
 
-  // Of tiles without a cut: as the unsplit kernels take them, perhaps by several SMs each.
-  FLASH_QLA_HOST_DEVICE void leave_uncut(bool shared, int32_t sms) {
-    const int32_t blocks = shared ? uncut_blocks(free_tiles, sms) : 1;
-    const float share = quotient(static_cast<float>(blocks) * free_work, longest_free * static_cast<float>(sms));
-    const float step = uncut_step(blocks, share, costs);
-    free_tiles *= blocks;
-    free_work *= static_cast<float>(blocks) * step;
-    longest_free *= step;
-  }
-
-  // Steps until the last tile ends.
-  FLASH_QLA_HOST_DEVICE float steps(const Divisor& sms) const {
-    if (free_tiles == 0) return 0.0f;
-    if (state_tiles == 0) return whole_waves(free_tiles, free_work, longest_free, sms);
-    const int32_t blocks = static_cast<int32_t>(sms.by), pieces = kCombineSlices * chains;
-    const float cards = static_cast<float>(sms.by);
-    const float combine = costs.combine_step * static_cast<float>(longest_chain);
-    // When the boundary states are there, and what is left then: dependent tiles go first.
-    const float start = whole_waves(state_tiles, state_work, longest_state, sms) + combine;
-    const float room = cards * start - state_work - static_cast<float>(pieces < blocks ? pieces : blocks) * combine;
-    const float left = free_work > room ? free_work - room : 0.0f;
-    const float free = quotient(free_work, static_cast<float>(free_tiles));
-    float end = start + larger(whole_waves(dependent_tiles, dependent_work, longest_dependent, sms),
-                               quotient(left + dependent_work, cards) + (left > 0.0f ? kUneven * free : 0.0f));
-    // A free tile that finds no SM at first starts when a state tile ends.
-    const float late = state_tiles >= blocks               ? quotient(state_work, cards)
-                       : state_tiles + free_tiles > blocks ? longest_state
-                                                           : 0.0f;
-    end = larger(end, (late < longest_free ? late : longest_free) + longest_free);
-    // More free tiles than SMs: those beyond go to SMs without a state tile, and so do the dependent ones. Where these
-    // SMs are too few some dependent tiles wait for one that has had a state tile and a free one.
-    const int32_t idle = blocks - state_tiles, second = free_tiles - blocks;
-    if (idle > 0 && second > 0 && dependent_tiles > idle - second) {
-      end = larger(end, longest_state + longest_free + longest_dependent);
+// SMs by the time when they have nothing more to do, those at about the same time together: kTogether, in microseconds,
+// is less than tiles differ by. On the device eight lanes have a group each.
+inline constexpr int32_t kSmGroups = 8;
+inline constexpr float kTogether = 3.0f;
+class SmGroups {
+ public:
+  // count may be 0. With no group left, which is rare, another's time will do.
+  FLASH_QLA_HOST_DEVICE void put(float time, int32_t count) {
+    int32_t place = -1, room = 0;
+    for (int32_t i = kSmGroups - 1; i >= 0; --i) {
+      if (sms_[i] == 0) room = i;
+      if (sms_[i] > 0 && time - at_[i] < kTogether && at_[i] - time < kTogether) place = i;
     }
-    return larger(end, longest_free);
+    if (place < 0) place = room;
+    if (sms_[place] == 0) at_[place] = time;
+    sms_[place] += count;
   }
+  // The earliest group's time, and its SMs.
+  FLASH_QLA_HOST_DEVICE float next(int32_t* count) {
+    next_ = -1;
+    for (int32_t i = 0; i < kSmGroups; ++i) {
+      if (sms_[i] > 0 && (next_ < 0 || at_[i] < at_[next_])) next_ = i;
+    }
+    *count = sms_[next_];
+    return at_[next_];
+  }
+  FLASH_QLA_HOST_DEVICE void take(int32_t count) { sms_[next_] -= count; }
+  // Whether anybody who goes along has more to do.
+  FLASH_QLA_HOST_DEVICE static bool any(bool more) { return more; }
 
  private:
-  FLASH_QLA_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
-  // What is lost at the end where tiles are not whole waves: a part of one.
-  static constexpr float kUneven = 0.16f;
-  // Tiles of one list by themselves: whole waves where they are nearly equal.
-  FLASH_QLA_HOST_DEVICE static float whole_waves(int32_t tiles, float work, float longest, const Divisor& sms) {
-    const int32_t blocks = static_cast<int32_t>(sms.by);
-    const float average = quotient(work, static_cast<float>(tiles));
-    const float waves = static_cast<float>(sms.divide(tiles + blocks - 1)) * longest;
-    const float spread = larger(longest, quotient(work, static_cast<float>(blocks)) + kUneven * average);
-    return longest <= 1.2f * average || waves < spread ? waves : spread;
-  }
+  float at_[kSmGroups] = {};
+  int32_t sms_[kSmGroups] = {};
+  int32_t next_ = 0;
 };
+
+// Microseconds until the last tile ends, of the heads without and of those with a heavy boundary: the tiles as blocks
+// take them, by groups of SMs and of tiles that are nearly alike.
+template <typename Groups>
+FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms,
+                                          const SplitCosts& costs, Groups free) {
+  // State tiles in waves; blocks that had one of the last stay for the chains, as long as these are.
+  const TileClass& states = heavy.states;
+  const int32_t waves = states.tiles > sms ? (states.tiles + sms - 1) / sms : 1;
+  const int32_t last = states.tiles - (waves - 1) * sms, others = sms - last;
+  const float before = static_cast<float>(waves - 1) * states.average(), made = before + states.longest;
+  float ready = made;
+  int32_t pieces = 0;
+  if (heavy.longest_chain > 0) {
+    const float longest = static_cast<float>(heavy.longest_chain);
+    ready += costs.combine + costs.combine_step * longest;
+    pieces = static_cast<int32_t>(quotient(static_cast<float>(kCombineSlices * heavy.transitions), longest));
+  }
+  const int32_t stay = pieces < last ? pieces : last;
+  const int32_t beyond = waves > 1 ? pieces - stay : 0, more = beyond < others ? beyond : others;
+  free.put(ready + costs.first_edge, stay + more);
+  free.put(made + costs.first_edge, last - stay);
+  free.put(before + costs.first_edge, others - more);
+  // Free tiles longest first; once the boundary states are there, the dependent ones before what is left of them.
+  constexpr int32_t kFree = 3, kClasses = 5;
+  TileClass left[kClasses] = {light.free[0], light.free[1], heavy.free[0], heavy.dependent[0], heavy.dependent[1]};
+  left[2].add(heavy.free[1]);
+  float each[kClasses];
+  int32_t frees = 0, dependents = left[3].tiles + left[4].tiles;
+  float work = states.work;
+  FLASH_QLA_UNROLL
+  for (int32_t i = 0; i < kClasses; ++i) {
+    each[i] = left[i].average();
+    work += left[i].work;
+    if (i < kFree) frees += left[i].tiles;
+  }
+  float end = 0.0f;
+  while (free.any(frees + dependents > 0)) {
+    int32_t count = 0;
+    float start = free.next(&count);
+    const bool dependent = dependents > 0 && (frees == 0 || start >= ready);
+    if (dependent && start < ready) start = ready;
+    int32_t kind = -1;
+    float length = 0.0f;
+    FLASH_QLA_UNROLL
+    for (int32_t i = 0; i < kClasses; ++i) {
+      if ((i >= kFree) == dependent && left[i].tiles > 0 && (kind < 0 || each[i] > length)) {
+        kind = i;
+        length = each[i];
+      }
+    }
+    if (kind < 0) count = 0;  // where other lanes have more to do
+    FLASH_QLA_UNROLL
+    for (int32_t i = 0; i < kClasses; ++i) {
+      if (i != kind) continue;
+      count = left[i].tiles < count ? left[i].tiles : count;
+      left[i].tiles -= count;
+      end = start + left[i].longest > end ? start + left[i].longest : end;
+    }
+    (dependent ? dependents : frees) -= count;
+    free.take(count);
+    free.put(start + length, count);
+  }
+  return end + costs.load * quotient(work, static_cast<float>(sms));
+}
+
+// No more than time_of_tiles(), but for groups' times that are taken for equal.
+inline float least_time(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms, const SplitCosts& costs) {
+  float work = heavy.states.work, longest = 0.0f, dependent = 0.0f;
+  for (int32_t i = 0; i < 2; ++i) {
+    work += light.free[i].work + heavy.free[i].work + heavy.dependent[i].work;
+    longest = std::max({longest, light.free[i].longest, heavy.free[i].longest});
+    dependent = std::max(dependent, heavy.dependent[i].longest);
+  }
+  float least = std::max(longest + costs.first_edge, work / static_cast<float>(sms));
+  if (const TileClass& states = heavy.states; states.tiles > 0) {
+    const float waves = static_cast<float>((states.tiles - 1) / sms);
+    least = std::max(least, waves * states.average() + states.longest + dependent +
+                                costs.combine_step * static_cast<float>(heavy.longest_chain));
+  }
+  return least;
+}
 
 // The merges that are tried: every pair of a light and a heavy one. The last pair is no cut at all.
 inline constexpr int32_t kMerges = 8;
@@ -558,29 +673,32 @@ FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
   return {merge_step(i % kMerges), merge_step(i / kMerges)};
 }
 
-// Steps that a choice takes, from its two parts: the heads without and those with a heavy boundary, joined by
-// merge_step() of their own. uncut_shared: without a cut a kernel of several SMs to a head writes O. (With cuts that
-// was slower for all shapes tried.)
-FLASH_QLA_HOST_DEVICE inline float steps_of_choice(const SplitEstimate& light, const SplitEstimate& heavy,
-                                                   int32_t choice, bool uncut_shared, const Divisor& sms) {
-  SplitEstimate estimate = light;
-  estimate.add(heavy);
-  if (choice == kMergeChoices - 1) estimate.leave_uncut(uncut_shared, static_cast<int32_t>(sms.by));
-  return estimate.steps(sms);
+// Microseconds that a choice takes, from its two parts: the heads without and those with a heavy boundary, joined by
+// merge_step() of their own. uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that
+// takes. (With cuts that was slower for all shapes tried.)
+template <typename Groups>
+FLASH_QLA_HOST_DEVICE float time_of_choice(const SplitEstimate& light, const SplitEstimate& heavy, int32_t choice,
+                                           float uncut, int32_t sms, const SplitCosts& costs, const Groups& free) {
+  const float time = time_of_tiles(light, heavy, sms, costs, free);
+  return choice == kMergeChoices - 1 && uncut > 0.0f ? uncut : time;
+}
+// What an uncut call then takes.
+FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                  const SplitCosts& costs) {
+  return unsplit_time(lengths, heads, sms, costs) + costs.late;
 }
 
-// The best choice, and the steps that it takes.
+// The best choice, and what it takes.
 struct BestChoice {
   int32_t choice = 0;
-  float steps = 0.0f;
+  float time = 0.0f;
 };
 
 // With `heavy` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
-// equal.
+// equal. guess: a choice that may well be the best, which spares most of the others.
 inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, int32_t heavy,
-                              bool uncut_shared, int32_t sms, const SplitCosts& costs) {
+                              bool uncut_shared, int32_t sms, const SplitCosts& costs, int32_t guess) {
   SplitEstimate light[kMerges], without_decay[kMerges];
-  for (int32_t i = 0; i < kMerges; ++i) light[i].costs = without_decay[i].costs = costs;
   const int32_t others = lengths.sequences - 1;
   for (int32_t kind = 0; kind < (others > 0 ? 2 : 1); ++kind) {
     const int32_t sequences = kind == 0 ? 1 : others;
@@ -588,27 +706,36 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
     head.chunks = kind == 0 ? lengths.longest : static_cast<int32_t>((lengths.chunks - lengths.longest) / others);
     head.pieces = pieces_of(head.chunks, grid);
     for (int32_t i = 0; i < kMerges; ++i) {
+      const float limit = long_tile(lengths.longest, grid, merge_step(i));
       SplitEstimate part;
-      part.costs = costs;
       head.warmups = kUsualWarmup * (head.pieces - 1);
       head.heavy = 0;
-      part.add(head, merge_step(i));
-      part.repeat(sequences * (heads - heavy));
-      if (heavy < heads) light[i].add(part);
+      part.add(head, merge_step(i), limit, costs);
+      light[i].add(part, sequences * (heads - heavy));
       part = SplitEstimate{};
-      part.costs = costs;
       head.warmups = 0;
       head.heavy = head.pieces - 1;
-      part.add(head, merge_step(i));
-      part.repeat(sequences * heavy);
-      if (heavy > 0) without_decay[i].add(part);
+      part.add(head, merge_step(i), limit, costs);
+      without_decay[i].add(part, sequences * heavy);
     }
   }
-  const Divisor by_sms(sms);
-  BestChoice best;
+  const float uncut = uncut_shared ? time_of_shared(lengths, heads, sms, costs) : 0.0f;
+  const int32_t pieces = pieces_of(lengths.longest, grid);
+  // Not what is the same as the one before, and not what must take longer than the best so far.
+  const auto again = [&](int32_t i) {
+    return i > 0 && joined_pieces(pieces, merge_step(i)) == joined_pieces(pieces, merge_step(i - 1));
+  };
+  const auto time_of = [&](int32_t i) {
+    return time_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut, sms, costs, SmGroups{});
+  };
+  BestChoice best{guess, time_of(guess)};
   for (int32_t i = 0; i < kMergeChoices; ++i) {
-    const float steps = steps_of_choice(light[i % kMerges], without_decay[i / kMerges], i, uncut_shared, by_sms);
-    if (i == 0 || steps < best.steps) best = {i, steps};
+    const bool last = i == kMergeChoices - 1;
+    if (!last && (again(i % kMerges) || again(i / kMerges) ||
+                  least_time(light[i % kMerges], without_decay[i / kMerges], sms, costs) >= best.time)) {
+      continue;
+    }
+    if (const float time = time_of(i); time < best.time) best = {i, time};
   }
   return best;
 }
@@ -617,7 +744,7 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
 // ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.
 struct UsualChoices {
   static constexpr int32_t kShares = 8;
-  static constexpr int32_t kLeastWarmup = 5, kMostWarmup = 7;  // chunks, on average over a head's boundaries
+  static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
   uint16_t states[kShares + 1] = {};  // state tiles of each of the heads that do not decay
 
@@ -628,39 +755,63 @@ struct UsualChoices {
     return share * heads == kShares * heavy ? of_share[share] : -1;
   }
 };
+
+// What a plan promises for sequences of these lengths, and how they would be cut: the time with it, as a share of that
+// without, where a quarter, half or all of the heads do not decay.
+struct SplitPromise {
+  SplitGrid grid;  // none: a plan is not possible
+  float quarter = 0.0f, half = 0.0f;
+  float all = 0.0f;  // with a cut, and of known lengths alone
+  bool pays(float least_gain = kLeastGain) const {
+    return grid.spacing > 0 && quarter <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
+  }
+  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for.
+  bool surely() const { return grid.spacing > 0 && all <= 1.0f + kMostLossOfAll; }
+};
+// known: the plan may take finer pieces, if they give more where a quarter of the heads do not decay; else the device
+// chooses the grid by itself.
+inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs,
+                                    bool known) {
+  SplitPromise promise;
+  promise.grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
+  if (promise.grid.spacing == 0) return promise;
+  const float unsplit = unsplit_time(lengths, heads, sms, costs);
+  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
+  int32_t guess = 0;
+  const auto share = [&](const SplitGrid& grid, int32_t heavy, bool uncut_shared) {
+    const BestChoice best = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess);
+    guess = best.choice;
+    return (costs.plan + best.time) / unsplit;
+  };
+  promise.quarter = share(promise.grid, heads / 4, shared);
+  const int32_t coarse = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
+  float best = (1.0f - kLeastOfFiner) * promise.quarter;
+  for (int32_t i = 1; known && i <= kFinerGrids; ++i) {
+    SplitGrid grid;
+    grid.set_spacing(std::max(coarse - (coarse - finest) * i / kFinerGrids, kMinSpacing));
+    if (grid.spacing == coarse) continue;
+    if (const float quarter = share(grid, heads / 4, shared); quarter < best) {
+      promise.grid = grid;
+      promise.quarter = best = quarter;
+    }
+  }
+  promise.half = share(promise.grid, heads / 2, shared);
+  if (known) promise.all = share(promise.grid, heads, false);
+  return promise;
+}
+
 inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, bool uncut_shared,
                                   int32_t sms, const SplitCosts& costs) {
   UsualChoices choices;
+  int32_t guess = 0;
   for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
     const int32_t heavy = share * heads / UsualChoices::kShares;
-    const int32_t choice = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs).choice;
-    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, grid), merge_choice(choice).heavy);
-    choices.of_share[share] = static_cast<uint8_t>(choice);
-    choices.states[share] = static_cast<uint16_t>(pieces > 1 ? states_of_pieces(pieces) : 0);
+    guess = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess).choice;
+    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, grid), merge_choice(guess).heavy);
+    choices.of_share[share] = static_cast<uint8_t>(guess);
+    choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
   }
   return choices;
-}
-
-// What a plan promises for sequences of these lengths: the time with it, as a share of that without, where a quarter,
-// half or all of the heads do not decay.
-struct SplitPromise {
-  bool possible = false;
-  float quarter = 0.0f, half = 0.0f, all = 0.0f;
-  bool pays(float least_gain = kLeastGain) const {
-    return possible && quarter <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
-  }
-  // Whatever the gates are, so that no plan without a cut need be allowed for.
-  bool surely() const { return possible && all <= 1.0f - kLeastGain; }
-};
-inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs) {
-  const SplitGrid grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
-  if (grid.spacing == 0) return {};
-  const float unsplit = unsplit_steps(lengths, heads, sms, costs);
-  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
-  const auto share = [&](int32_t heavy) {
-    return (costs.plan + best_choice(lengths, grid, heads, heavy, shared, sms, costs).steps) / unsplit;
-  };
-  return {true, share(heads / 4), share(heads / 2), share(heads)};
 }
 
 // --- order ---
