@@ -50,7 +50,7 @@ struct HeadWork {
     // Products with the own chunk's V', and of the late block with the early chunk's.
     float product[32], border[32];
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
-    const uint32_t gates = own_gates(), group_barrier = kStagingBarrier + static_cast<uint32_t>(plus);
+    const uint32_t gates = own_gates(), group_barrier = kTailBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
     for (int i = 0; i < 32; ++i) product[i] = border[i] = 0.0f;
     open(0);  // the gates have come with it; ahead of the products, beside which a load takes 100 clocks

@@ -67,9 +67,9 @@ struct GradientsTraits {
 };
 
 // Named barriers: minus has put the columns of dk that plus adds where it takes them (plus waits), and the other way
-// round (minus waits); what a group sends to the other block is there (one for query, one for plus); minus has taken
-// an item's last dP and D.
-constexpr uint32_t kMinusBarrier = 1, kPlusBarrier = 2, kStagingBarrier = 3, kTakenBarrier = 5;
+// round (minus waits); a group's rows past the end are zeros (one for query, one for plus); minus has taken an item's
+// last dP and D.
+constexpr uint32_t kMinusBarrier = 1, kPlusBarrier = 2, kTailBarrier = 3, kTakenBarrier = 5;
 
 constexpr uint32_t kEarly = 0, kLate = 1;  // ranks in the cluster
 constexpr uint16_t kBothBlocks = 3;
