@@ -155,7 +155,7 @@ struct StaleCase {
   }
 };
 
-constexpr int kStaleRuns = 40;  // over each of kStale: 200 in all find what is wrong in one call of twenty
+constexpr int kStaleRuns = 24;  // over each of kStale: 120 in all find what is wrong in one call of twenty
 
 inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
   Checker checker("forward over stale memory, sm90", settings, arena);
