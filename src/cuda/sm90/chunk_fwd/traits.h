@@ -76,7 +76,7 @@ struct ChunkForwardTraits {
   // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
   // that one for it.
   static constexpr int kBarriersDone = kDuties ? 4 : 2;
-  static constexpr int kBarriersO = kDuties ? 4 : 2;  // likewise
+  static constexpr int kBarriersO = kDuties ? 0 : 2;  // with duties a chunk's end says that its O is there
   static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
   // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
