@@ -138,6 +138,44 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   finish_state(S, p, work, StridedTensor{}, at);
 }
 
+// dh0 += Q^T of what rounding has left of diag(scale gamma) dO in the sequence's first chunk, the last step's. Its Q
+// and gates are still in their stage; dO has come again, into the next one.
+template <typename T, StatesForm kForm>
+__device__ __forceinline__ void add_rest_to_dh0(float (&dS)[64], const StatesWork& work, uint32_t smem,
+                                                const StatesBarriers& bars,
+                                                const StatesCursor<StatesTraits<kForm>::kRevStages>& next, int group,
+                                                const Lane& at) {
+  using Traits = StatesTraits<kForm>;
+  const int stage = (next.stage == 0 ? Traits::kRevStages : next.stage) - 1;
+  const uint32_t sDo = smem + next.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes;
+  uint32_t d_o[16], rest[16];
+  float factor[16];
+  load_vector(factor, smem + Traits::template kGates<true> + stage * kPassGateBytes + kPassFactor, at.lane);
+  mbarrier_wait(bars.loaded(next.stage), next.phase);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
+  }
+  // Past the sequence's end there is another one.
+  const int valid = work.info(work.chunk(work.steps - 1)).valid;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int left = valid - (8 * (i / 2) + 2 * (at.lane % 4));
+    d_o[i] &= (left > 0 ? 0xffffu : 0u) | (left > 1 ? 0xffff0000u : 0u);
+  }
+  rest_of_scaled_tokens<T>(rest, d_o, factor);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) dS[i] *= kRestScale<T>;
+  wgmma_fence();
+  add_product<T>(dS, rest, smem + stage * Traits::kRevStage + Traits::kRevQ);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(rest);
+  pin(dS);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) dS[i] *= 1.0f / kRestScale<T>;
+}
+
 template <typename T, StatesForm kForm>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
@@ -283,6 +321,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
   wgmma_wait<0>();
   pin(dS);
+  if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
   finish_state(dS, p, work, p.dh0, at);
 }
 
