@@ -171,6 +171,8 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
   saved.A = saved.g_cumsum = true;
   saved_h = saved;
   saved_h.h = true;
+  PoolFeatures h_alone;
+  h_alone.h = true;
   pool.pool = pool.skip_rows = pool.has_initial = true;
   checkpoints = pool;
   checkpoints.packed_checkpoints = true;
@@ -201,6 +203,8 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"A of two value heads to a key head", 8, 16, 10, 1000, states, saved, {}}},
       {{"h", 4, 32, 8, 1000, states, saved_h, {}}},
       {{"h, no split", 4, 32, 8, 1000, off, saved_h, {}}},
+      {{"h alone", 4, 32, 8, 1000, states, h_alone, {}}},
+      {{"A of two value heads to a key head, no split", 8, 16, 10, 1000, off, saved, {}}},
       {{"checkpoints", 2, 8, 20, 2000, states, checkpoints, {}}},
       {{"checkpoints, no split", 2, 8, 20, 2000, off, checkpoints, {}}},
       {{"listed", 2, 8, 20, 2000, states, listed, {}}},
