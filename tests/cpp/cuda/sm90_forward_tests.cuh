@@ -323,7 +323,7 @@ inline int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
 inline int64_t test_sm90_few_tokens(const Settings& settings, Arena& arena) {
   Checker checker("few tokens, sm90", settings, arena);
   Random random(47);
-  for (const int64_t tokens : {1, 2, 3, 5, 9, 16, 17}) {
+  for (const int64_t tokens : {3, 5, 9, 16}) {
     for (int i = 0; i < 4; ++i) {
       Shape s;
       s.dtype = DType::kBFloat16;

@@ -138,6 +138,29 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   finish_state(S, p, work, StridedTensor{}, at);
 }
 
+// For fp16: powers of two that bring the largest of a thread's two rows of dU^T to about 2^10, no less than 1. What
+// decays falls below the smallest numbers of fp16 otherwise; the rows of dS^T are scaled alike for the product.
+__device__ __forceinline__ void find_lift(float (&lift)[2], const float (&Z)[32], const float (&step_factor)[16]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = row; i < 16; i += 2) {
+      most = fmaxf(
+          most, fmaxf(fabsf(step_factor[2 * (i / 2)] * Z[2 * i]), fabsf(step_factor[2 * (i / 2) + 1] * Z[2 * i + 1])));
+    }
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
+    lift[row] = __uint_as_float(static_cast<uint32_t>(127 + min(max(10 - exponent, 0), 60)) << 23);
+  }
+}
+
+// Of a power of two between 2^-126 and 2^126.
+__device__ __forceinline__ float inverse_power(float x) {
+  return __uint_as_float((uint32_t{254} << 23) - __float_as_uint(x));
+}
+
 // dh0 += Q^T of what rounding has left of diag(scale gamma) dO in the sequence's first chunk, the last step's. Its Q
 // and gates are still in their stage; dO has come again, into the next one.
 template <typename T, StatesForm kForm>
@@ -184,7 +207,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   float dS[64] = {};
   if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
-  uint32_t kept = 1 ^ group;  // as in the forward pass
+  uint32_t kept = 1 ^ group;                          // as in the forward pass
+  constexpr bool kLifts = std::is_same_v<T, __half>;  // find_lift()
 
   auto cursor = StatesCursor<Traits::kRevStages>::template before_first<Traits::kRehearses>();
   const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
@@ -291,9 +315,20 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
       // dS += K^T dU, dU = -diag(gamma beta) Z; dv = beta Z (traits.h says what small betas get).
       uint32_t dU[16];
+      float lift[2] = {1.0f, 1.0f};
+      const bool lifts = kLifts && step >= 0 && (!p.has_d_o || (step + 1 == work.steps && work.makes_dh0(p)));
+      if (kLifts && lifts) {
+        wgmma_wait<0>();
+        pin(dS);
+        find_lift(lift, Z, step_factor);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) dS[i] *= lift[i / 2 % 2];
+      }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
+        float x = step_factor[2 * (i / 2)] * Z[2 * i], y = step_factor[2 * (i / 2) + 1] * Z[2 * i + 1];
+        if constexpr (kLifts) x *= lift[i % 2], y *= lift[i % 2];
+        dU[i] = pack2<T>(x, y);
       }
       wgmma_fence();
       add_product<T>(dS, dU, sK);
@@ -315,6 +350,10 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       pin(scaled);
       pin(dU);
       pin(dS);
+      if (kLifts && lifts) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) dS[i] *= inverse_power(lift[i / 2 % 2]);
+      }
       arrive_warp(bars.empty(stage), at.lane);
     }
   }
