@@ -100,19 +100,6 @@ __device__ __forceinline__ void pin(uint32_t (&a)[kCount]) {
                  : sums                                                                                     \
                  : __VA_ARGS__);                                                                            \
   }
-// The same where `keeps` in `operands` is whether the number `flag` is not 0.
-#define FLASH_QLA_WGMMA_KEEPS(shape, accumulator, operands, flag, sums, ...)                                  \
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                                           \
-    asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " flag ", 0;\nwgmma.mma_async.sync.aligned." shape \
-                 "k16.f32.bf16.bf16 {" accumulator "}, " operands ";\n}"                                      \
-                 : sums                                                                                       \
-                 : __VA_ARGS__);                                                                              \
-  } else {                                                                                                    \
-    asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " flag ", 0;\nwgmma.mma_async.sync.aligned." shape \
-                 "k16.f32.f16.f16 {" accumulator "}, " operands ";\n}"                                        \
-                 : sums                                                                                       \
-                 : __VA_ARGS__);                                                                              \
-  }
 #define FLASH_QLA_WGMMA_A_REGISTERS(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
 // D[64x16] = A B.
@@ -141,14 +128,6 @@ template <typename T>
 __device__ __forceinline__ void mma_rs_n32(float (&d)[16], const uint32_t* a, uint64_t b) {
   FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 1, 1, 1, 0",
                   FLASH_QLA_WGMMA_SUMS_16("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x32] = A B, and what D was if `keeps`, which all lanes have in common.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n32_onto(float (&d)[16], bool keeps, const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA_KEEPS("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, keeps, 1, 1, 0", "%21",
-                        FLASH_QLA_WGMMA_SUMS_16("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b),
-                        "r"(static_cast<int>(keeps)))
 }
 
 // D[64x32] = A B, B stored with N contiguous.

@@ -14,10 +14,10 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 
 // The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
 // gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
-// the state groups read go to `state_gate`, the others to `gate`. valid: tokens of the chunk.
+// the state groups read go to `state_gate`, the others to `gate`.
 template <typename Traits, typename LoadBeta>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, int valid,
-                                           uint32_t gate, uint32_t state_gate, int lane) {
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
+                                           uint32_t state_gate, int lane) {
   const int block = lane >> 3;
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
@@ -40,9 +40,9 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 
   cx += before;
   cy += before;
   using Element = typename Traits::Element;
-  const bool mild = __all_sync(0xffffffffu, valid > kFewTokens && fabsf(end3 - cx) <= kMildDecay<Element> &&
-                                                fabsf(end3 - cy) <= kMildDecay<Element> &&
-                                                (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>));
+  const bool mild =
+      __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
+                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>));
   const uint32_t place = ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t permuted = gate + place, state_permuted = state_gate + place;
   const uint32_t natural = gate + 8 * lane;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 
     store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
     return;
   }
-  store_shared_f2(state_permuted + Traits::kGateScaled, beta.x, beta.y);
+  store_shared_f2(state_permuted + Traits::kGateScaled, 1.0f, 1.0f);
   store_shared_f2(state_permuted + Traits::kGateRest, rest_x, rest_y);
   store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
@@ -92,10 +92,10 @@ __device__ __forceinline__ void clear_right_of_diagonal(uint32_t row_address, co
   }
 }
 
-// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g, without its diagonal) or by scale G (P) and
-// stores it as a wgmma operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows
-// 0..7 have nothing in columns 8..15. G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the
-// exponential of the difference itself.
+// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma
+// operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in
+// columns 8..15. G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the
+// difference itself.
 template <typename Traits, bool kIsA>
 __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], float scale, uint32_t tile,
                                             uint32_t gate, const LanePlace& at) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
                                  y[i].y * (exp2_approx(sum - column.y) * beta.y));
   }
   // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
-  const int place = (at.lane >> 2) - 2 * at.q - (kIsA ? 1 : 0);
+  const int place = (at.lane >> 2) - 2 * at.q;
   const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
   store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
                   0u, diagonal[2] & mask);
@@ -545,8 +545,7 @@ struct AuxRole : ChunkPlaces<Traits> {
           const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
           make_gates<Traits>(
               p.args, load_shared_f2(gate + Traits::kGateRaw + place),
-              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, record(m).valid, gate, gate,
-              opaque_thread() & 31);
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, opaque_thread() & 31);
         }
       }
       send_o(m, valid_o);

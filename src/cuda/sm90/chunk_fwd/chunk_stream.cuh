@@ -39,17 +39,10 @@ inline constexpr int kStagedCountShift = 12;
 //   V''.
 // bf16 has fp32's exponents, and e^50 either way leaves 10^16; there |c_C| is within it as well. In fp16 P'' might
 // overflow: O = diag(scale gamma / gC) (gC Q S0 + P'' V'') with P'' = lower(Q K^T), and V'' is kept off the subnormals.
-//
-// Elsewhere a token's own share of V', beta W, which is most of it under strong decay, is added in fp32: A_g has no
-// diagonal there, and kGateScaled is beta. In the place of that, 32 multiplications a thread in each step would cost
-// chunks of mild decay 2 to 3 %. Those of few tokens, whose roundings do not average out, count as not mild.
 template <typename Element>
 inline constexpr bool kWideExponents = std::is_same_v<Element, __nv_bfloat16>;
 template <typename Element>
 inline constexpr float kMildDecay = kWideExponents<Element> ? 50.0f : 5.0f;
-// Of 1,000 heads with as many tokens in all, beta rounded as A_g's diagonal leaves o beyond 5e-3 in 48 (1 token), 4
-// (5), none (9; the worst 4.8e-3), 4.3e-3 (17).
-inline constexpr int kFewTokens = 16;
 
 // What the roles need to know of one chunk.
 struct alignas(16) ChunkRecord {

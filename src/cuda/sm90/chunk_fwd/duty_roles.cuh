@@ -365,8 +365,8 @@ struct GateRole : DutyRole<Traits> {
       this->wait_raw(m);
       const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
       make_gates<Traits>(
-          p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); },
-          record(m).valid, gate, gate, this->lane());
+          p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate,
+          gate, this->lane());
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       fetch(m + Traits::kStagesGate);
@@ -562,7 +562,7 @@ struct InverseRole : DutyRole<Traits> {
       finish(x31, 3, 1);
       finish(x32, 3, 2);
       // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
-      const uint32_t mask = (g > 2 * q ? 0xffffu : 0u) | (g > 2 * q + 1 ? 0xffff0000u : 0u);
+      const uint32_t mask = (g >= 2 * q ? 0xffffu : 0u) | (g > 2 * q ? 0xffff0000u : 0u);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Left d = left(i, i);

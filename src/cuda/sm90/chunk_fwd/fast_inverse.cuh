@@ -243,7 +243,7 @@ struct FastInverse {
         const float beta_low = load_shared_f1(beta);
         const float beta_high = load_shared_f1(beta + 32);
         // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
-        const uint32_t mask = (g < 2 * q ? 0xffffu : 0u) | (g < 2 * q + 1 ? 0xffff0000u : 0u);
+        const uint32_t mask = (2 * q >= g ? 0xffffu : 0u) | (2 * q + 1 >= g ? 0xffff0000u : 0u);
         store_matrix_x4_trans(
             (by_rows ^ (j << 5)) + j * 2048,
             mask & scaled(a.x[0], exp2_approx(sum0.x - low) * beta_low, exp2_approx(sum0.y - low) * beta_low), 0u,

@@ -39,7 +39,6 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
                 nullptr};
   if (args.beta == nullptr) beta = {&kOne, 0, 0, nullptr};
   float2 next_g, next_beta;
-  int next_valid;
   const auto fetch = [&](uint32_t m) {
     places.wait_record(m);
     const ChunkRecord& c = places.record(m);
@@ -58,7 +57,6 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
       g.move_on<Traits::kBlocks * kChunk>();
       beta.move_on<Traits::kBlocks * kChunk>();
     }
-    next_valid = c.valid;
     next_g = g.load(g.base != nullptr ? c.valid : 0, lane);
     next_beta = beta.load(c.valid, lane);
     return true;
@@ -70,7 +68,7 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
     places.wait_own_gate(m);
     const uint32_t factors = places.factors(m);
     store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
-    make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, next_valid, factors, places.own_gate(m), lane);
+    make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, factors, places.own_gate(m), lane);
     fence_proxy_async();  // the copy engine takes them to the other blocks
     __syncwarp();
     mbarrier_arrive_warp(places.full_gate(m), lane);

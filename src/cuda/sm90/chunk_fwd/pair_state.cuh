@@ -117,10 +117,9 @@ struct PairStateRole : StateRole<Traits> {
       // W^T = V^T - u^T diag(gamma)
 #pragma unroll
       for (int b = 0; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
-      if constexpr (!kMild) scale_own_shares(u, columns + Traits::kGateScaled);
       // V'^T = W^T Ag^T
       float low[16], high[16];
-      multiply_lower<Element>(low, high, u, !kMild, v, a_rows);
+      multiply_lower<Element>(low, high, v, a_rows);
       if constexpr (Traits::kSave) this->save_h(packed, chunk);
       // Under it: gC S0, and what comes next. In a branch that is always taken, lest it sink between the products
       // below.

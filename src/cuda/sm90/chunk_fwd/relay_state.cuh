@@ -9,20 +9,12 @@
 namespace flash_qla::cuda::sm90 {
 
 // V'^T = W^T Ag^T, W^T = V^T - u^T diag(gamma), as multiply_lower(), but for the first 32 tokens ahead. v: V^T, then
-// W^T; betas: what scale_own_shares() takes.
-template <typename Element, bool kMild>
-__device__ __forceinline__ void correct_values(float (&low)[16], float (&high)[16], uint32_t (&v)[16], float (&u)[32],
-                                               const float4 (&gamma)[4], uint32_t betas, uint64_t a_rows) {
+// W^T.
+template <typename Element>
+__device__ __forceinline__ void correct_values(float (&low)[16], float (&high)[16], uint32_t (&v)[16],
+                                               const float (&u)[32], const float4 (&gamma)[4], uint64_t a_rows) {
 #pragma unroll
   for (int b = 0; b < 2; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
-  if constexpr (!kMild) {
-    // All 64 tokens ahead: the second half's own shares are sums before the first product.
-#pragma unroll
-    for (int b = 2; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
-    scale_own_shares(u, betas);
-    multiply_lower<Element>(low, high, u, true, v, a_rows);
-    return;
-  }
   wgmma_fence();
   mma_rs_n32_init<Element>(low, v, a_rows);
   mma_rs_n32_init<Element>(high, v, wgmma_advance_uniform(a_rows, 4096));
@@ -163,7 +155,7 @@ struct RelayStateRole : StateRole<Traits> {
       pin(packed);
 
       float low[16], high[16];
-      correct_values<Element, kMild>(low, high, v, u, gamma, columns + Traits::kGateScaled, a_rows);
+      correct_values<Element>(low, high, v, u, gamma, a_rows);
       const Answers next = ask<true>(w);
       if (m != 0xffffffffu) {
 #pragma unroll

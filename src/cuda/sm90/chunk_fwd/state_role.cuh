@@ -64,26 +64,21 @@ __device__ __forceinline__ void move_state(void* matrix, ElementType type, bool 
 }
 
 // What the state groups of all kernels do with 16 tokens of a transposed accumulator (eight values a thread), the
-// factors being by tokens. W^T = V^T - u^T diag(gamma) in the place of u^T, and packed in the place of V^T:
+// factors being by tokens. W^T = V^T - u^T diag(gamma), V packed:
 template <typename Element>
-__device__ __forceinline__ void take_from_values(uint32_t* v, float* u, const float4& gamma) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 y = unpack2<Element>(v[i]);
-    u[2 * i] = fmaf(i < 2 ? -gamma.x : -gamma.z, u[2 * i], y.x);
-    u[2 * i + 1] = fmaf(i < 2 ? -gamma.y : -gamma.w, u[2 * i + 1], y.y);
-    v[i] = pack2<Element>(u[2 * i], u[2 * i + 1]);
-  }
+__device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, const float4& gamma) {
+  float2 y = unpack2<Element>(v[0]);
+  v[0] = pack2<Element>(fmaf(-gamma.x, u[0], y.x), fmaf(-gamma.y, u[1], y.y));
+  y = unpack2<Element>(v[1]);
+  v[1] = pack2<Element>(fmaf(-gamma.x, u[2], y.x), fmaf(-gamma.y, u[3], y.y));
+  y = unpack2<Element>(v[2]);
+  v[2] = pack2<Element>(fmaf(-gamma.z, u[4], y.x), fmaf(-gamma.w, u[5], y.y));
+  y = unpack2<Element>(v[3]);
+  v[3] = pack2<Element>(fmaf(-gamma.z, u[6], y.x), fmaf(-gamma.w, u[7], y.y));
 }
 __device__ __forceinline__ void scale_tokens(float* x, const float4& factor) {
   x[0] *= factor.x, x[1] *= factor.y, x[2] *= factor.x, x[3] *= factor.y;
   x[4] *= factor.z, x[5] *= factor.w, x[6] *= factor.z, x[7] *= factor.w;
-}
-
-// Where decay is not mild: W^T to what tokens have of V'^T by themselves, beta W^T.
-__device__ __forceinline__ void scale_own_shares(float (&w)[32], uint32_t betas) {
-#pragma unroll
-  for (int b = 0; b < 4; ++b) scale_tokens(w + 8 * b, load_shared_f4(betas + 16 * b));
 }
 
 template <typename Element>
@@ -95,15 +90,12 @@ __device__ __forceinline__ void pack_scaled(uint32_t* packed, const float* x, co
 }
 
 // V'^T = W^T Ag^T, tokens 0..31 and 32..63: the first need two 16-token steps only, Ag being lower triangular.
-// `has_own` (decay is not mild): Ag has no diagonal, and `own` what it stands for. All lanes have the same.
 template <typename Element>
-__device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[16], const float (&own)[32],
-                                               bool has_own, const uint32_t (&w)[16], uint64_t a_rows) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) low[i] = own[i], high[i] = own[16 + i];
+__device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[16], const uint32_t (&w)[16],
+                                               uint64_t a_rows) {
   wgmma_fence();
-  mma_rs_n32_onto<Element>(low, has_own, w, a_rows);
-  mma_rs_n32_onto<Element>(high, has_own, w, wgmma_advance_uniform(a_rows, 4096));
+  mma_rs_n32_init<Element>(low, w, a_rows);
+  mma_rs_n32_init<Element>(high, w, wgmma_advance_uniform(a_rows, 4096));
   mma_rs_n32<Element>(low, w + 4, wgmma_advance_uniform(a_rows, 32));
   mma_rs_n32<Element>(high, w + 4, wgmma_advance_uniform(a_rows, 4096 + 32));
   mma_rs_n32<Element>(high, w + 8, wgmma_advance_uniform(a_rows, 4096 + 64));
@@ -496,14 +488,13 @@ struct StateRole {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
           take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
         }
-        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
-        // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-        const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
-        if (!mild) scale_own_shares(u, columns + Traits::kGateScaled);
         // V'^T = W^T Ag^T
+        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
         const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
         float low[16], high[16];
-        multiply_lower<Element>(low, high, u, !mild, v, a_rows);
+        multiply_lower<Element>(low, high, v, a_rows);
+        // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
+        const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
         if (kSpeaks && !mild) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
@@ -552,7 +543,6 @@ struct StateRole {
           pin(corrected);
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
-            factor[b] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);  // O has them already
             const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
             pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
           }

@@ -124,8 +124,7 @@ struct StateTileAuxRole {
           const uint32_t gate = gates(m), place = 8 * (number() & 31);
           make_gates<Traits>(
               p.args, load_shared_f2(gate + Traits::kGateRaw + place),
-              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, record(m).valid, gate, gate,
-              number() & 31);
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, number() & 31);
         }
         if (number() == kListThread) {
           constexpr uint32_t kTurns = Traits::kAuxGroups;
@@ -297,12 +296,11 @@ struct StateTileRole : StateRole<Traits> {
         const float4 gamma = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateDecay + 16 * b);
         take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
       }
-      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gates(m) + Traits::kGateMild) != 0.0f);
-      if (!mild) scale_own_shares(u, gates(m) + 80 * place(thread).q + Traits::kGateScaled);
       // V'^T = W^T Ag^T
       const uint64_t a_rows = uniform_descriptor(stage(m) + Traits::kStageA);
       float low[16], high[16];
-      multiply_lower<Element>(low, high, u, !mild, v, a_rows);
+      multiply_lower<Element>(low, high, v, a_rows);
+      const bool mild = __any_sync(0xffffffffu, load_shared_f1(gates(m) + Traits::kGateMild) != 0.0f);
       wgmma_wait<0>();
       pin(low);
       pin(high);

@@ -103,7 +103,7 @@ struct ChunkForwardTraits {
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
   static constexpr uint32_t kVector = 80 * 4;
   static constexpr uint32_t kGateDecay = 0;                     // gamma_t
-  static constexpr uint32_t kGateScaled = kVector;              // scale * gamma_t; beta_t where decay is not mild
+  static constexpr uint32_t kGateScaled = kVector;              // scale * gamma_t
   static constexpr uint32_t kGateRest = 2 * kVector;            // gC / gamma_t
   static constexpr uint32_t kGateColumnA = 3 * kVector;         // 2^(end of t's block - c_t) * beta_t
   static constexpr uint32_t kGateColumnP = 4 * kVector;         // 2^(end of t's block - c_t) * scale
