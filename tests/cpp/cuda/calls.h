@@ -258,7 +258,7 @@ struct ForwardCall {
     }
     size_t next = 0;
     pool = Buffer(f.state_dtype, state_shape(s, f.v_first, static_cast<int64_t>(slots.size())), Layout::kPaddedRows);
-    pool.fill([&](int64_t, int64_t, int64_t, int64_t) { return 0.5 * random.normal(); });
+    if (!f.drawn_on_device) pool.fill([&](int64_t, int64_t, int64_t, int64_t) { return 0.5 * random.normal(); });
     const DType index = random.chance(0.5) ? DType::kInt32 : DType::kInt64;
     const double beyond = static_cast<double>(slots.size());
     const auto slot = [&](int64_t, int64_t, int64_t, int64_t) {
