@@ -539,7 +539,8 @@ struct StateRole {
         float low[16], high[16];
         multiply_lower<Element>(low, high, v, a_rows);
         // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-        const bool mild = kForm == ChunkForm::kMild || (kForm != ChunkForm::kStrong && __any_sync(0xffffffffu, mild_factor != 0.0f));
+        const bool mild =
+            kForm == ChunkForm::kMild || (kForm != ChunkForm::kStrong && __any_sync(0xffffffffu, mild_factor != 0.0f));
         if (kSpeaks && !mild) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {

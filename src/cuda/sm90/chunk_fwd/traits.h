@@ -55,7 +55,7 @@ struct ChunkForwardTraits {
   // side by side (14 with staged states, from 0 to 704; 16 without) these are within 0.5 % of the best for bf16 and 1 %
   // for fp16; where states are saved (10 from 0 to 448, bf16 alone) 256 to 384 are. Others cost up to 10 %
   // (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : kStagedH ? 320 : 384;
+  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 448 : kStagedH ? 320 : 384;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
