@@ -402,6 +402,8 @@ __device__ __forceinline__ int64_t initial_slot_of(const ChunkForwardKernelParam
 
 template <typename Traits>
 inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
+template <typename Traits>
+inline constexpr bool kKeepsA = requires { requires Traits::kKeepsA; };
 
 // Three quarters of the initial state of the tile that starts with chunk m, K by K, come by the copy engine into stages
 // that later chunks are lent out of, which are loaded when the state has been read. All are free a step before the tile

@@ -1,0 +1,9 @@
+#include "kernel.cuh"
+
+namespace flash_qla::cuda::sm90 {
+
+ChunkForwardKernel chunk_forward_fp16_fast_h_a() {
+  return describe_kernel<ChunkForwardTraits<__half, true, true, true, true>>();
+}
+
+}  // namespace flash_qla::cuda::sm90
