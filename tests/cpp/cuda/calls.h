@@ -24,7 +24,8 @@ struct Features {
   bool g = true, beta = true, l2norm = false, gate = false, dt_bias = false, sigmoid = false, negative = false;
   bool v_first = false, strided = false, strong_decay = false;
   bool initial_state = false, final_state = false;
-  bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
+  bool any_length = false;      // keys and queries of any norm around 1, not of norm 1
+  bool rows_on_device = false;  // q, k, v and do are left to who runs the call: millions of them take seconds here
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
   flash_qla_cp_mode cp_mode = FLASH_QLA_CP_AUTO;
@@ -63,13 +64,15 @@ struct Inputs {
     v = token(s.Hv, s.V);
     // Keys of unit norm, as the models have them, or near it: much longer ones make the recurrence itself unstable.
     const double element = f.any_length && !f.l2norm ? 1.0 / std::sqrt(static_cast<double>(s.K)) : 1.0;
-    q.fill(normal(element));
-    k.fill(normal(element));
-    if (!f.l2norm && !f.any_length) {
-      scale_rows(q);
-      scale_rows(k);
+    if (!f.rows_on_device) {
+      q.fill(normal(element));
+      k.fill(normal(element));
+      if (!f.l2norm && !f.any_length) {
+        scale_rows(q);
+        scale_rows(k);
+      }
+      v.fill(normal(1.0));
     }
-    v.fill(normal(1.0));
     if (f.g) {
       g = Buffer(f.gate_dtype, {s.B, s.T, s.Hv}, any_layout(random, f.strided));
       g.fill([&](int64_t, int64_t, int64_t, int64_t) {
@@ -304,6 +307,7 @@ struct BackwardCall {
   using Arguments = BackwardArguments;
   Inputs in;
   bool g_is_cumsum = false;
+  Buffer A;  // of the forward; absent: the call makes it. Left to who runs the call
   Buffer d_o, dht, dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias;
 
   void draw(const Shape& s, const Features& f, bool cumsum, bool has_d_o, bool has_dht, Random& random) {
@@ -325,7 +329,7 @@ struct BackwardCall {
     const auto normal = [&](int64_t, int64_t, int64_t, int64_t) { return random.normal(); };
     if (has_d_o) {
       d_o = like(in.v);
-      d_o.fill(normal);
+      if (!f.rows_on_device) d_o.fill(normal);
     }
     if (has_dht) {
       dht = Buffer(in.accumulator(), state_shape(s, f.v_first, s.N()), any_layout(random, f.strided));
@@ -337,6 +341,7 @@ struct BackwardCall {
     NamedBuffers all = in.buffers();
     all.push_back({"do", &d_o});
     all.push_back({"dht", &dht});
+    all.push_back({"A", &A});
     return all;
   }
   NamedBuffers outputs() {
@@ -372,6 +377,7 @@ struct BackwardCall {
     BackwardArguments args;
     in.set(args, view);
     args.g_is_cumsum = g_is_cumsum;
+    args.A = view(A);
     args.d_o = view(d_o);
     args.dht = view(dht);
     args.dq = view(dq);

@@ -19,6 +19,7 @@
 #include "sm90_lengths_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
+#include "sm90_stale_tests.cuh"
 
 namespace flash_qla::testing {
 namespace {
@@ -386,6 +387,7 @@ int run(const Settings& settings) {
       {"sm90 forward, norms", true, [&] { return test_sm90_norms(settings, arena); }},
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
+      {"sm90 forward, stale memory", true, [&] { return test_sm90_forward_stale(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
       {"orders", true, [&] { return test_orders(settings, arena); }},
       {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
@@ -394,6 +396,7 @@ int run(const Settings& settings) {
       {"sm90 lengths first", true, [&] { return with_room(test_sm90_lengths_first); }},
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
+      {"sm90 backward, stale memory", true, [&] { return test_sm90_backward_stale(settings, arena); }},
       {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }},
       {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }}};
   if (!settings.small) {
