@@ -415,7 +415,8 @@ struct GateRole : DutyRole<Traits> {
       const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
       make_gates<Traits>(
           p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate,
-          gate, this->lane(), [&](float x, float y) {
+          gate, this->lane(),
+          [&](float x, float y) {
             if constexpr (Traits::kKeepsA) keep_sums(m, x, y);
           });
       __syncwarp();
@@ -662,14 +663,15 @@ struct FastInverseRole : DutyRole<Traits> {
         // Out of a shuffle, lest the rows be kept from block to block, and spilled.
         const int lane = __shfl_sync(0xffffffffu, this->lane(), this->lane()), row = 16 * i + (lane >> 2);
         const int row_words = this->p.args.num_value_heads * (kChunk / 2);
-        uint32_t* out = static_cast<uint32_t*>(this->p.args.a) + int64_t{c.row + row} * row_words + c.head * (kChunk / 2) +
-                        8 * j + (lane & 3);
+        uint32_t* out = static_cast<uint32_t*>(this->p.args.a) + int64_t{c.row + row} * row_words +
+                        c.head * (kChunk / 2) + 8 * j + (lane & 3);
         if (row < c.valid) out[0] = x0, out[4] = x1;
         if (row + 8 < c.valid) out[8 * row_words] = x2, out[8 * row_words + 4] = x3;
         __syncwarp();
       };
-      FastInverse<Traits>::run(this->tile_a(m), gate, this->stage_raw(m) + Traits::kRawBeta, gate + Traits::kGateMild,
-                               this->lane(), [&] { this->wait_gates(m); }, keep_block);
+      FastInverse<Traits>::run(
+          this->tile_a(m), gate, this->stage_raw(m) + Traits::kRawBeta, gate + Traits::kGateMild, this->lane(),
+          [&] { this->wait_gates(m); }, keep_block);
       fence_proxy_async();
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());

@@ -498,8 +498,7 @@ SavedStates saved_states(const ChunkForwardArgs& args) {
 // Whether the forward writes A and the gates' sums itself: where one SM makes a whole head, bits may be any, and
 // nothing is kept but h, so that its chunks are those of A.
 bool keeps_inverse(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool any_bits, bool planned) {
-  const bool chunks_of_a =
-      args.checkpoints == nullptr && args.start_lists == nullptr && args.num_listed == 0;
+  const bool chunks_of_a = args.checkpoints == nullptr && args.start_lists == nullptr && args.num_listed == 0;
   return args.a != nullptr && variant == ChunkForwardVariant::kWholeHead && any_bits && !planned && chunks_of_a;
 }
 

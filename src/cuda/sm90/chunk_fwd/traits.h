@@ -120,7 +120,7 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
   static constexpr uint32_t kGateMild =
       kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (aux_role.cuh), and this P's factor
-  static constexpr uint32_t kGateFactor = kGateMild + 16;       // kKeepsA: of W's columns; permuted
+  static constexpr uint32_t kGateFactor = kGateMild + 16;                        // kKeepsA: of W's columns; permuted
   static constexpr uint32_t kBytesGate = kGateFactor + (kKeepsA ? kVector : 0);  // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
