@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_bf16_fast_a() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, false, true, false, true>>();
-}
+ChunkForwardKernel chunk_forward_bf16_fast_a() { return describe_kernel<KeepingForwardTraits<__nv_bfloat16, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_fast_a() {
-  return describe_kernel<ChunkForwardTraits<__half, false, true, false, true>>();
-}
+ChunkForwardKernel chunk_forward_fp16_fast_a() { return describe_kernel<KeepingForwardTraits<__half, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_fast_h_a() {
-  return describe_kernel<ChunkForwardTraits<__half, true, true, true, true>>();
-}
+ChunkForwardKernel chunk_forward_fp16_fast_h_a() { return describe_kernel<KeepingForwardTraits<__half, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90

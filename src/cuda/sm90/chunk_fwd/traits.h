@@ -28,8 +28,8 @@ inline constexpr int kMostListed = 128;
 // whole batch.
 // kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
 // kKeepsA_: A and the gates' sums leave, for the backward; with the fast inverse alone.
-template <typename Element_, bool kSave_, bool kFastInverse_ = false, bool kSaveH_ = kSave_, bool kKeepsA_ = false>
-struct ChunkForwardTraits {
+template <typename Element_, bool kSave_, bool kFastInverse_, bool kSaveH_, bool kKeepsA_>
+struct WholeHeadTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
   static constexpr bool kSave = kSave_;      // states on the way: h, checkpoints, those of listed tokens
@@ -61,7 +61,11 @@ struct ChunkForwardTraits {
   // side by side (14 with staged states, from 0 to 704; 16 without) these are within 0.5 % of the best for bf16 and 1 %
   // for fp16; where states are saved (10 from 0 to 448, bf16 alone) 256 to 384 are. Others cost up to 10 %
   // (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : kStagedH ? 320 : 384;
+  static constexpr int kProductsMoved = !kFastInverse ? 0
+                                        : kStagedH    ? (kKeepsA ? 224 : 320)
+                                        : kKeepsA     ? 320
+                                        : kSave       ? 128
+                                                      : 416;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -165,5 +169,10 @@ struct ChunkForwardTraits {
   // What a quarter of a StagedState takes.
   static_assert(!kStagesStates || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
+
+template <typename Element, bool kSave, bool kFastInverse = false, bool kSaveH = kSave>
+struct ChunkForwardTraits : WholeHeadTraits<Element, kSave, kFastInverse, kSaveH, false> {};
+template <typename Element, bool kSave, bool kSaveH = kSave>
+struct KeepingForwardTraits : WholeHeadTraits<Element, kSave, true, kSaveH, true> {};
 
 }  // namespace flash_qla::cuda::sm90
