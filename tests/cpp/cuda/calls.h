@@ -24,8 +24,9 @@ struct Features {
   bool g = true, beta = true, l2norm = false, gate = false, dt_bias = false, sigmoid = false, negative = false;
   bool v_first = false, strided = false, strong_decay = false;
   bool initial_state = false, final_state = false;
-  bool any_length = false;      // keys and queries of any norm around 1, not of norm 1
-  bool rows_on_device = false;  // q, k, v and do are left to who runs the call: millions of them take seconds here
+  bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
+  // q, k, v, do and states are left to who runs the call, who draws them on the device: here millions take seconds.
+  bool drawn_on_device = false;
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
   flash_qla_cp_mode cp_mode = FLASH_QLA_CP_AUTO;
@@ -64,7 +65,7 @@ struct Inputs {
     v = token(s.Hv, s.V);
     // Keys of unit norm, as the models have them, or near it: much longer ones make the recurrence itself unstable.
     const double element = f.any_length && !f.l2norm ? 1.0 / std::sqrt(static_cast<double>(s.K)) : 1.0;
-    if (!f.rows_on_device) {
+    if (!f.drawn_on_device) {
       q.fill(normal(element));
       k.fill(normal(element));
       if (!f.l2norm && !f.any_length) {
@@ -105,7 +106,7 @@ struct Inputs {
     }
     if (f.initial_state) {
       initial_state = Buffer(f.state_dtype, state_shape(s, f.v_first, s.N()), any_layout(random, f.strided));
-      initial_state.fill(normal(0.5));
+      if (!f.drawn_on_device) initial_state.fill(normal(0.5));
     }
   }
 
@@ -257,7 +258,7 @@ struct ForwardCall {
     }
     size_t next = 0;
     pool = Buffer(f.state_dtype, state_shape(s, f.v_first, static_cast<int64_t>(slots.size())), Layout::kPaddedRows);
-    pool.fill([&](int64_t, int64_t, int64_t, int64_t) { return 0.5 * random.normal(); });
+    if (!f.drawn_on_device) pool.fill([&](int64_t, int64_t, int64_t, int64_t) { return 0.5 * random.normal(); });
     const DType index = random.chance(0.5) ? DType::kInt32 : DType::kInt64;
     const double beyond = static_cast<double>(slots.size());
     const auto slot = [&](int64_t, int64_t, int64_t, int64_t) {
@@ -329,11 +330,11 @@ struct BackwardCall {
     const auto normal = [&](int64_t, int64_t, int64_t, int64_t) { return random.normal(); };
     if (has_d_o) {
       d_o = like(in.v);
-      if (!f.rows_on_device) d_o.fill(normal);
+      if (!f.drawn_on_device) d_o.fill(normal);
     }
     if (has_dht) {
       dht = Buffer(in.accumulator(), state_shape(s, f.v_first, s.N()), any_layout(random, f.strided));
-      dht.fill(normal);
+      if (!f.drawn_on_device) dht.fill(normal);
     }
   }
 

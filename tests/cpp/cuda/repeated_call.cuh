@@ -114,6 +114,12 @@ class RepeatedCall {
     for (const auto& [i, copy] : in_place_) readings.push_back({outputs_[i].first, outputs_[i].second, copy});
     return readings;
   }
+  // What it changes in place is from now on given as it is on the device.
+  void give_anew() const {
+    for (const auto& [i, copy] : in_place_) {
+      check_cuda(cudaMemcpy(copy, outputs_[i].first, outputs_[i].second, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+    }
+  }
   // Room for one set of results.
   std::vector<char*> take_results(Arena& arena) const {
     std::vector<char*> results;
