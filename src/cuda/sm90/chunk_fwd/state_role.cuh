@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[1
 enum class ChunkForm {
   kMild,
   kStrong,  // decays too fast for kMild
-  kEither,
+  kEither,  // which of them is asked in the loop
   kSilent,  // of a warm-up, with either decay: leaves no O behind, and needs neither Q nor P
 };
 
@@ -394,8 +394,8 @@ struct StateRole {
   static __device__ bool is_gated(uint32_t m) {
     return mbarrier_test(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
   }
-  // How chunk m is to be taken. With a loop for each form the code of most chunks has no branches; its gates are there
-  // long before its P.
+  // How chunk m is to be taken. With a loop for each form the code of most chunks has no branches, and the form is
+  // known before P is there, by the gates. Where states are saved it was not measured.
   static constexpr bool kLoopsByForm = kStagesStates<Traits>;
   __device__ ChunkForm find_form(uint32_t m, const int2& chunk) const {
     if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk.y & kSilentChunk) != 0)) return ChunkForm::kSilent;
@@ -448,7 +448,7 @@ struct StateRole {
 #pragma unroll
           for (int i = first; i < end; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
         };
-        // Half of S is packed ahead of the wait, the rest under the first products.
+        // Half of S is packed ahead of the wait for P, the rest under the first products.
         constexpr int kPackedAhead = kLoopsByForm ? 16 : 32;
         if constexpr (kLoopsByForm) {
           wgmma_wait<0>();
@@ -536,10 +536,8 @@ struct StateRole {
         if constexpr (Traits::kDuties) {
           mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
         }
-        float mild_factor = kForm == ChunkForm::kMild ? 1.0f : 0.0f;
-        if constexpr (kForm == ChunkForm::kEither || kForm == ChunkForm::kSilent) {
-          mild_factor = load_shared_f1(gate + Traits::kGateMild);
-        }
+        constexpr bool kAsksForm = kForm == ChunkForm::kEither || kForm == ChunkForm::kSilent;
+        const float mild_factor = kAsksForm ? load_shared_f1(gate + Traits::kGateMild) : 0.0f;
         // W^T = V^T - u^T diag(gamma)
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
@@ -557,8 +555,7 @@ struct StateRole {
         float low[16], high[16];
         multiply_lower<Element>(low, high, v, a_rows);
         // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-        const bool mild =
-            kForm == ChunkForm::kMild || (kForm != ChunkForm::kStrong && __any_sync(0xffffffffu, mild_factor != 0.0f));
+        const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
         if (kSpeaks && !mild) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {

@@ -58,7 +58,7 @@ struct WholeHeadTraits {
   static_assert(!kKeepsA || kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
-  // side by side (from 32 or 64 to 512, of the kernel that saves nothing 0 to 704) these are within 1 % of the best, in
+  // side by side (from 32 or 64 to 512, of the kernel that saves nothing 0 to 448) these are within 1 % of the best, in
   // both dtypes. Others cost up to 18 % (docs/design/sm90_forward.md). To be measured again when the code changes.
   static constexpr int kProductsMoved = !kFastInverse ? 0
                                         : kStagedH    ? (kKeepsA ? 224 : 320)
