@@ -297,44 +297,37 @@ __device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& 
          load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
 }
 
-// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs
-// (order.cuh), the key heads of a pair side by side.
-__device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint32_t units) {
-  const uint32_t total = static_cast<uint32_t>(total_pairs(p)), heads = static_cast<uint32_t>(p.Hq);
-  const uint32_t places = units * piece_length(units, total);
-  while (true) {
-    const uint32_t ticket = atomicAdd(p.next_item, 1u), turn = ticket / heads;
-    if (turn >= places) return kNoItem;
-    const uint32_t pair = inner_first(turn, units, total);
-    if (pair < total) return pair * heads + ticket - turn * heads;
-  }
-}
-
-// The same thread: the cluster's index-th item, told to both blocks.
-__device__ __forceinline__ void hand_out(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
-                                         const GradientsBarriers& bars, uint32_t index) {
+// One thread of a cluster: takes the place of its index-th item in the list of those that the passes leave, and tells
+// both blocks.
+__device__ __forceinline__ void hand_out(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
+                                         uint32_t index) {
   using Traits = GradientsTraits;
-  const uint32_t item = take_item(p, units);
+  uint32_t place = atomicAdd(p.next_item, 1u);
+  if (place >= static_cast<uint32_t>(total_pairs(p)) * static_cast<uint32_t>(p.Hq)) place = kNoItem;
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    store_cluster_u1(cluster_address(smem + Traits::kTaken + index % Traits::kTakenSlots * 4, rank), item,
+    store_cluster_u1(cluster_address(smem + Traits::kTaken + index % Traits::kTakenSlots * 4, rank), place,
                      cluster_address(bars.taken(index), rank));
   }
 }
 
-// Who loads: which item that is.
-__device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBarriers& bars, uint32_t index) {
+// Who loads: which place that is.
+__device__ __forceinline__ uint32_t taken_place(uint32_t smem, const GradientsBarriers& bars, uint32_t index) {
   using Traits = GradientsTraits;
   mbarrier_wait(bars.taken(index), index / Traits::kTakenSlots % 2);
   return load_shared_u1(smem + Traits::kTaken + index % Traits::kTakenSlots * 4);
 }
 
-// One thread: until the passes have left all that the copy engine is to load of an item.
-__device__ __forceinline__ void wait_until_left(const ChunkBackwardParams& p, uint32_t item) {
-  uint32_t all = static_cast<uint32_t>(p.group);
+// One thread: the item in a place of the list, when the passes have left all that the copy engine is to load of it. Its
+// counter is asked for what they have released; that it is complete the list has said.
+__device__ __forceinline__ uint32_t wait_for_item(const ChunkBackwardParams& p, uint32_t place) {
+  uint32_t listed, all = static_cast<uint32_t>(p.group);
+  while ((listed = load_relaxed(p.ready + place)) == 0) __nanosleep(200);
   asm volatile("" : "+r"(all));  // what follows from it is made again for each item: few registers
   all *= kPairCount;
-  while (load_acquire(p.progress + item) < all) __nanosleep(200);
+  while (load_acquire(p.progress + (listed - 1)) < all) {
+  }
   fence_proxy_async_all();
+  return listed - 1;
 }
 
 __device__ __forceinline__ bool has_late_chunk(const PairInfo& pair) { return pair.valid > kChunk; }

@@ -72,6 +72,8 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->total_pairs = workspace.take<int32_t>(1);
   p->progress = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
   p->prepared = workspace.take<uint32_t>(static_cast<int64_t>(p->chunk_bound) * p->Hq);
+  p->ready = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
+  p->ready_count = workspace.take<uint32_t>(1);
   p->next_item = workspace.take<uint32_t>(1);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr

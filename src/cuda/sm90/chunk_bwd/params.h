@@ -96,7 +96,10 @@ struct ChunkBackwardParams {
   // pass, half of V and value head of the group, a chunk without a second one twice (kPairCount of a value head).
   uint32_t* progress;    // [pair_bound, Hq]
   uint32_t* prepared;    // [chunk_bound, Hq] 1 when prepare.cuh has left it to who is beside it
-  uint32_t* next_item;   // [1] the gradients' next piece of work that nobody has taken
+  // The gradients' work, (pair * Hq + key head) + 1, in the order in which the passes leave it; 0: not yet there. And how
+  // many places are filled, and how many are taken.
+  uint32_t* ready;  // [pair_bound, Hq]
+  uint32_t *ready_count, *next_item;  // [1]
   int32_t* small_count;  // [1] how many entries small_tiles has
   int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone

@@ -7,7 +7,7 @@
 namespace flash_qla::cuda::sm90 {
 
 // One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
-// them is in memory. Counting waits for memory, longer now and then than a step takes.
+// them is in memory, and lists what is complete. Both wait for memory, longer now and then than a step takes.
 template <StatesForm kForm>
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
   using Traits = StatesTraits<kForm>;
@@ -23,7 +23,9 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const
     if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
     wait_for(smem + Traits::kStored, step);
     if (keeps_gates) wait_for(smem + Traits::kMade, step);
-    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head, uncounted);
+    const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head;
+    const uint32_t counted = fetch_add_release(p.progress + item, uncounted) + uncounted;
+    if (counted == kPairCount * p.group) store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
     uncounted = 0;
   }
 }
