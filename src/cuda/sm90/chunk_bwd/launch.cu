@@ -75,6 +75,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->ready = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
   p->ready_count = workspace.take<uint32_t>(1);
   p->next_item = workspace.take<uint32_t>(1);
+  p->log_growths = workspace.take<float>(tiles);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
                            ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
@@ -82,7 +83,6 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
     p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
-    p->log_growths = workspace.take<float>(tiles);
     p->warmups = workspace.take<int32_t>(2 * pieces);
     p->round_lists = workspace.take<int32_t>(2 * 3 * pieces);
     p->round_counts = workspace.take<int32_t>(2);
@@ -197,6 +197,16 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   return best_length;
 }
 
+int32_t choose_run_chunks(const ChunkBackwardParams& p, int multiprocessors) {
+  // Of one sequence, which has its chunks' order to itself (prepare.cuh).
+  if (p.N > 1 || !leaves_half_idle(p, multiprocessors)) return 0;
+  // A sixth of the sequence: the first pairs are complete after a twelfth of the passes' time. Each run warms up for up
+  // to 8 chunks, so not shorter than 32.
+  constexpr int32_t kRuns = 6, kLeast = 32;
+  const int32_t length = std::max(kLeast, (p.chunk_bound + kRuns - 1) / kRuns);
+  return length + length % 2;
+}
+
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
   ChunkBackwardParams copy = params;
   copy.solves_A = params.A.data == nullptr;
@@ -251,6 +261,7 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   ChunkBackwardParams p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
+  if (!p.beside) p.run_chunks = 0;
   if (stage.plan) {
     // Not chained to what the stream has before it: five calls in a row over one sequence of 32,768 tokens and 32 heads
     // took 1.92 ms each with the kernels of two calls in one chain, 1.77 without, and one call alone 1.63.

@@ -119,6 +119,7 @@ size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* para
   if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device_index) != cudaSuccess) {
     return whole;
   }
+  params->run_chunks = choose_run_chunks(*params, multiprocessors);
   constexpr int32_t kForcedSegment = 2;  // chunks, in tests: as many edges as there can be with chunks inside
   const auto choose = [&](const ChunkBackwardParams& of) {
     return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
