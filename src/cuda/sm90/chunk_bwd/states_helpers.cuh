@@ -9,12 +9,14 @@ namespace flash_qla::cuda::sm90 {
 // One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
 // them is in memory, and lists what is complete. Both wait for memory, longer now and then than a step takes.
 template <StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem) {
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
+                                             int counter) {
   using Traits = StatesTraits<kForm>;
   const bool keeps_gates = Traits::kFused && kReverse && work.half == 0;
   auto wait_for = [](uint32_t steps, int step) {
     while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
   };
+  int turn = counter;
   for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     uint32_t uncounted = 0;
     for (int step = work.warmup; step < work.steps; ++step) {
@@ -22,12 +24,14 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, State
       const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
       uncounted += (alone ? 2 : 1) * Traits::kHalves;
       if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
+      const uint32_t by = uncounted;
+      uncounted = 0;
+      if (turn++ % Traits::kCounters != 0) continue;
       wait_for(smem + Traits::kStored, work.before + step);
       if (keeps_gates) wait_for(smem + Traits::kMade, step);
       const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head;
-      const uint32_t counted = fetch_add_release(p.progress + item, uncounted) + uncounted;
+      const uint32_t counted = fetch_add_release(p.progress + item, by) + by;
       if (counted == kPairCount * p.group) store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
-      uncounted = 0;
     }
   }
 }
