@@ -56,7 +56,8 @@ if [[ -n $race ]]; then
   start racecheck lengths --only "sm90 lengths"
   start racecheck batch --only "sm90 forward, batch"
   start racecheck backward_one --only "sm90 backward, one"
-  start racecheck backward_many --only "sm90 backward, many"
+  for number in 8 9; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
+  for number in 1 6 7 10 14 15 16 17 18 19 20; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"
   start racecheck forward_checkpoints --only "sm90 forward, checkpoints"
@@ -71,6 +72,8 @@ for name in initcheck memcheck synccheck; do
   start "$name" forward_repeats --only "sm90 forward, repeats"
   start "$name" forward_shared --only "sm90 forward, shared"
   start "$name" forward_checkpoints --only "sm90 forward, checkpoints"
+  start "$name" forward_stale --only "sm90 forward, stale"
+  start "$name" backward_stale --only "sm90 backward, stale"
   start "$name" batch --only "sm90 forward, batch"
   start "$name" forward --only "sm90 forward, drawn" --cases 12
   start "$name" backward_one --only "sm90 backward, one"

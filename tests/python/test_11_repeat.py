@@ -76,6 +76,29 @@ def test_rung11_beside_another_kernel(device):
             assert_bitwise(name, first[name], again[name])
 
 
+def leave_stale(value, device):
+    """Leaves `value` behind: in shared memory, by a product of large tiles, and in memory that the next call is given."""
+    tiles = torch.full((4096, 512), value, device=device, dtype=torch.bfloat16)
+    tiles @ tiles.T
+    torch.full((2**26,), value, device=device)
+
+
+@pytest.mark.early
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "lengths, Hq, Hv", [([5809, 1244, 406, 733], 16, 32), ([2000], 16, 32), ([8192], 2, 4), ([170] * 24, 8, 8)], ids=str)
+def test_rung11_over_stale_memory(lengths, Hq, Hv, device):
+    # The backward of the first of these once went wrong in one call of twenty: a row of V kept what had been in its place.
+    # The C++ tests do the same for every form of the kernels (tests/cpp/cuda/sm90_stale_tests.cuh).
+    x = make_inputs(seqlens=lengths, Hq=Hq, Hv=Hv, dtype=torch.bfloat16, drawn_on=device)
+    first = helpers.run(x)
+    for value in 15 * (torch.nan, torch.inf, 1.0, 1e38):
+        leave_stale(value, device)
+        again = helpers.run(x)
+        for name in first:
+            assert_bitwise(name, first[name], again[name])
+
+
 def replay_lengths(N, bound, generator):
     """N lengths of at most `bound` tokens together, zero lengths among them."""
     cuts = torch.randint(0, bound + 1, (N - 1,), generator=generator).sort().values

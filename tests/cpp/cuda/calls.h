@@ -25,6 +25,8 @@ struct Features {
   bool v_first = false, strided = false, strong_decay = false;
   bool initial_state = false, final_state = false;
   bool any_length = false;  // keys and queries of any norm around 1, not of norm 1
+  // q, k, v, do and states are left to who runs the call, who draws them on the device: here millions take seconds.
+  bool drawn_on_device = false;
   DType gate_dtype = DType::kFloat32, state_dtype = DType::kFloat32;
   double scale = NAN;
   flash_qla_cp_mode cp_mode = FLASH_QLA_CP_AUTO;
@@ -63,13 +65,15 @@ struct Inputs {
     v = token(s.Hv, s.V);
     // Keys of unit norm, as the models have them, or near it: much longer ones make the recurrence itself unstable.
     const double element = f.any_length && !f.l2norm ? 1.0 / std::sqrt(static_cast<double>(s.K)) : 1.0;
-    q.fill(normal(element));
-    k.fill(normal(element));
-    if (!f.l2norm && !f.any_length) {
-      scale_rows(q);
-      scale_rows(k);
+    if (!f.drawn_on_device) {
+      q.fill(normal(element));
+      k.fill(normal(element));
+      if (!f.l2norm && !f.any_length) {
+        scale_rows(q);
+        scale_rows(k);
+      }
+      v.fill(normal(1.0));
     }
-    v.fill(normal(1.0));
     if (f.g) {
       g = Buffer(f.gate_dtype, {s.B, s.T, s.Hv}, any_layout(random, f.strided));
       g.fill([&](int64_t, int64_t, int64_t, int64_t) {
@@ -102,7 +106,7 @@ struct Inputs {
     }
     if (f.initial_state) {
       initial_state = Buffer(f.state_dtype, state_shape(s, f.v_first, s.N()), any_layout(random, f.strided));
-      initial_state.fill(normal(0.5));
+      if (!f.drawn_on_device) initial_state.fill(normal(0.5));
     }
   }
 
@@ -254,7 +258,7 @@ struct ForwardCall {
     }
     size_t next = 0;
     pool = Buffer(f.state_dtype, state_shape(s, f.v_first, static_cast<int64_t>(slots.size())), Layout::kPaddedRows);
-    pool.fill([&](int64_t, int64_t, int64_t, int64_t) { return 0.5 * random.normal(); });
+    if (!f.drawn_on_device) pool.fill([&](int64_t, int64_t, int64_t, int64_t) { return 0.5 * random.normal(); });
     const DType index = random.chance(0.5) ? DType::kInt32 : DType::kInt64;
     const double beyond = static_cast<double>(slots.size());
     const auto slot = [&](int64_t, int64_t, int64_t, int64_t) {
@@ -304,6 +308,7 @@ struct BackwardCall {
   using Arguments = BackwardArguments;
   Inputs in;
   bool g_is_cumsum = false;
+  Buffer A;  // of the forward; absent: the call makes it. Left to who runs the call
   Buffer d_o, dht, dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias;
 
   void draw(const Shape& s, const Features& f, bool cumsum, bool has_d_o, bool has_dht, Random& random) {
@@ -325,11 +330,11 @@ struct BackwardCall {
     const auto normal = [&](int64_t, int64_t, int64_t, int64_t) { return random.normal(); };
     if (has_d_o) {
       d_o = like(in.v);
-      d_o.fill(normal);
+      if (!f.drawn_on_device) d_o.fill(normal);
     }
     if (has_dht) {
       dht = Buffer(in.accumulator(), state_shape(s, f.v_first, s.N()), any_layout(random, f.strided));
-      dht.fill(normal);
+      if (!f.drawn_on_device) dht.fill(normal);
     }
   }
 
@@ -337,6 +342,7 @@ struct BackwardCall {
     NamedBuffers all = in.buffers();
     all.push_back({"do", &d_o});
     all.push_back({"dht", &dht});
+    all.push_back({"A", &A});
     return all;
   }
   NamedBuffers outputs() {
@@ -372,6 +378,7 @@ struct BackwardCall {
     BackwardArguments args;
     in.set(args, view);
     args.g_is_cumsum = g_is_cumsum;
+    args.A = view(A);
     args.d_o = view(d_o);
     args.dht = view(dht);
     args.dq = view(dq);

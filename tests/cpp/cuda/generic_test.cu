@@ -19,6 +19,7 @@
 #include "sm90_lengths_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
+#include "sm90_stale_tests.cuh"
 
 namespace flash_qla::testing {
 namespace {
@@ -258,8 +259,8 @@ int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// So many sequences that a block of the serial passes takes both halves of V (docs/design/sm90_backward.md): packed
-// ones, empty ones among them, and dense ones.
+// Packed sequences, empty ones among them, so many that a block of the serial passes takes both halves of V (more than
+// 726 blocks of one half: docs/design/sm90_backward.md), and dense ones, fewer, whose passes make their own tiles.
 int64_t test_sm90_many_sequences(const Settings& settings, Arena& arena) {
   Checker checker("backward of many sequences, sm90", settings, arena);
   Random random(37);
@@ -269,8 +270,8 @@ int64_t test_sm90_many_sequences(const Settings& settings, Arena& arena) {
       s.dtype = type;
       s.K = s.V = 128;
       if (packed) {
-        s.Hq = 1;
-        s.Hv = 3;
+        s.Hq = 2;
+        s.Hv = 8;
         s.cu_seqlens = {0};
         for (int n = 0; n < 24; ++n) {
           const int64_t most = settings.small ? 70 : 400;
@@ -361,7 +362,7 @@ int run(const Settings& settings) {
   // A call that asks for its lengths is never small, and the oracle's backward takes 8 MB for each sequence and head.
   const auto with_room = [&](int64_t (*test)(const Settings&, Arena&)) {
     if (!settings.small) return test(settings, arena);
-    Arena own(size_t{11} << 27);
+    Arena own(size_t{15} << 27);
     return test(settings, own);
   };
   struct Group {
@@ -386,6 +387,7 @@ int run(const Settings& settings) {
       {"sm90 forward, norms", true, [&] { return test_sm90_norms(settings, arena); }},
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
+      {"sm90 forward, stale memory", true, [&] { return test_sm90_forward_stale(settings, arena); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
       {"orders", true, [&] { return test_orders(settings, arena); }},
       {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
@@ -394,6 +396,7 @@ int run(const Settings& settings) {
       {"sm90 lengths first", true, [&] { return with_room(test_sm90_lengths_first); }},
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
+      {"sm90 backward, stale memory", true, [&] { return test_sm90_backward_stale(settings, arena); }},
       {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }},
       {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }}};
   if (!settings.small) {

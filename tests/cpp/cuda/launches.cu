@@ -71,6 +71,11 @@ std::set<std::string> launched_kernels() {
   return record().launched;
 }
 
+void forget_launches() {
+  const std::lock_guard<std::mutex> lock(record().mutex);
+  record().launched.clear();
+}
+
 }  // namespace flash_qla::testing
 
 extern "C" {

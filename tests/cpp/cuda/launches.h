@@ -10,5 +10,7 @@ namespace flash_qla::testing {
 // Names as in the source, template arguments included, without the library's namespaces and without parameters.
 std::set<std::string> kernels_of_the_program();
 std::set<std::string> launched_kernels();
+// launched_kernels() begins anew.
+void forget_launches();
 
 }  // namespace flash_qla::testing

@@ -22,6 +22,37 @@ __global__ void spin_kernel(int64_t clocks) {
   }
 }
 
+__global__ void fill_words_kernel(uint32_t* data, int64_t words, uint32_t word) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < words;
+       i += gridDim.x * blockDim.x) {
+    data[i] = word;
+  }
+}
+
+// A block has the whole shared memory of a multiprocessor and leaves it full of `word`.
+__global__ void __launch_bounds__(1024, 1) fill_shared_kernel(uint32_t word, uint32_t words) {
+  extern __shared__ volatile uint32_t left_behind[];
+  for (uint32_t i = threadIdx.x; i < words; i += blockDim.x) left_behind[i] = word;
+  // Blocks begin within a microsecond of each other: none is done before the last one has found a multiprocessor, so
+  // that all of them are filled.
+  const int64_t begin = clock64();
+  while (clock64() - begin < 4000) {
+  }
+}
+
+// What the next kernels of the stream find in shared memory, which nobody clears between kernels.
+inline void fill_shared_memory(uint32_t word, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0, bytes = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory");
+  check_cuda(cudaFuncSetAttribute(fill_shared_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "cudaFuncSetAttribute");
+  fill_shared_kernel<<<static_cast<unsigned>(multiprocessors), 1024, static_cast<size_t>(bytes), stream>>>(
+      word, static_cast<uint32_t>(bytes) / 4);
+  check_cuda(cudaGetLastError(), "fill_shared_kernel");
+}
+
 // What a call reads: where it lies, and a copy.
 struct Reading {
   char* data;
@@ -83,6 +114,12 @@ class RepeatedCall {
     for (const auto& [i, copy] : in_place_) readings.push_back({outputs_[i].first, outputs_[i].second, copy});
     return readings;
   }
+  // What it changes in place is from now on given as it is on the device.
+  void give_anew() const {
+    for (const auto& [i, copy] : in_place_) {
+      check_cuda(cudaMemcpy(copy, outputs_[i].first, outputs_[i].second, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+    }
+  }
   // Room for one set of results.
   std::vector<char*> take_results(Arena& arena) const {
     std::vector<char*> results;
@@ -105,12 +142,17 @@ class RepeatedCall {
       check_cuda(cudaMemcpyAsync(data, given, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
     }
   }
+  // What the call finds in its scratch.
+  void fill_scratch(uint32_t word, cudaStream_t stream) const {
+    fill_words_kernel<<<1024, 256, 0, stream>>>(static_cast<uint32_t*>(workspace_),
+                                                static_cast<int64_t>(workspace_bytes_ / 4), word);
+  }
   void run(cudaStream_t stream) { status_ = call_->run(args_, workspace_, workspace_bytes_, stream); }
   void compare(const std::vector<char*>& results, cudaStream_t stream) const {
     for (size_t i = 0; i < outputs_.size(); ++i) {
-      count_different_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<const uint32_t*>(outputs_[i].first),
-                                                     reinterpret_cast<const uint32_t*>(results[i]),
-                                                     static_cast<int64_t>(outputs_[i].second / 4), count_);
+      count_different_kernel<<<512, 256, 0, stream>>>(reinterpret_cast<const uint32_t*>(outputs_[i].first),
+                                                      reinterpret_cast<const uint32_t*>(results[i]),
+                                                      static_cast<int64_t>(outputs_[i].second / 4), count_);
     }
   }
   // Words that have differed so far. Waits for the device.

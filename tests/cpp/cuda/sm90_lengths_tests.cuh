@@ -283,7 +283,8 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
   }
   if (ways.size() != 2) checker.fail(name, "sm90", "all or none of the lengths are cut");
 
-  // The same bits in each run, half of them beside another kernel, and in each replay of a graph.
+  // The same bits in each run, half of them beside another kernel, a quarter over shared memory that is full of
+  // something, and in each replay of a graph.
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
@@ -294,6 +295,7 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
     const auto which = static_cast<size_t>(random.integer(0, static_cast<int64_t>(patterns.size()) - 1));
     if (i % 2 == 1)
       spin_kernel<<<static_cast<unsigned>(random.integer(1, 160)), 64, 0, other>>>(random.integer(1000, 200000));
+    if (i % 4 == 0) fill_shared_memory(i % 8 == 0 ? 0x7fc07fc0 : 0x3f803f80, stream);  // NaN; ordinary numbers
     call.set(patterns[which], stream);
     call.poison(stream);
     if (i < runs) {

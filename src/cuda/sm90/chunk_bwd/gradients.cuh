@@ -8,8 +8,8 @@
 //   minus   the part whose gate enters with -:        diag(gP / gamma) V' dS^T + dP^T Q + D^T K
 // with dP = scale G o (dO V'^T) and D = -beta_row G o strict_lower(Z V'^T) over the pair: S is the state at its start,
 // dS its gradient at its end, gP the decay of all of it. Of the blocks of dP and D, [late rows, early columns] is made
-// by the late block, which needs it for dq and plus, and handed to the early one: its part of minus is made there, that
-// of D by the plus group, which has more time. Then the gradient of the gate's cumsum at token i is
+// by the late block, which needs it for dq and plus, and handed to the early one, whose minus needs it. Then the
+// gradient of the gate's cumsum at token i is
 //   <q_i, dq_i> + <k_i, plus_i> - <k_i, minus_i>, and at the pair's last token + gP <dS, S> + sum_i <k_i, (diag(gP /
 //   gamma) V' dS^T)_i>.
 // Both members of each pair of tokens (+ at i, - at j) come from the same rounded operands, so what cancels in the
@@ -81,9 +81,6 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
       asm volatile("" : "+r"(warp), "+r"(lane));
       HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
-      // In the early block the plus group sees to one of the late rows' two products, minus's work: after the row sums
-      // of its own, which it is not among.
-      const bool two_parts = kIsMinus || (group == kPlus && rank == kEarly);
       uint32_t part = 0;
 #pragma unroll 1
       do {
@@ -98,16 +95,12 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
             work.add_transposed(turn + 1 == (index + 1) * p.group, acc);
           }
         } else {
-          if (part == 0) {
-            work.lower(group == kPlus, own_rows, acc, dot_rows);
-          } else {
-            work.add_late_rows(own_rows, acc, dot_rows);
-          }
+          work.lower(group == kPlus, own_rows, acc, dot_rows);
         }
         if constexpr (kIsMinus) load_dot_rows(dot_rows, own_rows, warp, lane);
         dot = row_dots<T>(acc, dot_rows, inner, lane);
         work.keep_sums(group, part != 0, dot);
-      } while (part++ == 0 && two_parts);
+      } while (part++ == 0 && kIsMinus);
       __syncwarp();
       mbarrier_arrive_warp(bars.sums_full(turn % 2), lane);
     } while (++turn < (index + 1) * p.group);
@@ -207,7 +200,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
     mbarrier_init(bars.products_full(), 8 * kWarpArrivals);
     mbarrier_init(bars.products_empty(), 4 * kWarpArrivals);
     mbarrier_init(bars.late_rows_full(), 1);
-    mbarrier_init(bars.late_rows_empty(), 8 * kWarpArrivals);
+    mbarrier_init(bars.late_rows_empty(), 4 * kWarpArrivals);
     mbarrier_init(bars.tail(), Traits::kConsumerWarps * kWarpArrivals);
     for (uint32_t parity = 0; parity < 2; ++parity) {
       mbarrier_init(bars.sums_full(parity), Traits::kConsumerWarps * kWarpArrivals);

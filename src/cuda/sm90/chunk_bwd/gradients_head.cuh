@@ -35,12 +35,11 @@ struct HeadWork {
     __syncwarp();
     arrive_both(bars.empty(half), lane);
   }
-  // The rows' sums after a group's first and after its second part of the head, as they run on over the heads of an
-  // item (who makes dg takes the differences); dot: the lane's of row_dots().
+  // The rows' sums after the head, of minus after its first and after its second part, as they run on over the heads of
+  // an item (who makes dg takes the differences); dot: the lane's of row_dots().
   __device__ void keep_sums(int group, bool second, float dot) const {
-    const uint32_t to = group != kMinus
-                            ? (second ? GradientsTraits::kLateRowSums : static_cast<uint32_t>(group) * kChunk * 4)
-                            : (second ? kMinus * kChunk * 4 : GradientsTraits::kStateSums);
+    const uint32_t to =
+        group != kMinus || second ? static_cast<uint32_t>(group) * kChunk * 4 : GradientsTraits::kStateSums;
     if ((lane & 2) == 0) store_shared_f1(sums() + to + row(lane & 1) * 4, dot);
   }
 
@@ -51,10 +50,7 @@ struct HeadWork {
     // Products with the own chunk's V', and of the late block with the early chunk's.
     float product[32], border[32];
     const uint32_t rows_at = plus ? Traits::kDv : Traits::kDo;
-    if (plus && rank == kEarly && warp == 0 && lane == 0) {
-      mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
-    }
-    const uint32_t gates = own_gates(), group_barrier = kStagingBarrier + static_cast<uint32_t>(plus);
+    const uint32_t gates = own_gates(), group_barrier = kTailBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
     for (int i = 0; i < 32; ++i) product[i] = border[i] = 0.0f;
     open(0);  // the gates have come with it; ahead of the products, beside which a load takes 100 clocks
@@ -295,8 +291,8 @@ struct HeadWork {
     return inner * late_decay() * load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4);
   }
 
-  // The minus group's second part: dP^T Q + D^T K of the chunk's own rows, and in the early block dP^T Q of the late
-  // chunk's. Of an item's last head the place of dP and D is needed once more.
+  // The minus group's second part: dP^T Q + D^T K of the chunk's own rows, and in the early block of the late chunk's.
+  // Of an item's last head the place of dP and D is needed once more.
   __device__ __forceinline__ void add_transposed(bool is_last, float (&acc)[64]) const {
     using Traits = GradientsTraits;
     mbarrier_wait(bars.products_full(), turn % 2);
@@ -314,35 +310,21 @@ struct HeadWork {
     pin(D);
     pin(acc);
     if (rank == kEarly) {
-      uint32_t x[16];
-      start_late_rows(false, x, acc);
+      if (warp == 0 && lane == 0) mbarrier_arrive_expect(bars.late_rows_full(), 2 * kTileBytes);
+      mbarrier_wait(bars.late_rows_full(), turn % 2);
+      load_transposed(dP, smem + Traits::kLateRowsP);
+      load_transposed(D, smem + Traits::kLateRowsD);
+      __syncwarp();
+      if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive_cluster(cluster_address(bars.late_rows_empty(), kLate));
+      wgmma_fence();
+      add_product<T>(acc, dP, smem + kLate * Traits::kKeys + Traits::kQ);
+      add_product<T>(acc, D, smem + kLate * Traits::kKeys + Traits::kK);
+      wgmma_commit();
       wgmma_wait<0>();
-      pin(x);
+      pin(dP);
+      pin(D);
       pin(acc);
     }
-  }
-
-  // In the early block, dP^T Q (the minus group) or D^T K (the plus group, which has more time) of the late chunk: on
-  // its way, from x.
-  __device__ __forceinline__ void start_late_rows(bool plus, uint32_t (&x)[16], float (&acc)[64]) const {
-    using Traits = GradientsTraits;
-    mbarrier_wait(bars.late_rows_full(), turn % 2);
-    load_transposed(x, smem + (plus ? Traits::kLateRowsD : Traits::kLateRowsP));
-    __syncwarp();
-    if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive_cluster(cluster_address(bars.late_rows_empty(), kLate));
-    wgmma_fence();
-    add_product<T>(acc, x, smem + kLate * Traits::kKeys + (plus ? Traits::kK : Traits::kQ));
-    wgmma_commit();
-  }
-
-  // The plus group's second part in the early block; dot_rows: own_rows for row_dots(), loaded under the product.
-  __device__ __forceinline__ void add_late_rows(uint32_t own_rows, float (&acc)[64], uint32_t (&dot_rows)[32]) const {
-    uint32_t x[16];
-    start_late_rows(true, x, acc);
-    load_dot_rows(dot_rows, own_rows, warp, lane);
-    wgmma_wait<0>();
-    pin(x);
-    pin(acc);
   }
 };
 

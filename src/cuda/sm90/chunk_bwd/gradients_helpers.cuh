@@ -129,14 +129,7 @@ __device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint3
         store_shared_f2(before + group * kChunk * 4, x.x, x.y);
         return y;
       };
-      const float2 query = of_group(kQuery), minus = of_group(kMinus);
-      float2 plus = of_group(kPlus);
-      if (rank == kEarly) {  // late rows count with minus
-        const float2 own = load_shared_f2(sums + kPlus * kChunk * 4), all = load_shared_f2(sums + Traits::kLateRowSums);
-        plus.x -= all.x - own.x;
-        plus.y -= all.y - own.y;
-        store_shared_f2(before + kPlus * kChunk * 4, all.x, all.y);
-      }
+      const float2 query = of_group(kQuery), plus = of_group(kPlus), minus = of_group(kMinus);
       const int valid = GradientsItem(smem, index).valid(), row = 2 * lane;
       const float first = row < valid ? query.x + plus.x - minus.x : 0.0f;
       // Sum over this lane's tokens and all later ones; lane 0's is that of the chunk, as its `last` is.

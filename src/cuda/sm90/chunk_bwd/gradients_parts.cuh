@@ -45,12 +45,10 @@ struct GradientsTraits {
   static constexpr uint32_t kGates = kStageRing + kStages * kStage;
   static constexpr uint32_t kHeadGates = 2 * kGateBytes;
   // Row sums of the three groups, <dv, V'>, beta, the row sums of the minus group after diag(gP / gamma) V' dS^T alone
-  // with its parts of gP <dS, S>, and those of the early block's plus group after the late rows', two heads deep; the
-  // other block's sum.
+  // with its parts of gP <dS, S>, two heads deep; the other block's sum.
   static constexpr uint32_t kSums = kGates + 2 * kHeadGates;
   static constexpr uint32_t kStateSums = 5 * kChunk * 4;  // in a head's sums
-  static constexpr uint32_t kLateRowSums = 6 * kChunk * 4;
-  static constexpr uint32_t kSumsBytes = 7 * kChunk * 4;
+  static constexpr uint32_t kSumsBytes = 6 * kChunk * 4;
   // What the three groups' were before the head, for who makes dg.
   static constexpr uint32_t kBefore = kSums + 2 * kSumsBytes;
   static constexpr uint32_t kReceived = kBefore + 3 * kChunk * 4;
@@ -69,9 +67,9 @@ struct GradientsTraits {
 };
 
 // Named barriers: minus has put the columns of dk that plus adds where it takes them (plus waits), and the other way
-// round (minus waits); what a group sends to the other block is there (one for query, one for plus); minus has taken
-// an item's last dP and D.
-constexpr uint32_t kMinusBarrier = 1, kPlusBarrier = 2, kStagingBarrier = 3, kTakenBarrier = 5;
+// round (minus waits); a group's rows past the end are zeros (one for query, one for plus); minus has taken an item's
+// last dP and D.
+constexpr uint32_t kMinusBarrier = 1, kPlusBarrier = 2, kTailBarrier = 3, kTakenBarrier = 5;
 
 constexpr uint32_t kEarly = 0, kLate = 1;  // ranks in the cluster
 constexpr uint16_t kBothBlocks = 3;

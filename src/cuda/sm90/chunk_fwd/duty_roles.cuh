@@ -112,11 +112,20 @@ struct CopyRole : DutyRole<Traits> {
   // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand. Where a chunk ends earlier, at a
   // listed token, the rows behind it are those of the next chunks, whose O is not sent before this one is in memory.
   __device__ void store_o(uint32_t m) const {
+    // Also where nothing is sent: the state groups have written to the stage, which the copy engine fills next.
+    fence_proxy_async();
     const ChunkRecord& c = record(m);
+    const auto wait_for_rows_before = [&] {
+      if (Traits::kEndsWhereKept && ((c.flags | record(m - 1).flags) & kInsideOnGrid)) tma_store_wait_all();
+    };
     if (c.valid < kChunk && (!Traits::kEndsWhereKept || !(c.flags & kRowsFollow))) {
       constexpr int kPieces = Traits::kDv / 8;
       Element* out =
           static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
+      if constexpr (Traits::kEndsWhereKept) {
+        if (this->lane() == 0) wait_for_rows_before();
+        __syncwarp();
+      }
       for (int i = this->lane(); i < c.valid * kPieces; i += 32) {
         const int row = i / kPieces, piece = i % kPieces;
         const uint4 value = load_shared_u4(this->stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 +
@@ -125,8 +134,7 @@ struct CopyRole : DutyRole<Traits> {
       }
       __syncwarp();
     } else if (this->lane() == 0 && !(c.flags & kSilentChunk)) {
-      fence_proxy_async();
-      if (Traits::kEndsWhereKept && ((c.flags | record(m - 1).flags) & kInsideOnGrid)) tma_store_wait_all();
+      wait_for_rows_before();
       tma_store_4d(&p.o, this->stage_v(m), 0, c.row, c.half, c.head);
       tma_store_commit();
     }

@@ -184,11 +184,11 @@ struct PairServiceRole {
   // O of chunk m to global memory; at a sequence's end row by row.
   __device__ void store_o(uint32_t m) const {
     mbarrier_wait(at_pair.full_o(m), m / Traits::kBarriersO & 1);
+    fence_proxy_async();  // also where nothing is sent: the copy engine fills the stage next
     const ChunkRecord& c = at_pair.record(m);
     if (c.valid < kChunk) {
       store_output_rows<Element>(p.args, c, [&] { return at_pair.stage_v(m); }, lane);
     } else if (!(c.flags & kSilentChunk) && lane == 0) {
-      fence_proxy_async();
       tma_store_4d(&p.o, at_pair.stage_v(m), 0, c.row, c.half, c.head);
       tma_store_commit();
       tma_store_wait_read();
