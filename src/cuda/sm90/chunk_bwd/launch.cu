@@ -51,6 +51,13 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
   return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
 }
 
+// Whether forward passes may go through runs: where the gradients have multiprocessors to begin on. Beside prepare.cuh
+// of one sequence alone, which has its chunks' order to itself.
+bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
+  return p.segment_chunks == 0 && !makes_own_tiles(p) && !takes_whole_values(p) &&
+         states_blocks(p) <= multiprocessors && (p.N == 1 || !leaves_half_idle(p, multiprocessors));
+}
+
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
 // shrink where a sequence is added: so only where fewer sequences, and one alone, do without as well.
 bool has_no_room_for_tiles(const ChunkBackwardParams& p) {
@@ -198,11 +205,10 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
 }
 
 int32_t choose_run_chunks(const ChunkBackwardParams& p, int multiprocessors) {
-  // Of one sequence, which has its chunks' order to itself (prepare.cuh).
-  if (p.N > 1 || !leaves_half_idle(p, multiprocessors)) return 0;
-  // A sixth of the sequence: the first pairs are complete after a twelfth of the passes' time. Each run warms up for up
-  // to 8 chunks, so not shorter than 32.
-  constexpr int32_t kRuns = 6, kLeast = 32;
+  if (!takes_runs(p, multiprocessors)) return 0;
+  // A quarter of all chunks: the first pairs are complete after an eighth of the time that the passes of one sequence
+  // take. Each run warms up for up to 8 chunks, so not shorter than 32.
+  constexpr int32_t kRuns = 4, kLeast = 32;
   const int32_t length = std::max(kLeast, (p.chunk_bound + kRuns - 1) / kRuns);
   return length + length % 2;
 }
@@ -261,7 +267,7 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   ChunkBackwardParams p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
-  if (!p.beside) p.run_chunks = 0;
+  if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;
   if (stage.plan) {
     // Not chained to what the stream has before it: five calls in a row over one sequence of 32,768 tokens and 32 heads
     // took 1.92 ms each with the kernels of two calls in one chain, 1.77 without, and one call alone 1.63.

@@ -51,8 +51,8 @@ struct ChunkBackwardParams {
   int32_t pair_bound;     // pairs that the workspace has
   // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
   int32_t segment_chunks, segment_bound;
-  // Whole sequences, prepare.cuh beside the passes: forward passes of heads that forget go through a sequence in pieces
-  // of so many chunks, the last one first (segments.cuh: "runs"). 0: from its start to its end.
+  // Forward passes over whole sequences of heads that forget go through them in pieces of so many chunks, the last one
+  // first (segments.cuh: "runs"). 0: from the start to the end.
   int32_t run_chunks;
   float scale;
   float small_beta;  // traits.h; set when the workspace is bound

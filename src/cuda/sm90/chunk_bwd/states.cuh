@@ -83,7 +83,7 @@ __device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p,
   work->finish = kStateGiven;
 }
 
-// A warp: the runs of a forward pass over a whole sequence. False: it is one.
+// A warp: the runs of a forward pass over a whole sequence (segments.cuh).
 template <typename Traits>
 __device__ __forceinline__ void find_runs(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                           int lane) {
