@@ -170,21 +170,25 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
     longest = static_cast<double>(chunks) * std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
   }
   // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
-  // than three quarters, the last pairs come last.
+  // than three quarters, the last pairs come last, or nine tenths where forward passes go through runs.
   const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
-  auto after = [&](double beside) { return gradients - std::min(0.75 * gradients, beside); };
+  auto after = [&](double beside, double most = 0.75) { return gradients - std::min(most * gradients, beside); };
 
   // Whole: a step takes a third more where there are several waves of blocks, by the form that these take. Gradients
   // run beside from when the passes meet; with less of the device at it an item takes less: 8 us for 13.5.
-  const double fill = 4.0 * p.N * p.Hv / multiprocessors;
-  double passes = 1.1 * longest, idle = 1.0 - fill;
+  // Shorter sequences' blocks end sooner. Before all of it comes prepare.cuh, where it does not run beside the passes.
+  const double fill = 4.0 * p.N * p.Hv / multiprocessors, work = fill * static_cast<double>(chunks) / p.N;
+  double passes = 1.1 * longest, idle = 1.0 - work / longest, most = 0.75;
   if (fill > 1.0) {
-    const double work = fill * static_cast<double>(chunks) / p.N;
     const double steps = std::max(longest, work + 0.3 * longest);
     passes = 1.3 * steps;
     idle = 1.0 - work / steps;
+  } else if (!gains_by_fusing(p)) {
+    const bool beside = 2.0 * fill <= 1.0;
+    if (!beside) passes += 1.2 * static_cast<double>(chunks) * p.Hv / multiprocessors;
+    if (!beside || p.N == 1) most = 0.9;
   }
-  double best = passes + after(idle * 0.8 * longest) + 14;
+  double best = passes + after(idle * 0.8 * longest, most) + 14;
   int32_t best_length = 0;
   for (int32_t length = kLeastSegmentChunks; length < longest; ++length) {
     // Taken: a quarter of the heads does not decay (ten blocks a segment in the two rounds together, the others four),
