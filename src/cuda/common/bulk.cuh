@@ -34,6 +34,7 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* counter) {
   return value;
 }
 
+// A number for load_relaxed(); it says nothing of what else this thread has written.
 __device__ __forceinline__ void store_relaxed(uint32_t* counter, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }

@@ -4,7 +4,6 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_bwd/device.cuh"
-#include "cuda/sm90/chunk_bwd/order.cuh"
 
 namespace flash_qla::cuda::sm90 {
 

@@ -39,6 +39,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
         make_gate_stages<T, kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared<kForm, kReverse>(p, work, smem);
+        // Until prepare.cuh has ended nobody could take what it counts.
         if (Traits::kCounters == 2 && lane == 0) count_chunks<kForm, kReverse>(p, work, smem, 1);
       }
     }
