@@ -1,5 +1,5 @@
-// In which order chunks are made ready for the passes, which go through several pieces (whole sequences, or segments) at
-// the same time, each from both ends at once.
+// In which order chunks are made ready for the passes, which go through several pieces (whole sequences, or segments)
+// at the same time, each from both ends at once.
 #pragma once
 
 #include <cstdint>
