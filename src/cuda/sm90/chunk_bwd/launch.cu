@@ -51,14 +51,11 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
   return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
 }
 
-// Whether forward passes may go through runs: where the gradients have multiprocessors to begin on. Beside prepare.cuh
-// of one sequence alone, which has its chunks' order to itself. Several sequences only where they are long: warm-ups
-// cost short ones more than they gain (2/4 heads, 8,192 tokens in eight: 0.102 ms for 0.097).
+// Whether forward passes may go through runs: where the gradients have multiprocessors to begin on, of one sequence,
+// which has its chunks' order to itself (prepare.cuh). Several sequences have early items without, and warm-ups would
+// only cost them (docs/design/sm90_backward.md).
 bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
-  constexpr int32_t kLong = 256;  // chunks in all
-  return p.segment_chunks == 0 && !makes_own_tiles(p) && !takes_whole_values(p) &&
-         states_blocks(p) <= multiprocessors &&
-         (p.N == 1 || (p.chunk_bound >= kLong && !leaves_half_idle(p, multiprocessors)));
+  return p.N == 1 && !makes_own_tiles(p) && leaves_half_idle(p, multiprocessors);
 }
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
@@ -173,7 +170,8 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
     longest = static_cast<double>(chunks) * std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
   }
   // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
-  // than three quarters, the last pairs come last, or nine tenths where forward passes go through runs.
+  // than three quarters, the last pairs come last, or nine tenths where pairs are complete early: in runs, or of
+  // shorter sequences.
   const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
   auto after = [&](double beside, double most = 0.75) { return gradients - std::min(most * gradients, beside); };
 

@@ -74,7 +74,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     p.progress[i] = 0;
     p.ready[i] = 0;
   }
-  if (p.beside || p.segment_chunks > 0 || p.run_chunks > 0) {  // nobody else looks
+  if (p.beside || p.segment_chunks > 0) {  // nobody else looks
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.chunk_bound) * p.Hq; i += kPlanThreads) p.prepared[i] = 0;
   }
   const bool packed = p.cu_seqlens != nullptr;

@@ -57,8 +57,8 @@ __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardPara
   }
   for (; *at < places; *at += step) {
     const uint32_t turn = *at / heads;
-    const uint32_t slot = p.run_chunks > 0 && p.N == 1 ? runs_first(turn, static_cast<uint32_t>(p.run_chunks), total)
-                                                       : outer_first(turn, units, total);
+    const uint32_t slot = p.run_chunks > 0 ? runs_first(turn, static_cast<uint32_t>(p.run_chunks), total)
+                                           : outer_first(turn, units, total);
     if (slot >= total) continue;
     const int offset = static_cast<int>(slot) * kChunk;
     const ChunkInfo chunk = p.N == 1 ? ChunkInfo{only.token + offset, min(kChunk, only.length - offset), 0, 0}
@@ -251,7 +251,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       sync();
     }
-    if ((p.beside || tells_growth) && thread == 0) {
+    if ((p.beside || p.segment_chunks > 0) && thread == 0) {
       add_release(p.prepared + static_cast<int64_t>(work.slot) * p.Hq + work.key_head, 1);
     }
   }
