@@ -521,7 +521,17 @@ SavedStates saved_states(const ChunkForwardArgs& args) {
   return some ? SavedStates::kSome : SavedStates::kNone;
 }
 
-// Whether the forward writes A and the gates' sums itself: where one SM makes a whole head, bits may be any, and
+// Whether whole heads keep all SMs busy until the end: then nothing runs beside them that would not hold them up. Of
+// lengths on the device that is expected where there are several tiles to an SM, as the long and the short are dealt
+// out. A kernel beside a forward that leaves SMs idle costs 5 to 9 % of it, A by the forward itself 10 to 13 % of the
+// longest sequence; with all SMs busy they cost 17 to 35 % and 4 to 12 % (docs/design/sm90_forward.md).
+bool fills_card(const ChunkForwardArgs& args, int64_t tiles, int sms) {
+  if (args.cu_seqlens != nullptr || args.lengths != nullptr) return tiles >= int64_t{3} * sms;
+  const int64_t waves = (tiles + sms - 1) / sms;
+  return 5 * tiles >= 4 * waves * sms;
+}
+
+// Whether the forward can write A and the gates' sums itself: where one SM makes a whole head, bits may be any, and
 // nothing is kept but h, so that its chunks are those of A.
 bool keeps_inverse(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool any_bits, bool planned) {
   const bool chunks_of_a = args.checkpoints == nullptr && args.start_lists == nullptr && args.num_listed == 0;
@@ -557,7 +567,9 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
   const ChunkForwardVariant uncut =
       variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, saved, whole_tiles, sms, device) : variant;
-  const bool keeps_a = *training && keeps_inverse(args, uncut, any_bits, decided.decision.planned);
+  // Who asks for a variant gets all of it.
+  const bool busy = variant != ChunkForwardVariant::kAuto || fills_card(args, whole_tiles, sms);
+  const bool keeps_a = *training && busy && keeps_inverse(args, uncut, any_bits, decided.decision.planned);
   if (keeps_a) *training = false;
   const ChunkForwardKernel kernel = choose_kernel(args.type, uncut, saved, any_bits, keeps_a);
 
