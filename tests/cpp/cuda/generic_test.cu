@@ -206,7 +206,7 @@ int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
   };
   for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
     // A few tokens as the library takes them: perhaps not by this path.
-    const bool few = tokens_of(call.in.shape) <= 256 && !call.in.features.force_intra_cp;
+    const bool few = tokens_of(call.in.shape) <= (call.in.features.force_intra_cp ? 128 : 256);
     checker.check(what, call, few ? nullptr : "sm90", "cuda_reference", FLASH_QLA_CUDA);
   });
   return checker.finish();

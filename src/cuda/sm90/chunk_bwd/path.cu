@@ -33,16 +33,19 @@ bool is_hopper(int device) {
          minor == 0;
 }
 
+// Chunks of a forced cut's segments: as many edges as there can be with chunks inside.
+constexpr int32_t kForcedSegment = 2;
+
 // Single inner products of rounded operands are off by several times the bound where they cancel, whatever is done
 // about one operand (docs/numerics.md), and of a few tokens' dbeta and dg a single one may be the largest. In a call of
 // one chunk that is so now and then; in one of up to four, where a final state's gradient as large as the state
 // outweighs all else in the tokens that it reaches. Such calls are left to float32: 0.11 to 0.28 ms on the device in
 // place of 0.04 to 0.05, beside about 0.07 that a call takes on the host. Not where a caller names this path, nor where
-// a sequence's bits must not depend on what is computed beside it.
+// a sequence's bits must not depend on what is computed beside it, nor where a cut is asked for and there is one.
 bool wants_float32(const Arguments& args, const Problem& p) {
-  const int64_t few_tokens = (present(args.dht) ? 4 : 1) * kChunkSize;
-  return args.options.path == nullptr && args.options.cp_mode == FLASH_QLA_CP_AUTO && !args.options.force_intra_cp &&
-         p.B * p.T <= few_tokens;
+  const int64_t few_chunks = present(args.dht) ? (args.options.force_intra_cp ? kForcedSegment : 4) : 1;
+  return args.options.path == nullptr && args.options.cp_mode == FLASH_QLA_CP_AUTO &&
+         p.B * p.T <= few_chunks * kChunkSize;
 }
 
 std::string reject(const Arguments& args, const Problem& p) {
@@ -119,7 +122,6 @@ size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* para
   if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device_index) != cudaSuccess) {
     return whole;
   }
-  constexpr int32_t kForcedSegment = 2;  // chunks, in tests: as many edges as there can be with chunks inside
   const auto choose = [&](const ChunkBackwardParams& of) {
     return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
   };

@@ -213,6 +213,15 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
     }
   }
+  if (kReverse && work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
+    const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+    mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
+    for (int group = 0; group < Traits::kHalves; ++group) {
+      tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
+                  bars.loaded(cursor.stage), 0, chunk.token, work.half + group, work.head, chunk.batch);
+    }
+  }
 }
 
 // One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.

@@ -271,6 +271,10 @@ struct StatesWork {
   __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
   }
+  // A reverse pass that ends in dh0, which somebody wants.
+  __device__ bool makes_dh0(const ChunkBackwardParams& p) const {
+    return reverse && steps > 0 && finish == kStateGiven && p.dh0.data != nullptr && p.has_d_o;
+  }
   // The pass is at an edge of a pair before the step-th turn, which somebody wants: its state is kept.
   __device__ bool keeps_state(int step) const {
     const int c = chunk(step);
@@ -358,6 +362,34 @@ __device__ __forceinline__ void scale_tokens(uint32_t (&scaled)[16], const uint3
       const float2 pair = unpack2<T>(x[i]);
       scaled[i] = pack2<T>(first * pair.x, second * pair.y);
     }
+  }
+}
+
+// What rounding leaves of it, times kRestScale<T>, rounded as well: under decay dO of the first tokens is most of dh0,
+// and this rounding most of dh0's error. In fp16, where what decays falls below the smallest numbers, the scale brings
+// back twelve bits; the rest of the largest number, 16, stays in range.
+template <typename T>
+inline constexpr float kRestScale = std::is_same_v<T, __nv_bfloat16> ? 1.0f : 0x1p12f;
+template <typename T>
+__device__ __forceinline__ void rest_of_scaled_tokens(uint32_t (&rest)[16], const uint32_t (&x)[16],
+                                                      const float (&factor)[16]) {
+  uint32_t scaled[16];
+  scale_tokens<T>(scaled, x, factor);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float first = factor[2 * (i / 2)], second = factor[2 * (i / 2) + 1];
+    const float2 pair = unpack2<T>(x[i]), taken = unpack2<T>(scaled[i]);
+    float2 left;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const float2 high = unpack2<T>(__float_as_uint(first)), low = unpack2<T>(__float_as_uint(second));
+      left.x = fmaf(pair.x, low.x, fmaf(pair.x, high.x, -taken.x));
+      left.y = fmaf(pair.y, low.y, fmaf(pair.y, high.y, -taken.y));
+    } else {
+      left = make_float2(fmaf(first, pair.x, -taken.x), fmaf(second, pair.y, -taken.y));
+    }
+    // Of an infinity nothing is left.
+    rest[i] =
+        pack2<T>(isfinite(taken.x) ? kRestScale<T> * left.x : 0.0f, isfinite(taken.y) ? kRestScale<T> * left.y : 0.0f);
   }
 }
 

@@ -138,6 +138,67 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, con
   finish_state(S, p, work, StridedTensor{}, at);
 }
 
+// For fp16: powers of two that bring the largest of a thread's two rows of dU^T to about 2^10, no less than 1. What
+// decays falls below the smallest numbers of fp16 otherwise; the rows of dS^T are scaled alike for the product.
+__device__ __forceinline__ void find_lift(float (&lift)[2], const float (&Z)[32], const float (&step_factor)[16]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = row; i < 16; i += 2) {
+      most = fmaxf(
+          most, fmaxf(fabsf(step_factor[2 * (i / 2)] * Z[2 * i]), fabsf(step_factor[2 * (i / 2) + 1] * Z[2 * i + 1])));
+    }
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
+    lift[row] = __uint_as_float(static_cast<uint32_t>(127 + min(max(10 - exponent, 0), 60)) << 23);
+  }
+}
+
+// Of a power of two between 2^-126 and 2^126.
+__device__ __forceinline__ float inverse_power(float x) {
+  return __uint_as_float((uint32_t{254} << 23) - __float_as_uint(x));
+}
+
+// dh0 += Q^T of what rounding has left of diag(scale gamma) dO in the sequence's first chunk, the last step's. Its Q
+// and gates are still in their stage; dO has come again, into the next one.
+template <typename T, StatesForm kForm>
+__device__ __forceinline__ void add_rest_to_dh0(float (&dS)[64], const StatesWork& work, uint32_t smem,
+                                                const StatesBarriers& bars,
+                                                const StatesCursor<StatesTraits<kForm>::kRevStages>& next, int group,
+                                                const Lane& at) {
+  using Traits = StatesTraits<kForm>;
+  const int stage = (next.stage == 0 ? Traits::kRevStages : next.stage) - 1;
+  const uint32_t sDo = smem + next.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes;
+  uint32_t d_o[16], rest[16];
+  float factor[16];
+  load_vector(factor, smem + Traits::template kGates<true> + stage * kPassGateBytes + kPassFactor, at.lane);
+  mbarrier_wait(bars.loaded(next.stage), next.phase);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
+  }
+  // Past the sequence's end there is another one.
+  const int valid = work.info(work.chunk(work.steps - 1)).valid;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int left = valid - (8 * (i / 2) + 2 * (at.lane % 4));
+    d_o[i] &= (left > 0 ? 0xffffu : 0u) | (left > 1 ? 0xffff0000u : 0u);
+  }
+  rest_of_scaled_tokens<T>(rest, d_o, factor);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) dS[i] *= kRestScale<T>;
+  wgmma_fence();
+  add_product<T>(dS, rest, smem + stage * Traits::kRevStage + Traits::kRevQ);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(rest);
+  pin(dS);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) dS[i] *= 1.0f / kRestScale<T>;
+}
+
 template <typename T, StatesForm kForm>
 __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
@@ -146,7 +207,8 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
   float dS[64] = {};
   if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
-  uint32_t kept = 1 ^ group;  // as in the forward pass
+  uint32_t kept = 1 ^ group;                          // as in the forward pass
+  constexpr bool kLifts = std::is_same_v<T, __half>;  // find_lift()
 
   auto cursor = StatesCursor<Traits::kRevStages>::template before_first<Traits::kRehearses>();
   const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
@@ -253,9 +315,20 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 
       // dS += K^T dU, dU = -diag(gamma beta) Z; dv = beta Z (traits.h says what small betas get).
       uint32_t dU[16];
+      float lift[2] = {1.0f, 1.0f};
+      const bool lifts = kLifts && step >= 0 && (!p.has_d_o || (step + 1 == work.steps && work.makes_dh0(p)));
+      if (kLifts && lifts) {
+        wgmma_wait<0>();
+        pin(dS);
+        find_lift(lift, Z, step_factor);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) dS[i] *= lift[i / 2 % 2];
+      }
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        dU[i] = pack2<T>(step_factor[2 * (i / 2)] * Z[2 * i], step_factor[2 * (i / 2) + 1] * Z[2 * i + 1]);
+        float x = step_factor[2 * (i / 2)] * Z[2 * i], y = step_factor[2 * (i / 2) + 1] * Z[2 * i + 1];
+        if constexpr (kLifts) x *= lift[i % 2], y *= lift[i % 2];
+        dU[i] = pack2<T>(x, y);
       }
       wgmma_fence();
       add_product<T>(dS, dU, sK);
@@ -277,12 +350,17 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       pin(scaled);
       pin(dU);
       pin(dS);
+      if (kLifts && lifts) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) dS[i] *= inverse_power(lift[i / 2 % 2]);
+      }
       arrive_warp(bars.empty(stage), at.lane);
     }
   }
 
   wgmma_wait<0>();
   pin(dS);
+  if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
   finish_state(dS, p, work, p.dh0, at);
 }
 

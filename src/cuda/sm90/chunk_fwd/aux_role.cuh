@@ -12,12 +12,16 @@ namespace flash_qla::cuda::sm90 {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
+struct NoSums {
+  __device__ void operator()(float, float) const {}
+};
+
 // The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
 // gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
-// the state groups read go to `state_gate`, the others to `gate`.
-template <typename Traits, typename LoadBeta>
+// the state groups read go to `state_gate`, the others to `gate`. keep_sums() gets the sums of g up to both tokens.
+template <typename Traits, typename LoadBeta, typename KeepSums = NoSums>
 __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
-                                           uint32_t state_gate, int lane) {
+                                           uint32_t state_gate, int lane, KeepSums keep_sums = {}) {
   const int block = lane >> 3;
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
@@ -39,6 +43,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
+  keep_sums(cx, cy);
   using Element = typename Traits::Element;
   const bool mild =
       __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
@@ -56,9 +61,14 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 
     const float out_x = kWideExponents<Element> ? gamma_x : exp2_approx((cx - end3) * kLog2e);
     const float out_y = kWideExponents<Element> ? gamma_y : exp2_approx((cy - end3) * kLog2e);
     store_shared_f2(state_permuted + Traits::kGateScaled, out_x * args.scale, out_y * args.scale);
-    store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
+    if constexpr (kKeepsA<Traits>) {
+      store_shared_f2(permuted + Traits::kGateFactor, rest_x * beta.x, rest_y * beta.y);
+    } else {
+      store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
+    }
     return;
   }
+  if constexpr (kKeepsA<Traits>) store_shared_f2(permuted + Traits::kGateFactor, 1.0f, 1.0f);
   store_shared_f2(state_permuted + Traits::kGateScaled, 1.0f, 1.0f);
   store_shared_f2(state_permuted + Traits::kGateRest, rest_x, rest_y);
   store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);

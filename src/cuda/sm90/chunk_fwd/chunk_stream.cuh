@@ -91,14 +91,18 @@ __device__ __forceinline__ char* shared_memory() {
 }
 __device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
 
+// kFromL2: what blocks may read while the kernels before may still write it, and then again.
+template <bool kFromL2 = false>
 __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, int64_t i) {
-  return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  if constexpr (kFromL2) {
+    return is_64_bit ? __ldcg(static_cast<const long long*>(data) + i) : __ldcg(static_cast<const int*>(data) + i);
+  } else {
+    return is_64_bit ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
 }
 
-// From L2: blocks may read offsets while the kernels before may still write them, and then again.
 __device__ __forceinline__ int64_t load_offset(const ChunkForwardArgs& args, int64_t i) {
-  return args.cu_seqlens_are_64_bit ? __ldcg(static_cast<const long long*>(args.cu_seqlens) + i)
-                                    : __ldcg(static_cast<const int*>(args.cu_seqlens) + i);
+  return load_index<true>(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
 }
 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
@@ -119,20 +123,26 @@ __device__ __forceinline__ int64_t usable_slot(const StateSet& set, int64_t slot
   return slot <= set.null_index || slot < 0 || slot >= set.slots ? kNoSlot : slot;
 }
 
+template <bool kFromL2 = false>
 __device__ __forceinline__ int64_t resolve_slot(const StateSet& set, int64_t sequence) {
   if (set.data == nullptr) return kNoSlot;
   if (set.indices == nullptr) return sequence;
-  return usable_slot(set, load_index(set.indices, set.indices_are_64_bit, sequence * set.index_stride));
+  return usable_slot(set, load_index<kFromL2>(set.indices, set.indices_are_64_bit, sequence * set.index_stride));
 }
 
 // The slot to start from; kNoSlot: zero; kSkipSequence: the sequence is skipped.
 inline constexpr int64_t kSkipSequence = -2;
+template <bool kFromL2 = false>
 __device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, int64_t sequence) {
   if (args.initial.data == nullptr) return kNoSlot;
-  if (args.has_initial_state != nullptr && args.has_initial_state[sequence * args.has_initial_state_stride] == 0) {
+  if constexpr (kFromL2) {
+    const uint8_t* has = args.has_initial_state;
+    if (has != nullptr && __ldcg(has + sequence * args.has_initial_state_stride) == 0) return kNoSlot;
+  } else if (args.has_initial_state != nullptr &&
+             args.has_initial_state[sequence * args.has_initial_state_stride] == 0) {
     return kNoSlot;
   }
-  const int64_t slot = resolve_slot(args.initial, sequence);
+  const int64_t slot = resolve_slot<kFromL2>(args.initial, sequence);
   return slot < 0 ? kSkipSequence : slot;
 }
 
@@ -367,10 +377,15 @@ __device__ __forceinline__ FoundSlots* found_slots() {
   return reinterpret_cast<FoundSlots*>(shared_memory() + Traits::kSmemSlots);
 }
 __device__ __forceinline__ ListedToken read_listed(const ChunkForwardArgs& args, int32_t i) {
-  const int64_t token = load_index(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride);
-  const int64_t slot = load_index(args.listed_slots, args.listed_slots_are_64_bit, i * args.listed_slots_stride);
+  const int64_t token =
+      load_index<true>(args.listed_offsets, args.listed_offsets_are_64_bit, i * args.listed_offsets_stride);
+  const int64_t slot = load_index<true>(args.listed_slots, args.listed_slots_are_64_bit, i * args.listed_slots_stride);
   return {token > 0 && token <= args.num_tokens ? static_cast<int32_t>(token) : 0,
           static_cast<int32_t>(usable_slot(args.final_state, slot))};
+}
+__device__ __forceinline__ FoundSlots read_slots(const ChunkForwardArgs& args, int32_t sequence) {
+  return {static_cast<int32_t>(initial_slot<true>(args, sequence)),
+          static_cast<int32_t>(resolve_slot<true>(args.final_state, sequence))};
 }
 // By one warp.
 template <typename Traits>
@@ -378,11 +393,24 @@ __device__ __forceinline__ void fetch_listed_and_slots(const ChunkForwardKernelP
   const ChunkForwardArgs& args = p.args;
 #pragma unroll 1
   for (int32_t i = lane; i < args.num_listed; i += 32) listed_tokens<Traits>()[i] = read_listed(args, i);
-  if (p.order == BlockOrder::kSorted && lane < args.num_sequences) {
-    found_slots<Traits>()[lane] = {static_cast<int32_t>(initial_slot(args, lane)),
-                                   static_cast<int32_t>(resolve_slot(args.final_state, lane))};
-  }
+  if (p.order == BlockOrder::kSorted && lane < args.num_sequences) found_slots<Traits>()[lane] = read_slots(args, lane);
   __syncwarp();
+}
+// Whether they are still what fetch_listed_and_slots() has found.
+template <typename Traits>
+__device__ __forceinline__ bool listed_and_slots_stay(const ChunkForwardKernelParams& p, int lane) {
+  const ChunkForwardArgs& args = p.args;
+  bool same = true;
+#pragma unroll 1
+  for (int32_t i = lane; i < args.num_listed; i += 32) {
+    const ListedToken now = read_listed(args, i), then = listed_tokens<Traits>()[i];
+    same &= now.token == then.token && now.slot == then.slot;
+  }
+  if (p.order == BlockOrder::kSorted && lane < args.num_sequences) {
+    const FoundSlots now = read_slots(args, lane), then = found_slots<Traits>()[lane];
+    same &= now.in == then.in && now.out == then.out;
+  }
+  return __all_sync(0xffffffffu, same);
 }
 
 template <typename Traits>
@@ -402,6 +430,8 @@ __device__ __forceinline__ int64_t initial_slot_of(const ChunkForwardKernelParam
 
 template <typename Traits>
 inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
+template <typename Traits>
+inline constexpr bool kKeepsA = requires { requires Traits::kKeepsA; };
 
 // Three quarters of the initial state of the tile that starts with chunk m, K by K, come by the copy engine into stages
 // that later chunks are lent out of, which are loaded when the state has been read. All are free a step before the tile
@@ -594,9 +624,14 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
     tma_prefetch_4d(&p.k, 0, row + part * kChunk, 0, key_head);
     tma_prefetch_4d(&p.q, 0, row + part * kChunk, 0, key_head);
     if (part < 2) tma_prefetch_4d(&p.v, 0, row, part, head);
-    if (args.initial.data != nullptr && args.initial.indices == nullptr && part == 0) {
-      l2_prefetch(state_matrix(args.initial, sequence, head),
+    const auto prefetch_state = [&](int64_t slot) {
+      l2_prefetch(state_matrix(args.initial, slot, head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
+    };
+    if constexpr (Traits::kEndsWhereKept) {
+      if (const int64_t slot = initial_slot<true>(args, sequence); slot >= 0) prefetch_state(slot);
+    } else {
+      if (args.initial.data != nullptr && args.initial.indices == nullptr && part == 0) prefetch_state(sequence);
     }
   }
 #pragma unroll 1
@@ -707,8 +742,9 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
       if (p.ticket != nullptr) {
         guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
       }
-      // Listed tokens and slots are not looked at again.
-      if constexpr (Traits::kEndsWhereKept) guesses &= args.num_listed == 0 && !has_slots(args);
+      // Slots are looked at again where they are at hand. They may skip a block's first tile, which takes a ticket
+      // then.
+      if constexpr (Traits::kEndsWhereKept) guesses &= (sorted && p.ticket == nullptr) || !has_slots(args);
     }
     if (guesses || !waits) {
       if constexpr (Traits::kEndsWhereKept) fetch_listed_and_slots<Traits>(p, lane);
@@ -730,6 +766,7 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
     waits = false;
     if (finds) {
       const PlannedSequence now = sequence_at(args, mine);
+      if constexpr (Traits::kEndsWhereKept) guesses = guesses && listed_and_slots_stay<Traits>(p, lane);
       if (guesses && __all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
       s = now;
     }

@@ -140,6 +140,39 @@ struct CopyRole : DutyRole<Traits> {
     }
   }
 
+  // A of chunk m from the tile that the state groups read it in; at a sequence's end: rows by hand. Where decay is not
+  // mild the tile holds A_g, and the inverse's warp stores A. Blocks right of the diagonal that nobody reads hold what
+  // A was made from.
+  __device__ void send_a(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+    if (!__any_sync(0xffffffffu, load_shared_f1(this->stage_gate(m) + Traits::kGateMild) != 0.0f)) return;
+    const int lane = this->lane();
+    const uint32_t tile = this->tile_a(m);
+    const uint32_t rows = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 2; j < 4; ++j) store_matrix_x4((rows ^ (j << 5)) + i * 2048, 0u, 0u, 0u, 0u);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    const ChunkRecord& c = record(m);
+    if (c.valid == kChunk) {
+      if (lane == 0) {
+        tma_store_4d(&p.a, tile, 0, c.row, 0, c.head);
+        tma_store_commit();
+      }
+      return;
+    }
+    const int64_t row_bytes = int64_t{p.args.num_value_heads} * (kChunk * 2);
+    char* out = static_cast<char*>(p.args.a) + c.row * row_bytes + c.head * (kChunk * 2) + 16 * (lane & 7);
+#pragma unroll 1
+    for (int i = lane >> 3; i < c.valid; i += 4) {
+      *reinterpret_cast<uint4*>(out + i * row_bytes) = load_shared_u4(tile + i * 128 + (((lane & 7) ^ (i & 7)) << 4));
+    }
+    __syncwarp();
+  }
+
   // Whether a chunk begins a tile with kStagedState.
   __device__ bool staged(uint32_t m) const {
     if constexpr (!kStagesStates<Traits>) return false;
@@ -165,7 +198,13 @@ struct CopyRole : DutyRole<Traits> {
         load_q(m + 2, ahead.next2);
       }
     }
+    if constexpr (Traits::kKeepsA) send_a(m);
     mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
+    if constexpr (Traits::kKeepsA) {
+      // The chunk's end gives A's tile back, too.
+      if (this->lane() == 0) tma_store_wait_read();
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), this->lane());
+    }
     store_o(m);
     if (staged2 && this->lane() == 0) {
       tma_store_wait_read();
@@ -284,6 +323,16 @@ struct GateRole : DutyRole<Traits> {
     copy_async_arrive(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw));
   }
 
+  // The sums of g up to the lane's two tokens, for the backward.
+  __device__ void keep_sums(uint32_t m, float x, float y) const {
+    if (p.args.g_cumsum == nullptr) return;
+    const ChunkRecord& c = record(m);
+    const int token = 2 * this->lane(), heads = p.args.num_value_heads;
+    float* out = p.args.g_cumsum + int64_t{c.row + token} * heads + c.head;
+    if (token < c.valid) out[0] = x;
+    if (token + 1 < c.valid) out[heads] = y;
+  }
+
   // The open tile of the chunk list, a word of its next record to a lane, so that the chunks in a tile's middle are
   // listed without reading anything: by the walker in shared memory, which opens the tiles, it took a third of the
   // warp's time.
@@ -366,7 +415,10 @@ struct GateRole : DutyRole<Traits> {
       const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
       make_gates<Traits>(
           p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate,
-          gate, this->lane());
+          gate, this->lane(),
+          [&](float x, float y) {
+            if constexpr (Traits::kKeepsA) keep_sums(m, x, y);
+          });
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
       fetch(m + Traits::kStagesGate);
@@ -606,8 +658,20 @@ struct FastInverseRole : DutyRole<Traits> {
     for (uint32_t m = first; record(m).valid >= 0; m += 2) {
       mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint32_t gate = this->stage_gate(m);
-      FastInverse<Traits>::run(this->tile_a(m), gate, this->stage_raw(m) + Traits::kRawBeta, gate + Traits::kGateMild,
-                               this->lane(), [&] { this->wait_gates(m); });
+      const auto keep_block = [&](int i, int j, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+        const ChunkRecord& c = record(m);
+        // Out of a shuffle, lest the rows be kept from block to block, and spilled.
+        const int lane = __shfl_sync(0xffffffffu, this->lane(), this->lane()), row = 16 * i + (lane >> 2);
+        const int row_words = this->p.args.num_value_heads * (kChunk / 2);
+        uint32_t* out = static_cast<uint32_t*>(this->p.args.a) + int64_t{c.row + row} * row_words +
+                        c.head * (kChunk / 2) + 8 * j + (lane & 3);
+        if (row < c.valid) out[0] = x0, out[4] = x1;
+        if (row + 8 < c.valid) out[8 * row_words] = x2, out[8 * row_words + 4] = x3;
+        __syncwarp();
+      };
+      FastInverse<Traits>::run(
+          this->tile_a(m), gate, this->stage_raw(m) + Traits::kRawBeta, gate + Traits::kGateMild, this->lane(),
+          [&] { this->wait_gates(m); }, keep_block);
       fence_proxy_async();
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());

@@ -10,6 +10,10 @@
 
 namespace flash_qla::cuda::sm90 {
 
+struct NoBlocks {
+  __device__ void operator()(int, int, uint32_t, uint32_t, uint32_t, uint32_t) const {}
+};
+
 // From -M in fp16, which the tile holds transposed, tile[column][row], to A_g in its place. What the tile holds is
 // U = -M^T: blocks U_ji, j < i, right of the diagonal, and on it what D is solved from. With E = D^T:
 //   A_jj = E_j,  A_ji = (sum over j <= k < i of A_jk U_ki) E_i,
@@ -123,9 +127,11 @@ struct FastInverse {
   // By one whole warp; `number`: the lane, out of a shuffle, so that the assembler cannot ask for it anew. gate: the
   // stage with kGateColumnA, kGatePair, kGateRow and kGateSum; betas: beta_t in natural order; mild_factor: the address
   // of kGateMild. wait_gates() returns when these are there. The caller fences and announces. About 60 registers.
-  template <typename WaitGates>
+  // With kKeepsA the tile takes A itself where decay is mild; elsewhere keep_block(i, j, x0, x1, x2, x3) gets its
+  // 16x16 blocks in row i and column j as 8x8 matrices: rows 0..7, then 8..15, columns 0..7 first.
+  template <typename WaitGates, typename KeepBlock = NoBlocks>
   static __device__ __forceinline__ void run(uint32_t tile, uint32_t gate, uint32_t betas, uint32_t mild_factor,
-                                             int number, WaitGates wait_gates) {
+                                             int number, WaitGates wait_gates, KeepBlock keep_block = {}) {
     solve(tile, number);
 
     // Where the lane's eight elements of block (0, 0) lie when the four 8x8 matrices come by columns, and by rows; the
@@ -214,8 +220,8 @@ struct FastInverse {
       float low[4], high[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        low[j] = load_shared_f1(column_factors + 16 * j);
-        high[j] = load_shared_f1(column_factors + 16 * j + 8);
+        low[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j);
+        high[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j + 8);
       }
       store_all([&](const Sum& a, int j, int i) {
         store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low[j], a.x[1] * low[j]),
@@ -232,6 +238,23 @@ struct FastInverse {
       }
     } else {
       const int q = lane & 3, g = lane >> 2;
+      // What the fragments hold are columns of A.
+      auto keep = [&](const Sum& a, int j, int i) {
+        uint32_t x[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[k] = transpose_8x8(pack2<Element>(a.x[2 * k], a.x[2 * k + 1]));
+        keep_block(i, j, x[0], x[1], x[2], x[3]);
+      };
+      if constexpr (kKeepsA<Traits>) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          Left a = left(j, j);
+          a.x[1] = 0u;
+          keep(unpacked(a), j, j);
+#pragma unroll
+          for (int i = 0; i < j; ++i) keep_block(i, j, 0u, 0u, 0u, 0u);
+        }
+      }
       auto store_diagonal = [&](int j) {
         const Left a = left(j, j);
         const uint32_t rows = gate + 64 * j + 8 * q, columns = gate + 64 * j + 4 * g;
@@ -251,6 +274,7 @@ struct FastInverse {
             mask & scaled(a.x[3], exp2_approx(sum1.x - high) * beta_high, exp2_approx(sum1.y - high) * beta_high));
       };
       auto store = [&](const Sum& a, int j, int i) {
+        if constexpr (kKeepsA<Traits>) keep(a, j, i);
         const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * i + 4 * j);
         const float low = load_shared_f1(column_factors + 16 * j) * pair;
         const float high = load_shared_f1(column_factors + 16 * j + 8) * pair;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(smem() + Traits::kFullM + 8 * i, 4 * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kBarriersDone; ++i) {
-      mbarrier_init(smem() + Traits::kDone + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
+      mbarrier_init(smem() + Traits::kDone + 8 * i, (4 * Traits::kStateGroups + Traits::kKeepsA) * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
       constexpr uint32_t kArrivalsV = Traits::kDuties ? kWarpArrivals : 1;  // a warp announces it, or one thread
@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.v);
     tma_prefetch_map(&p.o);
     if constexpr (Traits::kStagedH) tma_prefetch_map(&p.h);
+    if constexpr (Traits::kKeepsA) tma_prefetch_map(&p.a);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
   }

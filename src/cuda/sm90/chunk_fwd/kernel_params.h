@@ -83,6 +83,7 @@ struct ChunkForwardKernelParams {
   // (StagedState). At the end, so that kernels that know nothing of it find the rest where they do.
   int32_t staged_initial;
   CUtensorMap initial;
+  CUtensorMap a;  // of kernels with kKeepsA
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.
@@ -97,7 +98,9 @@ struct ChunkForwardKernel {
 
 ChunkForwardKernel chunk_forward_bf16();
 ChunkForwardKernel chunk_forward_bf16_fast();
+ChunkForwardKernel chunk_forward_bf16_fast_a();
 ChunkForwardKernel chunk_forward_bf16_fast_h();
+ChunkForwardKernel chunk_forward_bf16_fast_h_a();
 ChunkForwardKernel chunk_forward_bf16_fast_save();
 ChunkForwardKernel chunk_forward_bf16_relay();
 ChunkForwardKernel chunk_forward_bf16_relay_save();
@@ -107,7 +110,9 @@ ChunkForwardKernel chunk_forward_bf16_split_save();
 ChunkForwardKernel chunk_forward_bf16_states();
 ChunkForwardKernel chunk_forward_fp16();
 ChunkForwardKernel chunk_forward_fp16_fast();
+ChunkForwardKernel chunk_forward_fp16_fast_a();
 ChunkForwardKernel chunk_forward_fp16_fast_h();
+ChunkForwardKernel chunk_forward_fp16_fast_h_a();
 ChunkForwardKernel chunk_forward_fp16_fast_save();
 ChunkForwardKernel chunk_forward_fp16_relay();
 ChunkForwardKernel chunk_forward_fp16_relay_save();

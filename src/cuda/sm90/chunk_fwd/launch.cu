@@ -188,6 +188,12 @@ bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t to
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// A: boxes of a chunk and head.
+bool encode_inverse(CUtensorMap* map, const ChunkForwardArgs& args) {
+  const int64_t heads = args.num_value_heads;
+  return encode_map(map, args.type, args.a, args.num_tokens, heads, heads * kChunk, kChunk, 1);
+}
+
 // The initial states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
 // rows of 128 bytes, swizzled. False: they are of other kinds, or lie as the copy engine cannot read them.
 bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t sequences, int64_t heads) {
@@ -206,8 +212,9 @@ bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t 
 // Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
 enum class SavedStates { kNone, kSome, kAll };
 
-// any_bits: a sequence's bits may depend on the batch. variant: not kAuto.
-ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, SavedStates saved, bool any_bits) {
+// any_bits: a sequence's bits may depend on the batch. variant: not kAuto. keeps_a: keeps_inverse().
+ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, SavedStates saved, bool any_bits,
+                                 bool keeps_a = false) {
   const bool half = type == ElementType::kFloat16, save = saved != SavedStates::kNone;
   if (variant == ChunkForwardVariant::kRelay) {
     return save ? (half ? chunk_forward_fp16_relay_save() : chunk_forward_bf16_relay_save())
@@ -216,6 +223,10 @@ ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, 
   if (variant == ChunkForwardVariant::kSplitV) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
+  }
+  if (keeps_a) {
+    if (saved == SavedStates::kAll) return half ? chunk_forward_fp16_fast_h_a() : chunk_forward_bf16_fast_h_a();
+    return half ? chunk_forward_fp16_fast_a() : chunk_forward_bf16_fast_a();
   }
   if (any_bits) {
     if (saved == SavedStates::kAll) return half ? chunk_forward_fp16_fast_h() : chunk_forward_bf16_fast_h();
@@ -478,8 +489,22 @@ bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t 
 
 namespace {
 
-// All but what launch_chunk_inverse() writes. followed: that is to come behind it.
-cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool followed,
+SavedStates saved_states(const ChunkForwardArgs& args) {
+  if (args.h != nullptr) return SavedStates::kAll;
+  const bool some = args.checkpoints != nullptr || args.start_lists != nullptr || args.num_listed > 0;
+  return some ? SavedStates::kSome : SavedStates::kNone;
+}
+
+// Whether the forward writes A and the gates' sums itself: where one SM makes a whole head, bits may be any, and
+// nothing is kept but h, so that its chunks are those of A.
+bool keeps_inverse(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool any_bits, bool planned) {
+  const bool chunks_of_a = args.checkpoints == nullptr && args.start_lists == nullptr && args.num_listed == 0;
+  return args.a != nullptr && variant == ChunkForwardVariant::kWholeHead && any_bits && !planned && chunks_of_a;
+}
+
+// All but what launch_chunk_inverse() writes. training: A or the gates' sums are wanted; on return, whether they are
+// still to come behind it.
+cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool* training,
                                       cudaStream_t stream) {
   const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const bool idle = whole_tiles == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
@@ -501,25 +526,25 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   if (error != cudaSuccess) return error;
 
   const DecidedSplit& decided = decided_split(args, sms);
-  const bool some = args.checkpoints != nullptr || args.start_lists != nullptr || args.num_listed > 0;
-  const SavedStates saved = args.h != nullptr ? SavedStates::kAll : some ? SavedStates::kSome : SavedStates::kNone;
+  const SavedStates saved = saved_states(args);
   // The forward that goes on from the states at the starts of listed chunks makes A_g as one without a split.
   const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
-  const ChunkForwardKernel kernel = choose_kernel(
-      args.type,
-      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, saved, whole_tiles, sms, device) : variant,
-      saved, any_bits);
+  const ChunkForwardVariant uncut =
+      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, saved, whole_tiles, sms, device) : variant;
+  const bool keeps_a = *training && keeps_inverse(args, uncut, any_bits, decided.decision.planned);
+  if (keeps_a) *training = false;
+  const ChunkForwardKernel kernel = choose_kernel(args.type, uncut, saved, any_bits, keeps_a);
 
   ChunkForwardKernelParams params{};
   params.args = args;
   params.tiles = static_cast<int32_t>(whole_tiles);
-  params.followed = followed;
+  params.followed = *training;
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
-  if (kernel.blocks == 1 && any_bits && saved == SavedStates::kNone) {  // ChunkForwardTraits::kStagesStates
+  if (kernel.blocks == 1 && any_bits && saved != SavedStates::kAll) {  // ChunkForwardTraits::kStagesStates
     params.staged_initial =
         encode_states(&params.initial, args.initial, args.state_v_first, args.num_sequences, args.num_value_heads);
   }
@@ -529,6 +554,7 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
                   int64_t{kHeadDim} * kHeadDim, 1)) {
     return cudaErrorInvalidValue;
   }
+  if (keeps_a && !encode_inverse(&params.a, args)) return cudaErrorInvalidValue;
   if (decided.decision.planned) {
     const ChunkForwardKernel cut_kernel = choose_kernel(
         args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, saved, any_bits);
@@ -560,16 +586,14 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
 }  // namespace
 
 cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
-  const bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 &&
-                        args.num_sequences > 0 && args.num_value_heads > 0;
-  const cudaError_t error = launch_states_and_outputs(args, variant, training, stream);
+  bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 && args.num_sequences > 0 &&
+                  args.num_value_heads > 0;
+  const cudaError_t error = launch_states_and_outputs(args, variant, &training, stream);
   if (error != cudaSuccess || !training) return error;
   ChunkInverseParams inverse{{}, {}, args};
-  const int64_t heads = args.num_value_heads;
   if (!encode_map(&inverse.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
                   args.k_head_stride, 2) ||
-      (args.a != nullptr &&
-       !encode_map(&inverse.a, args.type, args.a, args.num_tokens, heads, heads * kChunk, kChunk, 1))) {
+      (args.a != nullptr && !encode_inverse(&inverse.a, args))) {
     return cudaErrorInvalidValue;
   }
   return launch_chunk_inverse(inverse, stream);

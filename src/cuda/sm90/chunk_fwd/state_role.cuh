@@ -76,6 +76,19 @@ __device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, co
   y = unpack2<Element>(v[3]);
   v[3] = pack2<Element>(fmaf(-gamma.z, u[6], y.x), fmaf(-gamma.w, u[7], y.y));
 }
+// ... times another factor of the tokens.
+template <typename Element>
+__device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, const float4& gamma,
+                                                 const float4& factor) {
+  float2 y = unpack2<Element>(v[0]);
+  v[0] = pack2<Element>(fmaf(-gamma.x, u[0], y.x) * factor.x, fmaf(-gamma.y, u[1], y.y) * factor.y);
+  y = unpack2<Element>(v[1]);
+  v[1] = pack2<Element>(fmaf(-gamma.x, u[2], y.x) * factor.x, fmaf(-gamma.y, u[3], y.y) * factor.y);
+  y = unpack2<Element>(v[2]);
+  v[2] = pack2<Element>(fmaf(-gamma.z, u[4], y.x) * factor.z, fmaf(-gamma.w, u[5], y.y) * factor.w);
+  y = unpack2<Element>(v[3]);
+  v[3] = pack2<Element>(fmaf(-gamma.z, u[6], y.x) * factor.z, fmaf(-gamma.w, u[7], y.y) * factor.w);
+}
 __device__ __forceinline__ void scale_tokens(float* x, const float4& factor) {
   x[0] *= factor.x, x[1] *= factor.y, x[2] *= factor.x, x[3] *= factor.y;
   x[4] *= factor.z, x[5] *= factor.w, x[6] *= factor.z, x[7] *= factor.w;
@@ -486,7 +499,12 @@ struct StateRole {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-          take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
+          if constexpr (kKeepsA<Traits>) {
+            take_from_values<Element>(v + 4 * b, u + 8 * b, gamma,
+                                      load_shared_f4(columns + Traits::kGateFactor + 16 * b));
+          } else {
+            take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
+          }
         }
         // V'^T = W^T Ag^T
         mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);

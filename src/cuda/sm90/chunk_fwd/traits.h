@@ -27,8 +27,9 @@ inline constexpr int kMostListed = 128;
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
 // whole batch.
 // kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
-template <typename Element_, bool kSave_, bool kFastInverse_ = false, bool kSaveH_ = kSave_>
-struct ChunkForwardTraits {
+// kKeepsA_: A and the gates' sums leave, for the backward; with the fast inverse alone.
+template <typename Element_, bool kSave_, bool kFastInverse_, bool kSaveH_, bool kKeepsA_>
+struct WholeHeadTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
   static constexpr bool kSave = kSave_;      // states on the way: h, checkpoints, those of listed tokens
@@ -42,20 +43,28 @@ struct ChunkForwardTraits {
   // the calls that save nothing, and states at listed tokens are made behind the forward (listed.h).
   static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
   // The chunks of a split's warm-ups without Q, P and O, which they do not leave behind: a third of their products.
-  static constexpr bool kSkipsSilent = kFastInverse_ && !kSave_;
+  // Calls that keep A are not cut where this kernel makes them.
+  static constexpr bool kSkipsSilent = kFastInverse_ && !kSave_ && !kKeepsA_;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
   // Initial states come by the copy warp (StagedState): in those of these kernels whose code was placed for it.
-  static constexpr bool kStagesStates = kFastInverse_ && !kSave_;
+  static constexpr bool kStagesStates = kFastInverse_ && !kSaveH_;
   // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
   // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
   static constexpr bool kStagedH = kSaveH_ && kFastInverse_;
+  // The tile of A_g holds A itself where decay is mild, so that it can be sent as it lies: the factors of its columns
+  // are applied to W (kGateFactor).
+  static constexpr bool kKeepsA = kKeepsA_;
+  static_assert(!kKeepsA || kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
-  // side by side (14 with staged states, from 0 to 704; 16 without) these are within 0.5 % of the best for bf16 and 1 %
-  // for fp16; where states are saved (10 from 0 to 448, bf16 alone) 256 to 384 are. Others cost up to 10 %
-  // (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = !kFastInverse ? 0 : kStagesStates ? 416 : kStagedH ? 320 : 384;
+  // side by side (from 32 or 64 to 512, of the kernel that saves nothing 0 to 704) these are within 1 % of the best, in
+  // both dtypes. Others cost up to 18 % (docs/design/sm90_forward.md). To be measured again when the code changes.
+  static constexpr int kProductsMoved = !kFastInverse ? 0
+                                        : kStagedH    ? (kKeepsA ? 224 : 320)
+                                        : kKeepsA     ? 320
+                                        : kSave       ? 96
+                                                      : 416;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -114,7 +123,8 @@ struct ChunkForwardTraits {
   static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
   static constexpr uint32_t kGateMild =
       kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (aux_role.cuh), and this P's factor
-  static constexpr uint32_t kBytesGate = kGateMild + 16;        // whole 16 bytes
+  static constexpr uint32_t kGateFactor = kGateMild + 16;                        // kKeepsA: of W's columns; permuted
+  static constexpr uint32_t kBytesGate = kGateFactor + (kKeepsA ? kVector : 0);  // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
   static constexpr uint32_t kSmemRaw = kSmemGate + (kDuties ? kStagesGate * kBytesGate : 0);
@@ -158,5 +168,10 @@ struct ChunkForwardTraits {
   // What a quarter of a StagedState takes.
   static_assert(!kStagesStates || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
+
+template <typename Element, bool kSave, bool kFastInverse = false, bool kSaveH = kSave>
+struct ChunkForwardTraits : WholeHeadTraits<Element, kSave, kFastInverse, kSaveH, false> {};
+template <typename Element, bool kSave, bool kSaveH = kSave>
+struct KeepingForwardTraits : WholeHeadTraits<Element, kSave, true, kSaveH, true> {};
 
 }  // namespace flash_qla::cuda::sm90
