@@ -53,6 +53,8 @@ struct HeadWork {
     const uint32_t gates = own_gates(), group_barrier = kTailBarrier + static_cast<uint32_t>(plus);
 #pragma unroll
     for (int i = 0; i < 32; ++i) product[i] = border[i] = 0.0f;
+    pin(product);  // zeroed before the wait, not after it
+    pin(border);
     open(0);  // the gates have come with it; ahead of the products, beside which a load takes 100 clocks
     const float gamma_early = rank == kLate ? load_shared_f1(both_gates() + kGammaOffset + (kChunk - 1) * 4) : 1.0f;
     const auto row_factor = [&](int h) {
@@ -61,30 +63,35 @@ struct HeadWork {
     const RowFactor<T> row_factors[2] = {row_factor(0), row_factor(1)};
 #pragma unroll 1
     for (uint32_t half = 0; half < 2; ++half) {
+      const int valid = item().valid();
       const uint32_t stage = open(half);
       static_assert(Traits::kVLate == Traits::kVEarly + kTileBytes);
-      if (const int valid = item().valid(); valid < kChunk) {  // a neighbour's rows, NaN perhaps
+      if (valid < kChunk) {  // a neighbour's rows, NaN perhaps
         zero_tail(stage + rows_at, valid, 32 * warp + lane, 128);
         fence_proxy_async();
         named_barrier_sync(group_barrier, 128);
       }
       uint32_t x[16];
       load_rows(x, stage + rows_at, warp, lane);
-      if (rank == kLate) {
-        wgmma_fence();
-        add_rows_times_rows<T>(border, stage + rows_at, stage + Traits::kVEarly);
-        wgmma_commit();
-      }
       wgmma_fence();
-      add_rows_times_rows<T>(product, stage + rows_at, stage + Traits::kVEarly + rank * kTileBytes);
+      add_rows_times_rows<T>(product, x, stage + Traits::kVEarly + rank * kTileBytes);
       wgmma_commit();
+      if (rank == kLate) {  // from the tile: the rows in registers are scaled meanwhile
+        wgmma_fence();
+        add_tile_times_rows<T>(border, stage + rows_at, stage + Traits::kVEarly);
+        wgmma_commit();
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      pin(x);
+      pin(product);
       scale_rows<T>(x, row_factors);
       wgmma_fence();
       add_product<T>(acc, x, stage + Traits::kState);
       wgmma_commit();
       wgmma_wait<0>();
       pin(x);
-      pin(product);
       pin(border);
       pin(acc);
       release(half);

@@ -136,10 +136,19 @@ struct GradientsItem {
 
 // acc [64 rows, 64 tokens] += X Y^T, X and Y tiles [64][64].
 template <typename T>
-__device__ __forceinline__ void add_rows_times_rows(float (&acc)[32], uint32_t sX, uint32_t sY) {
+__device__ __forceinline__ void add_tile_times_rows(float (&acc)[32], uint32_t sX, uint32_t sY) {
   const uint64_t x = wgmma_descriptor(sX), y = wgmma_descriptor(sY);
 #pragma unroll
   for (int step = 0; step < 4; ++step) mma_ss_n64<T>(acc, wgmma_advance(x, step * 32), wgmma_advance(y, step * 32));
+}
+
+// The same of packed rows (load_rows): the tensor cores read half as many bytes of shared memory, of which this kernel
+// has none to spare.
+template <typename T>
+__device__ __forceinline__ void add_rows_times_rows(float (&acc)[32], const uint32_t (&x)[16], uint32_t sY) {
+  const uint64_t y = wgmma_descriptor(sY);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) mma_rs_n64<T>(acc, x + 4 * step, wgmma_advance(y, step * 32));
 }
 
 // Rows of a tile times a factor, rounded once (but for 2^-17 of it).
