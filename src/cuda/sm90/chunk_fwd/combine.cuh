@@ -18,9 +18,9 @@ namespace flash_qla::cuda::sm90 {
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
-// The named barrier of these warps, without the one that brings; those before it are the auxiliary groups'.
+// The named barrier of these warps and the one that brings; those before it are the auxiliary groups'.
 inline constexpr uint32_t kCombineBarrier = 4;
-__device__ __forceinline__ void meet_to_combine() { named_barrier_sync(kCombineBarrier, 32 * kCombineWarps); }
+__device__ __forceinline__ void meet_to_combine() { named_barrier_sync(kCombineBarrier, 32 * (kCombineWarps + 1)); }
 
 // Local states that are on their way: memory takes about a microsecond.
 inline constexpr int kLocalAhead = 4;
@@ -32,7 +32,7 @@ struct CombineMemory {
   // The states before and after a transition, as the products' right operands, by 16 rows.
   uint4 state[2][kCombineWarps][32];
   float2 local[kCombineWarps][kLocalAhead][2][32];
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages];
   TransitionChain chain;
   int32_t unit;
 };
@@ -69,24 +69,31 @@ __device__ __forceinline__ float2 from_share(const float (&columns)[2], bool odd
   return odd ? make_float2(other, columns[1]) : make_float2(columns[0], other);
 }
 
-// The transitions of a chain into their stages, as these become free, by one warp. stages: that have been used before.
+// The transitions of a chain into their stages, by one warp. stages: that have been used before. Where the warps meet
+// at a step's end they have read its transition.
 template <int kParts>
 __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
                                                   const TransitionChain& chain, uint32_t stages) {
   constexpr uint32_t kStages = CombineMemory<kParts>::kStages;
-  // They were written by ordinary stores, seen through the counter that another thread has read.
-  fence_proxy_async_all();
-#pragma unroll 1
-  for (int step = 1; step <= chain.transitions; ++step) {
-    const uint32_t number = stages + static_cast<uint32_t>(step), stage = number % kStages;
-    if (number >= kStages) mbarrier_wait(smem_address(&memory.empty[stage]), (number / kStages - 1) & 1);
-    if (!elect_one()) continue;
+  const auto bring = [&](int step) {
+    if (step > chain.transitions || !elect_one()) return;
+    const uint32_t stage = (stages + static_cast<uint32_t>(step)) % kStages;
     auto& to = memory.transition[stage];
     const uint32_t full = smem_address(&memory.full[stage]);
     mbarrier_arrive_expect(full, sizeof(to));
     bulk_load(smem_address(to),
               static_cast<const char*>(p.transitions) + (static_cast<int64_t>(chain.first_slot) + step) * sizeof(to),
               sizeof(to), full);
+  };
+  // They were written by ordinary stores, seen through the counter that another thread has read.
+  fence_proxy_async_all();
+#pragma unroll 1
+  for (int step = 1; step <= static_cast<int>(kStages); ++step) bring(step);
+  meet_to_combine();
+#pragma unroll 1
+  for (int step = 1; step <= chain.transitions; ++step) {
+    meet_to_combine();
+    bring(step + static_cast<int>(kStages));
   }
 }
 
@@ -169,10 +176,6 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     multiply(0);
     multiply(kTransitionSteps / 2);
     const float diagonal[2] = {now.diagonal[0], now.diagonal[1]};
-    // Behind the products, which have waited for all that they take of the stage: an arrival behind loads that are
-    // still under way let the copy engine fill it again before they had read it.
-    __syncwarp();
-    mbarrier_arrive_warp(smem_address(&memory.empty[(stages + static_cast<uint32_t>(step)) % kStages]), lane);
     CombineShare local;
     read_local(step, local);
     if (step < chain.transitions) read_transition(step + 1, next);
@@ -229,18 +232,6 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const int idle = static_cast<int>(gridDim.x) - states.tiles - p.counters->outputs.tiles;
   const int helpers = min(units - states.tiles, idle);
   if (units == 0 || (!had_tiles && helpers <= 0)) return;
-  const uint32_t taken = smem() + Traits::kTaken;
-  uint32_t stages = ~0u;  // the first transition's number is 0
-  if (warp == kCombineWarps) {
-    // What it is told stays until all that it brings of it has been read.
-    for (uint32_t turn = 0;; ++turn) {
-      mbarrier_wait(taken, turn & 1);
-      if (memory.unit >= units) return;
-      const TransitionChain chain = memory.chain;
-      bring_transitions(p, memory, chain, stages);
-      stages += static_cast<uint32_t>(chain.transitions);
-    }
-  }
   const bool first = warp == 0 && lane == 0;
   meet_to_combine();  // the tiles' shared memory is free
   const auto take = [&] {
@@ -248,10 +239,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     if (memory.unit < units) memory.chain = p.chains[memory.unit / kCombineSlices];
   };
   if (first) {
-    for (uint32_t i = 0; i < Memory::kStages; ++i) {
-      mbarrier_init(smem_address(&memory.full[i]), 1);
-      mbarrier_init(smem_address(&memory.empty[i]), kCombineWarps * kWarpArrivals);
-    }
+    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[i]), 1);
     mbarrier_init_fence();
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
@@ -261,19 +249,22 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     if (needed) take();
     // All state tiles have been given out, so those that are missing are being computed by blocks that run.
     while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
-    mbarrier_arrive(taken);
   }
   meet_to_combine();
+  uint32_t stages = ~0u;  // the first transition's number is 1
   while (memory.unit < units) {
     const TransitionChain chain = memory.chain;
-    multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+    if (warp == kCombineWarps) {
+      bring_transitions(p, memory, chain, stages);
+    } else {
+      multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+    }
     stages += static_cast<uint32_t>(chain.transitions);
     meet_to_combine();
     if (first) {
       __threadfence();
       atomicSub(&p.counters->progress.pieces_left, 1u);
       take();
-      mbarrier_arrive(taken);
     }
     meet_to_combine();
   }

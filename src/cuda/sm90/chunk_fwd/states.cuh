@@ -45,8 +45,7 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   static constexpr uint32_t kListed = kDone + 8 * kStages;
   static constexpr uint32_t kRehearsed = kListed + 8 * kAuxGroups;  // all warps are through with the first stream
   static constexpr uint32_t kPlanned = kRehearsed + 8;              // the second one is open
-  static constexpr uint32_t kTaken = kPlanned + 8;                  // a piece of a chain, or that there are no more
-  static constexpr uint32_t kSmemBytes = kTaken + 8;
+  static constexpr uint32_t kSmemBytes = kPlanned + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -462,7 +461,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     mbarrier_init(smem() + Traits::kRehearsed, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init(smem() + Traits::kPlanned, 1);
-    mbarrier_init(smem() + Traits::kTaken, 1);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
     start_stream<Traits>(p, true);
