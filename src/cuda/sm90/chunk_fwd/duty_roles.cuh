@@ -199,29 +199,22 @@ struct CopyRole : DutyRole<Traits> {
       }
     }
     if constexpr (Traits::kKeepsA) send_a(m);
-    mbarrier_wait(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), m / Traits::kBarriersO & 1);
-    if constexpr (Traits::kKeepsA) {
-      // The chunk's end gives A's tile back, too.
-      if (this->lane() == 0) tma_store_wait_read();
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), this->lane());
-    }
-    store_o(m);
-    if (staged2 && this->lane() == 0) {
-      tma_store_wait_read();
-      load_quarter(m + 2, 0);
-    }
+    // What is asked for next is read while there is time.
     Rows next5{0, -1, 0, 0};
     if (ahead.next3.valid >= 0) {
       mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
-      if (!staged2 && (kAllAnnounceV || this->lane() == 0)) {
-        tma_store_wait_read();
-        load_v(m + 3, ahead.next3);
-      }
       if (ahead.next4.valid >= 0) {
         next5 = rows(m + 5);
         if (staged(m + 5)) ahead.staged = min(ahead.staged, m + 5);
       }
     }
+    if constexpr (Traits::kKeepsA) {
+      // The chunk's end gives A's tile back, too.
+      if (this->lane() == 0) tma_store_wait_read();
+      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), this->lane());
+    }
+    // K before O and V: the products wait for it first, and V, which O's way out of its stage is waited for, has a step
+    // more.
     this->wait_done(m);
     static_assert(Traits::kStagesK == 5 || (Traits::kStagesK == 4 && !kStagesStates<Traits>));
     if (this->lane() == 0) {
@@ -230,6 +223,15 @@ struct CopyRole : DutyRole<Traits> {
       } else {
         load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : ahead.next4);
       }
+    }
+    store_o(m);
+    if (staged2 && this->lane() == 0) {
+      tma_store_wait_read();
+      load_quarter(m + 2, 0);
+    }
+    if (ahead.next3.valid >= 0 && !staged2 && (kAllAnnounceV || this->lane() == 0)) {
+      tma_store_wait_read();
+      load_v(m + 3, ahead.next3);
     }
     if (staged1) load_late(m + 1);
     ahead.next2 = ahead.next3;

@@ -116,6 +116,14 @@ __device__ __forceinline__ void multiply_lower(float (&low)[16], float (&high)[1
   wgmma_commit();
 }
 
+// Chunks that differ in what is done for them.
+enum class ChunkForm {
+  kMild,
+  kStrong,  // decays too fast for kMild
+  kEither,  // which of them is asked in the loop
+  kSilent,  // of a warm-up, with either decay: leaves no O behind, and needs neither Q nor P
+};
+
 template <typename Traits>
 struct StateRole {
   using Element = typename Traits::Element;
@@ -381,6 +389,23 @@ struct StateRole {
   // By the chunk's parity: the first group may be one chunk further than the second, but not two.
   static __device__ uint32_t lag_barrier(uint32_t m) { return 2 + (m & 1); }
 
+  static __device__ uint32_t stage_gate(uint32_t m) {
+    return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
+  }
+  static __device__ bool is_gated(uint32_t m) {
+    return mbarrier_test(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+  }
+  // How chunk m is to be taken. With a loop for each form the code of most chunks has no branches, and the form is
+  // known before P is there, by the gates. Where states are saved it was not measured.
+  static constexpr bool kLoopsByForm = kStagesStates<Traits>;
+  __device__ ChunkForm find_form(uint32_t m, const int2& chunk) const {
+    if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk.y & kSilentChunk) != 0)) return ChunkForm::kSilent;
+    if constexpr (!kLoopsByForm) return ChunkForm::kEither;
+    mbarrier_wait(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+    const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
+    return __any_sync(0xffffffffu, mild != 0.0f) ? ChunkForm::kMild : ChunkForm::kStrong;
+  }
+
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
     float o[32];  // O^T: rows V, columns tokens
@@ -406,11 +431,11 @@ struct StateRole {
       } else if (!Traits::kEndsWhereKept || (chunk_now.y & kFirstChunk)) {
         load_initial(s, record(m), at);
       }
-      bool state_leaves;
-      int2 chunk_next;
-      // A chunk of a warm-up leaves no O behind, and needs neither Q nor P.
-      const auto step = [&](auto speaks) {
-        constexpr bool kSpeaks = decltype(speaks)::value;
+      bool state_leaves = false;
+      // One chunk. Whether the next one may follow in the same loop.
+      const auto step = [&](auto form) -> bool {
+        constexpr ChunkForm kForm = decltype(form)::value;
+        constexpr bool kSpeaks = kForm != ChunkForm::kSilent;
         const uint32_t slot = m & 1, parity = m >> 1 & 1;
         const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
         // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
@@ -418,8 +443,21 @@ struct StateRole {
         const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
         const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
         const uint32_t v_base = smem() + Traits::kSmemV;
-        const uint32_t gate = smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
-        const uint32_t columns = gate + 80 * at.q;
+        const uint32_t gate = stage_gate(m), columns = gate + 80 * at.q;
+        uint32_t packed[32];
+        const auto pack_state = [&](int first, int end) {
+#pragma unroll
+          for (int i = first; i < end; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+        };
+        // Half of S is packed ahead of the wait for P, the rest under the first products.
+        constexpr int kPackedAhead = kLoopsByForm ? 16 : 32;
+        if constexpr (kLoopsByForm) {
+          wgmma_wait<0>();
+          pin(s);
+          pack_state(0, kPackedAhead);
+#pragma unroll
+          for (int i = 0; i < kPackedAhead; ++i) asm volatile("" : "+r"(packed[i])::"memory");
+        }
         // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
         // barrier.
         mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
@@ -427,26 +465,30 @@ struct StateRole {
         // Ahead of its use where there is a register for it.
         float last = 0.0f;
         if constexpr (Traits::kDuties) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-        wgmma_wait<0>();
-        pin(s);
-        if constexpr (!Traits::kDuties) pin(o);
+        if constexpr (!kLoopsByForm) {
+          wgmma_wait<0>();
+          pin(s);
+          if constexpr (!Traits::kDuties) pin(o);
+          pack_state(0, kPackedAhead);
+        }
         // u^T = S0^T K^T, then o^T = S0^T Q^T behind it.
-        uint32_t packed[32];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
         if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_listed(s, record(m));
         float u[32];
         const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
         if constexpr (Traits::kDuties) {
           // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
           // and then leave them idle, at the same time.
-          pin(packed);
+          if constexpr (!kLoopsByForm) pin(packed);
           if (group == 1) named_barrier_sync(lag_barrier(m), 256);
         }
         wgmma_fence();
         mma_rs_n64_init<Element>(u, packed, k_rows);
 #pragma unroll
         for (int i = 1; i < 8; ++i) {
+          if (4 * i == kPackedAhead) {
+            pack_state(kPackedAhead, 32);
+            wgmma_fence();
+          }
           mma_rs_n64<Element>(u, packed + 4 * i,
                               wgmma_advance_uniform(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
         }
@@ -495,7 +537,8 @@ struct StateRole {
         if constexpr (Traits::kDuties) {
           mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
         }
-        const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
+        constexpr bool kAsksForm = kForm == ChunkForm::kEither || kForm == ChunkForm::kSilent;
+        const float mild_factor = kAsksForm ? load_shared_f1(gate + Traits::kGateMild) : 0.0f;
         // W^T = V^T - u^T diag(gamma)
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
@@ -513,7 +556,7 @@ struct StateRole {
         float low[16], high[16];
         multiply_lower<Element>(low, high, v, a_rows);
         // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-        const bool mild = __any_sync(0xffffffffu, mild_factor != 0.0f);
+        const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
         if (kSpeaks && !mild) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
@@ -534,6 +577,9 @@ struct StateRole {
 #pragma unroll
           for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
         }
+        int2 chunk_next;
+        bool next_gated = true;
+        float next_mild = 0.0f;
         if constexpr (!Traits::kDuties) chunk_next = load_chunk(m + 1);
         wgmma_wait<0>();
         pin(low);
@@ -575,14 +621,16 @@ struct StateRole {
         wgmma_commit();
         if constexpr (Traits::kDuties) {
           chunk_next = load_chunk(m + 1);
+          if constexpr (kLoopsByForm) next_gated = is_gated(m + 1);
           // O leaves while the state's update runs.
           wgmma_wait<1>();
+          // Where there is no such chunk, or its gates are not there yet, the loop ends.
+          if (kLoopsByForm && next_gated) next_mild = load_shared_f1(stage_gate(m + 1) + Traits::kGateMild);
           if constexpr (kSpeaks) {
             pin(o);
             store_o(o, factor, v_base + stage_v * Traits::kBytesV);
           }
-          __syncwarp();
-          mbarrier_arrive_warp(smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO), at.lane);
+          __syncwarp();  // the chunk's end, which lane 0 announces below, says that O is there
         } else {
           fetch_gates(m);
         }
@@ -593,18 +641,33 @@ struct StateRole {
         mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
         if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_checkpoint(s, record(m));
-      };
-#pragma unroll 1
-      do {
-        if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk_now.y & kSilentChunk) != 0)) {
-          step(std::false_type{});
-        } else {
-          step(std::true_type{});
-        }
         state_leaves = chunk_now.y & (Traits::kEndsWhereKept ? kLastChunk | kKeptChunk : kLastChunk);
         chunk_now = chunk_next;
         ++m;
-      } while (!state_leaves);
+        if constexpr (!kLoopsByForm) return !state_leaves;
+        bool goes_on = !state_leaves && next_gated;
+        if constexpr (Traits::kSkipsSilent) goes_on &= ((chunk_now.y & kSilentChunk) == 0) == kSpeaks;
+        if constexpr (kLoopsByForm && kSpeaks) goes_on &= (next_mild != 0.0f) == (kForm == ChunkForm::kMild);
+        return __all_sync(0xffffffffu, goes_on);
+      };
+      const auto take_chunks = [&](auto form) {
+#pragma unroll 1
+        while (step(form)) {
+        }
+      };
+#pragma unroll 1
+      while (!state_leaves) {
+        const ChunkForm form = find_form(m, chunk_now);
+        if (form == ChunkForm::kSilent) {
+          if constexpr (Traits::kSkipsSilent) take_chunks(std::integral_constant<ChunkForm, ChunkForm::kSilent>{});
+        } else if constexpr (!kLoopsByForm) {
+          take_chunks(std::integral_constant<ChunkForm, ChunkForm::kEither>{});
+        } else if (form == ChunkForm::kMild) {
+          take_chunks(std::integral_constant<ChunkForm, ChunkForm::kMild>{});
+        } else {
+          take_chunks(std::integral_constant<ChunkForm, ChunkForm::kStrong>{});
+        }
+      }
       const ChunkRecord& chunk = record(m - 1);
       if constexpr (Traits::kEndsWhereKept) {
         if (chunk.flags & kKeptChunk) {

@@ -58,13 +58,13 @@ struct WholeHeadTraits {
   static_assert(!kKeepsA || kFastInverse);
   // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
   // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
-  // side by side (from 32 or 64 to 512, of the kernel that saves nothing 0 to 704) these are within 1 % of the best, in
+  // side by side (from 32 or 64 to 512, of the kernel that saves nothing 0 to 448) these are within 1 % of the best, in
   // both dtypes. Others cost up to 18 % (docs/design/sm90_forward.md). To be measured again when the code changes.
   static constexpr int kProductsMoved = !kFastInverse ? 0
                                         : kStagedH    ? (kKeepsA ? 224 : 320)
                                         : kKeepsA     ? 320
                                         : kSave       ? 96
-                                                      : 416;
+                                                      : 448;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -85,7 +85,7 @@ struct WholeHeadTraits {
   // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
   // that one for it.
   static constexpr int kBarriersDone = kDuties ? 4 : 2;
-  static constexpr int kBarriersO = kDuties ? 4 : 2;  // likewise
+  static constexpr int kBarriersO = kDuties ? 0 : 2;  // with duties a chunk's end says that its O is there
   static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
   // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
