@@ -34,12 +34,24 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* counter) {
   return value;
 }
 
+// A number for load_relaxed(); it says nothing of what else this thread has written.
+__device__ __forceinline__ void store_relaxed(uint32_t* counter, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void acquire_loads() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Adds to a counter that load_acquire() reads; what this thread has written or observed comes before it. It waits until
 // all that can be seen, which takes about a microsecond.
 __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t by) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
+}
+
+// The same; returns what the counter was.
+__device__ __forceinline__ uint32_t fetch_add_release(uint32_t* counter, uint32_t by) {
+  uint32_t was;
+  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(by) : "memory");
+  return was;
 }
 
 // The other way; joins the issuing thread's current bulk group.

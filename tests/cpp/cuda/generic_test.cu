@@ -397,6 +397,7 @@ int run(const Settings& settings) {
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
       {"sm90 backward, stale memory", true, [&] { return test_sm90_backward_stale(settings, arena); }},
+      {"sm90 backward, runs", true, [&] { return test_sm90_runs(settings, arena); }},
       {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }},
       {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }}};
   if (!settings.small) {

@@ -48,6 +48,7 @@ struct Case {
   bool int64_offsets = false;
   int segment_chunks = 0;                    // -1: what choose_chunk_backward_plan says
   bool fused = false, whole_values = false;  // forms of the passes
+  int run_chunks = 0;                        // as segment_chunks
 };
 
 template <typename T>
@@ -692,6 +693,7 @@ class Runner {
     p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
     p_.fused = c_.fused;
     p_.whole_values = c_.whole_values;
+    p_.run_chunks = c_.run_chunks >= 0 ? c_.run_chunks : choose_run_chunks(p_, 132);
     workspace_bytes_ = chunk_backward_workspace_size(p_);
     CHECK(cudaMalloc(&workspace_, workspace_bytes_));
     bind_chunk_backward_workspace(&p_, workspace_);
@@ -923,6 +925,31 @@ std::vector<Case> check_cases() {
     c.half_gates = true;
     c.small_beta = true;
   }
+  {
+    Case& c = add("runs", 2, 8, {4000});
+    c.run_chunks = 10;
+    c.padding = 7;
+  }
+  {
+    Case& c = add("runs dense cumsum", 2, 4, {2560});
+    c.run_chunks = 12;
+    c.varlen = false;
+    c.cumsum = true;
+    c.v_first = true;
+  }
+  {
+    Case& c = add("runs strong, no states", 1, 4, {1950});
+    c.run_chunks = 16;
+    c.strong = true;
+    c.h0 = c.dht = c.A = false;
+  }
+  {
+    Case& c = add("runs fp16", 4, 4, {1400});
+    c.run_chunks = 10;
+    c.fp16 = true;
+    c.half_gates = true;
+    c.small_beta = true;
+  }
   add("no dO", 2, 2, {100, 200, 65}).d_o = false;
   return cases;
 }
@@ -965,6 +992,7 @@ int main(int argc, char** argv) {
       c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
       c.fused = argc > 4 && std::string(argv[4]) == "fused";
       c.whole_values = argc > 4 && std::string(argv[4]) == "whole";
+      c.run_chunks = -1;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);
       Runner runner(c);

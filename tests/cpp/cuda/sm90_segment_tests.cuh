@@ -35,4 +35,30 @@ inline int64_t test_sm90_segments(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// One sequence of so many heads that its passes take half of the card, and so long that forward passes of heads that
+// forget go through it in runs (docs/design/sm90_backward.md): beside heads that do not forget, and some that do from a
+// token on alone.
+inline int64_t test_sm90_runs(const Settings& settings, Arena& arena) {
+  Checker checker("backward in runs, sm90", settings, arena);
+  Random random(41);
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool packed : {true, false}) {
+      Shape s;
+      s.dtype = type;
+      s.K = s.V = 128;
+      s.Hq = settings.small ? 2 : packed ? 8 : 5;
+      s.Hv = settings.small ? 4 : packed ? 16 : 15;
+      s.T = settings.small ? 2113 : packed ? 4480 : 2951;
+      if (packed) s.cu_seqlens = {3, s.T - 60};
+      Features f;
+      f.initial_state = true;
+      BackwardCall call;
+      call.draw(s, f, packed, true, true, random);
+      mix_gates(call.in.g, random);
+      checker.check(packed ? "packed" : "dense", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    }
+  }
+  return checker.finish();
+}
+
 }  // namespace flash_qla::testing

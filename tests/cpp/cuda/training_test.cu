@@ -195,6 +195,8 @@ void test_repeats(int64_t repeats, Arena& arena) {
        {Repeated{"without options", batch, false, false}, Repeated{"with options", batch, true, false},
         // Both passes cut wherever it is possible.
         Repeated{"in segments", model_shape(3000, 2, 4, {0, 1600, 1637, 1637, 2949}), false, true},
+        // Forward passes of heads that forget in runs.
+        Repeated{"in runs", model_shape(2700, 8, 16, {}), false, false},
         // One sequence of so many heads: the passes prepare their own tiles.
         Repeated{"of 32 heads", model_shape(1000, 16, 32, {}), false, false}}) {
     arena.reset();

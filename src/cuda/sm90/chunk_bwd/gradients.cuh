@@ -24,11 +24,11 @@ namespace flash_qla::cuda::sm90 {
 
 // One warp goes with the groups through the stages; in the early block a thread of it takes the next item, once an
 // item's first head is there.
-__device__ __forceinline__ void hand_out_items(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
+__device__ __forceinline__ void hand_out_items(const ChunkBackwardParams& p, uint32_t smem,
                                                const GradientsBarriers& bars, uint32_t rank, int lane) {
   uint32_t turn = 0;
   for (uint32_t index = 0;; ++index) {
-    if (rank == kEarly && lane == 0) hand_out(p, units, smem, bars, index);
+    if (rank == kEarly && lane == 0) hand_out(p, smem, bars, index);
     __syncwarp();
     // The rest of the item before, and this one's first head.
     for (const uint32_t first = index * p.group; turn <= first; ++turn) {
@@ -181,8 +181,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 template <typename T, bool kNorms>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
                              1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
-                                                                     const __grid_constant__ ChunkBackwardMaps maps,
-                                                                     uint32_t units) {
+                                                                     const __grid_constant__ ChunkBackwardMaps maps) {
   // Beside the passes: its blocks come when all of theirs have started (states.cuh), and wait for each item.
   launch_dependents();
   using Traits = GradientsTraits;
@@ -222,7 +221,7 @@ __global__ __launch_bounds__(GradientsTraits::kThreads,
       // For the kernel after this one, which waits for this one alone. At the end: one warp's wait holds up its block.
       wait_for_predecessors();
     }
-    if (warp == Traits::kConsumerWarps + 2) hand_out_items(p, units, smem, bars, rank, lane);
+    if (warp == Traits::kConsumerWarps + 2) hand_out_items(p, smem, bars, rank, lane);
   } else if (warp < 8) {
     claim_registers<Traits::kLowerRegisters>();
     group_gradients<T, kNorms, false>(p, warp < 4 ? kQuery : kPlus, smem, bars, rank, warp % 4, lane);

@@ -35,14 +35,14 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
   using Traits = GradientsTraits;
   for (uint32_t index = 0;; ++index) {
     mbarrier_arrive_expect(bars.taken(index), 4);
-    const uint32_t taken = taken_item(smem, bars, index);
+    uint32_t taken = taken_item(smem, bars, index);
     if (taken == kNoItem) {
       mbarrier_wait(bars.empty(0), (index * p.group % 2) ^ 1);
       GradientsItem(smem, index).store_end();
       mbarrier_arrive(bars.full(0));
       return;
     }
-    wait_until_left(p, taken);
+    taken = wait_for_item(p, taken);
     uint32_t heads = static_cast<uint32_t>(p.Hq);
     asm volatile("" : "+r"(heads));  // what a division by it takes is made again for each item: few registers
     const uint32_t pair_index = taken / heads;

@@ -4,7 +4,6 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_bwd/device.cuh"
-#include "cuda/sm90/chunk_bwd/order.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -108,6 +107,7 @@ __device__ __forceinline__ void arrive_both(uint32_t barrier, int lane) {
 }
 
 constexpr uint32_t kNoItem = 0xffffffffu;  // in place of pair * Hq + key head: there are no more
+constexpr uint32_t kPlace = 0x80000000u;   // with a place in the list of items, not yet listed there
 
 // An item in shared memory, written by the thread that loads before the first stage of the item is full.
 struct GradientsItem {
@@ -304,44 +304,45 @@ __device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& 
          load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
 }
 
-// One thread of a cluster: takes the next item that is left. In the order in which the passes leave the pairs
-// (order.cuh), the key heads of a pair side by side.
-__device__ __forceinline__ uint32_t take_item(const ChunkBackwardParams& p, uint32_t units) {
-  const uint32_t total = static_cast<uint32_t>(total_pairs(p)), heads = static_cast<uint32_t>(p.Hq);
-  const uint32_t places = units * piece_length(units, total);
-  while (true) {
-    const uint32_t ticket = atomicAdd(p.next_item, 1u), turn = ticket / heads;
-    if (turn >= places) return kNoItem;
-    const uint32_t pair = inner_first(turn, units, total);
-    if (pair < total) return pair * heads + ticket - turn * heads;
-  }
-}
-
-// The same thread: the cluster's index-th item, told to both blocks.
-__device__ __forceinline__ void hand_out(const ChunkBackwardParams& p, uint32_t units, uint32_t smem,
-                                         const GradientsBarriers& bars, uint32_t index) {
+// One thread of a cluster: takes the place of its index-th item in the list of those that the passes leave, and tells
+// both blocks: the item where it is listed already, else its place (kPlace).
+__device__ __forceinline__ void hand_out(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
+                                         uint32_t index) {
   using Traits = GradientsTraits;
-  const uint32_t item = take_item(p, units);
+  const uint32_t place = atomicAdd(p.next_item, 1u);
+  uint32_t taken = kNoItem;
+  if (place < static_cast<uint32_t>(total_pairs(p)) * static_cast<uint32_t>(p.Hq)) {
+    const uint32_t listed = load_relaxed(p.ready + place);
+    taken = listed != 0 ? listed - 1 : place | kPlace;
+  }
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    store_cluster_u1(cluster_address(smem + Traits::kTaken + index % Traits::kTakenSlots * 4, rank), item,
+    store_cluster_u1(cluster_address(smem + Traits::kTaken + index % Traits::kTakenSlots * 4, rank), taken,
                      cluster_address(bars.taken(index), rank));
   }
 }
 
-// Who loads: which item that is.
+// Who loads: what has been taken.
 __device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBarriers& bars, uint32_t index) {
   using Traits = GradientsTraits;
   mbarrier_wait(bars.taken(index), index / Traits::kTakenSlots % 2);
   return load_shared_u1(smem + Traits::kTaken + index % Traits::kTakenSlots * 4);
 }
 
-// One thread: until the passes have left all that the copy engine is to load of an item.
-__device__ __forceinline__ void wait_until_left(const ChunkBackwardParams& p, uint32_t item) {
+// One thread: the item, when the passes have left all that the copy engine is to load of it. Its counter is asked for
+// what they have released; that it is complete the list has said.
+__device__ __forceinline__ uint32_t wait_for_item(const ChunkBackwardParams& p, uint32_t taken) {
+  if ((taken & kPlace) != 0) {
+    uint32_t listed;
+    while ((listed = load_relaxed(p.ready + (taken & ~kPlace))) == 0) __nanosleep(200);
+    taken = listed - 1;
+  }
   uint32_t all = static_cast<uint32_t>(p.group);
   asm volatile("" : "+r"(all));  // what follows from it is made again for each item: few registers
   all *= kPairCount;
-  while (load_acquire(p.progress + item) < all) __nanosleep(200);
+  while (load_acquire(p.progress + taken) < all) {
+  }
   fence_proxy_async_all();
+  return taken;
 }
 
 __device__ __forceinline__ bool has_late_chunk(const PairInfo& pair) { return pair.valid > kChunk; }

@@ -51,6 +51,13 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
   return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
 }
 
+// Whether forward passes may go through runs: where the gradients have multiprocessors to begin on, of one sequence,
+// which has its chunks' order to itself (prepare.cuh). Several sequences have early items without, and warm-ups would
+// only cost them (docs/design/sm90_backward.md).
+bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
+  return p.N == 1 && !makes_own_tiles(p) && leaves_half_idle(p, multiprocessors);
+}
+
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
 // shrink where a sequence is added: so only where fewer sequences, and one alone, do without as well.
 bool has_no_room_for_tiles(const ChunkBackwardParams& p) {
@@ -72,7 +79,10 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->total_pairs = workspace.take<int32_t>(1);
   p->progress = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
   p->prepared = workspace.take<uint32_t>(static_cast<int64_t>(p->chunk_bound) * p->Hq);
+  p->ready = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
+  p->ready_count = workspace.take<uint32_t>(1);
   p->next_item = workspace.take<uint32_t>(1);
+  p->log_growths = workspace.take<float>(tiles);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
                            ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
@@ -80,7 +90,6 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->segment_map = workspace.take<SegmentInfo>(p->segment_bound);
     p->first_segment = workspace.take<int32_t>(p->N);
     const int64_t pieces = static_cast<int64_t>(p->segment_bound) * p->Hv;
-    p->log_growths = workspace.take<float>(tiles);
     p->warmups = workspace.take<int32_t>(2 * pieces);
     p->round_lists = workspace.take<int32_t>(2 * 3 * pieces);
     p->round_counts = workspace.take<int32_t>(2);
@@ -161,21 +170,26 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
     longest = static_cast<double>(chunks) * std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
   }
   // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
-  // than three quarters, the last pairs come last.
+  // than three quarters, the last pairs come last, or nine tenths where pairs are complete early: in runs, or of
+  // shorter sequences.
   const double gradients = 5.5 * static_cast<double>(chunks) * p.Hv / multiprocessors;
-  auto after = [&](double beside) { return gradients - std::min(0.75 * gradients, beside); };
+  auto after = [&](double beside, double most = 0.75) { return gradients - std::min(most * gradients, beside); };
 
   // Whole: a step takes a third more where there are several waves of blocks, by the form that these take. Gradients
   // run beside from when the passes meet; with less of the device at it an item takes less: 8 us for 13.5.
-  const double fill = 4.0 * p.N * p.Hv / multiprocessors;
-  double passes = 1.1 * longest, idle = 1.0 - fill;
+  // Shorter sequences' blocks end sooner. Before all of it comes prepare.cuh, where it does not run beside the passes.
+  const double fill = 4.0 * p.N * p.Hv / multiprocessors, work = fill * static_cast<double>(chunks) / p.N;
+  double passes = 1.1 * longest, idle = 1.0 - work / longest, most = 0.75;
   if (fill > 1.0) {
-    const double work = fill * static_cast<double>(chunks) / p.N;
     const double steps = std::max(longest, work + 0.3 * longest);
     passes = 1.3 * steps;
     idle = 1.0 - work / steps;
+  } else if (!gains_by_fusing(p)) {
+    const bool beside = 2.0 * fill <= 1.0;
+    if (!beside) passes += 1.2 * static_cast<double>(chunks) * p.Hv / multiprocessors;
+    if (!beside || p.N == 1) most = 0.9;
   }
-  double best = passes + after(idle * 0.8 * longest) + 14;
+  double best = passes + after(idle * 0.8 * longest, most) + 14;
   int32_t best_length = 0;
   for (int32_t length = kLeastSegmentChunks; length < longest; ++length) {
     // Taken: a quarter of the heads does not decay (ten blocks a segment in the two rounds together, the others four),
@@ -193,6 +207,15 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
     }
   }
   return best_length;
+}
+
+int32_t choose_run_chunks(const ChunkBackwardParams& p, int multiprocessors) {
+  if (!takes_runs(p, multiprocessors)) return 0;
+  // A quarter of all chunks: the first pairs are complete after an eighth of the time that the passes of one sequence
+  // take. Each run warms up for up to 8 chunks, so not shorter than 32.
+  constexpr int32_t kRuns = 4, kLeast = 32;
+  const int32_t length = std::max(kLeast, (p.chunk_bound + kRuns - 1) / kRuns);
+  return length + length % 2;
 }
 
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
@@ -249,6 +272,7 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   ChunkBackwardParams p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
+  if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;
   if (stage.plan) {
     // Not chained to what the stream has before it: five calls in a row over one sequence of 32,768 tokens and 32 heads
     // took 1.92 ms each with the kernels of two calls in one chain, 1.77 without, and one call alone 1.63.

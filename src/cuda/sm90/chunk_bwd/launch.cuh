@@ -69,11 +69,8 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
     FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
     const int64_t items = static_cast<int64_t>(p.pair_bound) * p.Hq, most = std::max(1, multiprocessors / 2);
     const unsigned clusters = static_cast<unsigned>(std::min(items, most));
-    // Pieces that the passes go through at the same time (order.cuh). Of several waves of sequences the last one is
-    // what is waited for, so they are taken as one piece, from its middle.
-    const uint32_t units = p.segment_chunks > 0 ? p.segment_bound : states_blocks(p) <= multiprocessors ? p.N : 1;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(
-        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps, units));
+        launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps));
   }
   return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
 }

@@ -50,9 +50,12 @@ inline int64_t states_blocks(const ChunkBackwardParams& p) { return int64_t{p.wh
 // The shortest segment that choose_segment_chunks() looks at.
 constexpr int32_t kLeastSegmentChunks = 12;
 
-// params' segment_chunks that is expected to be fastest, from shapes alone: 0 where whole sequences fill the device.
+// params' segment_chunks that is expected to be fastest, from shapes alone; 0: whole sequences.
 // Set before the workspace is sized; 0 keeps a sequence's bits independent of what is computed beside it.
 int32_t choose_segment_chunks(const ChunkBackwardParams& params, int multiprocessors);
+
+// params' run_chunks, from shapes alone, where sequences are not cut into segments. 0 as above.
+int32_t choose_run_chunks(const ChunkBackwardParams& params, int multiprocessors);
 
 // Bytes of scratch for params' B, T, N, Hv and chunk_bound; a whole A is added where the caller has none.
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params);

@@ -51,6 +51,9 @@ struct ChunkBackwardParams {
   int32_t pair_bound;     // pairs that the workspace has
   // Sequences in pieces of so many chunks (segments.cuh), 0: whole; and how many pieces the workspace has room for.
   int32_t segment_chunks, segment_bound;
+  // Forward passes over whole sequences of heads that forget go through them in pieces of so many chunks, the last one
+  // first (segments.cuh: "runs"). 0: from the start to the end.
+  int32_t run_chunks;
   float scale;
   float small_beta;  // traits.h; set when the workspace is bound
   bool g_is_cumsum;
@@ -94,14 +97,17 @@ struct ChunkBackwardParams {
   int32_t* total_pairs;   // [1]; with cu_seqlens alone
   // What the passes have left of each pair for the gradients, which run beside them: chunks, counted once for each
   // pass, half of V and value head of the group, a chunk without a second one twice (kPairCount of a value head).
-  uint32_t* progress;    // [pair_bound, Hq]
-  uint32_t* prepared;    // [chunk_bound, Hq] 1 when prepare.cuh has left it to who is beside it
-  uint32_t* next_item;   // [1] the gradients' next piece of work that nobody has taken
-  int32_t* small_count;  // [1] how many entries small_tiles has
+  uint32_t* progress;  // [pair_bound, Hq]
+  uint32_t* prepared;  // [chunk_bound, Hq] 1 when prepare.cuh has left it to who is beside it
+  // The gradients' work, (pair * Hq + key head) + 1, in the order in which the passes leave it; 0: not yet there. And
+  // how many places are filled, and how many are taken.
+  uint32_t* ready;                    // [pair_bound, Hq]
+  uint32_t *ready_count, *next_item;  // [1]
+  int32_t* small_count;               // [1] how many entries small_tiles has
   int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone
-  float* log_growths;        // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk
+  float* log_growths;        // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk; for warm-ups
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
   int32_t* round_lists;      // [2, segment_bound * Hv * 3]: the passes of each round (segments.cuh)
   int32_t* round_counts;     // [2]: how many

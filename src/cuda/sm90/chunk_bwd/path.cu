@@ -122,6 +122,7 @@ size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* para
   if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device_index) != cudaSuccess) {
     return whole;
   }
+  params->run_chunks = choose_run_chunks(*params, multiprocessors);
   const auto choose = [&](const ChunkBackwardParams& of) {
     return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
   };

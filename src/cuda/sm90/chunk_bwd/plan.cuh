@@ -67,9 +67,13 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   }
   if (threadIdx.x == 0) {
     *p.small_count = 0;
+    *p.ready_count = 0;
     *p.next_item = 0;
   }
-  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.pair_bound) * p.Hq; i += kPlanThreads) p.progress[i] = 0;
+  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.pair_bound) * p.Hq; i += kPlanThreads) {
+    p.progress[i] = 0;
+    p.ready[i] = 0;
+  }
   if (p.beside || p.segment_chunks > 0) {  // nobody else looks
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.chunk_bound) * p.Hq; i += kPlanThreads) p.prepared[i] = 0;
   }

@@ -56,7 +56,9 @@ __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardPara
     places = total * heads;
   }
   for (; *at < places; *at += step) {
-    const uint32_t turn = *at / heads, slot = outer_first(turn, units, total);
+    const uint32_t turn = *at / heads;
+    const uint32_t slot = p.run_chunks > 0 ? runs_first(turn, static_cast<uint32_t>(p.run_chunks), total)
+                                           : outer_first(turn, units, total);
     if (slot >= total) continue;
     const int offset = static_cast<int>(slot) * kChunk;
     const ChunkInfo chunk = p.N == 1 ? ChunkInfo{only.token + offset, min(kChunk, only.length - offset), 0, 0}
@@ -74,6 +76,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   // Of one sequence a block knows its first pieces by itself and makes them while the plan kernel runs: it waits before
   // it writes to memory. What came before that kernel has ended when it begins.
   const bool starts_early = p.N == 1 && !p.solves_A;
+  const bool tells_growth = p.segment_chunks > 0 || p.run_chunks > 0;
   if (!starts_early) wait_for_predecessors();
   using Traits = PrepareTraits;
   extern __shared__ uint8_t raw_smem[];
@@ -155,7 +158,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     start_query_key_products<T>(qk, sQ, sK);
     // |k|^2 of a row by two threads, under the products.
     float square = 0.0f;
-    if (p.segment_chunks > 0) {
+    if (tells_growth) {
 #pragma unroll 2
       for (int piece = 0; piece < 8; ++piece) {
         const uint4 x = load_shared_u4(tile_piece(sK + thread % 2 * kTileBytes, thread / 2, piece));
@@ -189,7 +192,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       const uint32_t gates = sGates + member % Traits::kGateHeads * kAllGateBytes;
       copy_out(p.gates + tile * (kAllGateBytes / 4), gates, kAllGateBytes, thread);
-      if (p.segment_chunks > 0) {
+      if (tells_growth) {
         const float factor = fabsf(1.0f - load_shared_f1(gates + kBetaOffset + thread / 2 * 4) * square);
         // NaN stays; an odd thread has its neighbour's row.
         const float growth = warp_sum(factor <= 1.0f || thread % 2 == 1 ? 0.0f : logf(factor));
@@ -214,7 +217,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
                         packed[2], packed[3]);
       }
       sync();
-      if (p.segment_chunks > 0 && thread == 0) {
+      if (tells_growth && thread == 0) {
         constexpr float kLog2E = 1.4426950408889634f;
         const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2E;
         p.log_growths[tile] = g + ((load_shared_f1(sSums) + load_shared_f1(sSums + 4)) +

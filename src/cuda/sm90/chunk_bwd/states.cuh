@@ -30,7 +30,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
         wait_for_predecessors();
         launch_dependents();
       }
-      if (lane == 0) count_chunks<kForm>(p, work, smem);
+      if (lane == 0) count_chunks<kForm, kReverse>(p, work, smem, 0);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
     }
@@ -38,7 +38,9 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
       if constexpr (Traits::kFused) {
         make_gate_stages<T, kReverse>(p, work, smem, bars, lane);
       } else {
-        if (p.beside && lane == 0) watch_prepared(p, work, smem + Traits::kMade);
+        if (p.beside && lane == 0) watch_prepared<kForm, kReverse>(p, work, smem);
+        // Until prepare.cuh has ended nobody could take what it counts.
+        if (Traits::kCounters == 2 && lane == 0) count_chunks<kForm, kReverse>(p, work, smem, 1);
       }
     }
   } else if (Traits::kFused && warp >= 8) {
@@ -77,8 +79,37 @@ __device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p,
   work->steps = work->sequence.chunks();
   work->first = work->reverse ? work->steps - 1 : 0;
   work->warmup = 0;
+  work->before = 0;
   work->start = kStateGiven;
   work->finish = kStateGiven;
+}
+
+// A warp: the runs of a forward pass over a whole sequence (segments.cuh).
+template <typename Traits>
+__device__ __forceinline__ void find_runs(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+                                          int lane) {
+  const int chunks = work.sequence.chunks(),
+            edges = p.run_chunks == 0 ? 0 : min((chunks - 1) / p.run_chunks, kMostRuns - 1);
+  int warmup = kExact;
+  if (lane < edges) {
+    const int begin = (lane + 1) * p.run_chunks;
+    warmup = find_warmup(p, Segment{work.sequence, work.n, lane + 1, edges + 1, begin, chunks}, work.head, false);
+  }
+  uint32_t runs = 0;
+  for (int edge = edges, end = chunks, before = 0; edge >= 0; --edge) {
+    const int of_edge = __shfl_sync(0xffffffffu, warmup, max(edge - 1, 0));
+    if (edge > 0 && of_edge == kExact) continue;
+    const int warm = edge == 0 ? 0 : of_edge, begin = edge * p.run_chunks, steps = end - begin + warm;
+    if (lane == 0) {
+      store_shared_u4(smem + Traits::kRuns + 16 * runs,
+                      make_uint4(static_cast<uint32_t>(begin - warm), static_cast<uint32_t>(steps),
+                                 static_cast<uint32_t>(warm), static_cast<uint32_t>(before)));
+    }
+    ++runs;
+    before += steps;
+    end = begin;
+  }
+  if (lane == 0) store_shared_release(smem + Traits::kRunCount, runs);
 }
 
 // Segments. Blocks: what the rounds kernel has listed x half of V. False: nothing to do.
@@ -101,6 +132,7 @@ __device__ __forceinline__ bool find_segment_work(const ChunkBackwardParams& p, 
   work->sequence = s.sequence;
   work->reverse = reverse;
   work->warmup = 0;
+  work->before = 0;
   work->steps = s.end - s.begin;
   work->first = reverse ? s.end - 1 : s.begin;
   if (listed.pass == kTransitionPass) {
@@ -183,6 +215,15 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     mbarrier_init_fence();
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);
+  }
+  if constexpr (kForm == kHalfForm) {
+    if (warp == Traits::kCopyWarp && !work.reverse) {
+      if (p.segment_chunks > 0) {
+        if (lane == 0) store_shared_release(smem + Traits::kRunCount, 1);
+      } else {
+        find_runs<Traits>(p, work, smem, lane);
+      }
+    }
   }
   __syncthreads();
 

@@ -7,24 +7,32 @@
 namespace flash_qla::cuda::sm90 {
 
 // One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
-// them is in memory. Counting waits for memory, longer now and then than a step takes.
-template <StatesForm kForm>
-__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem) {
+// them is in memory, and lists what is complete. Both wait for memory, longer now and then than a step takes.
+template <StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
+                                             int counter) {
   using Traits = StatesTraits<kForm>;
-  const bool keeps_gates = Traits::kFused && work.reverse && work.half == 0;
+  const bool keeps_gates = Traits::kFused && kReverse && work.half == 0;
   auto wait_for = [](uint32_t steps, int step) {
     while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
   };
-  uint32_t uncounted = 0;
-  for (int step = work.warmup; step < work.steps; ++step) {
-    const int c = work.chunk(step);
-    const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
-    uncounted += (alone ? 2 : 1) * Traits::kHalves;
-    if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
-    wait_for(smem + Traits::kStored, step);
-    if (keeps_gates) wait_for(smem + Traits::kMade, step);
-    add_release(p.progress + static_cast<int64_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head, uncounted);
-    uncounted = 0;
+  int turn = counter;
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+    uint32_t uncounted = 0;
+    for (int step = work.warmup; step < work.steps; ++step) {
+      const int c = work.chunk(step);
+      const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
+      uncounted += (alone ? 2 : 1) * Traits::kHalves;
+      if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
+      const uint32_t by = uncounted;
+      uncounted = 0;
+      if (turn++ % Traits::kCounters != 0) continue;
+      wait_for(smem + Traits::kStored, work.before + step);
+      if (keeps_gates) wait_for(smem + Traits::kMade, step);
+      const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head;
+      const uint32_t counted = fetch_add_release(p.progress + item, by) + by;
+      if (counted == kPairCount * p.group) store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
+    }
   }
 }
 
@@ -37,179 +45,186 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   uint32_t kept = 0;  // phase of state_full
   constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
   auto cursor = StatesCursor<kStages>::template before_first<Traits::kRehearses>();
-  for (int step = Traits::kRehearses ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
-    asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
-    const int c = work.chunk(step);
-    const ChunkInfo chunk = work.info(c);
-    const int64_t tile = work.tile(p, c);
-    const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
-                            (kReverse ? Traits::kRevDo : Traits::kFwdV);
-    const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
-    if (keeps) {
-      for (int group = 0; group < Traits::kHalves; ++group) {
-        mbarrier_wait(bars.state_full(group), kept);
-        if (lane == 0) {
-          fence_proxy_async();
-          const int half = work.half + group;
-          if (kReverse) {
-            const int first = c / 2 * (2 * kChunk);  // of the pair's tokens
-            const bool in_output = waits_in_output(p, min(2 * kChunk, work.sequence.length - first));
-            const int place = (p.grads_in_outputs ? work.n : work.sequence.first_pair + c / 2) * p.Hv + work.head;
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+    for (int step = Traits::kRehearses ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
+      asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
+      const int c = work.chunk(step);
+      const ChunkInfo chunk = work.info(c);
+      const int64_t tile = work.tile(p, c);
+      const uint32_t tokens = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage) +
+                              (kReverse ? Traits::kRevDo : Traits::kFwdV);
+      const bool wanted = step >= work.warmup, keeps = work.keeps_state(step);
+      if (keeps) {
+        for (int group = 0; group < Traits::kHalves; ++group) {
+          mbarrier_wait(bars.state_full(group), kept);
+          if (lane == 0) {
+            fence_proxy_async();
+            const int half = work.half + group;
+            if (kReverse) {
+              const int first = c / 2 * (2 * kChunk);  // of the pair's tokens
+              const bool in_output = waits_in_output(p, min(2 * kChunk, work.sequence.length - first));
+              const int place = (p.grads_in_outputs ? work.n : work.sequence.first_pair + c / 2) * p.Hv + work.head;
 #pragma unroll 1
-            for (int part = 0; part < 2; ++part) {
-              const uint32_t from = out + part * kTileBytes;
-              const int token = work.sequence.token + first + part * kChunk;
-              if (!in_output) {
-                tma_store_5d(&maps.state_grads, from, 0, 0, half, part, place);
-              } else if (work.head + 1 == (work.key_head + 1) * p.group) {
-                tma_store_5d(&maps.dk, from, 0, token, half, work.key_head, work.sequence.batch);
-              } else {
-                tma_store_5d(&maps.dq, from, 0, token, half, work.key_head, work.sequence.batch);
+              for (int part = 0; part < 2; ++part) {
+                const uint32_t from = out + part * kTileBytes;
+                const int token = work.sequence.token + first + part * kChunk;
+                if (!in_output) {
+                  tma_store_5d(&maps.state_grads, from, 0, 0, half, part, place);
+                } else if (work.head + 1 == (work.key_head + 1) * p.group) {
+                  tma_store_5d(&maps.dk, from, 0, token, half, work.key_head, work.sequence.batch);
+                } else {
+                  tma_store_5d(&maps.dq, from, 0, token, half, work.key_head, work.sequence.batch);
+                }
               }
+            } else {
+              uint8_t* to = p.states + work.state_tile(p, c) * kStateBytes + half * kTileBytes;
+              bulk_store(to, out, kTileBytes);
+              bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+            }
+          }
+          if constexpr (Traits::kHalves == 2) {
+            if (lane == 0) {
+              tma_store_commit();
+              tma_store_wait_read();
+            }
+            arrive_warp(bars.state_empty(group ^ 1), lane);
+          }
+        }
+        kept ^= 1;
+      }
+      mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
+      // Also where nothing goes out: without it a row that the copy engine loads into this stage next may lose to what
+      // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the rehearsed step).
+      if (lane == 0) fence_proxy_async();
+      if (wanted) {
+        if (kReverse && chunk.valid < kChunk) {
+          // The copy engine knows no sequence ends.
+          for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
+            const int row = piece / 8, within = piece % 8;
+            uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
+                           row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
+            for (int group = 0; group < Traits::kHalves; ++group) {
+              *reinterpret_cast<uint4*>(to + 64 * group) =
+                  load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
+            }
+          }
+        } else if (lane == 0) {
+          if (kReverse) {
+            for (int group = 0; group < Traits::kHalves; ++group) {
+              tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
+                           chunk.batch);
             }
           } else {
-            uint8_t* to = p.states + work.state_tile(p, c) * kStateBytes + half * kTileBytes;
-            bulk_store(to, out, kTileBytes);
-            bulk_store(to + kStateHalfBytes, out + kTileBytes, kTileBytes);
+            bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
           }
         }
-        if constexpr (Traits::kHalves == 2) {
-          if (lane == 0) {
-            tma_store_commit();
-            tma_store_wait_read();
-          }
-          arrive_warp(bars.state_empty(group ^ 1), lane);
+        if (lane == 0) {
+          tma_store_commit();  // a group a step
+          tma_store_wait_read();
         }
       }
-      kept ^= 1;
-    }
-    mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
-    // Also where nothing goes out: without it a row that the copy engine loads into this stage next may lose to what
-    // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the rehearsed step).
-    if (lane == 0) fence_proxy_async();
-    if (wanted) {
-      if (kReverse && chunk.valid < kChunk) {
-        // The copy engine knows no sequence ends.
-        for (int piece = lane; piece < chunk.valid * 8; piece += 32) {
-          const int row = piece / 8, within = piece % 8;
-          uint16_t* to = static_cast<uint16_t*>(p.dv.data) +
-                         row_offset(p.dv, chunk.batch, chunk.token + row, work.head) + 64 * work.half + 8 * within;
-          for (int group = 0; group < Traits::kHalves; ++group) {
-            *reinterpret_cast<uint4*>(to + 64 * group) =
-                load_shared_u4(tile_piece(tokens + group * kTileBytes, row, within));
-          }
-        }
-      } else if (lane == 0) {
-        if (kReverse) {
-          for (int group = 0; group < Traits::kHalves; ++group) {
-            tma_store_5d(&maps.dv, tokens + group * kTileBytes, 0, chunk.token, work.half + group, work.head,
-                         chunk.batch);
-          }
-        } else {
-          bulk_store(p.v_new + tile * kTokensBytes + work.half * kTileBytes, tokens, Traits::kHalves * kTileBytes);
-        }
+      arrive_warp(bars.empty(cursor.stage), lane);
+      if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
+      // What was left two steps ago has had the time that it takes.
+      if (lane == 0 && work.before + step > 0) {
+        tma_store_wait_but<2>();
+        store_shared_release(stored, work.before + step - 1);
       }
-      if (lane == 0) {
-        tma_store_commit();  // a group a step
-        tma_store_wait_read();
-      }
-    }
-    arrive_warp(bars.empty(cursor.stage), lane);
-    if (keeps && Traits::kHalves == 1) arrive_warp(bars.state_empty(), lane);
-    // What was left two steps ago has had the time that it takes.
-    if (lane == 0 && step > 0) {
-      tma_store_wait_but<2>();
-      store_shared_release(stored, step - 1);
     }
   }
   if (lane == 0) {
     tma_store_wait_all();
-    store_shared_release(stored, work.steps);
+    store_shared_release(stored, work.before + work.steps);
   }
 }
 
 // One thread of a warp of its own: tells the one below for how many steps prepare.cuh has left what the copy engine is
 // to load. To ask takes as long as a step.
-__device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, const StatesWork& work,
-                                               uint32_t prepared) {
+template <StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, StatesWork work, uint32_t smem) {
   constexpr int kSteps = 8;  // asked for at once
-  for (int known = 0; known < work.steps;) {
-    uint32_t done[kSteps];
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+    for (int known = 0; known < work.steps;) {
+      uint32_t done[kSteps];
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
-      done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
-    }
-    if (done[0] == 0) {
-      __nanosleep(100);
-      continue;
-    }
-    acquire_loads();
-    bool all = true;
+      for (int i = 0; i < kSteps; ++i) {
+        const int slot = work.sequence.first_slot + work.chunk(min(known + i, work.steps - 1));
+        done[i] = load_relaxed(p.prepared + static_cast<int64_t>(slot) * p.Hq + work.key_head);
+      }
+      if (done[0] == 0) {
+        __nanosleep(100);
+        continue;
+      }
+      acquire_loads();
+      bool all = true;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      all &= done[i] != 0;
-      known += all;
+      for (int i = 0; i < kSteps; ++i) {
+        all &= done[i] != 0;
+        known += all;
+      }
+      store_shared_release(smem + StatesTraits<kForm>::kMade, work.before + known);
     }
-    store_shared_release(prepared, known);
   }
 }
 
 // One thread: the tensors' tiles into the stages.
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            const StatesWork& work, uint32_t smem, const StatesBarriers& bars) {
+                                            StatesWork work, uint32_t smem, const StatesBarriers& bars) {
   using Traits = StatesTraits<kForm>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const ChunkInfo chunk = work.info(work.chunk(step));
-    const uint32_t bar = bars.loaded(cursor.stage);
-    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-    if constexpr (!Traits::kFused) {
-      if (p.beside && static_cast<uint32_t>(step) >= prepared) {
-        while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= static_cast<uint32_t>(step)) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+      const ChunkInfo chunk = work.info(work.chunk(step));
+      const uint32_t bar = bars.loaded(cursor.stage);
+      const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+      if constexpr (!Traits::kFused) {
+        const uint32_t at = static_cast<uint32_t>(work.before + step);
+        if (p.beside && at >= prepared) {
+          while ((prepared = load_shared_acquire(smem + Traits::kMade)) <= at) {
+          }
+          fence_proxy_async_all();
         }
-        fence_proxy_async_all();
       }
-    }
-    // The first round finds all stages empty, but for the one that is rehearsed in.
-    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
-    mbarrier_arrive_expect(bar,
-                           (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
-    if constexpr (kReverse) {
-      // P is made of these first.
+      // The first round finds all stages empty, but for the one that is rehearsed in.
+      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+      mbarrier_arrive_expect(
+          bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
+      if constexpr (kReverse) {
+        // P is made of these first.
+        for (int half = 0; half < 2; ++half) {
+          tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
+                      chunk.batch);
+        }
+      }
+      static_assert(Traits::kFwdK == Traits::kRevK);
       for (int half = 0; half < 2; ++half) {
-        tma_load_5d(base + Traits::kRevQ + half * kTileBytes, &maps.q, bar, 0, chunk.token, half, work.key_head,
+        tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
                     chunk.batch);
       }
-    }
-    static_assert(Traits::kFwdK == Traits::kRevK);
-    for (int half = 0; half < 2; ++half) {
-      tma_load_5d(base + Traits::kFwdK + half * kTileBytes, &maps.k, bar, 0, chunk.token, half, work.key_head,
-                  chunk.batch);
-    }
-    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    if constexpr (Traits::kFused) {
-      tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
-    } else {
-      const int64_t tile = work.tile(p, work.chunk(step));
-      bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
-      bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
-                p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
-      if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
-    }
-    if constexpr (kReverse) {
-      // Without dO: a tile wholly outside the tensor, which arrives as zeros.
-      for (int group = 0; group < Traits::kHalves; ++group) {
-        tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
-                    work.half + group, work.head, chunk.batch);
+      const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+      if constexpr (Traits::kFused) {
+        tma_load_5d(sGA, &maps.A, bar, 0, chunk.token, 0, work.head, chunk.batch);
+      } else {
+        const int64_t tile = work.tile(p, work.chunk(step));
+        bulk_load(sGA, p.GA + tile * kTileBytes, kTileBytes, bar);
+        bulk_load(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes,
+                  p.gates + tile * p.gate_stride + kGateBytes / sizeof(float), kPassGateBytes, bar);
+        if constexpr (kReverse) bulk_load(base + Traits::kRevP, p.P + tile * kTileBytes, kTileBytes, bar);
       }
-    } else {
-      for (int group = 0; group < Traits::kHalves; ++group) {
-        // A transition has no values: outside the tensor as well.
-        tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
-                    work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
+      if constexpr (kReverse) {
+        // Without dO: a tile wholly outside the tensor, which arrives as zeros.
+        for (int group = 0; group < Traits::kHalves; ++group) {
+          tma_load_5d(base + Traits::kRevDo + group * kTileBytes, &maps.d_o, bar, 0, p.has_d_o ? chunk.token : -kChunk,
+                      work.half + group, work.head, chunk.batch);
+        }
+      } else {
+        for (int group = 0; group < Traits::kHalves; ++group) {
+          // A transition has no values: outside the tensor as well.
+          tma_load_5d(base + Traits::kFwdV + group * kTileBytes, &maps.v, bar, 0,
+                      work.transition() ? -kChunk : chunk.token, work.half + group, work.head, chunk.batch);
+        }
       }
     }
   }

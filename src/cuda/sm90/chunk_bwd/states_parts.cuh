@@ -9,6 +9,8 @@
 namespace flash_qla::cuda::sm90 {
 
 constexpr int kMostStatesStages = 6;
+// Of a forward pass (segments.cuh).
+constexpr int kMostRuns = 8;
 
 // What a block has, and whether it makes G o A and P itself.
 enum StatesForm {
@@ -22,6 +24,8 @@ struct StatesTraits {
   static constexpr bool kFused = kForm == kFusedForm;
   static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
   static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
+  // Who counts for the gradients: two by turns where a pair takes 2.2 us, longer elsewhere.
+  static constexpr int kCounters = kFused ? 1 : 2;
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
   // everyone.
@@ -64,7 +68,10 @@ struct StatesTraits {
   static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
-  static constexpr uint32_t kBytes = 1024 + kMade + 4;  // 1024: the tiles' alignment
+  // Forward passes: how many runs there are, and of each {first chunk, steps, of these warm-up, steps before it}.
+  static constexpr uint32_t kRunCount = kMade + 4;
+  static constexpr uint32_t kRuns = (kRunCount + 4 + 15) / 16 * 16;
+  static constexpr uint32_t kBytes = 1024 + kRuns + 16 * kMostRuns;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -254,8 +261,10 @@ struct StatesWork {
   int n, head, key_head;
   int half;  // of V
   bool reverse;
+  // Of a run (segments.cuh); most passes have one.
   int first, steps;  // chunks: the first one, and how many
   int warmup;        // steps whose tiles nobody wants
+  int before;        // steps of the runs before
   int64_t start, finish;
 
   __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
@@ -270,6 +279,25 @@ struct StatesWork {
   }
   __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
+  }
+  // Goes on to a run; false: there are no more.
+  template <StatesForm kForm, bool kReverse>
+  __device__ __forceinline__ bool enter(uint32_t smem, uint32_t run) {
+    if constexpr (kForm != kHalfForm || kReverse) {
+      return run == 0;
+    } else {
+      using Traits = StatesTraits<kForm>;
+      const uint32_t runs = load_shared_u1(smem + Traits::kRunCount);
+      if (runs > 1 && run < runs) {
+        const uint4 x = load_shared_u4(smem + Traits::kRuns + 16 * run);
+        first = static_cast<int>(x.x);
+        steps = static_cast<int>(x.y);
+        warmup = static_cast<int>(x.z);
+        before = static_cast<int>(x.w);
+        start = first == 0 ? kStateGiven : kStateZero;
+      }
+      return run < runs;
+    }
   }
   // A reverse pass that ends in dh0, which somebody wants.
   __device__ bool makes_dh0(const ChunkBackwardParams& p) const {
