@@ -564,6 +564,31 @@ TEST(SplitPlan, LengthsDecideOnTheDevice) {
   EXPECT_FALSE(cuts(32, {8192, 8192, 8192, 8192}));
 }
 
+// The kernel that asks for lengths compares the longest with one number: it must be what the grid's choice says.
+TEST(SplitPlan, OneLengthTellsWhetherToCut) {
+  int asked = 0;
+  for (const int32_t heads : {8, 20, 32, 48, 64, 100}) {
+    for (const int32_t sequences : {2, 3}) {
+      for (const int32_t chunks : {100, 337, 512, 2000}) {
+        const SplitCosts costs(heads / 4, heads);
+        const int32_t equal = (chunks + sequences - 1) / sequences;
+        const auto cut = [&](int32_t longest) {
+          return choose_grid(SplitMode::kAuto, false, {chunks, sequences, longest}, heads, 132, costs, kLeastUnequal)
+                     .spacing > 0;
+        };
+        if (cut(equal)) continue;  // nobody asks then
+        const int32_t least = least_longest(chunks, sequences, heads, 132, costs);
+        asked += least > 0;
+        // Up to 2 % beside equal ones the uncut time is that of whole waves, and may be more than a little beyond.
+        for (int32_t longest = equal + equal / 50 + 2; longest <= chunks; ++longest) {
+          ASSERT_EQ(cut(longest), least > 0 && longest >= least) << heads << ' ' << sequences << ' ' << longest;
+        }
+      }
+    }
+  }
+  EXPECT_GT(asked, 20);
+}
+
 TEST(SplitPlan, GrowthAndNaNAreHeavy) {
   auto steady = [](float x) { return [x](int32_t) { return x; }; };
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-3.2f)), 5);

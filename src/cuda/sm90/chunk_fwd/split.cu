@@ -18,11 +18,7 @@ constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
-  if (p.lengths_first != 0) {
-    SplitGrid grid;
-    if (const int32_t spacing = *p.workspace.spacing; spacing > 0) grid.set_spacing(spacing);
-    return grid;
-  }
+  if (p.least_longest != 0) return even_grid(lengths, p.args.num_value_heads, p.sms, kMinSpacing);
   if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);
 }
@@ -113,18 +109,25 @@ __device__ int first_chunk_where(bool x, int lane) {
 template <typename Element>
 __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
-  // For what the kernels before this one write, which the one after it reads as well.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) {
-      p.workspace.counters->made = 0;
-      *p.workspace.start = SplitStart{};
-      __threadfence();
+  if (p.least_longest != 0) {
+    // What the kernels before the call wrote, and the answer, were there before the unsplit kernel's blocks let this
+    // one start. Its end is waited for by the first block alone, as kernels must not end before those they depend on.
+    asm volatile("griddepcontrol.launch_dependents;");
+    const bool cut = load_now(p.workspace.cut) != 0;
+    if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!cut) return;
+  } else {
+    // For what the kernels before this one write, which the one after it reads as well.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == 0) {
+      if (threadIdx.x == 0) {
+        reset_split_start(p.workspace, true);
+        __threadfence();
+      }
+      __syncthreads();  // whoever asks for it starts after this block has said that it may
     }
-    __syncthreads();  // whoever asks for it starts after this block has said that it may
+    asm volatile("griddepcontrol.launch_dependents;");
   }
-  asm volatile("griddepcontrol.launch_dependents;");
-  if (p.lengths_first != 0 && *p.workspace.spacing == 0) return;
   const ChunkForwardArgs& args = p.args;
   if (p.in_place != 0) {
     const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
@@ -167,10 +170,12 @@ __global__ void __launch_bounds__(kPlanThreads)
 #pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
       const int32_t last_chunk = at - 1 - round * kRoundChunks;
+      const int32_t seen = (round + 1) * kRoundChunks, most = min(limit, at);
+      const int c = lane / kRoundHeads;
       // Keys and gates are asked for at once: of heads that decay too slowly the keys are not needed, but what is read
-      // here is read soon by the tiles.
+      // here is read soon by the tiles. Not so where that is more than the memory brings in a few microseconds.
       const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
-      if (thread < kRoundChunks * kChunk && row >= 0) {
+      if (p.gates_first == 0 && thread < kRoundChunks * kChunk && row >= 0) {
         l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
                         key_head * args.k_head_stride,
                     kHeadDim * sizeof(Element));
@@ -193,56 +198,78 @@ __global__ void __launch_bounds__(kPlanThreads)
           }
         }
       }
+      // That the rate of a head's gates is too low, whatever the keys are.
+      const auto too_slow = [&](float gates_of_round) {
+        return static_cast<float>(limit) * gates_of_round > static_cast<float>(min(seen, at)) * args.decay_threshold;
+      };
+      constexpr int kLastChunk = 32 - kRoundHeads;  // the lanes that look at the last chunk of a round
+      // Chunks whose keys are read: where gates come first, those that the gates alone would do with.
+      int32_t asked = kRoundChunks;
+      if (p.gates_first != 0) {
+        gate = warp_sum(gate);
+        if (lane == 0) decay[j][h] = gate;
+        __syncthreads();
+        const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
+        const int enough = first_chunk_where(round * kRoundChunks + c < most && gates <= args.decay_threshold, lane);
+        const bool slow = too_slow(__shfl_sync(0xffffffffu, gates, kLastChunk + lane % kRoundHeads));
+        asked = warmup >= 0 ? 0 : enough < kRoundChunks ? enough + 1 : slow ? 0 : kRoundChunks;
+        asked = __reduce_max_sync(0xffffffffu, asked);
+      }
 #pragma unroll 1
-      for (int t = thread / kThreadsPerKey; t < kRoundChunks * kChunk; t += kPlanThreads / kThreadsPerKey) {
-        const int32_t chunk = last_chunk - t / kChunk;
-        float squares = 0.0f;
-        if (chunk >= 0) {
-          const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
-          const uint4* key = reinterpret_cast<const uint4*>(
-              static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
+      for (;; asked = kRoundChunks) {
+#pragma unroll 1
+        for (int t = thread / kThreadsPerKey; t < asked * kChunk; t += kPlanThreads / kThreadsPerKey) {
+          const int32_t chunk = last_chunk - t / kChunk;
+          float squares = 0.0f;
+          if (chunk >= 0) {
+            const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
+            const uint4* key = reinterpret_cast<const uint4*>(
+                static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
-          for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
-            squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
+            for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
+              squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
+            }
+          }
+          squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+          squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+          if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
+        }
+        __syncthreads();
+        float growth = 0.0f;
+        if (used && j < asked) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
+            // Not fmaxf: NaN must stay, and make the boundary heavy.
+            growth += factor <= 1.0f ? 0.0f : __logf(factor);
           }
         }
-        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-        if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
-      }
-      __syncthreads();
-      float growth = 0.0f;
-      if (used) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
-          // Not fmaxf: NaN must stay, and make the boundary heavy.
-          growth += factor <= 1.0f ? 0.0f : __logf(factor);
+        if (p.gates_first == 0) gate = warp_sum(gate);  // not before: the keys would be asked for when it is there
+        growth = warp_sum(growth);
+        if (lane == 0) {
+          decay[j][h] = gate;
+          total[j][h] = gate + growth;
         }
-      }
-      gate = warp_sum(gate);
-      growth = warp_sum(growth);
-      if (lane == 0) {
-        decay[j][h] = gate;
-        total[j][h] = gate + growth;
-      }
-      __syncthreads();
-      const int c = lane / kRoundHeads;
-      const int32_t most = min(limit, at);
-      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
-      const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
-      const int found = first_chunk_where(round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
-      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
-      sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
-      if (warmup < 0) {
-        const int32_t seen = (round + 1) * kRoundChunks;
-        if (found < kRoundChunks) {
-          warmup = round * kRoundChunks + found + 1;
-        } else if (static_cast<float>(limit) * gates_of_round >
-                   static_cast<float>(min(seen, at)) * args.decay_threshold) {
-          warmup = 0;  // at this rate, whatever the keys are, it will not be reached
-        } else if (seen >= most) {
-          warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
+        __syncthreads();
+        const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
+        const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
+        const int found =
+            first_chunk_where(c < asked && round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
+        const float gates_of_round = __shfl_sync(0xffffffffu, gates, kLastChunk + lane % kRoundHeads);
+        const float sum_of_round = __shfl_sync(0xffffffffu, sums, kLastChunk + lane % kRoundHeads);
+        if (warmup < 0) {
+          if (found < kRoundChunks) {
+            warmup = round * kRoundChunks + found + 1;
+          } else if (too_slow(gates_of_round)) {
+            warmup = 0;
+          } else if (asked == kRoundChunks && seen >= most) {
+            warmup = reaches_start(at, limit, args.decay_threshold, sum_of_round) ? at : 0;
+          }
+        }
+        // All keys of the round, should those have been too few.
+        if (asked == kRoundChunks || __all_sync(0xffffffffu, warmup >= 0)) {
+          sum = sum_of_round;
+          break;
         }
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
@@ -472,13 +499,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  if (p.lengths_first != 0 && *ws.spacing == 0) {
-    // The kernels after this one have nothing to do.
+  if (p.least_longest != 0 && load_now(ws.cut) == 0) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (thread == 0) {
-      *ws.counters = SplitCounters{};
-      publish_plan(ws);
-    }
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -550,7 +572,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
   // call may have that is planned without being forced to.
   const int32_t summarised = min(pairs, kMostSummaries);
-  const bool expected = p.lengths_first == 0 && lengths == p.expected_lengths;
+  const bool expected = p.least_longest == 0 && lengths == p.expected_lengths;
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
   ChosenMerges guess{-1, 0};
@@ -820,7 +842,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
-  w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+  w.cut = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
   w.unsplit = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
@@ -851,8 +873,10 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
     const int64_t windows = divide_up(args.num_tokens, kChunk * spacing);
     units = std::min(units, windows * args.num_key_heads * params.parts);
   }
-  const int blocks =
-      static_cast<int>(std::clamp<int64_t>(units, 1, kClassifyBlocksPerSm * params.sms)) + params.clear_blocks;
+  // Behind an unsplit kernel, which leaves hardly any SM idle, no more than find room at once when it ends.
+  const int at_once = (params.least_longest != 0 ? 1 : kClassifyBlocksPerSm) * params.sms;
+  params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
+  const int blocks = static_cast<int>(std::clamp<int64_t>(units, 1, at_once)) + params.clear_blocks;
   const void* classify = args.type == ElementType::kFloat16
                              ? reinterpret_cast<const void*>(&classify_boundaries_kernel<__half>)
                              : reinterpret_cast<const void*>(&classify_boundaries_kernel<__nv_bfloat16>);

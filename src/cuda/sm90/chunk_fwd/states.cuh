@@ -466,7 +466,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   if (p.cut != nullptr && *p.cut == 0) {
     // A kernel must not end before those it depends on.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
     return;
   }
   if (__syncthreads_or(threadIdx.x == 0 && leaves_at_once(p))) return;
