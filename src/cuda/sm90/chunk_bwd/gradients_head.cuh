@@ -321,12 +321,13 @@ struct HeadWork {
       mbarrier_wait(bars.late_rows_full(), turn % 2);
       load_transposed(dP, smem + Traits::kLateRowsP);
       load_transposed(D, smem + Traits::kLateRowsD);
-      __syncwarp();
-      if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive_cluster(cluster_address(bars.late_rows_empty(), kLate));
       wgmma_fence();
       add_product<T>(acc, dP, smem + kLate * Traits::kKeys + Traits::kQ);
       add_product<T>(acc, D, smem + kLate * Traits::kKeys + Traits::kK);
       wgmma_commit();
+      // Behind the products: what they take has come back from the place that the other block's engine fills next.
+      __syncwarp();
+      if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive_cluster(cluster_address(bars.late_rows_empty(), kLate));
       wgmma_wait<0>();
       pin(dP);
       pin(D);

@@ -488,7 +488,7 @@ struct HeadPlan {
     carry->from_heavy = round.heavy >> last & 1;
   }
 
- private:
+  // Of chunks `from` .. `end` - 1.
   FLASH_QLA_HOST_DEVICE Tile tile(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
     const PlannedSequence& sequence = cuts.sequence;
     const int32_t last = end * kSplitChunk < sequence.length ? end * kSplitChunk : sequence.length;

@@ -219,6 +219,7 @@ struct StateRole {
         }
       }
     }
+    fence_proxy_async();  // the loads have come back: the copy engine fills the stages next
     __syncwarp();
     mbarrier_arrive_warp(state.free(), at.lane);
   }
