@@ -396,7 +396,7 @@ struct StateRole {
     return mbarrier_test(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
   }
   // How chunk m is to be taken. With a loop for each form the code of most chunks has no branches, and the form is
-  // known before P is there, by the gates. Where states are saved it was not measured.
+  // known before P is there, by the gates. Where h is saved it was not measured.
   static constexpr bool kLoopsByForm = kStagesStates<Traits>;
   __device__ ChunkForm find_form(uint32_t m, const int2& chunk) const {
     if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk.y & kSilentChunk) != 0)) return ChunkForm::kSilent;
