@@ -140,9 +140,9 @@ __device__ __forceinline__ uint32_t load_shared_acquire(uint32_t smem) {
   return value;
 }
 
-// Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads). racecheck takes note of it
-// as each warp leaves, and reports what one that is ahead then reads of what one that is still there has written: in a
-// build for it they meet twice.
+// Named hardware barrier among `threads` threads of the block (id 0 belongs to __syncthreads). racecheck takes note of
+// it as each warp leaves, and reports what one that is ahead then reads of what one that is still there has written: in
+// a build for it they meet twice.
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   jitter();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
