@@ -224,6 +224,10 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"split by length", 2, 4, 3, 9000, by_length, none, {}}},
       // Rows that are skipped, which nobody else writes.
       {{"dense, pool", 2, 8, 20, 2000, states, checkpoints, {}}, true},
+      // Lengths as they are expected: plans of equal sequences, made in few steps.
+      {{"split, expected lengths", 2, 8, 1, 8192, states, none, {}}, true},
+      {{"split, expected lengths, two sequences", 4, 16, 2, 16384, states, none, {}}, true},
+      {{"split, expected lengths, 32 heads", 8, 32, 1, 16384, states, none, {}}, true},
   };
   int64_t number = 0;
   for (const auto& [c, dense] : cases) {

@@ -44,6 +44,7 @@ struct SplitStart {
   TileTickets states, outputs, halves;
   uint32_t announced;  // 0: nothing is known; else one more than planner_pair << 16 | state tiles, at most so many
   uint32_t left;       // blocks of the state kernel that left on it
+  uint32_t likely;     // as `announced`, before any gate is known: a quarter of the heads heavy
 };
 
 // How blocks find their sequences by themselves.
