@@ -22,6 +22,14 @@ inline void mix_gates(Buffer& g, Random& random) {
   });
 }
 
+// Every `every`-th head without decay and the others with so much of it that they forget within five chunks: all
+// boundaries of a head are alike, as an even plan wants them.
+inline void part_gates(Buffer& g, int64_t every, Random& random) {
+  g.fill([&](int64_t, int64_t, int64_t head, int64_t) {
+    return head % every == every - 1 ? 0.0 : -0.055 * random.uniform(0.9, 1.1);
+  });
+}
+
 // Fails unless explain() says that the call's split is planned on the device.
 inline void expect_plan(const std::string& what, const ForwardCall& call, Checker& checker) {
   const ForwardArguments args = arguments_for_sm90(call);

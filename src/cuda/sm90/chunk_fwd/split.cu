@@ -603,7 +603,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   };
   // By one thread.
   const auto write_counters = [&](int32_t states, int32_t first, int32_t free, int32_t dependent, int32_t chains,
-                                  const SplitMerge& merge) {
+                                  const SplitMerge& merge, bool even) {
     const bool halves = !cut && p.uncut_shared != 0;
     SplitCounters counters{};
     counters.states.tiles = states;
@@ -617,6 +617,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     counters.spacing = grid.spacing;
     counters.light_merge = merge.light;
     counters.heavy_merge = merge.heavy;
+    counters.even = even;
     *ws.counters = counters;
   };
 
@@ -731,7 +732,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
       if (thread == kListThreads - 1) {
         write_counters(even.state_tiles(counts), 0, even.free_tiles(counts), even.dependent_tiles(counts),
-                       even.chains(counts), merge);
+                       even.chains(counts), merge, true);
       }
       __syncthreads();  // the lists are there
       if (thread == 0) publish_plan(ws);
@@ -819,7 +820,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     // By a thread that seldom has tiles to place.
     if (thread == kTileBuckets - 1) {
-      write_counters(state_tiles, first_tiles, free_tiles, inclusive - free_tiles, chains_used, merge);
+      write_counters(state_tiles, first_tiles, free_tiles, inclusive - free_tiles, chains_used, merge, false);
     }
   }
   __syncthreads();  // the lists are there
