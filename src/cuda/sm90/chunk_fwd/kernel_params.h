@@ -35,17 +35,22 @@ struct SplitCounters {
   uint32_t chain_ticket;                      // next piece of a chain
   int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
   uint32_t even;                              // 1: an even plan; for tests
-  uint32_t planner_pair;                      // of SMs, of which the planner holds one
+  uint32_t planner_pair;                      // of SMs, of which the planner holds one; for tests
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
 };
 
 // What there is before the plan. Tickets can be taken then, and the planner says how many state tiles there will be
 // some microseconds before the plan is there, so that SMs without one can go on to the next kernel.
-struct SplitStart {
+struct SplitTickets {
   TileTickets states, outputs, halves;
   uint32_t announced;  // 0: nothing is known; else one more than planner_pair << 16 | state tiles, at most so many
   uint32_t left;       // blocks of the state kernel that left on it
   uint32_t likely;     // as `announced`, before any gate is known: a quarter of the heads heavy
+};
+struct SplitStart : SplitTickets {
+  // Pairs of SMs in the order in which they get state tiles, from 1 on: there before `likely` and `announced`.
+  static constexpr int kPairs = 96;  // SMs with higher numbers get what is left
+  uint32_t place[kPairs];
 };
 
 // How blocks find their sequences by themselves.

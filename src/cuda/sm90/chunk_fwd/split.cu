@@ -33,6 +33,7 @@ static_assert(kRoundChunks * kRoundHeads == kPlanWarps);
 constexpr int kThreadsPerKey = 4;
 // Bounds the blocks: a unit takes a few microseconds, and the card's SMs share them.
 constexpr int kClassifyBlocksPerSm = 2;
+constexpr int kMostUnitBlocks = 512;  // of 256 SMs; the planner looks at one with each thread
 
 template <typename Element>
 __device__ float sum_of_squares(uint4 x) {
@@ -119,6 +120,9 @@ __global__ void __launch_bounds__(kPlanThreads)
   } else {
     // For what the kernels before this one write, which the one after it reads as well.
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < p.unit_blocks) {
+      p.workspace.classifiers[blockIdx.x] = pair_of_sms();
+    }
     if (blockIdx.x == 0) {
       if (threadIdx.x == 0) {
         reset_split_start(p.workspace, true);
@@ -531,10 +535,64 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     KeptTiles tiles;
     __device__ Kept() {}
   } kept;
+  // Pairs of SMs on which boundaries are classified, by bits: the state kernel's blocks come late there.
+  constexpr uint32_t kLateWords = SplitStart::kPairs / 32;
+  __shared__ uint32_t late_pairs[kLateWords];
+  static_assert(kMostUnitBlocks <= kListThreads);
+  const uint32_t classifier = thread < p.unit_blocks ? load_now(ws.classifiers + thread) : ~0u;
+  if (thread < static_cast<int>(kLateWords)) late_pairs[thread] = 0;
   buckets[thread] = 0;
   if (thread == 0) chains_used = tiles_used = chunks_before = kinds = guessed_heavy = 0;
   __syncthreads();
 
+  if (classifier < SplitStart::kPairs) atomicOr(&late_pairs[classifier / 32], 1u << classifier % 32);
+  const int32_t pairs = n * heads;
+  bool cut = grid.spacing > 0;
+  const bool chosen = args.split == SplitMode::kAuto && args.force_split == 0 && cut;
+  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
+  // call may have that is planned without being forced to.
+  const int32_t summarised = min(pairs, kMostSummaries);
+  const bool expected = p.least_longest == 0 && lengths == p.expected_lengths;
+  const bool kept_here = p.capacity.slots <= kKeptWarmups;
+  const auto tell = [&](uint32_t* to, const ChosenMerges& best) {
+    if (thread != 0 || summarised != pairs || best.state_tiles > UINT16_MAX) return;
+    *static_cast<volatile uint32_t*>(to) = (pair_of_sms() << 16 | static_cast<uint32_t>(best.state_tiles)) + 1;
+  };
+  // Until there is a plan nothing can begin. Of the expected lengths it is made in few steps, if it is even: what
+  // depends on no gate is there before, for the choice that a quarter of the heads heavy would ask for.
+  const bool may_be_even = chosen && expected && kept_here && p.in_place == 0 && pairs <= kMostEvenHeads &&
+                           most_pieces > 1 && most_pieces <= kMostEvenPieces;
+  if (p.unit_blocks != 0) __syncthreads();
+  // The order in which pairs of SMs get state tiles: from the planner's on, those first on which no boundaries are
+  // classified.
+  if (thread < SplitStart::kPairs) {
+    const uint32_t all = static_cast<uint32_t>(p.sms + 1) / 2, own = pair_of_sms(),
+                   pair = static_cast<uint32_t>(thread);
+    const uint32_t behind = pair > own ? pair - own : all + pair - own;  // of its place without those
+    uint32_t place = pair == own || pair >= all ? all : behind;
+    if (p.unit_blocks != 0 && place != all) {
+      uint32_t late = 0, all_late = 0;  // of the pairs up to there, and of all
+#pragma unroll
+      for (uint32_t i = 0; i < kLateWords; ++i) {
+        const auto below = [&](uint32_t n) {
+          return n <= 32 * i ? 0u : n >= 32 * i + 32 ? ~0u : (1u << (n - 32 * i)) - 1;
+        };
+        const uint32_t before = below(own), up_to_own = below(own + 1), up_to = below(pair + 1);
+        const uint32_t others = late_pairs[i] & ~(up_to_own & ~before);
+        late += __popc(others & (pair > own ? up_to & ~up_to_own : up_to | ~up_to_own));
+        all_late += __popc(others);
+      }
+      const bool is_late = (late_pairs[pair / 32] >> pair % 32 & 1) != 0;
+      place = is_late ? all - 1 - all_late + late : behind - late;
+    }
+    *static_cast<volatile uint32_t*>(&ws.start->place[pair]) = place;
+  }
+  // Before blocks come that have waited for an SM where boundaries are classified.
+  ChosenMerges likely{0, 0};
+  if (may_be_even) {
+    likely.choice = max(p.usual_choices.choice(pairs / 4, pairs, &likely.state_tiles), 0);
+    tell(&ws.start->likely, likely);
+  }
   // Where sequences are cut; a larger batch's are kept in memory.
   CutSequence* const cuts = n <= kKeptSequences ? kept_sequences : ws.cuts;
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
@@ -566,13 +624,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
     cuts[i] = CutSequence(s, grid);
   }
-  const int32_t pairs = n * heads;
-  bool cut = grid.spacing > 0;
-  const bool chosen = args.split == SplitMode::kAuto && args.force_split == 0 && cut;
-  // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
-  // call may have that is planned without being forced to.
-  const int32_t summarised = min(pairs, kMostSummaries);
-  const bool expected = p.least_longest == 0 && lengths == p.expected_lengths;
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
   ChosenMerges guess{-1, 0};
@@ -590,7 +641,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     guess = choose_merges(p, kept.summaries, summarised, lengths, grid);
   }
   const uint8_t* warmups = ws.warmups;
-  const bool kept_here = p.capacity.slots <= kKeptWarmups;
   if (kept_here) warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
   auto warmups_of = [warmups, heads](int32_t head) {
     return [warmups, heads, head](int32_t number) {
@@ -629,18 +679,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
     }
   };
-  const auto tell = [&](uint32_t* to, const ChosenMerges& best) {
-    if (thread != 0 || summarised != pairs || best.state_tiles > UINT16_MAX) return;
-    *static_cast<volatile uint32_t*>(to) = (pair_of_sms() << 16 | static_cast<uint32_t>(best.state_tiles)) + 1;
-  };
-  // Until there is a plan nothing can begin. Of the expected lengths it is made in few steps, if it is even: what
-  // depends on no gate is there before, for the choice that a quarter of the heads heavy would ask for.
-  const bool may_be_even = chosen && expected && kept_here && p.in_place == 0 && pairs <= kMostEvenHeads &&
-                           most_pieces > 1 && most_pieces <= kMostEvenPieces;
   if (may_be_even) {
-    ChosenMerges best{0, 0};
-    best.choice = max(p.usual_choices.choice(pairs / 4, pairs, &best.state_tiles), 0);
-    tell(&ws.start->likely, best);
+    ChosenMerges best = likely;
     EvenPlan even(most_pieces, merge_choice(best.choice));
     const auto make_segments = [&] {
       for (int32_t i = thread; i < 2 * kMostEvenPieces; i += kListThreads) {
@@ -842,6 +882,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   SplitWorkspace w;
   w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
   w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
+  w.classifiers = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * kMostUnitBlocks));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
   w.cut = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
@@ -878,11 +919,27 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   // Behind an unsplit kernel, which leaves hardly any SM idle, no more than find room at once when it ends.
   const int at_once = (params.least_longest != 0 ? 1 : kClassifyBlocksPerSm) * params.sms;
   params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
-  const int blocks = static_cast<int>(std::clamp<int64_t>(units, 1, at_once)) + params.clear_blocks;
+  params.unit_blocks = static_cast<int32_t>(std::clamp<int64_t>(units, 1, std::min(at_once, kMostUnitBlocks)));
+  // The state kernel's blocks come late where boundaries are classified. State tiles go elsewhere where there is room
+  // for those that are likely: to that end these blocks come in twos, on pairs of SMs, as state tiles do. Not where
+  // chains are in more pieces than there are state tiles: blocks that come late then help with them.
+  int32_t likely_tiles = 0;
+  const int32_t pairs = args.num_sequences * args.num_value_heads;
+  bool by_pairs = false;
+  if (args.split == SplitMode::kAuto && args.force_split == 0 && params.expected_grid.spacing > 0 &&
+      params.usual_choices.choice(pairs / 4, pairs, &likely_tiles) >= 0 &&
+      kCombineSlices * (pairs / 4) <= likely_tiles) {
+    const int64_t room = params.sms - 1 - likely_tiles;
+    by_pairs = params.unit_blocks <= room;
+  }
+  if (by_pairs) params.unit_blocks += params.unit_blocks % 2;
+  static_assert(kMostUnitBlocks % 2 == 0 && kClearBlocks % 2 == 0);
+  const int blocks = params.unit_blocks + params.clear_blocks;
+  if (!by_pairs) params.unit_blocks = 0;  // the planner need not know
   const void* classify = args.type == ElementType::kFloat16
                              ? reinterpret_cast<const void*>(&classify_boundaries_kernel<__half>)
                              : reinterpret_cast<const void*>(&classify_boundaries_kernel<__nv_bfloat16>);
-  const cudaError_t error = launch_kernel(classify, blocks, kPlanThreads, 0, params, true, stream);
+  const cudaError_t error = launch_kernel(classify, blocks, kPlanThreads, 0, params, true, stream, by_pairs ? 2 : 1);
   if (error != cudaSuccess) return error;
   return launch_kernel(reinterpret_cast<const void*>(&list_tiles_kernel), 1, kListThreads, 0, params, true, stream);
 }

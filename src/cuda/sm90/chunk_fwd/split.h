@@ -10,11 +10,12 @@ namespace flash_qla::cuda::sm90 {
 struct SplitWorkspace {
   SplitCounters* counters;
   SplitStart* start;
-  uint8_t* warmups;   // [boundaries, Hv] of warmup_chunks()
-  CutSequence* cuts;  // [N]
-  int32_t* cut;       // where lengths are looked at first: whether they ask for a cut
-  void* unsplit;      // chunk_forward_workspace_size(N) bytes, likewise
-  uint32_t* readers;  // [N * Hv][2], see ChunkForwardKernelParams
+  uint32_t* classifiers;  // [blocks that classify] pairs of SMs
+  uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
+  CutSequence* cuts;      // [N]
+  int32_t* cut;           // where lengths are looked at first: whether they ask for a cut
+  void* unsplit;          // chunk_forward_workspace_size(N) bytes, likewise
+  uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
   TransitionChain* chains;
   float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
@@ -39,7 +40,7 @@ struct SplitKernelParams {
   int32_t in_place;     // final states overwrite initial ones
   // Not 0: a kernel before these has done the work where no sequence has so many chunks.
   int32_t least_longest;
-  int32_t clear_blocks;
+  int32_t unit_blocks, clear_blocks;  // of the kernel that classifies
   int32_t sms;
 };
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ void reset_split_start(const SplitWorkspace& workspac
     *workspace.counters = SplitCounters{};
     workspace.counters->made = 1;
   }
-  *workspace.start = SplitStart{};
+  static_cast<SplitTickets&>(*workspace.start) = SplitTickets{};
 }
 #endif
 

@@ -348,10 +348,11 @@ struct StateTileRole : StateRole<Traits> {
 // Of two SMs that share a cache of instructions a block took 3.3 us a chunk in place of 1.7 with another kernel on its
 // neighbour, and so do the tiles that write O beside it: state tiles go to as few whole pairs of SMs as hold them,
 // beginning behind the planner's, which has an SM that comes late.
-__device__ __forceinline__ bool has_pair(uint32_t tiles, uint32_t planner_pair) {
-  const uint32_t pairs = gridDim.x / 2 + 1, pair = pair_of_sms();
-  return (pair > planner_pair ? 0 : pairs) + pair - planner_pair <= (tiles + 1) / 2;
+// Pairs whose blocks come late, as boundaries are classified on them, come last (list_tiles_kernel()).
+__device__ __forceinline__ uint32_t place_of_pair(const SplitStart* start) {
+  return load_now(&start->place[min(pair_of_sms(), SplitStart::kPairs - 1u)]);
 }
+__device__ __forceinline__ bool has_pair(uint32_t place, uint32_t tiles) { return place <= (tiles + 1) / 2; }
 
 // A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
 // as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
@@ -365,18 +366,19 @@ __device__ __forceinline__ bool leaves_early(SplitStart* start, uint32_t tiles, 
 // announcement: instructions that come for the first time, and a rehearsal, would hold up the kernel behind this one.
 __device__ __forceinline__ bool leaves_at_once(const ChunkForwardKernelParams& p) {
   const uint32_t likely = load_now(&p.start->likely);
-  if (likely == 0 || has_pair((likely - 1) & 0xffff, (likely - 1) >> 16)) return false;
+  const uint32_t place = place_of_pair(p.start);  // asked for beside it
+  if (likely == 0 || has_pair(place, (likely - 1) & 0xffff)) return false;
   uint32_t announced = 0;
   while (announced == 0 && load_now(&p.counters->made) != 1) announced = load_now(&p.start->announced);
   const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
-  return announced != 0 && !has_pair(tiles, planner_pair) && leaves_early(p.start, tiles, planner_pair);
+  return announced != 0 && !has_pair(place, tiles) && leaves_early(p.start, tiles, planner_pair);
 }
 
 // Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
 // microseconds.
 __device__ __forceinline__ void leave_tiles_to_whole_pairs(const ChunkForwardKernelParams& p) {
   const uint32_t tiles = static_cast<uint32_t>(p.sizes->tiles);
-  if (has_pair(tiles, p.counters->planner_pair)) return;
+  if (has_pair(place_of_pair(p.start), tiles)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
   for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < tiles; ++i) {
@@ -390,10 +392,11 @@ __device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p
   *early = -1;
   while (load_acquire(&p.counters->made) != 1) {
     const uint32_t announced = asked ? 0 : load_now(&p.start->announced);
+    const uint32_t place = place_of_pair(p.start);  // asked for beside it
     if (announced == 0) continue;
     asked = true;
     const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
-    if (has_pair(tiles, planner_pair)) {
+    if (has_pair(place, tiles)) {
       *early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
     } else if (leaves_early(p.start, tiles, planner_pair)) {
       return false;
