@@ -32,6 +32,28 @@ inline int64_t test_sm90_segments(const Settings& settings, Arena& arena) {
                 [&](const std::string& what, const BackwardCall& call) {
                   checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
                 });
+  // Where nothing decays each token's dg is nearly the one number <dS, S>: of a pair of chunks, and of several, in
+  // segments and whole. Single numbers of dbeta are another matter (docs/numerics.md).
+  Random random(43);
+  for (const int64_t tokens : {127, 128, 190, 640}) {
+    for (int i = 0; i < 6; ++i) {
+      Shape s;
+      s.dtype = i % 3 < 2 ? DType::kBFloat16 : DType::kFloat16;
+      s.K = s.V = 128;
+      s.Hv = 4;
+      s.T = tokens;
+      Features f;
+      f.initial_state = true;
+      f.force_intra_cp = i % 2 == 0;
+      f.v_first = i % 4 < 2;
+      BackwardCall call;
+      call.draw(s, f, false, true, true, random);
+      call.in.g.fill([&](int64_t, int64_t, int64_t, int64_t) { return -1e-3 * random.uniform(); });
+      call.dbeta = Buffer();
+      checker.check("no decay, " + std::to_string(tokens) + " tokens, " + std::to_string(i), call, "sm90",
+                    "cuda_reference", FLASH_QLA_CUDA);
+    }
+  }
   return checker.finish();
 }
 
