@@ -29,25 +29,37 @@ struct ExactProductsTile {
 template <typename T, bool kOfGrads>
 __device__ __forceinline__ float find_rests(ExactProductsTile& tile, const float4* states, const float4* grads) {
   float sum = 0.0f;
-  for (int i = threadIdx.x; i < kDim * kDim / 4; i += kExactProductsThreads) {
-    // As the passes' threads hold them (states_parts.cuh): S^T of 64 of V, a warp 16 of them.
-    const int thread = i % 128, lane = thread % 32, block = i / 128 % 16;
-    const int v = i / 2048 * 64 + thread / 32 * 16 + lane / 4, k = 8 * block + 2 * (lane % 4);
-    const float4 s = states[i], d = grads[i];
-    const float2 s0 = unpack2<T>(pack2<T>(s.x, s.y)), s1 = unpack2<T>(pack2<T>(s.z, s.w));
-    const float2 d0 = unpack2<T>(pack2<T>(d.x, d.y)), d1 = unpack2<T>(pack2<T>(d.z, d.w));
-    const float4 e = make_float4(s.x - s0.x, s.y - s0.y, s.z - s1.x, s.w - s1.y);
-    const float4 h = make_float4(d.x - d0.x, d.y - d0.y, d.z - d1.x, d.w - d1.y);
-    sum += (fmaf(e.x, d.x, s0.x * h.x) + fmaf(e.y, d.y, s0.y * h.y)) +
-           (fmaf(e.z, d.z, s1.x * h.z) + fmaf(e.w, d.w, s1.y * h.w));
-    const float4 rest = kOfGrads ? h : e;
-    const float scale = kStateRestScale<T>;
-    const uint32_t low = pack2<T>(scale * rest.x, scale * rest.y), high = pack2<T>(scale * rest.z, scale * rest.w);
-    uint16_t* const to = tile.rests + k * ExactProductsTile::kStride + v;
-    to[0] = static_cast<uint16_t>(low);
-    to[ExactProductsTile::kStride] = static_cast<uint16_t>(low >> 16);
-    to[8] = static_cast<uint16_t>(high);
-    to[ExactProductsTile::kStride + 8] = static_cast<uint16_t>(high >> 16);
+  constexpr int kTurns = kDim * kDim / 4 / kExactProductsThreads, kAtOnce = 8;  // loads on their way together
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; turn += kAtOnce) {
+    float4 loaded[kAtOnce][2];
+#pragma unroll
+    for (int at = 0; at < kAtOnce; ++at) {
+      const int i = (turn + at) * kExactProductsThreads + static_cast<int>(threadIdx.x);
+      loaded[at][0] = states[i], loaded[at][1] = grads[i];
+    }
+#pragma unroll
+    for (int at = 0; at < kAtOnce; ++at) {
+      // As the passes' threads hold them (states_parts.cuh): S^T of 64 of V, a warp 16 of them.
+      const int i = (turn + at) * kExactProductsThreads + static_cast<int>(threadIdx.x);
+      const int thread = i % 128, lane = thread % 32, block = i / 128 % 16;
+      const int v = i / 2048 * 64 + thread / 32 * 16 + lane / 4, k = 8 * block + 2 * (lane % 4);
+      const float4 s = loaded[at][0], d = loaded[at][1];
+      const float2 s0 = unpack2<T>(pack2<T>(s.x, s.y)), s1 = unpack2<T>(pack2<T>(s.z, s.w));
+      const float2 d0 = unpack2<T>(pack2<T>(d.x, d.y)), d1 = unpack2<T>(pack2<T>(d.z, d.w));
+      const float4 e = make_float4(s.x - s0.x, s.y - s0.y, s.z - s1.x, s.w - s1.y);
+      const float4 h = make_float4(d.x - d0.x, d.y - d0.y, d.z - d1.x, d.w - d1.y);
+      sum += (fmaf(e.x, d.x, s0.x * h.x) + fmaf(e.y, d.y, s0.y * h.y)) +
+             (fmaf(e.z, d.z, s1.x * h.z) + fmaf(e.w, d.w, s1.y * h.w));
+      const float4 rest = kOfGrads ? h : e;
+      const float scale = kStateRestScale<T>;
+      const uint32_t low = pack2<T>(scale * rest.x, scale * rest.y), high = pack2<T>(scale * rest.z, scale * rest.w);
+      uint16_t* const to = tile.rests + k * ExactProductsTile::kStride + v;
+      to[0] = static_cast<uint16_t>(low);
+      to[ExactProductsTile::kStride] = static_cast<uint16_t>(low >> 16);
+      to[8] = static_cast<uint16_t>(high);
+      to[ExactProductsTile::kStride + 8] = static_cast<uint16_t>(high >> 16);
+    }
   }
   return sum;
 }
@@ -57,26 +69,39 @@ __device__ __forceinline__ float find_rests(ExactProductsTile& tile, const float
 template <typename T, typename Values, typename Keys>
 __device__ __forceinline__ float2 bilinear(const ExactProductsTile& tile, Values values, Keys keys) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  uint32_t y[8][4];
+  // All of them asked for at once: the kernel is a chain of waits for memory.
+  uint32_t y[8][4], x[kDim / 8][2];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[step][i] = values(i % 2, 16 * step + 8 * (i / 2) + 2 * q);
   }
-  float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 2
+#pragma unroll
   for (int block = 0; block < kDim / 8; ++block) {
-    float acc[4] = {};
-    const uint16_t* row = tile.rests + (8 * block + g) * ExactProductsTile::kStride + 2 * q;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) x[block][row] = keys(row, 8 * block + 2 * q);
+  }
+  float2 sum = make_float2(0.0f, 0.0f);
+  constexpr int kAtOnce = 4;  // chains of products
+#pragma unroll
+  for (int first = 0; first < kDim / 8; first += kAtOnce) {
+    float acc[kAtOnce][4] = {};
+    const uint16_t* row = tile.rests + (8 * first + g) * ExactProductsTile::kStride + 2 * q;
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
-      mma_m16n8k16<T>(acc, y[step][0], y[step][1], y[step][2], y[step][3],
-                      *reinterpret_cast<const uint32_t*>(row + 16 * step),
-                      *reinterpret_cast<const uint32_t*>(row + 16 * step + 8));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint16_t* at = row + 8 * i * ExactProductsTile::kStride + 16 * step;
+        mma_m16n8k16<T>(acc[i], y[step][0], y[step][1], y[step][2], y[step][3], *reinterpret_cast<const uint32_t*>(at),
+                        *reinterpret_cast<const uint32_t*>(at + 8));
+      }
     }
-    const float2 x0 = unpack2<T>(keys(0, 8 * block + 2 * q)), x1 = unpack2<T>(keys(1, 8 * block + 2 * q));
-    sum.x += fmaf(acc[0], x0.x, acc[1] * x0.y);
-    sum.y += fmaf(acc[2], x1.x, acc[3] * x1.y);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float2 x0 = unpack2<T>(x[first + i][0]), x1 = unpack2<T>(x[first + i][1]);
+      sum.x += fmaf(acc[i][0], x0.x, acc[i][1] * x0.y);
+      sum.y += fmaf(acc[i][2], x1.x, acc[i][3] * x1.y);
+    }
   }
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
@@ -159,6 +184,7 @@ __global__ __launch_bounds__(kExactProductsThreads) void sm90_chunk_bwd_exact_pr
   for (int warp = 0; warp < kExactProductsThreads / 32; ++warp) lost += warp_sums[warp];
   lost *= early_decay * late_decay;
   // Of each later token's gradient, less c of itself, and c of all.
+#pragma unroll 8
   for (int token = 0; token < pair.valid; ++token) lost += token < thread ? by_all[token] : by_token[token];
   // Of infinite states, or such as T cannot hold, nothing is known to be lost.
   if (!isfinite(lost)) return;
