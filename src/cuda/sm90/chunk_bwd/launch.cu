@@ -38,9 +38,10 @@ int32_t pair_bound(const ChunkBackwardParams& p) {
   return p.cu_seqlens == nullptr ? p.N * pairs_of(p.per_sequence) : (p.chunk_bound + p.N) / 2;
 }
 
-// Pairs times value heads up to which calls keep states in fp32: 16 MB, which is all that larger ones take more. Errors
-// that the passes add up outweigh those of the tiles in sequences beyond some 1,000 tokens, 8 pairs.
-constexpr int64_t kMostExact = 128;
+// Pairs times value heads up to which calls keep states in fp32: 1,000 tokens of 8 heads, and 8 MB, which is all that
+// larger ones take more. Errors that the passes add up outweigh those of the tiles in sequences beyond some 1,000
+// tokens, 8 pairs, and where heads are many it would cost half of a call's time.
+constexpr int64_t kMostExact = 64;
 
 bool keeps_exact(const ChunkBackwardParams& p) {
   return p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact;
