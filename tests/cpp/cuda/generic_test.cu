@@ -378,6 +378,8 @@ int run(const Settings& settings) {
       {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
       {"sm90 forward, drawn", true, [&] { return test_sm90_forward(settings, arena); }},
       {"sm90 forward, single tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
+      {"sm90 forward, few tokens", true, [&] { return test_sm90_few_tokens(settings, arena); }},
+      {"sm90 forward, strong decay", true, [&] { return test_sm90_strong_decay(settings, arena); }},
       {"sm90 forward, keys", true, [&] { return test_sm90_keys(settings, arena); }},
       {"sm90 forward, repeats", true, [&] { return test_sm90_repeat(settings, arena); }},
       {"sm90 forward, shared tiles", true, [&] { return test_sm90_repeat_shared(settings, arena); }},

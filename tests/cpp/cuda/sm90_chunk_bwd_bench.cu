@@ -48,6 +48,7 @@ struct Case {
   bool int64_offsets = false;
   int segment_chunks = 0;                    // -1: what choose_chunk_backward_plan says
   bool fused = false, whole_values = false;  // forms of the passes
+  bool exact = false;                        // states in fp32 too, where the call is small
   int run_chunks = 0;                        // as segment_chunks
 };
 
@@ -679,6 +680,9 @@ class Runner {
     p_.g = tokens(g_.data, c_.Hv, 1, gate_type);
     p_.beta = tokens(beta_.data, c_.Hv, 1, gate_type);
     p_.k = tokens(k_.data, c_.Hq, 128, type);
+    p_.q = tokens(q_.data, c_.Hq, 128, type);
+    if (c_.d_o) p_.d_o = tokens(do_.data, c_.Hv, 128, type);
+    p_.may_be_exact = c_.exact && c_.dht;
     p_.v = tokens(v_.data, c_.Hv, 128, type);
     if (c_.A) p_.A = tokens(A_.data, c_.Hv, 64, type);
     const StridedTensor states{nullptr, {c_.Hv * 16384ll, 16384, 128, 1}, DType::kFloat32};
@@ -973,6 +977,10 @@ int main(int argc, char** argv) {
       c.fused = false;
       c.whole_values = true;
       good &= Runner(c).check();
+      c.name = "states in fp32 " + name;
+      c.whole_values = false;
+      c.exact = true;
+      good &= Runner(c).check();
     }
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
   } else {
@@ -981,7 +989,8 @@ int main(int argc, char** argv) {
     };
     const std::vector<Row> table = {{16, 32, 1, 8192},  {16, 32, 4, 2048}, {16, 32, 8, 1024}, {8, 16, 1, 8192},
                                     {8, 16, 8, 1024},   {4, 8, 1, 8192},   {2, 4, 1, 8192},   {2, 4, 8, 1024},
-                                    {16, 32, 1, 32768}, {8, 16, 1, 32768}, {4, 8, 1, 32768},  {2, 4, 1, 32768}};
+                                    {16, 32, 1, 32768}, {8, 16, 1, 32768}, {4, 8, 1, 32768},  {2, 4, 1, 32768},
+                                    {1, 2, 1, 640},     {4, 8, 1, 1024},   {8, 16, 1, 1000},  {16, 32, 1, 512}};
     for (const Row& row : table) {
       Case c;
       c.name = std::to_string(row.Hq) + "/" + std::to_string(row.Hv) + " " + std::to_string(row.sequences) + "x" +
@@ -992,6 +1001,7 @@ int main(int argc, char** argv) {
       c.segment_chunks = argc > 3 ? std::atoi(argv[3]) : -1;
       c.fused = argc > 4 && std::string(argv[4]) == "fused";
       c.whole_values = argc > 4 && std::string(argv[4]) == "whole";
+      c.exact = argc > 4 && std::string(argv[4]) == "exact";
       c.run_chunks = -1;
       c.cumsum = true;  // what the forward hands over
       c.lengths.assign(row.sequences, row.length);

@@ -3,8 +3,8 @@
 //   sm90_chunk_fwd_bench split [filter]    the rows of docs/design/sequence_split.md: without and with a split,
 //   interleaved sm90_chunk_fwd_bench repeat [filter]   the same rows: 1,000 runs with a split compared bit by bit
 //   sm90_chunk_fwd_bench soak [count]      one graph replayed with other lengths and gates, each checked
-//   sm90_chunk_fwd_bench time [filter]     the rows of docs/design/sm90_forward.md: median of graph replays, error
-//   checked first
+//   sm90_chunk_fwd_bench time [filter] [option]   the rows of docs/design/sm90_forward.md: median of graph replays,
+//   error checked first; option: a variant, and 4 for fp16, 8 saved, 16 dense, 32 auto_cp, 64 strong decay
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -1078,7 +1078,8 @@ int main(int argc, char** argv) {
       if (c.name.find(filter) == std::string::npos) continue;
       if (option >= 0)
         c.variant = static_cast<ChunkForwardVariant>(option & 3), c.half = option & 4, c.save = option & 8,
-        c.dense = option & 16;
+        c.dense = option & 16, c.split = option & 32 ? SplitMode::kAuto : c.split,
+        c.gates = option & 64 ? Gates::kStrong : c.gates;
       c.half ? run_time<__half>(c) : run_time<__nv_bfloat16>(c);
     }
   }

@@ -278,8 +278,9 @@ inline int64_t test_sm90_forward(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// Sequences of one token without a state before it: o = P V' with V' = beta v. Against these very roundings, not
-// against the oracle: what is left is an ulp here and there, where the sum of q k went the other way.
+// Sequences of one token without a state before it: o = P V' with V' = beta v, of which beta's rounding is undone in P.
+// Against these very roundings, not against the oracle: what is left is an ulp here and there, where the sum of q k
+// went the other way.
 inline int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
   Checker checker("single tokens, sm90", settings, arena);
   Random random(19);
@@ -300,24 +301,85 @@ inline int64_t test_sm90_single_tokens(const Settings& settings, Arena& arena) {
     word.fill([&](int64_t, int64_t, int64_t, int64_t) { return x; });
     return load(word.host(), 0);
   };
-  const Tensor q = call.in.q.host(), k = call.in.k.host(), v = call.in.v.host(), beta = call.in.beta.host(),
-               g = call.in.g.host();
-  double score = 0.0;
+  const Tensor q = call.in.q.host(), k = call.in.k.host(), v = call.in.v.host(), beta = call.in.beta.host();
+  double score = 0.0, strength = 0.0;
   expected.fill([&](int64_t b, int64_t t, int64_t head, int64_t column) {
     if (column == 0) {
       double dot = 0.0;
       for (int64_t i = 0; i < s.K; ++i) {
         dot += load(q, offset_of(q, b, t, head / 2, i)) * load(k, offset_of(k, b, t, head / 2, i));
       }
-      // The decay is mild: P is rounded without it and the scale, which O takes as it leaves.
-      const double gamma = std::exp(load(g, offset_of(g, b, t, head)));
-      score = rounded(dot / gamma) * gamma / std::sqrt(static_cast<double>(s.K));
+      const double given = load(beta, offset_of(beta, b, t, head));
+      strength = rounded(given);
+      score = rounded(dot / std::sqrt(static_cast<double>(s.K)) * (strength != 0.0 ? given / strength : 1.0));
     }
-    const double corrected = rounded(load(beta, offset_of(beta, b, t, head)));
-    return score * rounded(corrected * load(v, offset_of(v, b, t, head, column)));
+    return score * rounded(strength * load(v, offset_of(v, b, t, head, column)));
   });
   const double difference = relative_error(call.o, expected, 2);
   if (!(difference <= 5e-4)) checker.fail("forward", "sm90", "o differs by " + std::to_string(difference));
+  return checker.finish();
+}
+
+// Heads of a few tokens in all, most of them without a state before: little averages out (docs/numerics.md). With the
+// rounding of beta left in three in a hundred heads of two tokens are past the bound. One token: above.
+inline int64_t test_sm90_few_tokens(const Settings& settings, Arena& arena) {
+  Checker checker("few tokens, sm90", settings, arena);
+  const auto draw = [&](Random& r) {
+    static const std::vector<int64_t> kLengths = {2, 2, 2, 3, 5, 17, 32};
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = r.pick(kLengths);
+    s.Hq = 8;
+    s.Hv = 16;
+    s.K = s.V = 128;
+    Features f;
+    f.initial_state = r.chance(0.2);
+    f.final_state = true;
+    f.strong_decay = r.chance(0.3);
+    f.cp_mode = r.chance(0.5) ? FLASH_QLA_CP_OFF : FLASH_QLA_CP_AUTO;
+    PoolFeatures pf;
+    pf.h = r.chance(0.2);
+    pf.A = r.chance(0.2);
+    ForwardCall call;
+    call.draw(s, f, pf, false, r);
+    return call;
+  };
+  for_each_case(settings, settings.cases / 3, draw, [&](const std::string& what, const ForwardCall& call) {
+    checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+  });
+  return checker.finish();
+}
+
+// Where everything decays strongly a token's own share is most of o, and of the state. What three roundings leave of it
+// in o is 2.9e-3 (P, V' and o), four 3.2e-3, over some 1,300 tokens a head within 2 %. The oracle's o is rounded as
+// well: 3.3e-3 and 3.6e-3 from it. The state has one.
+inline int64_t test_sm90_strong_decay(const Settings& settings, Arena& arena) {
+  Checker checker("strong decay, sm90", settings, arena);
+  Random random(23);
+  for (const flash_qla_cp_mode cp_mode : {FLASH_QLA_CP_AUTO, FLASH_QLA_CP_OFF}) {
+    for (const bool whole : {false, true}) {  // a multiprocessor to a head, more heads than these; else two or four
+      for (const bool saved : {false, true}) {
+        Shape s;
+        s.dtype = DType::kBFloat16;
+        s.B = whole ? 5 : 1;
+        s.T = whole ? 256 : 1280;
+        s.Hq = whole ? 16 : 1;
+        s.Hv = 2 * s.Hq;
+        s.K = s.V = 128;
+        Features f;
+        f.final_state = true;
+        f.cp_mode = cp_mode;
+        PoolFeatures pf;
+        pf.h = pf.A = saved;
+        ForwardCall call;
+        call.draw(s, f, pf, false, random);
+        call.in.g.fill([&](int64_t, int64_t, int64_t, int64_t) { return -8.0 * random.uniform(); });
+        const std::string what = std::string(cp_mode == FLASH_QLA_CP_AUTO ? "auto_cp" : "auto_cp=False") +
+                                 (whole ? ", whole heads" : ", two heads") + (saved ? ", saved" : "");
+        checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA, 3.47e-3);
+      }
+    }
+  }
   return checker.finish();
 }
 

@@ -303,6 +303,8 @@ inline int64_t test_sm90_backward_stale(const Settings& settings, Arena& arena) 
       {{"whole, waves", 8, 8, 24, 4000, whole, {}, {}}, false, true},
       {{"segments", 2, 4, 1, 8192, cut, {}, {}}, false, true},
       {{"segments, forced, waves", 2, 6, 3, 3000, forced, {}, {}}, false, false},
+      {{"states in fp32", 2, 4, 2, 700, cut, {}, {}}, false, true},
+      {{"states in fp32, segments", 2, 4, 2, 1100, forced, {}, {}}, false, false},
   };
   int64_t number = 0;
   for (const auto& [c, dense, given_A] : cases) {

@@ -141,6 +141,11 @@ __device__ __forceinline__ bool waits_in_output(const ChunkBackwardParams& p, in
   return p.grads_in_outputs && valid == 2 * kChunk;
 }
 
+// S at the start of a pair, or dS at its end, in fp32 (params.h). tile: pair * Hv + head.
+__device__ __forceinline__ float* exact_state(const ChunkBackwardParams& p, int64_t tile, bool is_grad) {
+  return p.exact_states + (2 * tile + static_cast<int>(is_grad)) * (kDim * kDim);
+}
+
 // Zeroes rows valid .. 63 of a tile: rows past a sequence's end hold its neighbour's tokens, and 0 * NaN is NaN.
 __device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int thread, int threads) {
   for (int piece = valid * 8 + thread; piece < 64 * 8; piece += threads) {

@@ -33,11 +33,25 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
   return p.N > 1 && blocks <= kMostBlocks;
 }
 
+int32_t pair_bound(const ChunkBackwardParams& p) {
+  // A sequence of m chunks has (m + 1) / 2 pairs.
+  return p.cu_seqlens == nullptr ? p.N * pairs_of(p.per_sequence) : (p.chunk_bound + p.N) / 2;
+}
+
+// Pairs times value heads up to which calls keep states in fp32: 1,000 tokens of 8 heads, and 8 MB, which is all that
+// larger ones take more. Errors that the passes add up outweigh those of the tiles in sequences beyond some 1,000
+// tokens, 8 pairs, and where heads are many it would cost half of a call's time.
+constexpr int64_t kMostExact = 64;
+
+bool keeps_exact(const ChunkBackwardParams& p) {
+  return p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact;
+}
+
 // Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
 // multiprocessor does more, but each chunk takes longer (1.9 us for 1.1). It pays where blocks of halves come in
 // several waves.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  return p.segment_chunks == 0 && !p.fused && (p.whole_values || half_blocks(p) > kWave);
+  return p.segment_chunks == 0 && !p.fused && !keeps_exact(p) && (p.whole_values || half_blocks(p) > kWave);
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
@@ -71,8 +85,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
-  // A sequence of m chunks has (m + 1) / 2 pairs.
-  p->pair_bound = p->cu_seqlens == nullptr ? p->N * pairs_of(p->per_sequence) : (p->chunk_bound + p->N) / 2;
+  p->pair_bound = pair_bound(*p);
   const int64_t pair_tiles = static_cast<int64_t>(p->pair_bound) * p->Hv;
   p->pair_map = workspace.take<PairInfo>(p->pair_bound);
   p->first_pair = workspace.take<int32_t>(p->N);
@@ -113,6 +126,11 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->state_grads =
       workspace.take<uint8_t>((p->grads_in_outputs ? static_cast<int64_t>(p->N) * p->Hv : pair_tiles) * kStateBytes);
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
+  p->keeps_exact = keeps_exact(*p);
+  // Larger calls have the room as well: scratch must not shrink where a token is added.
+  if (p->may_be_exact) {
+    p->exact_states = workspace.take<float>(std::min(pair_tiles, kMostExact) * 2 * kDim * kDim);
+  }
   if (p->solves_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
     p->A = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kChunk, 1}, p->v.type};

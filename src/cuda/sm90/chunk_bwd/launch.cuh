@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/sm90/chunk_bwd/exact_products.cuh"
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
@@ -72,7 +73,11 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
     FLASH_QLA_RETURN_IF_CUDA_ERROR(
         launch_chained<2>(kernel, 2 * clusters, Traits::kThreads, Traits::kBytes, stream, p, maps));
   }
-  return launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p);
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(
+      launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p));
+  if (!p.keeps_exact) return cudaSuccess;
+  return launch_chained(sm90_chunk_bwd_exact_products_kernel<T>, static_cast<unsigned>(p.pair_bound) * p.Hv,
+                        kExactProductsThreads, 0, stream, p);
 }
 
 template <typename T>
@@ -82,6 +87,7 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
     FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused          ? launch_states<T, kFusedForm>(p, maps, multiprocessors, stream)
+                                   : p.keeps_exact  ? launch_states<T, kExactForm>(p, maps, multiprocessors, stream)
                                    : p.whole_values ? launch_states<T, kWholeForm>(p, maps, multiprocessors, stream)
                                                     : launch_states<T, kHalfForm>(p, maps, multiprocessors, stream));
   }

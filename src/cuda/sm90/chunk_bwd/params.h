@@ -61,9 +61,11 @@ struct ChunkBackwardParams {
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool has_dq_and_dk;
+  bool may_be_exact;  // more of <dS, S> than what tiles of 16 bits have, if the call is small (exact_products.cuh)
   bool solves_A;      // the caller has no A
   bool beside;        // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
   bool fused;         // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
+  bool keeps_exact;   // it is: the passes keep states in fp32 too; set when the workspace is bound
   bool whole_values;  // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
   // dS at the end of a pair of 128 tokens waits in the rows of dq and dk of that pair and key head, which the gradients
   // kernel stores when it is done with it: the first value head's in dq, the second one's in dk. For groups of at most
@@ -75,6 +77,7 @@ struct ChunkBackwardParams {
   StridedTensor g, beta;        // [B, T, Hv]; absent: 0 and 1
   StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows; scratch when solves_A
   StridedTensor k;              // [B, T, Hq, 128]
+  StridedTensor q, d_o;         // [B, T, Hq, 128], [B, T, Hv, 128]; of small calls alone (keeps_exact)
   StridedTensor v;              // [B, T, Hv, 128]
   StridedTensor initial_state;  // [N, Hv, 128, 128] by state_v_first, or absent
   StridedTensor dht;            // as initial_state, or absent
@@ -121,6 +124,9 @@ struct ChunkBackwardParams {
   // [pair_bound, Hv] tiles [2 halves of K][64 of V][2 halves of V][64 of K] of dS at the pair's end, as rows, not as
   // images; with grads_in_outputs [N, Hv]: of sequences' last pairs that are short.
   uint8_t* state_grads;
+  // keeps_exact: [pair_bound, Hv, 2, 2 halves of V, 16 x 128 x 4] S at the pair's start and dS at its end, as the
+  // passes' threads hold them.
+  float* exact_states;
   uint8_t* v_new;  // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);

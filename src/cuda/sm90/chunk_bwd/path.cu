@@ -89,6 +89,8 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.state_v_first = args.options.state_v_first != 0;
   params.has_d_o = present(args.d_o);
   params.has_dq_and_dk = present(args.dq) && present(args.dk);
+  // As with a sequence's cuts, its bits may then depend on what is computed beside it.
+  params.may_be_exact = args.options.cp_mode == FLASH_QLA_CP_AUTO && present(args.dht) && present(args.dg);
   if (p.varlen) {
     params.cu_seqlens = args.cu_seqlens.data;
     params.cu_seqlens_64 = dtype(args.cu_seqlens) == DType::kInt64;
@@ -98,6 +100,8 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.beta = strided(args.beta);
   params.A = strided(args.A);
   params.k = strided(args.k);
+  params.q = strided(args.q);
+  params.d_o = strided(args.d_o);
   params.v = strided(args.v);
   params.initial_state = strided(args.initial_state);
   params.dht = strided(args.dht);

@@ -175,7 +175,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
   // The second round of segments waits below: it starts beside the combination, after all blocks of which and so after
   // the first round has found the lists made. Only who starts at an exact edge needs what the combination leaves, the
   // others wait at their end.
-  const bool waits_late = kForm == kHalfForm && second_round;
+  const bool waits_late = is_half(kForm) && second_round;
   // Fused, of one sequence with its A, they take nothing but the call's inputs until they count: they start beside the
   // plan kernel, and the warps that need what it leaves wait for it.
   const bool beside_plan = starts_beside_plan<kForm>(p);
@@ -189,7 +189,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
   StatesWork work;
-  if (kForm == kHalfForm && p.segment_chunks > 0) {  // the others have whole sequences alone
+  if (is_half(kForm) && p.segment_chunks > 0) {  // the others have whole sequences alone
     const bool found = find_segment_work(p, second_round, &work);
     if (waits_late && (found ? work.start >= 0 : blockIdx.x == 0)) wait_for_predecessors();
     if (!found) return;
@@ -216,7 +216,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);
   }
-  if constexpr (kForm == kHalfForm) {
+  if constexpr (is_half(kForm)) {
     if (warp == Traits::kCopyWarp && !work.reverse) {
       if (p.segment_chunks > 0) {
         if (lane == 0) store_shared_release(smem + Traits::kRunCount, 1);

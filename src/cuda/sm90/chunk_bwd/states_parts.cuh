@@ -17,7 +17,10 @@ enum StatesForm {
   kHalfForm,   // half of V
   kFusedForm,  // half of V, and makes them
   kWholeForm,  // both halves of V, a warpgroup each
+  kExactForm,  // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
+
+constexpr bool is_half(StatesForm form) { return form == kHalfForm || form == kExactForm; }
 
 template <StatesForm kForm>
 struct StatesTraits {
@@ -29,7 +32,7 @@ struct StatesTraits {
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
   // everyone.
-  static constexpr bool kMovesRegisters = kForm != kHalfForm;
+  static constexpr bool kMovesRegisters = !is_half(kForm);
   static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = kFused ? 56 : 40;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
@@ -283,7 +286,7 @@ struct StatesWork {
   // Goes on to a run; false: there are no more.
   template <StatesForm kForm, bool kReverse>
   __device__ __forceinline__ bool enter(uint32_t smem, uint32_t run) {
-    if constexpr (kForm != kHalfForm || kReverse) {
+    if constexpr (!is_half(kForm) || kReverse) {
       return run == 0;
     } else {
       using Traits = StatesTraits<kForm>;
@@ -309,6 +312,19 @@ struct StatesWork {
     return step >= warmup && (((c & 1) != 0) == reverse || (reverse && c + 1 == sequence.chunks()));
   }
 };
+
+// S^T of the pair that the step belongs to, in fp32, where somebody wants it.
+template <StatesForm kForm>
+__device__ __forceinline__ void keep_exact(const float (&S)[64], const ChunkBackwardParams& p, const StatesWork& work,
+                                           int step, const Lane& at) {
+  if constexpr (kForm == kExactForm) {
+    if (!work.keeps_state(step)) return;
+    auto* to = reinterpret_cast<float4*>(exact_state(p, work.state_tile(p, work.chunk(step)), work.reverse)) +
+               work.half * (kDim * kDim / 8) + 32 * at.warp + at.lane;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) to[128 * i] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+  }
+}
 
 // The edges as a tensor [index, 1, 128 of V, 128 of K].
 __device__ __forceinline__ StridedTensor edge_tensor(const ChunkBackwardParams& p) {

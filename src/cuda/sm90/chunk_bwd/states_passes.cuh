@@ -64,6 +64,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
         // u = S^T K^T; under it the state on its way out.
         uint32_t packed[32];
         pack_state<T>(packed, S);
+        keep_exact<kForm>(S, p, work, step, at);
         float u[32];
         wgmma_fence();
         state_times_keys<T>(u, packed, sK);
@@ -263,6 +264,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       uint32_t packed[32];
       float k_dS[32], p_do[32];
       pack_state<T>(packed, dS);
+      keep_exact<kForm>(dS, p, work, step, at);
       const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
       for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;

@@ -16,12 +16,21 @@ struct NoSums {
   __device__ void operator()(float, float) const {}
 };
 
+// beta over what A_g's diagonal has of it. 1 where that is nothing, too large or no number.
+__device__ __forceinline__ float exactness(float beta, float rounded) {
+  const float ratio = __fdividef(beta, rounded);
+  return fabsf(ratio - 1.0f) < 0.5f ? ratio : 1.0f;
+}
+
 // The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
 // gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
 // the state groups read go to `state_gate`, the others to `gate`. keep_sums() gets the sums of g up to both tokens.
+// `few`: has_few_tokens().
+// Where the chunk is not mild most of V' is the token's own beta_t W_t, for which A_g's diagonal has beta_t rounded.
+// The factors that V' meets next, of rows in the state's update and of columns of P, are free to undo it.
 template <typename Traits, typename LoadBeta, typename KeepSums = NoSums>
-__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, uint32_t gate,
-                                           uint32_t state_gate, int lane, KeepSums keep_sums = {}) {
+__device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 g, LoadBeta load_beta, bool few,
+                                           uint32_t gate, uint32_t state_gate, int lane, KeepSums keep_sums = {}) {
   const int block = lane >> 3;
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
@@ -47,7 +56,7 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 
   using Element = typename Traits::Element;
   const bool mild =
       __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
-                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>));
+                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>) && !few);
   const uint32_t place = ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t permuted = gate + place, state_permuted = state_gate + place;
   const uint32_t natural = gate + 8 * lane;
@@ -70,11 +79,15 @@ __device__ __forceinline__ void make_gates(const ChunkForwardArgs& args, float2 
   }
   if constexpr (kKeepsA<Traits>) store_shared_f2(permuted + Traits::kGateFactor, 1.0f, 1.0f);
   store_shared_f2(state_permuted + Traits::kGateScaled, 1.0f, 1.0f);
-  store_shared_f2(state_permuted + Traits::kGateRest, rest_x, rest_y);
+  const float2 rounded = unpack2<Element>(pack2<Element>(beta.x, beta.y));
+  const float exact_x = exactness(beta.x, rounded.x), exact_y = exactness(beta.y, rounded.y);
+  const float scale_x = args.scale * exact_x, scale_y = args.scale * exact_y;
+  store_shared_f2(state_permuted + Traits::kGateRest, rest_x * exact_x, rest_y * exact_y);
   store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
+  store_shared_f2(natural + Traits::kGateScaleP, scale_x, scale_y);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);
   store_shared_f2(permuted + Traits::kGateColumnA, column_x * beta.x, column_y * beta.y);
-  store_shared_f2(permuted + Traits::kGateColumnP, column_x * args.scale, column_y * args.scale);
+  store_shared_f2(permuted + Traits::kGateColumnP, column_x * scale_x, column_y * scale_y);
   store_shared_f2(natural + Traits::kGateRow, exp2_approx((cx - before) * kLog2e), exp2_approx((cy - before) * kLog2e));
   const int i = (lane >> 2) & 3, j = lane & 3;
   const float row_end = i == 1 ? end0 : i == 2 ? end1 : end2;
@@ -102,13 +115,13 @@ __device__ __forceinline__ void clear_right_of_diagonal(uint32_t row_address, co
   }
 }
 
-// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or by scale G (P) and stores it as a wgmma
+// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or kGateScaleP (P) and stores it as a wgmma
 // operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in
 // columns 8..15. G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the
 // difference itself.
 template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], float scale, uint32_t tile,
-                                            uint32_t gate, const LanePlace& at) {
+__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], uint32_t tile, uint32_t gate,
+                                            const LanePlace& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
   uint32_t diagonal[3];
@@ -117,9 +130,9 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
     const float sum = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + (i > 0 ? 32 : 0));
     const uint32_t columns = gate + 64 * at.warp + 8 * at.q + (i > 1 ? 32 : 0);
     const float2 column = load_shared_f2(columns + Traits::kGateSum);
-    const float2 beta = kIsA ? load_shared_f2(columns + Traits::kGateBeta) : make_float2(scale, scale);
-    diagonal[i] = pack2<Element>(y[i].x * (exp2_approx(sum - column.x) * beta.x),
-                                 y[i].y * (exp2_approx(sum - column.y) * beta.y));
+    const float2 factor = load_shared_f2(columns + (kIsA ? Traits::kGateBeta : Traits::kGateScaleP));
+    diagonal[i] = pack2<Element>(y[i].x * (exp2_approx(sum - column.x) * factor.x),
+                                 y[i].y * (exp2_approx(sum - column.y) * factor.y));
   }
   // Above the diagonal by a mask, not by a factor: the exponentials may have overflowed.
   const int place = (at.lane >> 2) - 2 * at.q;
@@ -555,7 +568,8 @@ struct AuxRole : ChunkPlaces<Traits> {
           const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
           make_gates<Traits>(
               p.args, load_shared_f2(gate + Traits::kGateRaw + place),
-              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, opaque_thread() & 31);
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, has_few_tokens<Traits>(record(m)), gate,
+              gate, opaque_thread() & 31);
         }
       }
       send_o(m, valid_o);
@@ -587,7 +601,7 @@ struct AuxRole : ChunkPlaces<Traits> {
         store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
       } else {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-        store_gated<Traits, true>(a[0], diagonal, 1.0f, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+        store_gated<Traits, true>(a[0], diagonal, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
       }
     }
     fence_proxy_async();
@@ -618,7 +632,7 @@ struct AuxRole : ChunkPlaces<Traits> {
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
       } else {
-        store_gated<Traits, false>(qkt, diagonal, p.args.scale, tile, stage_gate(m), at);
+        store_gated<Traits, false>(qkt, diagonal, tile, stage_gate(m), at);
       }
     }
     fence_proxy_async();

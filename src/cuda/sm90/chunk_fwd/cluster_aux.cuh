@@ -60,7 +60,7 @@ __device__ __forceinline__ void prepare_chunk(const Role& role, uint32_t m) {
       store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
       role.template finish<true>(m, tile, factors, mild, at);
     } else {
-      store_gated<Traits, true>(a[0], diagonal, 1.0f, tile, factors, at);
+      store_gated<Traits, true>(a[0], diagonal, tile, factors, at);
       role.template finish<false>(m, tile, factors, mild, at);
     }
   }

@@ -41,7 +41,8 @@ struct ClusterForwardShape {
   static constexpr uint32_t kGateRow = 2 * kVector;
   static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;
   static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;
-  static constexpr uint32_t kGatePair = kGateSum + kChunk * 4;
+  static constexpr uint32_t kGateScaleP = kGateSum + kChunk * 4;
+  static constexpr uint32_t kGatePair = kGateScaleP + kChunk * 4;
   static constexpr uint32_t kBytesFactors = kGatePair + 16 * 4;
 
   static constexpr int kBurst = 4;  // records that are written together

@@ -416,8 +416,8 @@ struct GateRole : DutyRole<Traits> {
       this->wait_raw(m);
       const uint32_t gate = this->stage_gate(m), raw = this->stage_raw(m) + 8 * this->lane();
       make_gates<Traits>(
-          p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); }, gate,
-          gate, this->lane(),
+          p.args, load_shared_f2(raw + Traits::kRawG), [&] { return load_shared_f2(raw + Traits::kRawBeta); },
+          has_few_tokens<Traits>(record(m)), gate, gate, this->lane(),
           [&](float x, float y) {
             if constexpr (Traits::kKeepsA) keep_sums(m, x, y);
           });
@@ -733,10 +733,9 @@ struct ProductRole : DutyRole<Traits> {
     mbarrier_arrive_warp(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), at.lane);
   }
 
-  // P: G_ij scale where the decay is not mild, with the factors of store_gated() in aux_role.cuh.
+  // P where the decay is not mild, with the factors of store_gated() in aux_role.cuh.
   __device__ void pack_gated(const float (&x)[32], uint32_t gate, uint32_t (&packed)[16]) const {
     const LanePlace at = place();
-    const float scale = p.args.scale;
     const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
     const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
     const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
@@ -747,13 +746,15 @@ struct ProductRole : DutyRole<Traits> {
       if (b == at.warp) {
         const float2 c0 = load_shared_f2(gate + Traits::kGateSum + 64 * b + 8 * at.q);
         const float2 c1 = load_shared_f2(gate + Traits::kGateSum + 64 * b + 8 * at.q + 32);
+        const float2 f0 = load_shared_f2(gate + Traits::kGateScaleP + 64 * b + 8 * at.q);
+        const float2 f1 = load_shared_f2(gate + Traits::kGateScaleP + 64 * b + 8 * at.q + 32);
         packed[4 * b] =
-            pack2<Element>(z[0] * (exp2_approx(sum0 - c0.x) * scale), z[1] * (exp2_approx(sum0 - c0.y) * scale));
+            pack2<Element>(z[0] * (exp2_approx(sum0 - c0.x) * f0.x), z[1] * (exp2_approx(sum0 - c0.y) * f0.y));
         packed[4 * b + 1] =
-            pack2<Element>(z[2] * (exp2_approx(sum1 - c0.x) * scale), z[3] * (exp2_approx(sum1 - c0.y) * scale));
+            pack2<Element>(z[2] * (exp2_approx(sum1 - c0.x) * f0.x), z[3] * (exp2_approx(sum1 - c0.y) * f0.y));
         packed[4 * b + 2] = 0u;
         packed[4 * b + 3] =
-            pack2<Element>(z[6] * (exp2_approx(sum1 - c1.x) * scale), z[7] * (exp2_approx(sum1 - c1.y) * scale));
+            pack2<Element>(z[6] * (exp2_approx(sum1 - c1.x) * f1.x), z[7] * (exp2_approx(sum1 - c1.y) * f1.y));
       } else {
         const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
         const float4 column = load_shared_f4(gate + Traits::kGateColumnP + 80 * at.q + 16 * b);

@@ -39,6 +39,7 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
                 nullptr};
   if (args.beta == nullptr) beta = {&kOne, 0, 0, nullptr};
   float2 next_g, next_beta;
+  bool next_few;
   const auto fetch = [&](uint32_t m) {
     places.wait_record(m);
     const ChunkRecord& c = places.record(m);
@@ -59,6 +60,7 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
     }
     next_g = g.load(g.base != nullptr ? c.valid : 0, lane);
     next_beta = beta.load(c.valid, lane);
+    next_few = has_few_tokens<Traits>(c);
     return true;
   };
   uint32_t m = places.rank;
@@ -68,7 +70,7 @@ __device__ __forceinline__ void make_own_gates(const ChunkForwardKernelParams& p
     places.wait_own_gate(m);
     const uint32_t factors = places.factors(m);
     store_shared_f2(factors + Traits::kGateBeta + 8 * lane, next_beta.x, next_beta.y);
-    make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, factors, places.own_gate(m), lane);
+    make_gates<Traits>(p.args, next_g, [&] { return next_beta; }, next_few, factors, places.own_gate(m), lane);
     fence_proxy_async();  // the copy engine takes them to the other blocks
     __syncwarp();
     mbarrier_arrive_warp(places.full_gate(m), lane);

@@ -76,7 +76,7 @@ struct PairAuxRole {
     if constexpr (kMild) {
       store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), at_pair.tile_p(m), factors, at);
     } else {
-      store_gated<Traits, false>(qkt, diagonal, p.args.scale, at_pair.tile_p(m), factors, at);
+      store_gated<Traits, false>(qkt, diagonal, at_pair.tile_p(m), factors, at);
     }
     fence_proxy_async();
     __syncwarp();

@@ -130,7 +130,7 @@ struct RelayAuxRole {
     if constexpr (kMild) {
       store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), places.own_p(), factors, at);
     } else {
-      store_gated<Traits, false>(qkt, diagonal, p.args.scale, places.own_p(), factors, at);
+      store_gated<Traits, false>(qkt, diagonal, places.own_p(), factors, at);
     }
     places.wait_outputs(m, Traits::kStagesP);
     send_rows(places.own_p(), places.tile_p(m), places.own_gate(m), places.follow_gate(m), places.full_p(m),

@@ -238,6 +238,7 @@ struct RelayStateRole : StateRole<Traits> {
       take_over(plain, places.stage_c(m));
       if constexpr (!kMild) {
         take_over(corrected, places.stage_c(m + 1));
+        fence_proxy_async();  // the loads have come back: the leader fills the stage next
         __syncwarp();
         jitter();
         if (at.lane == 0) mbarrier_arrive_cluster(cluster_address(smem() + Traits::kFreeNext, places.leader()));

@@ -124,7 +124,7 @@ struct StateTileAuxRole {
           const uint32_t gate = gates(m), place = 8 * (number() & 31);
           make_gates<Traits>(
               p.args, load_shared_f2(gate + Traits::kGateRaw + place),
-              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, gate, gate, number() & 31);
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, false, gate, gate, number() & 31);
         }
         if (number() == kListThread) {
           constexpr uint32_t kTurns = Traits::kAuxGroups;
@@ -153,7 +153,7 @@ struct StateTileAuxRole {
     if (__any_sync(0xffffffffu, mild != 0.0f)) {
       store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), gates(m), at());
     } else {
-      store_gated<Traits, true>(a[0], diagonal, 1.0f, tile_a(m), gates(m), at());
+      store_gated<Traits, true>(a[0], diagonal, tile_a(m), gates(m), at());
     }
     fence_proxy_async();
     __syncwarp();

@@ -113,13 +113,15 @@ struct WholeHeadTraits {
   static constexpr uint32_t kVector = 80 * 4;
   static constexpr uint32_t kGateDecay = 0;                     // gamma_t
   static constexpr uint32_t kGateScaled = kVector;              // scale * gamma_t
-  static constexpr uint32_t kGateRest = 2 * kVector;            // gC / gamma_t
+  static constexpr uint32_t kGateRest = 2 * kVector;            // gC / gamma_t * exactness of beta_t (aux_role.cuh)
   static constexpr uint32_t kGateColumnA = 3 * kVector;         // 2^(end of t's block - c_t) * beta_t
-  static constexpr uint32_t kGateColumnP = 4 * kVector;         // 2^(end of t's block - c_t) * scale
+  static constexpr uint32_t kGateColumnP = 4 * kVector;         // 2^(end of t's block - c_t) * kGateScaleP
   static constexpr uint32_t kGateRow = 5 * kVector;             // 2^(c_t - end of the block before t's), natural order
   static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;  // beta_t, natural order
   static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // c_t in log2 units, natural order
   static constexpr uint32_t kGateRaw = kGateSum + kChunk * 4;   // g_t as it comes
+  // scale * exactness of beta_t, natural order; takes the place of g_t, which its lane has read
+  static constexpr uint32_t kGateScaleP = kGateRaw;
   static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
   static constexpr uint32_t kGateMild =
       kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (aux_role.cuh), and this P's factor
