@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,8 @@ struct Case {
   bool fused = false, whole_values = false;  // forms of the passes
   bool exact = false;                        // states in fp32 too, where the call is small
   int run_chunks = 0;                        // as segment_chunks
+  int pass_blocks = 0;                       // of the fused form; 0: as many as there are multiprocessors
+  int distinct_tokens = 1 << 30;             // drawn; those after them repeat them (for times alone)
 };
 
 template <typename T>
@@ -545,6 +548,41 @@ class Runner {
     std::fflush(stdout);
   }
 
+  // Each plan's calls, five in a row, in turns with the others': medians and the least.
+  void time_in_turns(const std::vector<Case>& plans, int rounds) {
+    std::vector<std::vector<float>> ms(plans.size());
+    std::vector<std::string> how(plans.size());
+    cudaEvent_t begin, end;
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+    for (int round = 0; round <= rounds; ++round) {
+      for (size_t i = 0; i < plans.size(); ++i) {
+        make_plan(plans[i]);
+        constexpr int kCalls = 5;
+        for (int call = -1; call < kCalls; ++call) {
+          if (call == 0) CHECK(cudaEventRecord(begin));
+          CHECK(launch_chunk_backward(p_, maps_, {true, true, true, plans[i].name.find("alone") == std::string::npos},
+                                      nullptr));
+        }
+        CHECK(cudaEventRecord(end));
+        CHECK(cudaEventSynchronize(end));
+        float x = 0;
+        CHECK(cudaEventElapsedTime(&x, begin, end));
+        if (round > 0) ms[i].push_back(x / kCalls);
+        how[i] = std::string(p_.fused          ? "fused"
+                             : p_.whole_values ? "whole"
+                                               : "half") +
+                 (p_.segment_chunks > 0 ? " segments " + std::to_string(p_.segment_chunks) : "") +
+                 (p_.run_chunks > 0 ? " runs " + std::to_string(p_.run_chunks) : "");
+      }
+    }
+    for (size_t i = 0; i < plans.size(); ++i) {
+      std::sort(ms[i].begin(), ms[i].end());
+      std::printf("%-44s %-24s %-18s median %.4f least %.4f\n", c_.name.c_str(), plans[i].name.c_str(), how[i].c_str(),
+                  ms[i][ms[i].size() / 2], ms[i][0]);
+    }
+  }
+
  private:
   struct OracleBuffers {
     Buffer<double> dq, dk, dv, u, dg, dbeta, dh0, S, dS, scratch;
@@ -578,7 +616,8 @@ class Runner {
     const int64_t T = tokens_;
     auto rows = [&](int heads, bool unit) {
       std::vector<uint16_t> x(T * heads * 128);
-      for (int64_t r = 0; r < T * heads; ++r) {
+      const int64_t drawn = std::min<int64_t>(T, c_.distinct_tokens) * heads;
+      for (int64_t r = 0; r < drawn; ++r) {
         float row[128], sum = 0;
         for (float& e : row) {
           e = normal(rng);
@@ -587,6 +626,7 @@ class Runner {
         const float factor = unit ? 1.0f / std::sqrt(sum) : 1.0f;
         for (int d = 0; d < 128; ++d) x[r * 128 + d] = to_bits(row[d] * factor, c_.fp16);
       }
+      for (int64_t i = drawn * 128; i < T * heads * 128; ++i) x[i] = x[i - drawn * 128];
       return x;
     };
     hq_ = rows(c_.Hq, true);
@@ -694,14 +734,7 @@ class Runner {
     p_.dv = tokens(dv_.data, c_.Hv, 128, type);
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
-    p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
-    p_.fused = c_.fused;
-    p_.whole_values = c_.whole_values;
-    p_.run_chunks = c_.run_chunks >= 0 ? c_.run_chunks : choose_run_chunks(p_, 132);
-    workspace_bytes_ = chunk_backward_workspace_size(p_);
-    CHECK(cudaMalloc(&workspace_, workspace_bytes_));
-    bind_chunk_backward_workspace(&p_, workspace_);
-    CHECK(make_chunk_backward_maps(p_, tokens(q_.data, c_.Hq, 128, type), tokens(do_.data, c_.Hv, 128, type), &maps_));
+    make_plan(c_);
     if (c_.A && !chunks_.empty()) {
       Buffer<int4> chunks(chunks_.size());
       chunks.upload(chunks_);
@@ -712,6 +745,28 @@ class Runner {
                                                                      c_.fp16, A_.data);
       CHECK(cudaDeviceSynchronize());
     }
+  }
+
+  // How the kernels go through the call.
+  void make_plan(const Case& plan) {
+    c_.segment_chunks = plan.segment_chunks;
+    c_.fused = plan.fused;
+    c_.whole_values = plan.whole_values;
+    c_.run_chunks = plan.run_chunks;
+    p_.pass_blocks = c_.pass_blocks = plan.pass_blocks;
+    auto tokens = [&](void* data, int heads) {
+      return StridedTensor{data, {p_.T * heads * 128ll, heads * 128ll, 128, 1}, p_.v.type};
+    };
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaFree(workspace_));
+    p_.segment_chunks = c_.segment_chunks >= 0 ? c_.segment_chunks : choose_segment_chunks(p_, 132);
+    p_.fused = c_.fused;
+    p_.whole_values = c_.whole_values;
+    p_.run_chunks = c_.run_chunks >= 0 ? c_.run_chunks : choose_run_chunks(p_, 132);
+    workspace_bytes_ = chunk_backward_workspace_size(p_);
+    CHECK(cudaMalloc(&workspace_, workspace_bytes_));
+    bind_chunk_backward_workspace(&p_, workspace_);
+    CHECK(make_chunk_backward_maps(p_, tokens(q_.data, c_.Hq), tokens(do_.data, c_.Hv), &maps_));
   }
 
   void run_oracle(OracleBuffers* ref) {
@@ -973,6 +1028,9 @@ int main(int argc, char** argv) {
       c.name = "fused " + name;
       c.fused = true;
       good &= Runner(c).check();
+      c.name = "pieces " + name;  // two blocks a pass, which go through all of them
+      c.pass_blocks = 4;
+      good &= Runner(c).check();
       c.name = "both halves of V " + name;
       c.fused = false;
       c.whole_values = true;
@@ -983,6 +1041,34 @@ int main(int argc, char** argv) {
       good &= Runner(c).check();
     }
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
+  } else if (mode == "turns") {
+    // turns Hq/Hv:length,length,.. rounds plan ..: a plan is "rule", or what follows joined by commas: fused, whole,
+    // half, alone (without the gradients), s and r with segments' and runs' chunks, b with the blocks of fused passes.
+    Case c;
+    c.name = wanted;
+    const size_t colon = wanted.find(':');
+    std::sscanf(wanted.c_str(), "%d/%d", &c.Hq, &c.Hv);
+    std::stringstream lengths(wanted.substr(colon + 1));
+    for (std::string x; std::getline(lengths, x, ',');) c.lengths.push_back(std::stoi(x));
+    c.cumsum = true;
+    c.distinct_tokens = 2048;
+    std::vector<Case> plans;
+    for (int i = 4; i < argc; ++i) {
+      Case plan = c;
+      plan.name = argv[i];
+      plan.segment_chunks = plan.name == "rule" ? -1 : 0;
+      plan.run_chunks = plan.name == "rule" ? -1 : 0;
+      std::stringstream parts(plan.name);
+      for (std::string x; std::getline(parts, x, ',');) {
+        if (x == "fused") plan.fused = true;
+        if (x == "whole") plan.whole_values = true;
+        if (x[0] == 'b') plan.pass_blocks = std::stoi(x.substr(1));
+        if (x[0] == 's') plan.segment_chunks = std::stoi(x.substr(1));
+        if (x[0] == 'r' && x != "rule") plan.run_chunks = std::stoi(x.substr(1));
+      }
+      plans.push_back(plan);
+    }
+    Runner(c).time_in_turns(plans, std::stoi(argv[3]));
   } else {
     struct Row {
       int Hq, Hv, sequences, length;

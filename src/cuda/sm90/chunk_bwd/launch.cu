@@ -24,13 +24,19 @@ int64_t half_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.
 // Whether the serial passes should make G o A and P themselves: a step takes longer then, but there is nothing before
 // them and less to load (docs/design/sm90_backward.md). With blocks that nearly fill the device at once they wait for
 // memory, not for the chain of products: of one sequence, or of several that are alike. With several waves of blocks
-// the chain of the longest sequence is not all: of several sequences up to five and a half waves; from there on both
-// halves of V in a block are as fast.
+// the chain of the longest sequence is not all: of several sequences always, in pieces where there are many.
 bool gains_by_fusing(const ChunkBackwardParams& p) {
-  constexpr int64_t kMostBlocks = 11 * kWave / 2;
   const int64_t blocks = half_blocks(p);
   if (blocks <= kWave) return blocks >= kLeastFused && (p.N == 1 || p.cu_seqlens == nullptr);
-  return p.N > 1 && blocks <= kMostBlocks;
+  return p.N > 1;
+}
+
+// Whether the blocks of fused passes go on from one piece of work to another, in place of as many blocks as there are
+// pieces: it saves what a block takes to start and to end, and costs a tenth of each step, which pays from five and a
+// half waves of blocks on (docs/design/sm90_backward.md).
+bool takes_pieces(const ChunkBackwardParams& p) {
+  constexpr int64_t kLeastBlocks = 11 * kWave / 2;
+  return p.fused && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastBlocks);
 }
 
 int32_t pair_bound(const ChunkBackwardParams& p) {
@@ -95,6 +101,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->ready = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
   p->ready_count = workspace.take<uint32_t>(1);
   p->next_item = workspace.take<uint32_t>(1);
+  p->next_piece = workspace.take<uint32_t>(2);
   p->log_growths = workspace.take<float>(tiles);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
@@ -246,6 +253,7 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
+  params->takes_pieces = takes_pieces(*params);
   params->whole_values = takes_whole_values(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);

@@ -51,6 +51,11 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
     // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
+  if (Traits::kTakesPieces) {
+    // Whole clusters of either pass.
+    const int64_t most = std::max(4, (p.pass_blocks > 0 ? p.pass_blocks : multiprocessors) / 4 * 4);
+    return launch(static_cast<unsigned>(std::min(states_blocks(p), most)), false);
+  }
   if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
@@ -86,7 +91,8 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.fused          ? launch_states<T, kFusedForm>(p, maps, multiprocessors, stream)
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(p.takes_pieces   ? launch_states<T, kPiecesForm>(p, maps, multiprocessors, stream)
+                                   : p.fused        ? launch_states<T, kFusedForm>(p, maps, multiprocessors, stream)
                                    : p.keeps_exact  ? launch_states<T, kExactForm>(p, maps, multiprocessors, stream)
                                    : p.whole_values ? launch_states<T, kWholeForm>(p, maps, multiprocessors, stream)
                                                     : launch_states<T, kHalfForm>(p, maps, multiprocessors, stream));

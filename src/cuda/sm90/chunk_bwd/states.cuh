@@ -17,9 +17,17 @@ namespace flash_qla::cuda::sm90 {
 
 template <typename T, StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                           const StatesWork& work, uint32_t smem, const StatesBarriers& bars, int warp,
+                                           const StatesWork& found, uint32_t smem, const StatesBarriers& bars, int warp,
                                            int lane) {
   using Traits = StatesTraits<kForm>;
+  // Pieces are read from shared memory, the first one too: what they have in common is known here.
+  StatesWork work = found;
+  if constexpr (Traits::kTakesPieces) work = StatesWork::of_whole_sequences(kReverse);
+  if constexpr (Traits::kFused && !Traits::kTakesPieces) {
+    work.reverse = kReverse;
+    work.warmup = work.before = 0;
+    work.start = work.finish = kStateGiven;
+  }
   constexpr int kCopyWarp = Traits::kCopyWarp;
   if (warp >= kCopyWarp) {
     if constexpr (Traits::kMovesRegisters) release_registers<Traits::kCopyRegisters>();
@@ -36,7 +44,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
     }
     if (warp == kCopyWarp + 3) {
       if constexpr (Traits::kFused) {
-        make_gate_stages<T, kReverse>(p, work, smem, bars, lane);
+        make_gate_stages<T, kForm, kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared<kForm, kReverse>(p, work, smem);
         // Until prepare.cuh has ended nobody could take what it counts.
@@ -46,12 +54,12 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
   } else if (Traits::kFused && warp >= 8) {
     if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
-      gate_stages<T, kReverse>(work, smem, bars, {warp - 8, lane});
+      gate_stages<T, kForm, kReverse>(p, work, smem, bars, {warp - 8, lane});
     }
   } else if (Traits::kFused && warp >= 4) {
     if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
-      if constexpr (kReverse) make_P<T>(p, work, smem, bars, {warp - 4, lane});
+      if constexpr (kReverse) make_P<T, kForm>(p, work, smem, bars, {warp - 4, lane});
     }
   } else {
     if constexpr (Traits::kMovesRegisters) claim_registers<Traits::kStateRegisters>();
@@ -66,18 +74,13 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
 }
 
 // Whole sequences. Blocks: (reverse pass first: its steps are longer) x sequence x value head x half of V (or both).
-__device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p, int halves, StatesWork* work) {
-  int index = blockIdx.x;
-  const int one_pass = gridDim.x / 2;
-  work->reverse = index < one_pass;
-  if (!work->reverse) index -= one_pass;
-  work->half = halves == 2 ? 0 : index % 2;
-  if (halves == 1) index /= 2;
-  work->head = index % p.Hv;
-  work->n = index / p.Hv;
-  work->sequence = sequence_info(p, work->n);
-  work->steps = work->sequence.chunks();
-  work->first = work->reverse ? work->steps - 1 : 0;
+template <StatesForm kForm>
+__device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p, StatesWork* work) {
+  const uint32_t one_pass = gridDim.x / 2;
+  work->reverse = blockIdx.x < one_pass;
+  const uint32_t index = blockIdx.x - (work->reverse ? 0 : one_pass);
+  work->take_piece(p, StatesTraits<kForm>::kHalves == 2 ? 2 * index : index);
+  work->take_whole(p);
   work->warmup = 0;
   work->before = 0;
   work->start = kStateGiven;
@@ -194,7 +197,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     if (waits_late && (found ? work.start >= 0 : blockIdx.x == 0)) wait_for_predecessors();
     if (!found) return;
   } else {
-    find_sequence_work(p, Traits::kHalves, &work);
+    find_sequence_work<kForm>(p, &work);
   }
   work.key_head = work.head / p.group;
 
@@ -212,6 +215,16 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     }
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
+    if constexpr (Traits::kTakesPieces) {
+      // Those who enter a piece: the state group, who makes G o A, P (reverse) and gates, who stores, and who counts.
+      const uint32_t warps = 4 + 4 + (work.reverse ? 4 : 0) + 1 + 1;
+      for (uint32_t slot = 0; slot < Traits::kPieceSlots; ++slot) {
+        mbarrier_init(bars.piece_full(slot), 1);
+        mbarrier_init(bars.piece_empty(slot), warps * kWarpArrivals + 1);
+      }
+      work.write_piece<kForm>(smem, 0, true);
+      mbarrier_arrive(bars.piece_full(0));
+    }
     mbarrier_init_fence();
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);

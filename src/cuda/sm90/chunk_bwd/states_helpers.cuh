@@ -12,12 +12,11 @@ template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
                                              int counter) {
   using Traits = StatesTraits<kForm>;
-  const bool keeps_gates = Traits::kFused && kReverse && work.half == 0;
   auto wait_for = [](uint32_t steps, int step) {
     while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
   };
   int turn = counter;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse, false>(p, smem, run); ++run) {
     uint32_t uncounted = 0;
     for (int step = work.warmup; step < work.steps; ++step) {
       const int c = work.chunk(step);
@@ -28,7 +27,7 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, State
       uncounted = 0;
       if (turn++ % Traits::kCounters != 0) continue;
       wait_for(smem + Traits::kStored, work.before + step);
-      if (keeps_gates) wait_for(smem + Traits::kMade, step);
+      if (Traits::kFused && kReverse && work.half == 0) wait_for(smem + Traits::kMade, work.before + step);
       const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head;
       const uint32_t counted = fetch_add_release(p.progress + item, by) + by;
       if (counted == kPairCount * p.group) store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
@@ -45,8 +44,8 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   uint32_t kept = 0;  // phase of state_full
   constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
   auto cursor = StatesCursor<kStages>::template before_first<Traits::kRehearses>();
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
-    for (int step = Traits::kRehearses ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+    for (int step = Traits::kRehearses && run == 0 ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
       asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
       const int c = work.chunk(step);
       const ChunkInfo chunk = work.info(c);
@@ -131,8 +130,20 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         store_shared_release(stored, work.before + step - 1);
       }
     }
+    if (Traits::kTakesPieces && kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
+      mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
+      if (lane == 0) fence_proxy_async();
+      arrive_warp(bars.empty(cursor.stage), lane);
+      cursor.advance();
+    }
+    // Who counts has to be through with a piece before the one after the next is named, whatever there is to do in
+    // them.
+    if (Traits::kTakesPieces && lane == 0) {
+      tma_store_wait_all();
+      store_shared_release(stored, work.before + work.steps);
+    }
   }
-  if (lane == 0) {
+  if (!Traits::kTakesPieces && lane == 0) {
     tma_store_wait_all();
     store_shared_release(stored, work.before + work.steps);
   }
@@ -143,7 +154,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, StatesWork work, uint32_t smem) {
   constexpr int kSteps = 8;  // asked for at once
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse, false>(p, smem, run); ++run) {
     for (int known = 0; known < work.steps;) {
       uint32_t done[kSteps];
 #pragma unroll
@@ -167,6 +178,22 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, Sta
   }
 }
 
+// Who loads: names the block's run-th piece of work for everybody, itself among them; false: there is none.
+template <StatesForm kForm>
+__device__ __forceinline__ bool name_piece(const ChunkBackwardParams& p, StatesWork* work, uint32_t smem,
+                                           const StatesBarriers& bars, uint32_t run, uint32_t piece, bool is_there) {
+  using Traits = StatesTraits<kForm>;
+  const uint32_t slot = run % Traits::kPieceSlots;
+  if (is_there) {
+    work->take_piece(p, piece);
+    work->take_whole(p);
+  }
+  mbarrier_wait(bars.piece_empty(slot), (run / Traits::kPieceSlots % 2) ^ 1);  // the first round finds all empty
+  work->write_piece<kForm>(smem, run, is_there);
+  mbarrier_arrive(bars.piece_full(slot));
+  return is_there;
+}
+
 // One thread: the tensors' tiles into the stages.
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
@@ -174,7 +201,21 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
   using Traits = StatesTraits<kForm>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+  [[maybe_unused]] const uint32_t at_once = gridDim.x / 2, pieces = 2u * static_cast<uint32_t>(p.N * p.Hv);
+  if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, 0);
+  for (uint32_t run = 0;; ++run) {
+    [[maybe_unused]] uint32_t next = at_once;  // the piece after this one, asked for ahead
+    if constexpr (Traits::kTakesPieces) {
+      // Where a sequence has pieces for half of the blocks or more they are dealt: each block has one of nearly every
+      // sequence, and all end together. Else who is through takes the next one.
+      if (4 * static_cast<uint32_t>(p.Hv) >= at_once) {
+        next = blockIdx.x % at_once + (run + 1) * at_once;
+      } else if (pieces > at_once) {
+        next += atomicAdd(p.next_piece + static_cast<int>(kReverse), 1u);
+      }
+    } else {
+      if (!work.enter<kForm, kReverse, false>(p, smem, run)) break;
+    }
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       const ChunkInfo chunk = work.info(work.chunk(step));
       const uint32_t bar = bars.loaded(cursor.stage);
@@ -227,25 +268,28 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
         }
       }
     }
-  }
-  if (kReverse && work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
-    const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
-    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
-    mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
-    for (int group = 0; group < Traits::kHalves; ++group) {
-      tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
-                  bars.loaded(cursor.stage), 0, chunk.token, work.half + group, work.head, chunk.batch);
+    if (kReverse &&
+        work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
+      const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
+      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+      mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
+      for (int group = 0; group < Traits::kHalves; ++group) {
+        tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
+                    bars.loaded(cursor.stage), 0, chunk.token, work.half + group, work.head, chunk.batch);
+      }
+      cursor.advance();
+    }
+    if constexpr (Traits::kTakesPieces) {
+      if (!name_piece<kForm>(p, &work, smem, bars, run + 1, next, next < pieces)) break;
     }
   }
 }
 
 // One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
-template <typename T, bool kReverse>
-__device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+template <typename T, StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
                                                  const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<kFusedForm>;
-  const bool may_keep = kReverse && work.half == 0;
-  if (work.steps == 0) return;
+  using Traits = StatesTraits<kForm>;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   // Two chunks' are on their way while a stage is waited for: beside the copy engine's loads they take longer than a
   // step.
@@ -254,7 +298,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
   };
   const auto make = [&](int step, RawGates& raw) {
     const int c = work.chunk(step), valid = work.info(c).valid;
-    const bool keeps = may_keep && step >= work.warmup;
+    const bool keeps = kReverse && work.half == 0 && step >= work.warmup;
     const Gates gates = make_gates(p, raw, valid, lane);
     raw = load(step + 2);
     const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
@@ -270,19 +314,34 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, c
       kept[kChunk] = gates.ratio;
       kept[3 * kChunk / 2] = gates.beta;
       if (small) {
-        if (starts_beside_plan<kFusedForm>(p)) wait_for_predecessors();  // for the list
+        if (starts_beside_plan<kForm>(p)) wait_for_predecessors();  // for the list
         if (lane == 0) note_small_beta(p, static_cast<int>(tile));
       }
       __syncwarp();
-      if (lane == 0) store_shared_release(smem + Traits::kMade, step + 1);
+      if (lane == 0) store_shared_release(smem + Traits::kMade, work.before + step + 1);
     }
     cursor.advance();
   };
-  // By turns in two places: to move one to the other would be to wait for it.
-  RawGates even = load(0), odd = load(1);
-  for (int step = 0; step < work.steps; step += 2) {
-    make(step, even);
-    if (step + 1 < work.steps) make(step + 1, odd);
+  const auto make_all = [&] {
+    if (work.steps == 0) return;
+    // By turns in two places: to move one to the other would be to wait for it.
+    RawGates even = load(0), odd = load(1);
+    for (int step = 0; step < work.steps; step += 2) {
+      make(step, even);
+      if (step + 1 < work.steps) make(step + 1, odd);
+    }
+  };
+  if constexpr (Traits::kTakesPieces) {
+    for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+      make_all();
+      if (kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
+        mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+        arrive_warp(bars.gates(cursor.stage), lane);
+        cursor.advance();
+      }
+    }
+  } else {
+    make_all();
   }
 }
 
@@ -312,99 +371,115 @@ __device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane
 
 // One warpgroup: in each stage A becomes G o A below the diagonal. On it both are 1: what that multiplies the state
 // group adds in fp32.
-template <typename T, bool kReverse>
-__device__ __forceinline__ void gate_stages(const StatesWork& work, uint32_t smem, const StatesBarriers& bars,
-                                            const Lane& at) {
-  using Traits = StatesTraits<kFusedForm>;
+template <typename T, StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
+                                            const StatesBarriers& bars, const Lane& at) {
+  using Traits = StatesTraits<kForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, true);
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const int valid = work.info(work.chunk(step)).valid;
-    const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
-    const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
-    const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
-    float c_row[2];
-    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    load_row_cumsums(c_row, sGates, valid, at);
-    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (valid < kChunk) {
-      const int thread = 32 * at.warp + at.lane;
-      zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
-      if constexpr (!kReverse) {
-        for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+    // What the state group takes of the caller's tensor when it gets here.
+    if (run > 0) prefetch_state(p, work, kReverse ? p.dht : p.initial_state, at);
+    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+      const int valid = work.info(work.chunk(step)).valid;
+      const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+      const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+      const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
+      float c_row[2];
+      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+      load_row_cumsums(c_row, sGates, valid, at);
+      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+      if (valid < kChunk) {
+        const int thread = 32 * at.warp + at.lane;
+        zero_tail(base + (kReverse ? Traits::kRevDo : Traits::kFwdV), valid, thread, 128);
+        if constexpr (!kReverse) {
+          for (int half = 0; half < 2; ++half) zero_tail(base + Traits::kFwdK + half * kTileBytes, valid, thread, 128);
+        }
+        zero_tail(sGA, valid, thread, 128);
+        named_barrier_sync(kGateBarrier, 128);
       }
-      zero_tail(sGA, valid, thread, 128);
-      named_barrier_sync(kGateBarrier, 128);
-    }
-    // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
+      // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
 #pragma unroll 1
-    for (int j = 0; j <= at.warp; ++j) {
-      uint32_t a[4];
-      load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
+      for (int j = 0; j <= at.warp; ++j) {
+        uint32_t a[4];
+        load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
-        const float2 x = unpack2<T>(a[part]);
-        a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
-                  (j < at.warp ? ~0u : diagonal[part]);
+        for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+          const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+          const float2 x = unpack2<T>(a[part]);
+          a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                    (j < at.warp ? ~0u : diagonal[part]);
+        }
+        store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
       }
-      store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
-    }
 #pragma unroll 1
-    for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
-    fence_proxy_async();
-    arrive_warp(bars.gated(cursor.stage), at.lane);
+      for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
+      fence_proxy_async();
+      arrive_warp(bars.gated(cursor.stage), at.lane);
+    }
+    if (Traits::kTakesPieces && kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
+      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+      arrive_warp(bars.gated(cursor.stage), at.lane);
+      cursor.advance();
+    }
   }
 }
 
 // One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
-template <typename T>
-__device__ __forceinline__ void make_P(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+template <typename T, StatesForm kForm>
+__device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
                                        const StatesBarriers& bars, const Lane& at) {
-  using Traits = StatesTraits<kFusedForm>;
+  using Traits = StatesTraits<kForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, false);
   StatesCursor<Traits::kRevStages> cursor;
-  for (int step = 0; step < work.steps; ++step, cursor.advance()) {
-    const int valid = work.info(work.chunk(step)).valid;
-    const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
-    const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
-    mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-    if (valid < kChunk) {
-      for (int half = 0; half < 2; ++half) {
-        zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
-        zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+  for (uint32_t run = 0; work.enter<kForm, true>(p, smem, run); ++run) {
+    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+      const int valid = work.info(work.chunk(step)).valid;
+      const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
+      const uint32_t sQ = smem + cursor.stage * Traits::kRevStage + Traits::kRevQ;
+      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+      if (valid < kChunk) {
+        for (int half = 0; half < 2; ++half) {
+          zero_tail(sK + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+          zero_tail(sQ + half * kTileBytes, valid, 32 * at.warp + at.lane, 128);
+        }
+        fence_proxy_async();
+        named_barrier_sync(kPBarrier, 128);
+      }
+      const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
+      float qk[32], c_row[2], c[16];
+      start_query_key_products<T>(qk, sQ, sK);
+      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+      load_row_cumsums(c_row, sGates, valid, at);
+      load_columns(c, sGates, at.lane);
+      mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
+      wgmma_wait<0>();
+      pin(qk);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t packed[4] = {};
+        if (j <= at.warp) {
+#pragma unroll
+          for (int part = 0; part < 4; ++part) {
+            const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+            const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
+            const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
+            packed[part] =
+                pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
+          }
+        }
+        store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
       }
       fence_proxy_async();
-      named_barrier_sync(kPBarrier, 128);
+      arrive_warp(bars.P_full(), at.lane);
     }
-    const uint32_t sGates = smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes;
-    float qk[32], c_row[2], c[16];
-    start_query_key_products<T>(qk, sQ, sK);
-    mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    load_row_cumsums(c_row, sGates, valid, at);
-    load_columns(c, sGates, at.lane);
-    mbarrier_wait(bars.P_empty(), (step & 1) ^ 1);
-    wgmma_wait<0>();
-    pin(qk);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t packed[4] = {};
-      if (j <= at.warp) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {
-          const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-          const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
-          const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
-          packed[part] =
-              pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
-        }
-      }
-      store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
+    if (Traits::kTakesPieces && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
+      mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
+      arrive_warp(bars.P_full(), at.lane);
+      cursor.advance();
     }
-    fence_proxy_async();
-    arrive_warp(bars.P_full(), at.lane);
   }
 }
 

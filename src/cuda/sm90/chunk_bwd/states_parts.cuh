@@ -14,17 +14,18 @@ constexpr int kMostRuns = 8;
 
 // What a block has, and whether it makes G o A and P itself.
 enum StatesForm {
-  kHalfForm,   // half of V
-  kFusedForm,  // half of V, and makes them
-  kWholeForm,  // both halves of V, a warpgroup each
-  kExactForm,  // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
+  kHalfForm,    // half of V
+  kFusedForm,   // half of V, and makes them
+  kPiecesForm,  // the same, one piece of work after another
+  kWholeForm,   // both halves of V, a warpgroup each
+  kExactForm,   // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
 
 constexpr bool is_half(StatesForm form) { return form == kHalfForm || form == kExactForm; }
 
 template <StatesForm kForm>
 struct StatesTraits {
-  static constexpr bool kFused = kForm == kFusedForm;
+  static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm;
   static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
   static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
   // Who counts for the gradients: two by turns where a pair takes 2.2 us, longer elsewhere.
@@ -33,7 +34,10 @@ struct StatesTraits {
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
   // everyone.
   static constexpr bool kMovesRegisters = !is_half(kForm);
-  static constexpr int kStateRegisters = 232, kPrepareRegisters = 112, kCopyRegisters = kFused ? 56 : 40;
+  static constexpr int kStateRegisters = 232, kPrepareRegisters = kForm == kPiecesForm ? 104 : 112,
+                       kCopyRegisters = kForm == kPiecesForm ? 72
+                                        : kFused             ? 56
+                                                             : 40;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
@@ -53,6 +57,12 @@ struct StatesTraits {
   // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
   static constexpr bool kRehearses = kFused;
 
+  // A block goes on to another piece of work (sequence, value head, half of V) of its pass while there is one: what
+  // runs ahead of the state group has the next one's first stages ready when it gets there. A block of its own takes
+  // 6 us to start and to end. Its first piece it knows from its number, the others from whoever loads, by slots.
+  static constexpr bool kTakesPieces = kForm == kPiecesForm;
+  static constexpr int kPieceSlots = 2;
+
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
   static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
@@ -68,14 +78,18 @@ struct StatesTraits {
   static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
   static constexpr uint32_t kRevEnd = kRevGates + kRevStages * kPassGateBytes;
   static constexpr uint32_t kBarriers = kFwdEnd > kRevEnd ? kFwdEnd : kRevEnd;
-  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6 + 2 * kPieceSlots;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
   // Forward passes: how many runs there are, and of each {first chunk, steps, of these warm-up, steps before it}.
   static constexpr uint32_t kRunCount = kMade + 4;
   static constexpr uint32_t kRuns = (kRunCount + 4 + 15) / 16 * 16;
-  static constexpr uint32_t kBytes = 1024 + kRuns + 16 * kMostRuns;  // 1024: the tiles' alignment
+  // Of the pieces: {sequence or -1 where there are no more, value head, half of V, -}, {token, length, first_slot,
+  // first_pair} of the sequence.
+  static constexpr uint32_t kPieces = kRuns + 16 * kMostRuns;
+  static constexpr uint32_t kBytes = 1024 + kPieces + 32 * kPieceSlots;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
+  static_assert(!kFused || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 
@@ -99,6 +113,9 @@ struct StatesBarriers {
   __device__ uint32_t state_empty(int half = 0) const { return state_full(half) + 8; }
   __device__ uint32_t P_full() const { return state_full(2); }
   __device__ uint32_t P_empty() const { return state_full(2) + 8; }
+  // A piece of work is named; all have gone on from it.
+  __device__ uint32_t piece_full(uint32_t slot) const { return state_full(3) + 16 * slot; }
+  __device__ uint32_t piece_empty(uint32_t slot) const { return piece_full(slot) + 8; }
 };
 
 // A place in the ring of stages.
@@ -270,6 +287,12 @@ struct StatesWork {
   int before;        // steps of the runs before
   int64_t start, finish;
 
+  __device__ static StatesWork of_whole_sequences(bool reverse) {
+    StatesWork work{};
+    work.reverse = reverse;
+    work.start = work.finish = kStateGiven;
+    return work;
+  }
   __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
   // The chunk of the step-th turn.
   __device__ int chunk(int step) const { return reverse ? first - step : first + step; }
@@ -283,13 +306,66 @@ struct StatesWork {
   __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
   }
-  // Goes on to a run; false: there are no more.
-  template <StatesForm kForm, bool kReverse>
-  __device__ __forceinline__ bool enter(uint32_t smem, uint32_t run) {
-    if constexpr (!is_half(kForm) || kReverse) {
+  // The piece-th piece of a pass: both halves of V of a value head, then the next head, sequence by sequence.
+  __device__ __forceinline__ void take_piece(const ChunkBackwardParams& p, uint32_t piece) {
+    half = static_cast<int>(piece % 2);
+    head = static_cast<int>(piece / 2 % static_cast<uint32_t>(p.Hv));
+    n = static_cast<int>(piece / 2 / static_cast<uint32_t>(p.Hv));
+    sequence = sequence_info(p, n);
+  }
+  // Over all of its sequence.
+  __device__ __forceinline__ void take_whole(const ChunkBackwardParams& p) {
+    key_head = head / p.group;
+    steps = sequence.chunks();
+    first = reverse ? steps - 1 : 0;
+  }
+  // For those who come later (read_piece).
+  template <StatesForm kForm>
+  __device__ __forceinline__ void write_piece(uint32_t smem, uint32_t run, bool is_there) const {
+    const uint32_t slot = smem + StatesTraits<kForm>::kPieces + 32 * (run % StatesTraits<kForm>::kPieceSlots);
+    store_shared_u4(slot, make_uint4(is_there ? static_cast<uint32_t>(n) : ~0u, static_cast<uint32_t>(head),
+                                     static_cast<uint32_t>(half), 0));
+    store_shared_u4(slot + 16,
+                    make_uint4(static_cast<uint32_t>(sequence.token), static_cast<uint32_t>(sequence.length),
+                               static_cast<uint32_t>(sequence.first_slot), static_cast<uint32_t>(sequence.first_pair)));
+  }
+  // The run-th piece of the block; false: there are no more. Read again by those who have no registers to keep it in.
+  template <StatesForm kForm>
+  __device__ __forceinline__ bool read_piece(const ChunkBackwardParams& p, uint32_t smem, uint32_t run) {
+    const uint32_t slot = smem + StatesTraits<kForm>::kPieces + 32 * (run % StatesTraits<kForm>::kPieceSlots);
+    const uint4 x = load_shared_u4(slot), y = load_shared_u4(slot + 16);
+    n = static_cast<int>(x.x);
+    head = static_cast<int>(x.y);
+    half = static_cast<int>(x.z);
+    sequence = {static_cast<int>(y.x), static_cast<int>(y.y), static_cast<int>(y.z), p.cu_seqlens == nullptr ? n : 0,
+                static_cast<int>(y.w)};
+    take_whole(p);
+    return n >= 0;
+  }
+  // Goes on to a run, or another piece of work; false: there are no more. kByWarp: all of a warp come here, else one
+  // thread.
+  template <StatesForm kForm, bool kReverse, bool kByWarp = true>
+  __device__ __forceinline__ bool enter(const ChunkBackwardParams& p, uint32_t smem, uint32_t run) {
+    using Traits = StatesTraits<kForm>;
+    if constexpr (Traits::kTakesPieces) {
+      const StatesBarriers bars = {smem + Traits::kBarriers};
+      if (run > 0) {
+        before += steps;
+        const uint32_t left = bars.piece_empty((run - 1) % Traits::kPieceSlots);
+        if constexpr (kByWarp) {
+          __syncwarp();
+          mbarrier_arrive_warp(left, static_cast<int>(threadIdx.x % 32));
+        } else {
+          mbarrier_arrive(left);
+        }
+      }
+      mbarrier_wait(bars.piece_full(run % Traits::kPieceSlots), run / Traits::kPieceSlots % 2);
+      const bool is_there = read_piece<kForm>(p, smem, run);
+      if (!is_there) steps = 0;
+      return is_there;
+    } else if constexpr (!is_half(kForm) || kReverse) {
       return run == 0;
     } else {
-      using Traits = StatesTraits<kForm>;
       const uint32_t runs = load_shared_u1(smem + Traits::kRunCount);
       if (runs > 1 && run < runs) {
         const uint4 x = load_shared_u4(smem + Traits::kRuns + 16 * run);

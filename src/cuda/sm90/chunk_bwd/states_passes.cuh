@@ -11,6 +11,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float S[64] = {};
+  if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, 0);
   if constexpr (Traits::kRehearses) prefetch_state(p, work, p.initial_state, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
@@ -47,98 +48,106 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
-  for (uint32_t run = 0; work.enter<kForm, false>(smem, run); ++run) {
+  constexpr bool kGoesOn = is_half(kForm) || Traits::kTakesPieces;  // to another run or piece
+  // Before the first one what is rehearsed.
 #pragma unroll 1
-    for (int turn = Traits::kRehearses ? 0 : 1; turn < 2; ++turn) {
-      if (turn > 0) start_state(S, p, work, p.initial_state, at);
-      const int end = turn > 0 ? work.steps : 0;
-      if (end > 0) fetch(0);
-      for (int step = turn - 1; step < end; ++step) {
-        // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-        asm volatile("" : "+r"(at.warp), "+r"(at.lane));
-        const int stage = cursor.stage;
-        const uint32_t base = smem + stage * Traits::kFwdStage, sGates = gates_of();
-        const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
-        const uint32_t sGA = base + Traits::kFwdGA;
-
-        // u = S^T K^T; under it the state on its way out.
-        uint32_t packed[32];
-        pack_state<T>(packed, S);
-        keep_exact<kForm>(S, p, work, step, at);
-        float u[32];
-        wgmma_fence();
-        state_times_keys<T>(u, packed, sK);
-        wgmma_commit();
-        // Which product is rounded by itself and which in the sum below is said here: all forms have the same bits.
-        float beta_v[32];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float2 x = unpack2<T>(v[i]);
-          beta_v[2 * i] = __fmul_rn(beta[2 * (i / 2)], x.x);
-          beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
-        }
-        if (Traits::kFused && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
-        if (work.keeps_state(step)) {
-          mbarrier_wait(bars.state_empty(group), kept);
-          put_state(out, packed, at);
-          arrive_warp(bars.state_full(group), at.lane);
-          kept ^= 1;
-        }
-        wgmma_wait<0>();
-        pin(packed);
-        pin(u);
-        float ratio[16];
-        load_vector(ratio, sGates + kPassRatio, at.lane);
-        const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
-
-        // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
-        // others by the product.
-        uint32_t w[16];
-        float v_new[32];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          v_new[2 * i] = fmaf(step_factor[2 * (i / 2)], u[2 * i], beta_v[2 * i]);
-          v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
-          w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
-        }
-        wgmma_fence();
-        add_to_later<T>(v_new, w, sGA);
-        wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
-        wgmma_wait<0>();
-        pin(w);
-        pin(v_new);
-
-        // S = gC S + K^T diag(gC / gamma) V', and under it V' on its way out.
-        uint32_t scaled[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          scaled[i] = pack2<T>(ratio[2 * (i / 2)] * v_new[2 * i], ratio[2 * (i / 2) + 1] * v_new[2 * i + 1]);
-        }
-        wgmma_fence();
-        add_product<T>(S, scaled, sK);
-        wgmma_commit();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t plain[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
-          store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
-        }
-        arrive_warp(bars.tokens_full(stage), at.lane);
-        cursor.advance();
-        if (step + 1 < end) fetch(step + 1);
-        wgmma_wait<0>();
-        pin(scaled);
-        pin(S);
-        arrive_warp(bars.empty(stage), at.lane);
+  for (int run = Traits::kRehearses ? -1 : 0; kGoesOn || run < 1; ++run) {
+    if (run >= 0) {
+      if constexpr (kGoesOn) {
+        if (!work.enter<kForm, false>(p, smem, run)) break;
       }
+      start_state(S, p, work, p.initial_state, at);
+    }
+    const int end = run >= 0 ? work.steps : 0;
+    if (end > 0) fetch(0);
+    for (int step = Traits::kRehearses && run < 0 ? -1 : 0; step < end; ++step) {
+      // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
+      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      const int stage = cursor.stage;
+      const uint32_t base = smem + stage * Traits::kFwdStage, sGates = gates_of();
+      const uint32_t sK = base + Traits::kFwdK, sV = base + Traits::kFwdV + group * kTileBytes;
+      const uint32_t sGA = base + Traits::kFwdGA;
+
+      // u = S^T K^T; under it the state on its way out.
+      uint32_t packed[32];
+      pack_state<T>(packed, S);
+      keep_exact<kForm>(S, p, work, step, at);
+      float u[32];
+      wgmma_fence();
+      state_times_keys<T>(u, packed, sK);
+      wgmma_commit();
+      // Which product is rounded by itself and which in the sum below is said here: all forms have the same bits.
+      float beta_v[32];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float2 x = unpack2<T>(v[i]);
+        beta_v[2 * i] = __fmul_rn(beta[2 * (i / 2)], x.x);
+        beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
+      }
+      if (Traits::kFused && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
+      if (work.keeps_state(step)) {
+        mbarrier_wait(bars.state_empty(group), kept);
+        put_state(out, packed, at);
+        arrive_warp(bars.state_full(group), at.lane);
+        kept ^= 1;
+      }
+      wgmma_wait<0>();
+      pin(packed);
+      pin(u);
+      float ratio[16];
+      load_vector(ratio, sGates + kPassRatio, at.lane);
+      const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
+
+      // V'^T = (beta W)^T (G o A)^T, W = V - gamma K S: a token's own share, which is most of it, in fp32, those of
+      // others by the product.
+      uint32_t w[16];
+      float v_new[32];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        v_new[2 * i] = fmaf(step_factor[2 * (i / 2)], u[2 * i], beta_v[2 * i]);
+        v_new[2 * i + 1] = fmaf(step_factor[2 * (i / 2) + 1], u[2 * i + 1], beta_v[2 * i + 1]);
+        w[i] = pack2<T>(v_new[2 * i], v_new[2 * i + 1]);
+      }
+      wgmma_fence();
+      add_to_later<T>(v_new, w, sGA);
+      wgmma_commit();
+#pragma unroll
+      for (int i = 0; i < 64; ++i) S[i] *= gamma_end;
+      wgmma_wait<0>();
+      pin(w);
+      pin(v_new);
+
+      // S = gC S + K^T diag(gC / gamma) V', and under it V' on its way out.
+      uint32_t scaled[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        scaled[i] = pack2<T>(ratio[2 * (i / 2)] * v_new[2 * i], ratio[2 * (i / 2) + 1] * v_new[2 * i + 1]);
+      }
+      wgmma_fence();
+      add_product<T>(S, scaled, sK);
+      wgmma_commit();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t plain[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) plain[i] = pack2<T>(v_new[8 * j + 2 * i], v_new[8 * j + 2 * i + 1]);
+        store_matrix_x4_trans(transposed_piece(sV, j, at), plain[0], plain[1], plain[2], plain[3]);
+      }
+      arrive_warp(bars.tokens_full(stage), at.lane);
+      cursor.advance();
+      if (step + 1 < end) fetch(step + 1);
+      wgmma_wait<0>();
+      pin(scaled);
+      pin(S);
+      arrive_warp(bars.empty(stage), at.lane);
     }
   }
-  wgmma_wait<0>();
-  pin(S);
-  finish_state(S, p, work, StridedTensor{}, at);
+  // Of whole sequences nobody wants a final state.
+  if constexpr (!Traits::kTakesPieces) {
+    wgmma_wait<0>();
+    pin(S);
+    finish_state(S, p, work, StridedTensor{}, at);
+  }
 }
 
 // For fp16: powers of two that bring the largest of a thread's two rows of dU^T to about 2^10, no less than 1. What
@@ -203,11 +212,12 @@ __device__ __forceinline__ void add_rest_to_dh0(float (&dS)[64], const StatesWor
 }
 
 template <typename T, StatesForm kForm>
-__device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, const StatesWork& work, uint32_t smem,
+__device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64] = {};
+  if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, 0);
   if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   uint32_t kept = 1 ^ group;                          // as in the forward pass
@@ -225,7 +235,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     if (work.has_tail(step)) {
       if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
         mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-        mbarrier_wait(bars.P_full(), step & 1);
+        mbarrier_wait(bars.P_full(), cursor.stage & 1);
       } else {
         const int valid = work.info(work.chunk(step)).valid, thread = 32 * at.warp + at.lane;
         for (int k_half = 0; k_half < 2; ++k_half) {
@@ -246,12 +256,26 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
     }
     load_vector(ratio, sGates + kPassRatio, at.lane);
   };
+  // At the end of a pass over a piece.
+  const auto finish = [&](uint32_t run) {
+    wgmma_wait<0>();
+    pin(dS);
+    if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, run);  // not kept over the steps
+    if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
+    finish_state(dS, p, work, p.dh0, at);
+  };
+  // Before the first piece what is rehearsed.
 #pragma unroll 1
-  for (int turn = Traits::kRehearses ? 0 : 1; turn < 2; ++turn) {
-    if (turn > 0) start_state(dS, p, work, p.dht, at);
-    const int end = turn > 0 ? work.steps : 0;
+  for (int run = Traits::kRehearses ? -1 : 0; Traits::kTakesPieces || run < 1; ++run) {
+    if (run >= 0) {
+      if constexpr (Traits::kTakesPieces) {
+        if (!work.enter<kForm, true>(p, smem, run)) break;
+      }
+      start_state(dS, p, work, p.dht, at);
+    }
+    const int end = run >= 0 ? work.steps : 0;
     if (end > 0) fetch(0);
-    for (int step = turn - 1; step < end; ++step) {
+    for (int step = Traits::kRehearses && run < 0 ? -1 : 0; step < end; ++step) {
       // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
       asm volatile("" : "+r"(at.warp), "+r"(at.lane));
       const int stage = cursor.stage;
@@ -273,7 +297,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
       wgmma_commit();
       uint32_t scaled[16];
       scale_tokens<T>(scaled, d_o, factor);
-      if (Traits::kFused && step >= 0) mbarrier_wait(bars.P_full(), step & 1);
+      if (Traits::kFused && step >= 0) mbarrier_wait(bars.P_full(), cursor.stage & 1);
       wgmma_fence();
       add_to_earlier<T, true>(p_do, d_o, sP);
       wgmma_commit();
@@ -358,14 +382,25 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, con
 #pragma unroll
         for (int i = 0; i < 64; ++i) dS[i] *= inverse_power(lift[i / 2 % 2]);
       }
-      arrive_warp(bars.empty(stage), at.lane);
+      // Q and gates of a piece's last step are wanted once more.
+      if (!Traits::kTakesPieces || step + 1 < end) arrive_warp(bars.empty(stage), at.lane);
+    }
+
+    if constexpr (Traits::kTakesPieces) {
+      if (run >= 0) finish(run);
+      if (run < 0 || end > 0) {
+        arrive_warp(bars.empty((cursor.stage == 0 ? Traits::kRevStages : cursor.stage) - 1), at.lane);
+      }
+      if (run >= 0 && work.makes_dh0(p)) {  // all go on from the stage of the rest of dO
+        mbarrier_wait(bars.P_full(), cursor.stage & 1);
+        arrive_warp(bars.P_empty(), at.lane);
+        arrive_warp(bars.tokens_full(cursor.stage), at.lane);
+        arrive_warp(bars.empty(cursor.stage), at.lane);
+        cursor.advance();
+      }
     }
   }
-
-  wgmma_wait<0>();
-  pin(dS);
-  if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
-  finish_state(dS, p, work, p.dh0, at);
+  if constexpr (!Traits::kTakesPieces) finish(0);
 }
 
 }  // namespace flash_qla::cuda::sm90
