@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "cuda/sm90/chunk_fwd/split_even.h"
 #include "cuda/sm90/chunk_fwd/split_plan.h"
 
 namespace flash_qla::cuda::sm90 {
@@ -312,6 +313,107 @@ TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
   EXPECT_GT(warmed, 50000);
 }
 
+struct CountedSink {
+  std::vector<Tile> tiles;
+  std::vector<TransitionChain> chains;
+  void tile(const Tile& t) { tiles.push_back(t); }
+  void chain(const TransitionChain& c) { chains.push_back(c); }
+};
+struct EvenSink {
+  std::vector<Tile> states, outputs;
+  std::vector<TransitionChain> chains;
+  struct Reference {
+    EvenSink& to;
+    void state(int32_t at, const Tile& t) const { put(to.states, at, t, &Tile::row); }
+    void output(int32_t at, const Tile& t) const { put(to.outputs, at, t, &Tile::row); }
+    void chain(int32_t at, const TransitionChain& c) const { put(to.chains, at, c, &TransitionChain::first_slot); }
+  };
+
+ private:
+  // A place that is free has -1.
+  template <typename T>
+  static void put(std::vector<T>& list, int32_t at, const T& x, int32_t T::* field) {
+    ASSERT_TRUE(at >= 0 && at < static_cast<int32_t>(list.size()));
+    ASSERT_EQ(list[static_cast<size_t>(at)].*field, -1);
+    list[static_cast<size_t>(at)] = x;
+  }
+};
+
+// Equal sequences in light and heavy heads: the tiles told by their places are those that are counted, each place is
+// taken once, and larger segments come first.
+TEST(SplitPlan, EvenPlansAreTheCountedOnes) {
+  std::mt19937 random(3);
+  auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
+  const auto fields = [](const Tile& t) {
+    return std::array<int32_t, 9>{t.row, t.tokens, t.sequence, t.chunk, t.position, t.slot, t.head, t.warmup, t.flags};
+  };
+  int64_t mixed = 0;
+  for (int i = 0; i < 20000; ++i) {
+    const int32_t n = 1 + below(3), heads = 1 + below(9), chunks = 1 + below(300);
+    const int32_t length = (chunks - 1) * kSplitChunk + 1 + below(kSplitChunk);
+    SplitGrid grid;
+    grid.set_spacing(kMinSpacing + below(12));
+    const SplitMerge merge = merge_choice(below(kMergeChoices));
+    const int32_t capacity = n * chunks / grid.spacing + 1;
+    CountedSink counted;
+    EvenSink even;
+    std::vector<bool> heavy;
+    for (int32_t pair = 0; pair < n * heads; ++pair) heavy.push_back(below(3) == 0);
+    const int32_t heavy_heads = static_cast<int32_t>(std::count(heavy.begin(), heavy.end(), true));
+    const int32_t pieces = pieces_of(chunks, grid);
+    const EvenPlan plan(pieces, merge);
+    const EvenCounts counts{n * heads - heavy_heads, heavy_heads};
+    Tile none{};
+    none.row = -1;
+    even.states.assign(static_cast<size_t>(plan.state_tiles(counts)), none);
+    even.outputs.assign(static_cast<size_t>(plan.free_tiles(counts) + plan.dependent_tiles(counts)), none);
+    even.chains.assign(static_cast<size_t>(plan.chains(counts)), {-1, -1});
+    int32_t heavy_before = 0;
+    for (int32_t pair = 0; pair < n * heads; ++pair) {
+      const int32_t s = pair / heads;
+      const bool is_heavy = heavy[static_cast<size_t>(pair)];
+      const auto warmups = [&](int32_t number) { return is_heavy ? 0 : 4 + (number * 7 + pair) % 5; };
+      const HeadPlan head(CutSequence({s * chunks * kSplitChunk, length, s, s * chunks}, grid), pair % heads, grid,
+                          merge, capacity, warmups);
+      ASSERT_EQ(head.cuts.pieces, pieces);
+      emit_head(head, counted);
+      const int32_t rank = is_heavy ? heavy_before : pair - heavy_before;
+      for (int32_t k = 0; k < (is_heavy ? plan.heavy : plan.light).joined; ++k) {
+        // Of all heads of a kind the same.
+        const EvenSegment segment = plan.segment(CutSequence({0, length, 0, 0}, grid), is_heavy, k);
+        for (int32_t tile = 0; tile < 3; ++tile) {
+          plan.emit(segment, head, counts, is_heavy, rank, k, tile, EvenSink::Reference{even});
+        }
+      }
+      heavy_before += is_heavy;
+    }
+    if (HasFatalFailure()) FAIL() << "case " << i;
+    const auto sorted = [&](const std::vector<Tile>& tiles) {
+      std::vector<std::array<int32_t, 9>> all;
+      for (const Tile& t : tiles) all.push_back(fields(t));
+      std::sort(all.begin(), all.end());
+      return all;
+    };
+    std::vector<Tile> all = even.states;
+    all.insert(all.end(), even.outputs.begin(), even.outputs.end());
+    ASSERT_EQ(sorted(all), sorted(counted.tiles)) << "case " << i;
+    ASSERT_EQ(even.chains.size(), counted.chains.size());
+    for (size_t c = 0; c < even.chains.size(); ++c) {
+      EXPECT_EQ(even.chains[c].first_slot, counted.chains[c].first_slot);
+      EXPECT_EQ(even.chains[c].transitions, counted.chains[c].transitions);
+    }
+    for (size_t t = 0; t < even.outputs.size(); ++t) {
+      EXPECT_EQ((even.outputs[t].flags & kTileFromSlot) != 0, t >= static_cast<size_t>(plan.free_tiles(counts)));
+    }
+    // A piece has a chunk more or less than another, and the last one an unfilled chunk.
+    for (size_t t = 1; t < even.states.size(); ++t) {
+      EXPECT_LE(even.states[t].tokens, even.states[t - 1].tokens + plan.heavy.least * 2 * kSplitChunk);
+    }
+    mixed += plan.state_tiles(counts) > 0 && plan.light.joined > 1 && heavy_heads < n * heads;
+  }
+  EXPECT_GT(mixed, 5000);
+}
+
 TEST(SplitPlan, InvariantPlansDoNotSeeTheBatch) {
   std::mt19937 random(2);
   for (int i = 0; i < 2000; ++i) {
@@ -460,6 +562,31 @@ TEST(SplitPlan, LengthsDecideOnTheDevice) {
     EXPECT_FALSE(cuts(heads, {16384, 16384})) << heads;
   }
   EXPECT_FALSE(cuts(32, {8192, 8192, 8192, 8192}));
+}
+
+// The kernel that asks for lengths compares the longest with one number: it must be what the grid's choice says.
+TEST(SplitPlan, OneLengthTellsWhetherToCut) {
+  int asked = 0;
+  for (const int32_t heads : {8, 20, 32, 48, 64, 100}) {
+    for (const int32_t sequences : {2, 3}) {
+      for (const int32_t chunks : {100, 337, 512, 2000}) {
+        const SplitCosts costs(heads / 4, heads);
+        const int32_t equal = (chunks + sequences - 1) / sequences;
+        const auto cut = [&](int32_t longest) {
+          return choose_grid(SplitMode::kAuto, false, {chunks, sequences, longest}, heads, 132, costs, kLeastUnequal)
+                     .spacing > 0;
+        };
+        if (cut(equal)) continue;  // nobody asks then
+        const int32_t least = least_longest(chunks, sequences, heads, 132, costs);
+        asked += least > 0;
+        // Up to 2 % beside equal ones the uncut time is that of whole waves, and may be more than a little beyond.
+        for (int32_t longest = equal + equal / 50 + 2; longest <= chunks; ++longest) {
+          ASSERT_EQ(cut(longest), least > 0 && longest >= least) << heads << ' ' << sequences << ' ' << longest;
+        }
+      }
+    }
+  }
+  EXPECT_GT(asked, 20);
 }
 
 TEST(SplitPlan, GrowthAndNaNAreHeavy) {

@@ -5,10 +5,10 @@ no GPU is, for sm_90a.
     build.py FLA FOLDER     FLA: where `fla`, `einops` and their dist-info are; FOLDER: what to make (9 MB)
 
 fla's own Python goes through the rows that the bench compares with other packages, with host tensors and a driver that
-launches nothing; what Triton compiles for them, one configuration of each kernel, lies in FOLDER/triton_cache. The kernel
-that fla leaves to TileLang on Hopper is compiled by TileLang and stands in FOLDER/tilelang, with launch.c to launch it. Needs
-torch, gcc, Triton of the other machine's version, and TileLang with the packages that it asks for. FOLDER needs torch
-and Triton there, and a C compiler, by which Triton makes its launchers.
+launches nothing; what Triton compiles for them, one configuration of each kernel, lies in FOLDER/triton_cache. (Decode has
+one alone: its times are fla's.) The kernel that fla leaves to TileLang on Hopper is compiled by TileLang and launched without it
+(../tilelang_ahead). Needs torch, gcc, Triton of the other machine's version, and TileLang with the packages that it asks for.
+FOLDER needs torch and Triton there, and a C compiler, by which Triton makes its launchers.
 """
 
 import importlib
@@ -16,16 +16,15 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import struct
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 
 import torch
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tilelang_ahead"), str(HERE.parents[1] / "python" / "flash_qla" / "cli")]
 TILELANG_MODULE = "fla.ops.common.backends.tilelang.chunk_bwd"
 # Of an H200.
 MULTIPROCESSORS, SHARED_BYTES, CAPABILITY = 132, 232448, (9, 0)
@@ -110,58 +109,47 @@ def compile_with_triton(rows) -> None:
     chunk.chunk_bwd_dqkwg = without_result
     for row in rows:
         tokens, count, hq, hv = sum(row["seqlens"]), len(row["seqlens"]), row["hq"], row["hv"]
-        x = {name: torch.empty(1, tokens, heads, 128, dtype=torch.bfloat16) for name, heads in zip(("q", "k", "v", "do"), (hq, hq, hv, hv))}
-        x |= {name: torch.zeros(1, tokens, hv) for name in ("g", "beta")}
-        x |= {name: torch.empty(count, hv, 128, 128) for name in ("h0", "dht")}
+        outer = (count, 1) if row["mode"] == "decode" else (1, tokens)
+        x = {name: torch.empty(*outer, heads, 128, dtype=torch.bfloat16) for name, heads in zip(("q", "k", "v", "do"), (hq, hq, hv, hv))}
+        x |= {name: torch.zeros(*outer, hv) for name in ("g", "beta")}
+        x |= {name: torch.empty(count, hv, 128, 128, dtype=getattr(torch, row["state_dtype"])) for name in ("h0", "dht")}
         x["cu_seqlens"] = torch.tensor([0, *torch.tensor(row["seqlens"]).cumsum(0)], dtype=torch.int32)
         for peer in bench_peers.PEERS["fla"](row, x):
             peer.run()
 
 
-def device_code(library: bytes) -> bytes:
-    """The second ELF file in a library: the first is itself."""
-    code = library[library.index(b"\x7fELF", 1) :]
-    sections, programs = struct.unpack_from("<Q", code, 40)[0], struct.unpack_from("<Q", code, 32)[0]
-    program_bytes, program_count, section_bytes, section_count = struct.unpack_from("<4H", code, 54)
-    return code[: max(sections + section_bytes * section_count, programs + program_bytes * program_count)]
-
-
 def compile_with_tilelang(fla: Path, heads, folder: Path) -> None:
     """By a process of its own: it imports the TileLang that FOLDER has a stand-in for."""
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ |= {"TILELANG_DEFAULT_TARGET": '{"kind":"cuda","arch":"sm_90a"}', "TILELANG_CACHE_DIR": cache}
-        torch.cuda.get_device_capability = lambda *_, **__: CAPABILITY
-        import tilelang
+    import compile_kernels
 
-        tilelang.contrib.nvcc.get_target_compute_version = lambda *_, **__: "9.0"
-        # What the module imports beside TileLang, and needs for launches alone.
-        for name, values in {"fla": {}, "fla.ops": {}, "fla.ops.utils": {"prepare_chunk_indices": None},
-                             "fla.utils": {"check_shared_mem": None}, "triton": {}}.items():  # fmt: skip
-            sys.modules[name] = types.ModuleType(name)
-            vars(sys.modules[name]).update(values)
-        spec = importlib.util.spec_from_file_location(TILELANG_MODULE, fla / f"{TILELANG_MODULE.replace('.', '/')}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for hq, hv in heads:
-            before = set(Path(cache).rglob("executable.so"))
-            module._build_chunk_bwd_dqkwg_kernel(
-                B=1, H=hq, HV=hv, K=128, V=128, BT=64, BK=64, BV=64, NK=2, hD1=128, hD2=128, dtype_str="bfloat16",
-                USE_G=True, USE_DW=True, STATE_V_FIRST=False, IS_VARLEN=True, num_warps=4,
-            )  # fmt: skip
-            (made,) = set(Path(cache).rglob("executable.so")) - before
-            name = folder / "tilelang" / f"_build_chunk_bwd_dqkwg_kernel_{hq}_{hv}"
-            shutil.copy(made, f"{name}.so")
-            Path(f"{name}.cubin").write_bytes(device_code(made.read_bytes()))
+    at = compile_kernels.start(folder)
+    compile_kernels.tilelang()
+    # What the module imports beside TileLang, and needs for launches alone.
+    for name, values in {"fla": {}, "fla.ops": {}, "fla.ops.utils": {"prepare_chunk_indices": None},
+                         "fla.utils": {"check_shared_mem": None}, "triton": {}}.items():  # fmt: skip
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(values)
+    spec = importlib.util.spec_from_file_location(TILELANG_MODULE, fla / f"{TILELANG_MODULE.replace('.', '/')}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    build = module._build_chunk_bwd_dqkwg_kernel
+    for hq, hv in heads:
+        options = dict(
+            B=1, H=hq, HV=hv, K=128, V=128, BT=64, BK=64, BV=64, NK=2, hD1=128, hD2=128, dtype_str="bfloat16",
+            USE_G=True, USE_DW=True, STATE_V_FIRST=False, IS_VARLEN=True, num_warps=4,
+        )  # fmt: skip
+        path = at / compile_kernels.kernel_name(build.func.orig_func, (), options)
+        if not path.with_suffix(".launch").exists():
+            compile_kernels.save(build(**options), path)
 
 
 def main() -> None:
     fla, folder = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
-    sys.path.insert(0, str(HERE.parents[1] / "python" / "flash_qla" / "cli"))
     import bench_inputs
 
-    rows = [row for mode in ("fwd", "bwd", "train") for row in bench_inputs.rows_of(mode, "", "", "peers")]
+    rows = [row for mode in ("fwd", "bwd", "train", "decode") for row in bench_inputs.rows_of(mode, "", "", "peers")]
     if sys.argv[3:] == ["tilelang"]:
-        heads = {(row["hq"], row["hv"]) for row in rows if row["mode"] != "fwd"}
+        heads = {(row["hq"], row["hv"]) for row in rows if row["mode"] in ("bwd", "train")}
         return compile_with_tilelang(fla, sorted(heads), folder)
     folder.mkdir(parents=True, exist_ok=True)
     for source in (HERE / "stand_in", fla):
@@ -172,7 +160,6 @@ def main() -> None:
     (folder / "fla" / "__init__.py").write_text(f"__version__ = {version!r}\n")
     (folder / "no_compiler" / "bin").mkdir(parents=True, exist_ok=True)
     (folder / "no_compiler" / "bin" / "nvcc").touch(mode=0o755)
-    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", folder / "tilelang" / "launch.so", HERE / "launch.c", "-ldl"], check=True)
     subprocess.run([sys.executable, __file__, fla, folder, "tilelang"], check=True)
     os.environ |= {"TRITON_STORE_BINARY_ONLY": "1", "FLA_FLASH_QLA": "0"}
     sys.path.insert(0, str(folder))

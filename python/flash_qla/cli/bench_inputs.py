@@ -83,26 +83,13 @@ GATED: Dict[str, List[Tuple[Heads, str, str]]] = {
     "fwd": [(heads, "1x32768", gates) for heads in ((2, 8), (8, 32)) for gates in ("none", "strong")],
 }
 
-# Where other packages are compared that compile their kernels for each head count, half a minute to minutes each: few
-# head counts, all kinds of rows.
+# Where other packages are compared that compile their kernels for each head count, half a minute to minutes each: the
+# short rows, and other gates where a split or a plan may choose otherwise for them.
 PEER_ROWS: Dict[str, List[Tuple[Heads, str, str]]] = {
-    "fwd": [
-        *(((16, 64), name, "mixed") for name in ("8192x4", "1024x8", "1x32768")),
-        *(((8, 32), name, "mixed") for name in ("1x32768", "1x8192")),
-        *(((2, 8), name, "mixed") for name in ("1x32768", "1x8192")),
-        ((16, 64), "1024x8", "none"),
-        ((16, 64), "1024x8", "strong"),
-        *GATED["fwd"],
-    ],
-    "bwd": [
-        *(((16, 32), name, "mixed") for name in ("8k_1seq", "8k_8seq", "32k_1seq")),
-        *(((16, 32), "8k_1seq", gates) for gates in ("none", "strong")),
-        *((heads, name, "mixed") for heads in ((8, 16), (2, 4)) for name in ("8k_1seq", "32k_1seq")),
-        ((4, 8), "32k_1seq", "mixed"),
-    ],
-    "train": [((16, 32), "8k_1seq", "mixed"), ((16, 32), "32k_1seq", "mixed")],
-    "decode": [((16, 32), name, "mixed") for name in ("batch1", "batch16", "batch256")],
+    mode: [(heads, name, "mixed") for heads, name in rows] for mode, rows in SHORT.items()
 }
+PEER_ROWS["fwd"] += [((16, 64), "1024x8", "none"), ((16, 64), "1024x8", "strong"), *GATED["fwd"]]
+PEER_ROWS["bwd"] += [((16, 32), "8k_1seq", "none"), ((16, 32), "8k_1seq", "strong")]
 
 
 def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str = "") -> List[Dict[str, Any]]:

@@ -24,6 +24,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t lea
          static_cast<uint64_t>(stride_bytes >> 4) << 32 | uint64_t{1} << 62;
 }
 
+// An operand that is not swizzled and stored with N contiguous: blocks of 8 rows (K) of 16 bytes each. `leading_bytes`:
+// from 8 rows to the next 8; `stride_bytes`: from 8 columns to the next 8.
+__device__ __forceinline__ uint64_t wgmma_block_descriptor(uint32_t smem, uint32_t leading_bytes,
+                                                           uint32_t stride_bytes) {
+  return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+         static_cast<uint64_t>(stride_bytes >> 4) << 32;
+}
+
 // The same operand `bytes` further on.
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) {
   // In the low word alone, which the address cannot leave: 64-bit sums would cost a carry and two more moves each.
@@ -113,6 +121,20 @@ __device__ __forceinline__ void mma_rs_n16_init(float (&d)[8], const uint32_t* a
 template <typename T>
 __device__ __forceinline__ void mma_rs_n16(float (&d)[8], const uint32_t* a, uint64_t b) {
   FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 1, 1, 1, 0",
+                  FLASH_QLA_WGMMA_SUMS_8("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
+}
+
+// D[64x16] = A B, B stored with N contiguous.
+template <typename T>
+__device__ __forceinline__ void mma_rs_n16_trans_init(float (&d)[8], const uint32_t* a, uint64_t b) {
+  FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 0, 1, 1, 1",
+                  FLASH_QLA_WGMMA_SUMS_8("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
+}
+
+// D[64x16] += A B, B stored with N contiguous.
+template <typename T>
+__device__ __forceinline__ void mma_rs_n16_trans(float (&d)[8], const uint32_t* a, uint64_t b) {
+  FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 1, 1, 1, 1",
                   FLASH_QLA_WGMMA_SUMS_8("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
 }
 

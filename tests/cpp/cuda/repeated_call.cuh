@@ -96,6 +96,7 @@ class RepeatedCall {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // other streams do not wait for the copies
   }
   const Status& status() const { return status_; }
+  const void* workspace() const { return workspace_; }
 
   // What the call only reads.
   std::vector<Reading> take_inputs(Arena& arena) const {

@@ -215,22 +215,18 @@ class UnequalCall {
   unsigned long long* count_ = nullptr;
 };
 
-// Whether the device goes on to cut sequences of these lengths.
-inline bool cuts_pay(const std::vector<int32_t>& offsets, int64_t key_heads, int64_t heads) {
+// Whether the device goes on to cut sequences of these lengths, in tensors of so many tokens.
+inline bool cuts_pay(const std::vector<int32_t>& offsets, int64_t tokens, int64_t key_heads, int64_t heads) {
   using namespace cuda::sm90;
-  LengthSummary lengths;
-  for (size_t n = 1; n < offsets.size(); ++n) {
-    const int32_t chunks = chunks_in(offsets[n] - offsets[n - 1]);
-    lengths.chunks += chunks;
-    lengths.sequences += chunks > 0;
-    lengths.longest = std::max(lengths.longest, chunks);
-  }
+  int32_t longest = 0;
+  for (size_t n = 1; n < offsets.size(); ++n) longest = std::max(longest, chunks_in(offsets[n] - offsets[n - 1]));
   int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const auto value_heads = static_cast<int32_t>(heads);
   const SplitCosts costs(static_cast<int32_t>(key_heads), value_heads);
-  return choose_grid(SplitMode::kAuto, false, lengths, value_heads, sms, costs, kLeastUnequal).spacing > 0;
+  return longest >= least_longest(divide_up(tokens, kSplitChunk), static_cast<int32_t>(offsets.size()) - 1, value_heads,
+                                  sms, costs);
 }
 
 template <typename T>
@@ -267,7 +263,7 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
   std::set<bool> ways;
   for (size_t i = 0; i < lengths.size(); ++i) {
     checker.count();
-    ways.insert(cuts_pay(lengths[i], size.Hq, size.Hv));
+    ways.insert(cuts_pay(lengths[i], size.tokens, size.Hq, size.Hv));
     patterns.push_back(call.pattern(lengths[i], static_cast<int>(i)));
     call.set(patterns[i], stream);
     call.poison(stream);
@@ -319,8 +315,8 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
 // Heads for tiles of whole heads and, where all lengths are equal, for tiles of half heads.
 inline int64_t test_sm90_lengths_first(const Settings& settings, Arena& arena) {
   Checker checker("lengths first, sm90", settings, arena);
-  test_unequal_call<__nv_bfloat16>("two sequences, 40 heads", {2, 2, 40, 21504}, settings, checker, arena);
-  test_unequal_call<__half>("three sequences, 28 heads, fp16", {3, 2, 28, 29696}, settings, checker, arena);
+  test_unequal_call<__nv_bfloat16>("two sequences, 48 heads", {2, 2, 48, 29696}, settings, checker, arena);
+  test_unequal_call<__half>("three sequences, 32 heads, fp16", {3, 2, 32, 45056}, settings, checker, arena);
   if (!settings.small) {
     test_unequal_call<__nv_bfloat16>("two sequences, 28 heads", {2, 2, 28, 32768}, settings, checker, arena);
   }

@@ -22,6 +22,14 @@ inline void mix_gates(Buffer& g, Random& random) {
   });
 }
 
+// Every `every`-th head without decay and the others with so much of it that they forget within five chunks: all
+// boundaries of a head are alike, as an even plan wants them.
+inline void part_gates(Buffer& g, int64_t every, Random& random) {
+  g.fill([&](int64_t, int64_t, int64_t head, int64_t) {
+    return head % every == every - 1 ? 0.0 : -0.055 * random.uniform(0.9, 1.1);
+  });
+}
+
 // Fails unless explain() says that the call's split is planned on the device.
 inline void expect_plan(const std::string& what, const ForwardCall& call, Checker& checker) {
   const ForwardArguments args = arguments_for_sm90(call);
@@ -42,10 +50,12 @@ inline int64_t test_sm90_split(const Settings& settings, Arena& arena) {
     Shape s;
     s.dtype = type;
     s.K = s.V = 128;
-    s.Hq = r.integer(1, 2);
-    s.Hv = s.Hq * r.integer(1, 6);  // the planner looks at four heads of a group together
+    // More boundaries and key heads than the planner looks at at once: it reads their gates before their keys.
+    const bool many = !settings.small && r.chance(0.2);
+    s.Hq = many ? 16 : r.integer(1, 2);
+    s.Hv = s.Hq * (many ? 1 : r.integer(1, 6));  // the planner looks at four heads of a group together
     do {
-      s.T = settings.small ? r.integer(256, 400) : r.pick(kLengths);
+      s.T = settings.small ? r.integer(256, 400) : many ? kLengths.back() : r.pick(kLengths);
       s.cu_seqlens = r.chance(0.6) ? draw_offsets(s.T, r) : std::vector<int64_t>{};
     } while (tokens_of(s) < 256);
     if (s.cu_seqlens.empty()) s.B = r.integer(1, 2);
@@ -119,7 +129,8 @@ inline int64_t test_sm90_split_repeat(const Settings& settings, Arena& arena) {
       {"forced, pool and checkpoints", 2, 4, mixed, FLASH_QLA_CP_AUTO, true, DType::kBFloat16, true, true},
       {"forced, pool and checkpoints, [K, V]", 1, 6, mixed, FLASH_QLA_CP_AUTO, true, DType::kFloat16, false, true},
       {"forced, what training keeps", 2, 4, mixed, FLASH_QLA_CP_AUTO, true, DType::kBFloat16, false, false, true},
-      {"by length", 2, 4, {4500, 300, 5000}, FLASH_QLA_CP_INVARIANT, false}};
+      {"by length", 2, 4, {4500, 300, 5000}, FLASH_QLA_CP_INVARIANT, false},
+      {"many key heads", 16, 16, {8192}, FLASH_QLA_CP_AUTO, false}};
   for (size_t i = 0; i < cases.size(); ++i) {
     if (settings.small && !cases[i].forced) continue;
     Random random(40 + i);
@@ -201,7 +212,8 @@ inline int64_t test_sm90_split_error(const Settings& settings, Arena& arena) {
   const std::vector<SplitCase> cases = {{"one sequence", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false},
                                         {"three", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_AUTO, false},
                                         {"three, by length", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_INVARIANT, false},
-                                        {"fp16", 1, 8, {8192}, FLASH_QLA_CP_AUTO, false, DType::kFloat16, true}};
+                                        {"fp16", 1, 8, {8192}, FLASH_QLA_CP_AUTO, false, DType::kFloat16, true},
+                                        {"many key heads", 16, 16, {8192}, FLASH_QLA_CP_AUTO, false}};
   for (size_t c = 0; c < cases.size(); ++c) {
     Random random(80 + c);
     ForwardCall split = cases[c].draw(random);

@@ -6,7 +6,8 @@
 #include "../../common/bulk.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mbarrier.cuh"
-#include "../../common/mma.cuh"
+#include "../../common/tma.cuh"
+#include "../../common/wgmma.cuh"
 #include "chunk_stream.cuh"
 
 namespace flash_qla::cuda::sm90 {
@@ -29,8 +30,9 @@ template <int kParts>
 struct CombineMemory {
   static constexpr uint32_t kStages = kParts == 1 ? 4 : 2;  // what there is room for
   TransitionRows<kParts> transition[kStages][kCombineWarps];
-  // The states before and after a transition, as the products' right operands, by 16 rows.
-  uint4 state[2][kCombineWarps][32];
+  // The states before and after a transition, as the products' right operands: by eight rows, of which first the upper
+  // parts of all columns, then the lower ones.
+  uint32_t state[2][2 * kCombineWarps][2][32];
   float2 local[kCombineWarps][kLocalAhead][2][32];
   uint64_t full[kStages];
   TransitionChain chain;
@@ -43,11 +45,6 @@ __device__ __forceinline__ uint2 pack_two_parts(float x, float y) {
   const uint32_t high = pack2<__nv_bfloat16>(x, y);
   const float2 back = unpack2<__nv_bfloat16>(high);
   return make_uint2(high, pack2<__nv_bfloat16>(x - back.x, y - back.y));
-}
-
-// d += A B, m16n8k16.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  mma_m16n8k16<__nv_bfloat16>(d, a.x, a.y, a.z, a.w, b0, b1);
 }
 
 // A thread's share of sixteen rows and eight columns: [rows 0..7 or 8..15][one of two columns]. With g = lane / 4 and
@@ -130,9 +127,13 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     bring_local(step + kLocalAhead);
   };
   const auto share = [&](int buffer, const CombineShare& x) {
-    const uint2 upper = pack_two_parts(x[0][0], x[0][1]), lower = pack_two_parts(x[1][0], x[1][1]);
-    memory.state[buffer][warp][lane] =
-        make_uint4(transpose_8x8(upper.x), transpose_8x8(lower.x), transpose_8x8(upper.y), transpose_8x8(lower.y));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint2 parts = pack_two_parts(x[i][0], x[i][1]);
+      memory.state[buffer][2 * warp + i][0][lane] = parts.x;
+      memory.state[buffer][2 * warp + i][1][lane] = parts.y;
+    }
+    fence_proxy_async();  // the products read by the asynchronous proxy
     meet_to_combine();
   };
   const auto keep = [&](int step, const CombineShare& x) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
   };
   // The warp's rows of a transition, in registers.
   struct Rows {
-    uint4 m[kTransitionSteps][kParts];
+    uint32_t m[4 * kTransitionSteps * kParts];  // by parts, then by 16 columns
     float diagonal[2];
   };
   const auto read_transition = [&](int step, Rows& to) {
@@ -151,42 +152,46 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) to.m[k][part] = rows.columns[k][part][lane];
+      for (int part = 0; part < kParts; ++part) {
+        const uint4 x = rows.columns[k][part][lane];
+        uint32_t* m = to.m + 4 * (part * kTransitionSteps + k);
+        m[0] = x.x, m[1] = x.y, m[2] = x.z, m[3] = x.w;
+      }
     }
     to.diagonal[0] = rows.diagonal[g];
     to.diagonal[1] = rows.diagonal[8 + g];
   };
   CombineShare state;
-  // What a transition needs beside the state is asked for under the products: shared memory serves in order, and what
-  // comes between the last product and the next state would be waited for.
+  // What a transition needs beside the state is read under the products.
   const auto apply = [&](int step, Rows& now, Rows& next) {
-    // Sums of their own for each kind of product and every second k: one would be a chain of 16, or 24.
-    float sums[2][kParts + 1][4] = {};
-    const auto multiply = [&](int first) {
-      uint4 b[kTransitionSteps / 2];
+    float sums[8];  // of the state's upper parts, and of the lower ones
+    constexpr uint32_t kEightRowsBytes = sizeof(memory.state[0][0]);
+    const uint64_t before =
+        wgmma_block_descriptor(smem_address(memory.state[(step - 1) & 1]), kEightRowsBytes, kEightRowsBytes / 2);
+    pin(now.m);
+    wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kTransitionSteps / 2; ++k) b[k] = memory.state[(step - 1) & 1][first + k][lane];
-#pragma unroll
-      for (int k = 0; k < kTransitionSteps / 2; ++k) {
-        mma_bf16(sums[k & 1][0], now.m[first + k][0], b[k].x, b[k].y);
-        mma_bf16(sums[k & 1][1], now.m[first + k][0], b[k].z, b[k].w);
-        if constexpr (kParts == 2) mma_bf16(sums[k & 1][2], now.m[first + k][1], b[k].x, b[k].y);
-      }
-    };
-    multiply(0);
-    multiply(kTransitionSteps / 2);
+    for (int i = 0; i < kTransitionSteps * kParts; ++i) {
+      const uint64_t rows = wgmma_advance(before, i % kTransitionSteps * 2 * kEightRowsBytes);
+      i == 0 ? mma_rs_n16_trans_init<__nv_bfloat16>(sums, now.m, rows)
+             : mma_rs_n16_trans<__nv_bfloat16>(sums, now.m + 4 * i, rows);
+    }
+    wgmma_commit();
     const float diagonal[2] = {now.diagonal[0], now.diagonal[1]};
     CombineShare local;
     read_local(step, local);
-    if (step < chain.transitions) read_transition(step + 1, next);
+    if (kParts == 1 && step < chain.transitions) read_transition(step + 1, next);
     if (step > 1) keep(step - 1, state);
+    wgmma_wait<0>();
+    pin(sums);
+    pin(now.m);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      float small = sums[0][1][e] + sums[1][1][e];
-      if constexpr (kParts == 2) small += sums[0][2][e] + sums[1][2][e];
       float& x = state[e >> 1][e & 1];
-      x = fmaf(diagonal[e >> 1], x, local[e >> 1][e & 1]) + (small + (sums[0][0][e] + sums[1][0][e]));
+      x = fmaf(diagonal[e >> 1], x, local[e >> 1][e & 1]) + (sums[4 + e] + sums[e]);
     }
+    // Two do not fit beside each other.
+    if (kParts == 2 && step < chain.transitions) read_transition(step + 1, next);
     share(step & 1, state);
   };
 #pragma unroll
@@ -232,23 +237,31 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const int idle = static_cast<int>(gridDim.x) - states.tiles - p.counters->outputs.tiles;
   const int helpers = min(units - states.tiles, idle);
   if (units == 0 || (!had_tiles && helpers <= 0)) return;
-  const bool first = warp == 0 && lane == 0;
-  meet_to_combine();  // the tiles' shared memory is free
-  const auto take = [&] {
-    memory.unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    if (memory.unit < units) memory.chain = p.chains[memory.unit / kCombineSlices];
+  // The warp that brings transitions has no more to do some chunks before the others: it finds out what the block's
+  // first piece is meanwhile.
+  const bool first = warp == kCombineWarps && lane == 0;
+  const auto take = [&](TransitionChain& chain) {
+    const int32_t unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
+    if (unit < units) chain = p.chains[unit / kCombineSlices];
+    return unit;
   };
+  int32_t unit = units;
+  TransitionChain first_chain{0, 0};
   if (first) {
-    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[i]), 1);
-    mbarrier_init_fence();
     // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
     // none.
     const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
                                   : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < helpers;
-    memory.unit = units;
-    if (needed) take();
+    if (needed) unit = take(first_chain);
+  }
+  meet_to_combine();  // the tiles' shared memory is free
+  if (first) {
+    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[i]), 1);
+    mbarrier_init_fence();
+    memory.unit = unit;
+    memory.chain = first_chain;
     // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-    while (memory.unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
+    while (unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
   }
   meet_to_combine();
   uint32_t stages = ~0u;  // the first transition's number is 1
@@ -264,7 +277,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     if (first) {
       __threadfence();
       atomicSub(&p.counters->progress.pieces_left, 1u);
-      take();
+      memory.unit = take(memory.chain);
     }
     meet_to_combine();
   }

@@ -34,6 +34,7 @@ struct SplitCounters {
   uint32_t helpers;                           // blocks without a tile that may stay for the chains
   uint32_t chain_ticket;                      // next piece of a chain
   int32_t spacing, light_merge, heavy_merge;  // what was chosen; for tests
+  uint32_t even;                              // 1: an even plan; for tests
   uint32_t planner_pair;                      // of SMs, of which the planner holds one
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
 };
@@ -44,6 +45,7 @@ struct SplitStart {
   TileTickets states, outputs, halves;
   uint32_t announced;  // 0: nothing is known; else one more than planner_pair << 16 | state tiles, at most so many
   uint32_t left;       // blocks of the state kernel that left on it
+  uint32_t likely;     // as `announced`, before any gate is known: a quarter of the heads heavy
 };
 
 // How blocks find their sequences by themselves.

@@ -95,23 +95,28 @@ __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
-// Of a split whose lengths are looked at first: the same, and the split's grid. The unsplit kernel that follows has
-// its tiles if that is none, and has no tiles otherwise.
+// Of a split whose lengths are looked at first: the answer, and what the split's kernels find before there is a plan,
+// by one warp, and in few instructions, which all come for the first time. The unsplit kernel that follows has its
+// tiles if nothing is to be cut, and has none otherwise. If it does not find its sequences and clear by itself, the
+// first block sorts them, and others clear, as above.
 __global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (blockIdx.x == 0) {
-    PlannedSequence own{0, 0, 0, 0};
-    const LengthSummary lengths = summarise_lengths<kPlanThreads>(p.args, &own);
-    if (threadIdx.x == 0) {
-      *p.workspace.spacing = choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms,
-                                         p.costs, kLeastUnequal)
-                                 .spacing;
-    }
-    sort_sequences(p.args);
-  } else {
+  if (blockIdx.x > 0) {
     clear_outside(p.args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
+    return;
   }
+  if (threadIdx.x < 32) {
+    static_assert(kMostAsked <= 32);
+    const int32_t lane = static_cast<int32_t>(threadIdx.x);
+    const int32_t chunks = lane < p.args.num_sequences ? chunks_in(sequence_at(p.args, lane).length) : 0;
+    const bool cut = __any_sync(0xffffffffu, chunks >= p.least_longest);
+    if (lane == 0) {
+      *p.workspace.cut = cut;
+      reset_split_start(p.workspace, cut);
+    }
+  }
+  if (gridDim.x > 1) sort_sequences(p.args);
 }
 
 // For tickets alone.
@@ -135,6 +140,16 @@ void place_plan(void* workspace, ChunkForwardKernelParams* params) {
 // Blocks, or pairs of blocks, for `tiles` tiles: no more than the card has room for.
 int count_streams(const ChunkForwardKernel& kernel, int tiles, int sms) {
   return std::max(1, std::min(tiles, sms / kernel.blocks));
+}
+
+bool one_tile_to_a_stream(const ChunkForwardKernel& kernel, int tiles, int sms) {
+  return tiles <= count_streams(kernel, tiles, sms);
+}
+
+// Whether what no sequence writes is cleared before the kernel, as it cannot do it: rows of h, and of skipped sequences
+// by most.
+bool needs_planner(const ChunkForwardArgs& args, const ChunkForwardKernel& kernel) {
+  return (has_slots(args) && !kernel.takes_slots) || args.h != nullptr;
 }
 
 // Whether blocks deal the tiles of few sequences among themselves, without tickets: each goes through about so many
@@ -313,9 +328,9 @@ cudaError_t launch_tiles_of(const ChunkForwardKernel& kernel, ChunkForwardKernel
 // What decide_split() answers, and for whom.
 struct DecidedSplit {
   SplitDecision decision{false, ""};
-  bool uncut_shared = false;   // the gates may be such that nothing is cut, by several SMs to a head
-  bool lengths_first = false;  // the lengths may be such that nothing is cut
-  SplitGrid grid{};            // of equal lengths, and choices
+  bool uncut_shared = false;  // the gates may be such that nothing is cut, by several SMs to a head
+  int32_t least_longest = 0;  // the lengths may be such that nothing is cut: see least_longest()
+  SplitGrid grid{};           // of equal lengths, and choices
   UsualChoices choices{};
 };
 
@@ -334,8 +349,9 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.capacity =
       split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   split.uncut_shared = decided.uncut_shared;
-  split.lengths_first = decided.lengths_first;
-  split.clear_blocks = args.cu_seqlens != nullptr && !decided.lengths_first ? kClearBlocks : 0;
+  const bool lengths_first = decided.least_longest != 0;
+  split.least_longest = decided.least_longest;
+  split.clear_blocks = args.cu_seqlens != nullptr && !lengths_first ? kClearBlocks : 0;
   split.costs = SplitCosts(args.num_key_heads, args.num_value_heads);
   split.expected_grid = decided.grid;
   split.usual_choices = decided.choices;
@@ -343,16 +359,22 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
   cudaError_t error = cudaSuccess;
-  if (decided.lengths_first) {
+  if (lengths_first) {
     SplitKernelParams ask = split;
     ask.args.workspace = split.workspace.unsplit;
-    error = launch_kernel(reinterpret_cast<const void*>(&ask_lengths_kernel), 1 + kClearBlocks, kPlanThreads, 0, ask,
-                          true, stream);
-    if (error != cudaSuccess) return error;
     ChunkForwardKernelParams whole = params;
-    place_plan(split.workspace.unsplit, &whole);
-    whole.cut = split.workspace.spacing;
-    whole.followed = 0;  // what comes behind the call's last kernel does not come behind this one
+    // A cluster with a tile at most reads its sequence while the lengths are looked at. Blocks that find more than one
+    // by themselves begin before that is known.
+    const bool sorts = uncut_kernel.blocks == 1 || !one_tile_to_a_stream(uncut_kernel, whole.tiles, sms) ||
+                       needs_planner(args, uncut_kernel);
+    error = launch_kernel(reinterpret_cast<const void*>(&ask_lengths_kernel), sorts ? 1 + kClearBlocks : 1,
+                          sorts ? kPlanThreads : 32, 0, ask, true, stream);
+    if (error != cudaSuccess) return error;
+    if (sorts) place_plan(split.workspace.unsplit, &whole);
+    whole.cut = split.workspace.cut;
+    // What comes behind the call's last kernel does not come behind this one, and the split's kernels would start
+    // beside it, on SMs that it leaves idle: that took 2 % of its time.
+    whole.followed = 0;
     error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, stream);
     if (error != cudaSuccess) return error;
   }
@@ -368,7 +390,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   SplitStart* start = split.workspace.start;
   tiles.start = start;
   tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
-  tiles.cut = decided.lengths_first ? split.workspace.spacing : nullptr;
+  tiles.cut = lengths_first ? split.workspace.cut : nullptr;
   tiles.list = split.workspace.state_tiles;
   tiles.sizes = &counters->states;
   tiles.tickets = &start->states;
@@ -426,7 +448,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
     return {{true, forced ? "cut wherever it is possible, as forced"
                           : "each sequence cut by its own length; its gates decide on the device"},
             false,
-            false,
+            0,
             choose_grid(args.split, forced, equal, heads, sms, costs)};
   }
   if (tiles >= kTilesPerSmUnsplit * sms) return {{false, "sequences times value heads fill the card many times over"}};
@@ -442,15 +464,19 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
             shared,
-            false,
+            0,
             promise.grid,
             usual_choices(equal, promise.grid, heads, shared, sms, costs)};
   }
   // The unsplit kernel is not launched once more for gates that ask for no cut: all calls asked in vain would pay.
+  const float asking = shares_pay(tiles, sms) ? costs.asking : costs.asking_whole;
   if (unequal.pays() && args.num_sequences <= kMostAsked &&
-      costs.asking <= kMostLoss * unsplit_time(equal, heads, sms, costs)) {
-    return {
-        {true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"}, false, true};
+      asking <= kMostLoss * unsplit_time(equal, heads, sms, costs)) {
+    if (const int32_t least = least_longest(chunks, args.num_sequences, heads, sms, costs); least > 0) {
+      return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
+              false,
+              least};
+    }
   }
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
@@ -576,9 +602,8 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
     const int streams = count_streams(kernel, params.tiles, sms);
     // With a tile to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
     // around the sequences, too, but not rows of h, and most kernels not those of skipped ones.
-    const bool one_tile = params.tiles <= streams;
-    if ((has_slots(args) && !kernel.takes_slots) || args.h != nullptr ||
-        !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+    const bool one_tile = one_tile_to_a_stream(kernel, params.tiles, sms);
+    if (needs_planner(args, kernel) || !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
       error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads,
                             0, args, true, stream);
       place_plan(args.workspace, &params);

@@ -9,6 +9,7 @@
 #include "clear.cuh"
 #include "launch_kernel.h"
 #include "lengths.cuh"
+#include "split_even.h"
 
 namespace flash_qla::cuda::sm90 {
 namespace {
@@ -17,11 +18,7 @@ constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
-  if (p.lengths_first != 0) {
-    SplitGrid grid;
-    if (const int32_t spacing = *p.workspace.spacing; spacing > 0) grid.set_spacing(spacing);
-    return grid;
-  }
+  if (p.least_longest != 0) return even_grid(lengths, p.args.num_value_heads, p.sms, kMinSpacing);
   if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);
 }
@@ -112,18 +109,25 @@ __device__ int first_chunk_where(bool x, int lane) {
 template <typename Element>
 __global__ void __launch_bounds__(kPlanThreads)
     classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
-  // For what the kernels before this one write, which the one after it reads as well.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) {
-      p.workspace.counters->made = 0;
-      *p.workspace.start = SplitStart{};
-      __threadfence();
+  if (p.least_longest != 0) {
+    // What the kernels before the call wrote, and the answer, were there before the unsplit kernel's blocks let this
+    // one start. Its end is waited for by the first block alone, as kernels must not end before those they depend on.
+    asm volatile("griddepcontrol.launch_dependents;");
+    const bool cut = load_now(p.workspace.cut) != 0;
+    if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!cut) return;
+  } else {
+    // For what the kernels before this one write, which the one after it reads as well.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == 0) {
+      if (threadIdx.x == 0) {
+        reset_split_start(p.workspace, true);
+        __threadfence();
+      }
+      __syncthreads();  // whoever asks for it starts after this block has said that it may
     }
-    __syncthreads();  // whoever asks for it starts after this block has said that it may
+    asm volatile("griddepcontrol.launch_dependents;");
   }
-  asm volatile("griddepcontrol.launch_dependents;");
-  if (p.lengths_first != 0 && *p.workspace.spacing == 0) return;
   const ChunkForwardArgs& args = p.args;
   if (p.in_place != 0) {
     const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
@@ -166,10 +170,12 @@ __global__ void __launch_bounds__(kPlanThreads)
 #pragma unroll 1
     for (int32_t round = 0; round * kRoundChunks < limit; ++round) {
       const int32_t last_chunk = at - 1 - round * kRoundChunks;
+      const int32_t seen = (round + 1) * kRoundChunks, most = min(limit, at);
+      const int c = lane / kRoundHeads;
       // Keys and gates are asked for at once: of heads that decay too slowly the keys are not needed, but what is read
-      // here is read soon by the tiles.
+      // here is read soon by the tiles. Not so where that is more than the memory brings in a few microseconds.
       const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
-      if (thread < kRoundChunks * kChunk && row >= 0) {
+      if (p.gates_first == 0 && thread < kRoundChunks * kChunk && row >= 0) {
         l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
                         key_head * args.k_head_stride,
                     kHeadDim * sizeof(Element));
@@ -192,56 +198,78 @@ __global__ void __launch_bounds__(kPlanThreads)
           }
         }
       }
+      // That the rate of a head's gates is too low, whatever the keys are.
+      const auto too_slow = [&](float gates_of_round) {
+        return static_cast<float>(limit) * gates_of_round > static_cast<float>(min(seen, at)) * args.decay_threshold;
+      };
+      constexpr int kLastChunk = 32 - kRoundHeads;  // the lanes that look at the last chunk of a round
+      // Chunks whose keys are read: where gates come first, those that the gates alone would do with.
+      int32_t asked = kRoundChunks;
+      if (p.gates_first != 0) {
+        gate = warp_sum(gate);
+        if (lane == 0) decay[j][h] = gate;
+        __syncthreads();
+        const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
+        const int enough = first_chunk_where(round * kRoundChunks + c < most && gates <= args.decay_threshold, lane);
+        const bool slow = too_slow(__shfl_sync(0xffffffffu, gates, kLastChunk + lane % kRoundHeads));
+        asked = warmup >= 0 ? 0 : enough < kRoundChunks ? enough + 1 : slow ? 0 : kRoundChunks;
+        asked = __reduce_max_sync(0xffffffffu, asked);
+      }
 #pragma unroll 1
-      for (int t = thread / kThreadsPerKey; t < kRoundChunks * kChunk; t += kPlanThreads / kThreadsPerKey) {
-        const int32_t chunk = last_chunk - t / kChunk;
-        float squares = 0.0f;
-        if (chunk >= 0) {
-          const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
-          const uint4* key = reinterpret_cast<const uint4*>(
-              static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
+      for (;; asked = kRoundChunks) {
+#pragma unroll 1
+        for (int t = thread / kThreadsPerKey; t < asked * kChunk; t += kPlanThreads / kThreadsPerKey) {
+          const int32_t chunk = last_chunk - t / kChunk;
+          float squares = 0.0f;
+          if (chunk >= 0) {
+            const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
+            const uint4* key = reinterpret_cast<const uint4*>(
+                static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
 #pragma unroll
-          for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
-            squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
+            for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
+              squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
+            }
+          }
+          squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+          squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+          if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
+        }
+        __syncthreads();
+        float growth = 0.0f;
+        if (used && j < asked) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
+            // Not fmaxf: NaN must stay, and make the boundary heavy.
+            growth += factor <= 1.0f ? 0.0f : __logf(factor);
           }
         }
-        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-        if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
-      }
-      __syncthreads();
-      float growth = 0.0f;
-      if (used) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
-          // Not fmaxf: NaN must stay, and make the boundary heavy.
-          growth += factor <= 1.0f ? 0.0f : __logf(factor);
+        if (p.gates_first == 0) gate = warp_sum(gate);  // not before: the keys would be asked for when it is there
+        growth = warp_sum(growth);
+        if (lane == 0) {
+          decay[j][h] = gate;
+          total[j][h] = gate + growth;
         }
-      }
-      gate = warp_sum(gate);
-      growth = warp_sum(growth);
-      if (lane == 0) {
-        decay[j][h] = gate;
-        total[j][h] = gate + growth;
-      }
-      __syncthreads();
-      const int c = lane / kRoundHeads;
-      const int32_t most = min(limit, at);
-      const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
-      const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
-      const int found = first_chunk_where(round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
-      const float gates_of_round = __shfl_sync(0xffffffffu, gates, 32 - kRoundHeads + lane % kRoundHeads);
-      sum = __shfl_sync(0xffffffffu, sums, 32 - kRoundHeads + lane % kRoundHeads);
-      if (warmup < 0) {
-        const int32_t seen = (round + 1) * kRoundChunks;
-        if (found < kRoundChunks) {
-          warmup = round * kRoundChunks + found + 1;
-        } else if (static_cast<float>(limit) * gates_of_round >
-                   static_cast<float>(min(seen, at)) * args.decay_threshold) {
-          warmup = 0;  // at this rate, whatever the keys are, it will not be reached
-        } else if (seen >= most) {
-          warmup = reaches_start(at, limit, args.decay_threshold, sum) ? at : 0;
+        __syncthreads();
+        const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
+        const float sums = sum + sum_of_chunks_before(total[c][lane % kRoundHeads], lane);
+        const int found =
+            first_chunk_where(c < asked && round * kRoundChunks + c < most && sums <= args.decay_threshold, lane);
+        const float gates_of_round = __shfl_sync(0xffffffffu, gates, kLastChunk + lane % kRoundHeads);
+        const float sum_of_round = __shfl_sync(0xffffffffu, sums, kLastChunk + lane % kRoundHeads);
+        if (warmup < 0) {
+          if (found < kRoundChunks) {
+            warmup = round * kRoundChunks + found + 1;
+          } else if (too_slow(gates_of_round)) {
+            warmup = 0;
+          } else if (asked == kRoundChunks && seen >= most) {
+            warmup = reaches_start(at, limit, args.decay_threshold, sum_of_round) ? at : 0;
+          }
+        }
+        // All keys of the round, should those have been too few.
+        if (asked == kRoundChunks || __all_sync(0xffffffffu, warmup >= 0)) {
+          sum = sum_of_round;
+          break;
         }
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
@@ -326,6 +354,27 @@ struct TileSink {
     if (!placing) workspace.chains[atomicAdd(chains_used, 1)] = c;
   }
 };
+
+// Places the tiles of an even plan.
+struct EvenSink {
+  SplitWorkspace workspace;
+  __device__ void state(int32_t at, const Tile& t) const { put(workspace.state_tiles + at, t); }
+  __device__ void output(int32_t at, const Tile& t) const { put(workspace.output_tiles + at, t); }
+  __device__ void chain(int32_t at, const TransitionChain& c) const { workspace.chains[at] = c; }
+
+ private:
+  static __device__ void put(Tile* to, const Tile& t) {
+    int4 words[2];
+    memcpy(words, &t, sizeof(words));
+    static_assert(sizeof(words) == sizeof(t));
+    reinterpret_cast<int4*>(to)[0] = words[0];
+    reinterpret_cast<int4*>(to)[1] = words[1];
+  }
+};
+// Of a plan that may be even: sequences times heads, two to a lane, and pieces of each, which bound its segments.
+constexpr int32_t kEvenWords = 2;
+constexpr int32_t kMostEvenHeads = 32 * kEvenWords;
+constexpr int32_t kMostEvenPieces = 128;
 
 // Sums over a warp, of numbers that are not negative.
 __device__ void sum_over_warp(TileClass& tiles) {
@@ -450,13 +499,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const SplitWorkspace& ws = p.workspace;
-  if (p.lengths_first != 0 && *ws.spacing == 0) {
-    // The kernels after this one have nothing to do.
+  if (p.least_longest != 0 && load_now(ws.cut) == 0) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (thread == 0) {
-      *ws.counters = SplitCounters{};
-      publish_plan(ws);
-    }
     return;
   }
   PlannedSequence own{0, 0, 0, 0};
@@ -472,6 +516,12 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   __shared__ int32_t kinds;  // heads with a heavy boundary, and kUnusual for each whose warm-ups are not the usual ones
   __shared__ int32_t guessed_heavy;  // of those that the choice was made for beforehand
   constexpr int32_t kUnusual = 1 << 16;
+  __shared__ EvenSegment segments[2][kMostEvenPieces];
+  __shared__ int32_t boundary_sums[kMostEvenHeads];  // of a head: kHeavyBoundary for each heavy one, and warm-ups
+  constexpr int32_t kHeavyBoundary = 1 << 16;
+  constexpr int32_t kOutOfPlace = 1 << 25;  // ... and this by each warp: the head is not one of an even plan
+  static_assert(kMostEvenPieces * kMaxWarmup < kHeavyBoundary && kMostEvenPieces * kHeavyBoundary < kOutOfPlace &&
+                kListWarps * int64_t{kOutOfPlace} < INT32_MAX);
   __shared__ int32_t warp_sums[kListWarps];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
@@ -522,7 +572,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
   // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
   // call may have that is planned without being forced to.
   const int32_t summarised = min(pairs, kMostSummaries);
-  const bool expected = p.lengths_first == 0 && lengths == p.expected_lengths;
+  const bool expected = p.least_longest == 0 && lengths == p.expected_lengths;
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
   ChosenMerges guess{-1, 0};
@@ -539,15 +589,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     guess = choose_merges(p, kept.summaries, summarised, lengths, grid);
   }
-  // The boundaries' kernel is waited for here.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   const uint8_t* warmups = ws.warmups;
-  if (p.capacity.slots <= kKeptWarmups) {
-    // Whole vectors: the workspace has room for them.
-    if (16 * thread < p.capacity.slots) kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
-    warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
-  }
-  __syncthreads();
+  const bool kept_here = p.capacity.slots <= kKeptWarmups;
+  if (kept_here) warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
   auto warmups_of = [warmups, heads](int32_t head) {
     return [warmups, heads, head](int32_t number) {
       return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
@@ -557,9 +601,149 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
     return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
   };
+  // By one thread.
+  const auto write_counters = [&](int32_t states, int32_t first, int32_t free, int32_t dependent, int32_t chains,
+                                  const SplitMerge& merge, bool even) {
+    const bool halves = !cut && p.uncut_shared != 0;
+    SplitCounters counters{};
+    counters.states.tiles = states;
+    counters.outputs.tiles = halves ? 0 : free;
+    counters.outputs.dependent_tiles = dependent;  // none where nothing is cut
+    counters.halves.tiles = halves ? free : 0;
+    counters.progress.states_left = static_cast<uint32_t>(states * kStateWarps);
+    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains * kCombineSlices);
+    counters.progress.first_tiles = static_cast<uint32_t>(first);
+    counters.planner_pair = pair_of_sms();
+    counters.spacing = grid.spacing;
+    counters.light_merge = merge.light;
+    counters.heavy_merge = merge.heavy;
+    counters.even = even;
+    *ws.counters = counters;
+  };
 
-  SplitMerge merge;
+  const auto wait_for_warmups = [&] {
+    // The boundaries' kernel is waited for here.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // Whole vectors: the workspace has room for them.
+    if (kept_here && 16 * thread < p.capacity.slots) {
+      kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
+    }
+  };
+  const auto tell = [&](uint32_t* to, const ChosenMerges& best) {
+    if (thread != 0 || summarised != pairs || best.state_tiles > UINT16_MAX) return;
+    *static_cast<volatile uint32_t*>(to) = (pair_of_sms() << 16 | static_cast<uint32_t>(best.state_tiles)) + 1;
+  };
+  // Until there is a plan nothing can begin. Of the expected lengths it is made in few steps, if it is even: what
+  // depends on no gate is there before, for the choice that a quarter of the heads heavy would ask for.
+  const bool may_be_even = chosen && expected && kept_here && p.in_place == 0 && pairs <= kMostEvenHeads &&
+                           most_pieces > 1 && most_pieces <= kMostEvenPieces;
+  if (may_be_even) {
+    ChosenMerges best{0, 0};
+    best.choice = max(p.usual_choices.choice(pairs / 4, pairs, &best.state_tiles), 0);
+    tell(&ws.start->likely, best);
+    EvenPlan even(most_pieces, merge_choice(best.choice));
+    const auto make_segments = [&] {
+      for (int32_t i = thread; i < 2 * kMostEvenPieces; i += kListThreads) {
+        const bool is_heavy = i >= kMostEvenPieces;
+        const int32_t k = i % kMostEvenPieces;
+        if (k < (is_heavy ? even.heavy : even.light).joined) segments[is_heavy][k] = even.segment(cuts[0], is_heavy, k);
+      }
+    };
+    __syncthreads();  // segments read where the first sequence is cut, which one thread has written
+    make_segments();
+    if (thread < kMostEvenHeads) boundary_sums[thread] = 0;
+    wait_for_warmups();
+    __syncthreads();
+    // A lane to each head, and the boundaries to the warps.
+#pragma unroll
+    for (int32_t word = 0; word < kEvenWords; ++word) {
+      const int32_t pair = 32 * word + lane;
+      if (pair >= pairs) continue;
+      const int32_t i = p.by_heads.divide(pair), head = pair - i * heads;
+      const CutSequence& sequence = cuts[i];
+      int32_t sum = sequence.pieces == most_pieces ? 0 : kOutOfPlace;
+#pragma unroll 1
+      for (int32_t boundary = 1 + warp; boundary < most_pieces; boundary += kListWarps) {
+        const int32_t number = sequence.number(boundary, grid);
+        if (number >= p.capacity.boundaries) {
+          sum = kOutOfPlace;
+          break;
+        }
+        const int32_t warmup = warmups[number * heads + head];
+        sum += warmup == 0 ? kHeavyBoundary : warmup;
+      }
+      if (warp < most_pieces) atomicAdd(&boundary_sums[pair], sum);
+    }
+    __syncthreads();
+    uint32_t heavy_heads[kEvenWords];  // by bits; the same in all warps
+    bool usual = true, is_even = true;
+    int32_t heavy = 0;
+#pragma unroll
+    for (int32_t word = 0; word < kEvenWords; ++word) {
+      const int32_t pair = 32 * word + lane, sum = pair < pairs ? boundary_sums[pair] : 0;
+      const int32_t boundaries = most_pieces - 1, heavies = sum / kHeavyBoundary, total = sum % kHeavyBoundary;
+      heavy_heads[word] = __ballot_sync(0xffffffffu, heavies > 0);
+      heavy += __popc(heavy_heads[word]);
+      is_even = is_even && !__any_sync(0xffffffffu, heavies != 0 && heavies != boundaries);
+      usual = usual && !__any_sync(0xffffffffu, pair < pairs && heavies == 0 &&
+                                                    (total < UsualChoices::kLeastWarmup * boundaries ||
+                                                     total > UsualChoices::kMostWarmup * boundaries));
+      if (warp == 0 && pair < pairs) {
+        kept.summaries[pair] = {cuts[p.by_heads.divide(pair)].chunks, most_pieces, heavies, total};
+      }
+    }
+    if (is_even) {
+      const int32_t before = best.choice;
+      if (usual) best.choice = p.usual_choices.choice(heavy, pairs, &best.state_tiles);
+      if (!usual || best.choice < 0) {
+        __syncthreads();  // the summaries are there
+        best = choose_merges(p, kept.summaries, summarised, lengths, grid);
+      }
+      tell(&ws.start->announced, best);
+      const SplitMerge merge = merge_choice(best.choice);
+      if (best.choice != before) {
+        even = EvenPlan(most_pieces, merge);
+        __syncthreads();
+        make_segments();
+        __syncthreads();
+      }
+      cut = best.choice != kMergeChoices - 1;
+      const EvenCounts counts{pairs - heavy, heavy};
+      const EvenSink sink{ws};
+      const int32_t most = even.most_segments(), all = pairs * most;
+      const Divisor by_segments(most);
+#pragma unroll 1
+      for (int32_t i = thread; i < 3 * all; i += kListThreads) {
+        const int32_t tile = i < all ? 0 : i < 2 * all ? 1 : 2;
+        const int32_t pair = by_segments.divide(i - tile * all), k = i - tile * all - pair * most;
+        int32_t rank = 0;
+        bool is_heavy = false;
+#pragma unroll
+        for (int32_t word = 0; word < kEvenWords; ++word) {
+          const int32_t place = pair - 32 * word;
+          if (place >= 32) rank += __popc(heavy_heads[word]);
+          if (place < 0 || place >= 32) continue;
+          rank += __popc(heavy_heads[word] & ((1u << place) - 1));
+          is_heavy = (heavy_heads[word] >> place & 1) != 0;
+        }
+        if (k >= (is_heavy ? even.heavy : even.light).joined) continue;
+        even.emit(segments[is_heavy][k], head_plan(pair, merge), counts, is_heavy, is_heavy ? rank : pair - rank, k,
+                  tile, sink);
+      }
+      if (thread == kListThreads - 1) {
+        write_counters(even.state_tiles(counts), 0, even.free_tiles(counts), even.dependent_tiles(counts),
+                       even.chains(counts), merge, true);
+      }
+      __syncthreads();  // the lists are there
+      if (thread == 0) publish_plan(ws);
+      return;
+    }
+  }
+
+  if (!may_be_even) wait_for_warmups();
+  __syncthreads();
   const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
+  SplitMerge merge;
   if (chosen) {
     int32_t own_kinds = 0;
 #pragma unroll 1
@@ -593,12 +777,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     if (!usual || (!expected && kinds != guessed_heavy) || best.choice < 0) {
       best = choose_merges(p, kept.summaries, summarised, lengths, grid);
     }
+    tell(&ws.start->announced, best);
     merge = merge_choice(best.choice);
     cut = best.choice != kMergeChoices - 1;
-    if (thread == 0 && summarised == pairs && best.state_tiles <= UINT16_MAX) {
-      *static_cast<volatile uint32_t*>(&ws.start->announced) =
-          (pair_of_sms() << 16 | static_cast<uint32_t>(best.state_tiles)) + 1;
-    }
   }
 
   TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
@@ -639,20 +820,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     __syncthreads();
     // By a thread that seldom has tiles to place.
     if (thread == kTileBuckets - 1) {
-      const bool halves = !cut && p.uncut_shared != 0;
-      SplitCounters counters{};
-      counters.states.tiles = state_tiles;
-      counters.outputs.tiles = halves ? 0 : free_tiles;
-      counters.outputs.dependent_tiles = inclusive - free_tiles;  // none where nothing is cut
-      counters.halves.tiles = halves ? free_tiles : 0;
-      counters.progress.states_left = static_cast<uint32_t>(state_tiles * kStateWarps);
-      counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains_used * kCombineSlices);
-      counters.progress.first_tiles = static_cast<uint32_t>(first_tiles);
-      counters.planner_pair = pair_of_sms();
-      counters.spacing = grid.spacing;
-      counters.light_merge = merge.light;
-      counters.heavy_merge = merge.heavy;
-      *ws.counters = counters;
+      write_counters(state_tiles, first_tiles, free_tiles, inclusive - free_tiles, chains_used, merge, false);
     }
   }
   __syncthreads();  // the lists are there
@@ -676,7 +844,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
   w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
-  w.spacing = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+  w.cut = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
   w.unsplit = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
@@ -700,7 +868,17 @@ cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
   params.by_boundary_units = Divisor(args.num_key_heads * params.parts);
   params.by_heads = Divisor(args.num_value_heads);
   params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
-  const int blocks = std::clamp(params.units, 1, kClassifyBlocksPerSm * params.sms) + params.clear_blocks;
+  // A block to each unit of the expected lengths, and a loop for those of others: the state kernel's blocks wait for
+  // SMs where these have nothing to do.
+  int64_t units = params.units;
+  if (const int64_t spacing = params.expected_grid.spacing; spacing > 0) {
+    const int64_t windows = divide_up(args.num_tokens, kChunk * spacing);
+    units = std::min(units, windows * args.num_key_heads * params.parts);
+  }
+  // Behind an unsplit kernel, which leaves hardly any SM idle, no more than find room at once when it ends.
+  const int at_once = (params.least_longest != 0 ? 1 : kClassifyBlocksPerSm) * params.sms;
+  params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
+  const int blocks = static_cast<int>(std::clamp<int64_t>(units, 1, at_once)) + params.clear_blocks;
   const void* classify = args.type == ElementType::kFloat16
                              ? reinterpret_cast<const void*>(&classify_boundaries_kernel<__half>)
                              : reinterpret_cast<const void*>(&classify_boundaries_kernel<__nv_bfloat16>);

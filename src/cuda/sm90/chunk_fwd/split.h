@@ -12,7 +12,7 @@ struct SplitWorkspace {
   SplitStart* start;
   uint8_t* warmups;   // [boundaries, Hv] of warmup_chunks()
   CutSequence* cuts;  // [N]
-  int32_t* spacing;   // SplitGrid's, where lengths are looked at first
+  int32_t* cut;       // where lengths are looked at first: whether they ask for a cut
   void* unsplit;      // chunk_forward_workspace_size(N) bytes, likewise
   uint32_t* readers;  // [N * Hv][2], see ChunkForwardKernelParams
   Tile *state_tiles, *output_tiles;
@@ -35,11 +35,27 @@ struct SplitKernelParams {
   LengthSummary expected_lengths;
   SplitGrid expected_grid;
   UsualChoices usual_choices;
-  int32_t in_place;       // final states overwrite initial ones
-  int32_t lengths_first;  // a kernel before these has chosen the grid, and done the work if nothing is to be cut
+  int32_t gates_first;  // boundaries' keys are read once their gates are known, and no more of them than they ask for
+  int32_t in_place;     // final states overwrite initial ones
+  // Not 0: a kernel before these has done the work where no sequence has so many chunks.
+  int32_t least_longest;
   int32_t clear_blocks;
   int32_t sms;
 };
+
+#ifdef __CUDACC__
+// What the kernels that go by the plan find before there is one, by one thread. They start after that. Without `cut`
+// that is the plan: no tiles.
+__device__ __forceinline__ void reset_split_start(const SplitWorkspace& workspace, bool cut) {
+  if (cut) {
+    workspace.counters->made = 0;
+  } else {
+    *workspace.counters = SplitCounters{};
+    workspace.counters->made = 1;
+  }
+  *workspace.start = SplitStart{};
+}
+#endif
 
 // The places from `base` on, and how many bytes they take.
 size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity, void* base,

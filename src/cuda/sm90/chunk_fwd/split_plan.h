@@ -22,35 +22,49 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in microseconds on an H200: what fits best to the times of all choices of 68 calls, with two spacings each
+// Costs, in microseconds on an H200: what fits best to the times of 10 to 20 choices each of 80 calls, in rows of calls
 // (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
-  float step = 1.78f;          // a chunk of one head in the kernel that writes O
-  float state_step = 2.02f;    // ... in the kernel that makes states alone
-  float key_share = 0.2f;      // more of both, of a key head to each value head beside one to none
-  float tile_edge = 3.9f;      // a tile's first and last state, and filling the pipeline
-  float state_edge = 2.2f;     // ... of a state tile, which starts from zero
-  float first_edge = 11.5f;    // a block's start, before its first tile that writes O
+  float step = 1.72f;          // a chunk of one head in the kernel that writes O
+  float warm_step = 0.93f;     // ... of a warm-up, without Q, P and O
+  float state_step = 1.41f;    // ... in the kernel that makes states alone
+  float key_share = 0.044f;    // more of all, of a key head to each value head beside one to none
+  float tile_edge = 4.4f;      // a tile's first and last state, and filling the pipeline
+  float state_edge = 3.1f;     // ... of a state tile, which starts from zero
+  float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it
+  float first_edge = 4.6f;     // a block's start, before its first tile that writes O
   float combine = 2.45f;       // before the first transition of a chain
-  float combine_step = 0.87f;  // one transition applied to a boundary state
-  float load = 0.1f;           // of all work, evenly shared: SMs at work hold up each other
-  float plan = 15.4f;          // planning
+  float combine_step = 0.65f;  // one transition applied to a boundary state
+  float load = 0.206f;         // of all work, evenly shared: SMs at work hold up each other
+  float plan = 18.0f;          // planning
+  // ... and more of it for each place where a sequence may be cut: of a key head and up to four value heads, until the
+  // constructor has counted them; less where these are one or two, and all gates are read before keys.
+  float boundary = 0.07f, boundary_by_gates = 0.05f;
   // Where nothing is cut: by four SMs to a head, by two, by one.
   float relay_step = 0.945f, relay_edge = 10.2f;
   float half_step = 1.11f, half_edge = 10.0f;
-  float half_crowd = 0.224f;  // more of a step, times the square of the share of SMs that are at work, on average
+  float half_crowd = 0.19f;  // more of a step, times the square of the share of SMs that are at work, on average
   float whole_step = 1.925f, whole_edge = 5.3f;
   float whole_crowd = 0.236f;  // likewise
-  float late = 14.0f;          // an unsplit kernel behind a plan that turns out to cut nothing: it starts unevenly
-  float asking = 6.2f;         // lengths looked at first that turn out to ask for no cut
+  // An unsplit kernel behind a plan that turns out to cut nothing: it starts unevenly, which takes so much of its time.
+  float late = 3.0f, late_share = 0.055f;
+  // Lengths looked at first that turn out to ask for no cut: several SMs to a head find their tiles meanwhile.
+  float asking = 8.0f, asking_whole = 14.0f;
 
   SplitCosts() = default;
   SplitCosts(int32_t key_heads, int32_t heads) {
     // The measured calls' fit is at four value heads to a key head.
     const float scale = 1.0f + key_share * (static_cast<float>(key_heads) / static_cast<float>(heads) - 0.25f);
     step *= scale;
+    warm_step *= scale;
     state_step *= scale;
+    const int32_t group = heads / key_heads;
+    boundary = (group <= 2 ? boundary_by_gates : boundary) * static_cast<float>(key_heads * ((group + 3) / 4));
+  }
+
+  FLASH_QLA_HOST_DEVICE float planning(int32_t boundaries) const {
+    return plan + boundary * static_cast<float>(boundaries);
   }
 };
 
@@ -73,19 +87,21 @@ inline constexpr int32_t kMaxWarmup = 64;
 // a chunk (a warm-up of five), and no more than kMostLossOfHeavy is lost where half of them do not: the gates are not
 // known before, and on the device no cut is among the choices.
 inline constexpr float kLeastGain = 0.08f;
-inline constexpr float kMostLossOfHeavy = 0.1f;
+inline constexpr float kMostLossOfHeavy = 0.15f;
 // ... and a plan without a cut, which takes a kernel more, where a cut would lose more than this if no head decays.
 inline constexpr float kMostLossOfAll = 0.05f;
-// Spacings that are tried beside that of kItemsPerSm, down to that of kMostItemsPerSm, where lengths are known
-// beforehand, and what a finer one must promise beyond: with many pieces some choice always looks well.
+// Spacings that are tried beside that of kItemsPerSm, from that of kMostItemsPerSm on, where lengths are known
+// beforehand, and what each must promise beyond the best before: with many pieces some choice always looks well.
 inline constexpr int32_t kFinerGrids = 3;
-inline constexpr float kLeastOfFiner = 0.03f;
-// ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: twice
-// what asking for lengths first may cost (kMostLoss), which calls below it do instead. Not fitted to timings.
-inline constexpr float kLeastOfEqual = 0.04f;
+inline constexpr float kLeastOfFiner = 0.015f;
+// What is lost if no head decays counts so much beside what a quarter of such heads promises.
+inline constexpr float kWeightOfAll = 0.1f;
+// ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the
+// estimate's own error, for equal ones must not lose. Measured, they gain up to 2 % then.
+inline constexpr float kLeastOfEqual = 0.03f;
 // Several sequences of lengths that only the device knows are asked for where that costs no more than this of what
 // equal lengths take; a cut must promise kLeastUnequal of what it takes at best before the device goes on to the gates.
-inline constexpr float kMostLoss = 0.02f;
+inline constexpr float kMostLoss = 0.03f;
 // ... and where there are no more of them: one that holds most of many sequences' tokens is rare, and all others pay.
 inline constexpr int32_t kMostAsked = 3;
 inline constexpr float kLeastUnequal = 1.2f;
@@ -189,6 +205,15 @@ FLASH_QLA_HOST_DEVICE inline int32_t spacing_of(int64_t work, int32_t items) {
                                   : static_cast<int32_t>(divide_up(work, items));
 }
 
+// kItemsPerSm pieces to an SM.
+FLASH_QLA_HOST_DEVICE inline SplitGrid even_grid(const LengthSummary& lengths, int32_t heads, int32_t sms,
+                                                 int32_t least) {
+  const int32_t spacing = spacing_of(lengths.chunks * heads, kItemsPerSm * sms);
+  SplitGrid grid;
+  grid.set_spacing(spacing > least ? spacing : least);
+  return grid;
+}
+
 FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, const LengthSummary& lengths,
                                                    int32_t heads, int32_t sms, const SplitCosts& costs,
                                                    float least_possible = kLeastPossible) {
@@ -213,9 +238,28 @@ FLASH_QLA_HOST_DEVICE inline SplitGrid choose_grid(SplitMode mode, bool forced, 
     const float best = (cut < uncut ? cut : uncut) + costs.plan;
     if (unsplit_time(lengths, heads, sms, costs) <= least_possible * best) return grid;
   }
-  const int32_t spacing = spacing_of(work, kItemsPerSm * sms), least = forced ? kForcedSpacing : kMinSpacing;
-  grid.set_spacing(spacing > least ? spacing : least);
-  return grid;
+  return even_grid(lengths, heads, sms, forced ? kForcedSpacing : kMinSpacing);
+}
+
+// Lengths first: the least length, in chunks, of the longest of so many sequences for which the device goes on to the
+// gates, where all tokens are used and equal ones ask for no cut; 0: none. Where fewer tokens are used, that sequence
+// is the more of the work.
+inline int32_t least_longest(int64_t chunks, int32_t sequences, int32_t heads, int32_t sms, const SplitCosts& costs) {
+  const auto cuts = [&](int32_t longest) {
+    return choose_grid(SplitMode::kAuto, false, {chunks, sequences, longest}, heads, sms, costs, kLeastUnequal)
+               .spacing > 0;
+  };
+  int32_t low = static_cast<int32_t>(divide_up(chunks, sequences)), high = static_cast<int32_t>(chunks);
+  if (!cuts(high)) return 0;
+  while (low < high) {
+    const int32_t middle = low + (high - low) / 2;
+    if (cuts(middle)) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return high;
 }
 
 FLASH_QLA_HOST_DEVICE inline int32_t pieces_of(int32_t chunks, const SplitGrid& grid) {
@@ -444,7 +488,7 @@ struct HeadPlan {
     carry->from_heavy = round.heavy >> last & 1;
   }
 
- private:
+  // Of chunks `from` .. `end` - 1.
   FLASH_QLA_HOST_DEVICE Tile tile(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
     const PlannedSequence& sequence = cuts.sequence;
     const int32_t last = end * kSplitChunk < sequence.length ? end * kSplitChunk : sequence.length;
@@ -507,7 +551,7 @@ struct SplitEstimate {
     for (int32_t more = 0; more < 2; ++more) {
       const int32_t count = more != 0 ? longer : tiles - longer;
       const float chunks = piece * static_cast<float>(shorter + more);
-      const float output = (chunks + warmup) * costs.step + costs.tile_edge;
+      const float output = chunks * costs.step + warmup * costs.warm_step + costs.tile_edge;
       const bool is_long = chunks >= long_tile;
       if (head.heavy == 0) {
         free[0].add(is_long ? count : 0, output);
@@ -587,11 +631,14 @@ class SmGroups {
 template <typename Groups>
 FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms,
                                           const SplitCosts& costs, Groups free) {
-  // State tiles in waves; blocks that had one of the last stay for the chains, as long as these are.
+  // State tiles in waves, on all SMs but the planner's; blocks that had one of the last stay for the chains, as long as
+  // these are.
   const TileClass& states = heavy.states;
-  const int32_t waves = states.tiles > sms ? (states.tiles + sms - 1) / sms : 1;
-  const int32_t last = states.tiles - (waves - 1) * sms, others = sms - last;
-  const float before = static_cast<float>(waves - 1) * states.average(), made = before + states.longest;
+  const int32_t at_once = sms > 1 ? sms - 1 : 1;
+  const int32_t waves = states.tiles > at_once ? (states.tiles + at_once - 1) / at_once : 1;
+  const int32_t last = states.tiles - (waves - 1) * at_once, others = sms - last;
+  const float before = static_cast<float>(waves - 1) * states.average();
+  const float made = before + (waves > 1 ? 1.0f + costs.state_crowd : 1.0f) * states.longest;
   float ready = made;
   int32_t pieces = 0;
   if (heavy.longest_chain > 0) {
@@ -657,7 +704,7 @@ inline float least_time(const SplitEstimate& light, const SplitEstimate& heavy, 
   }
   float least = std::max(longest + costs.first_edge, work / static_cast<float>(sms));
   if (const TileClass& states = heavy.states; states.tiles > 0) {
-    const float waves = static_cast<float>((states.tiles - 1) / sms);
+    const float waves = static_cast<float>((states.tiles - 1) / std::max(sms - 1, 1));
     least = std::max(least, waves * states.average() + states.longest + dependent +
                                 costs.combine_step * static_cast<float>(heavy.longest_chain));
   }
@@ -686,7 +733,7 @@ FLASH_QLA_HOST_DEVICE float time_of_choice(const SplitEstimate& light, const Spl
 // What an uncut call then takes.
 FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                   const SplitCosts& costs) {
-  return unsplit_time(lengths, heads, sms, costs) + costs.late;
+  return unsplit_time(lengths, heads, sms, costs) * (1.0f + costs.late_share) + costs.late;
 }
 
 // The best choice, and what it takes.
@@ -694,6 +741,13 @@ struct BestChoice {
   int32_t choice = 0;
   float time = 0.0f;
 };
+
+// Places where sequences may be cut, where all but the longest are equal.
+inline int32_t boundaries_of(const LengthSummary& lengths, const SplitGrid& grid) {
+  const int32_t others = lengths.sequences - 1;
+  const int32_t chunks = others > 0 ? static_cast<int32_t>((lengths.chunks - lengths.longest) / others) : 0;
+  return pieces_of(lengths.longest, grid) - 1 + others * (pieces_of(chunks, grid) - 1);
+}
 
 // With `heavy` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
 // equal. guess: a choice that may well be the best, which spares most of the others.
@@ -782,18 +836,26 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
   const auto share = [&](const SplitGrid& grid, int32_t heavy, bool uncut_shared) {
     const BestChoice best = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess);
     guess = best.choice;
-    return (costs.plan + best.time) / unsplit;
+    return (costs.planning(boundaries_of(lengths, grid)) + best.time) / unsplit;
   };
   promise.quarter = share(promise.grid, heads / 4, shared);
-  const int32_t coarse = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
-  float best = (1.0f - kLeastOfFiner) * promise.quarter;
-  for (int32_t i = 1; known && i <= kFinerGrids; ++i) {
-    SplitGrid grid;
-    grid.set_spacing(std::max(coarse - (coarse - finest) * i / kFinerGrids, kMinSpacing));
-    if (grid.spacing == coarse) continue;
-    if (const float quarter = share(grid, heads / 4, shared); quarter < best) {
-      promise.grid = grid;
-      promise.quarter = best = quarter;
+  if (known) {
+    const auto loss_of_all = [&](const SplitGrid& grid) {
+      return kWeightOfAll * std::max(share(grid, heads, shared) - 1.0f, 0.0f);
+    };
+    const int32_t coarse = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
+    float best = (1.0f - kLeastOfFiner) * (promise.quarter + loss_of_all(promise.grid));
+    for (int32_t i = kFinerGrids; i > 0; --i) {
+      SplitGrid grid;
+      grid.set_spacing(std::max(coarse - (coarse - finest) * i / kFinerGrids, kMinSpacing));
+      if (grid.spacing == coarse) continue;
+      const float quarter = share(grid, heads / 4, shared);
+      if (quarter >= best) continue;
+      if (const float value = quarter + loss_of_all(grid); value < best) {
+        promise.grid = grid;
+        promise.quarter = quarter;
+        best = (1.0f - kLeastOfFiner) * value;
+      }
     }
   }
   promise.half = share(promise.grid, heads / 2, shared);

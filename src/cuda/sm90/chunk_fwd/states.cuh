@@ -44,8 +44,8 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
   static constexpr uint32_t kRehearsed = kListed + 8 * kAuxGroups;  // all warps are through with the first stream
-  static constexpr uint32_t kPlanned = kRehearsed + 8;              // the second one is open
-  static constexpr uint32_t kSmemBytes = kPlanned + 8;
+  static constexpr uint32_t kOpen = kRehearsed + 8;                 // a stream is: the first one, then the second
+  static constexpr uint32_t kSmemBytes = kOpen + 8;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -361,6 +361,17 @@ __device__ __forceinline__ bool leaves_early(SplitStart* start, uint32_t tiles, 
   return pair_of_sms() != planner_pair && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
 }
 
+// Before anything else, by one thread: whether the block leaves. One that is likely to does nothing but wait for the
+// announcement: instructions that come for the first time, and a rehearsal, would hold up the kernel behind this one.
+__device__ __forceinline__ bool leaves_at_once(const ChunkForwardKernelParams& p) {
+  const uint32_t likely = load_now(&p.start->likely);
+  if (likely == 0 || has_pair((likely - 1) & 0xffff, (likely - 1) >> 16)) return false;
+  uint32_t announced = 0;
+  while (announced == 0 && load_now(&p.counters->made) != 1) announced = load_now(&p.start->announced);
+  const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
+  return announced != 0 && !has_pair(tiles, planner_pair) && leaves_early(p.start, tiles, planner_pair);
+}
+
 // Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
 // microseconds.
 __device__ __forceinline__ void leave_tiles_to_whole_pairs(const ChunkForwardKernelParams& p) {
@@ -455,15 +466,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
   if (p.cut != nullptr && *p.cut == 0) {
     // A kernel must not end before those it depends on.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
     return;
   }
+  if (__syncthreads_or(threadIdx.x == 0 && leaves_at_once(p))) return;
   if (threadIdx.x == 0) {
     mbarrier_init(smem() + Traits::kRehearsed, Traits::kThreads / 32 * kWarpArrivals);
-    mbarrier_init(smem() + Traits::kPlanned, 1);
+    mbarrier_init(smem() + Traits::kOpen, 1);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
-    start_stream<Traits>(p, true);
   }
   __syncthreads();
 
@@ -473,17 +484,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
 #pragma unroll 1
     for (bool rehearsal = true;; rehearsal = false) {
+      if (threadIdx.x == 0) {
+        if (!rehearsal) mbarrier_wait(smem() + Traits::kRehearsed, 0);
+        start_stream<Traits>(p, rehearsal);
+        mbarrier_arrive(smem() + Traits::kOpen);
+      }
+      __syncwarp();
+      mbarrier_wait(smem() + Traits::kOpen, rehearsal ? 0 : 1);
       StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
       if (!rehearsal) break;
       __syncwarp();  // all lanes are through with the barriers of the first stream
       mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
-      if (threadIdx.x == 0) {
-        mbarrier_wait(smem() + Traits::kRehearsed, 0);
-        start_stream<Traits>(p, false);
-        mbarrier_arrive(smem() + Traits::kPlanned);
-      }
-      __syncwarp();
-      mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
     if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits>(p, kCombineWarps, thread % 32);
@@ -492,11 +503,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
 #pragma unroll 1
     for (bool rehearsal = true;; rehearsal = false) {
+      mbarrier_wait(smem() + Traits::kOpen, rehearsal ? 0 : 1);
       role.run(__shfl_sync(0xffffffffu, thread, thread & 31));
       if (!rehearsal) break;
       __syncwarp();  // all lanes are through with the barriers of the first stream
       mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
-      mbarrier_wait(smem() + Traits::kPlanned, 0);
     }
     combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
   }

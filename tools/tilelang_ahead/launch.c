@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -17,16 +18,20 @@ typedef struct {
 } Any;
 
 enum { kFloat = 3, kPointer = 4 };  // of Any::type_index
-enum { kMostRank = 5, kMostMaps = 16, kMostArguments = 40, kLaunchArguments = 7, kDynamicSharedBytes = 8 };
+enum { kMostRank = 5, kMostMaps = 24, kMostArguments = 64, kDynamicSharedBytes = 8 };
+// A launch's own numbers: grid, block and dynamic shared memory.
+enum { kGrid = 0, kBlock = 3, kSharedBytes = 6, kLaunchArguments = 7 };
 
 typedef struct {
   void* module;
   void* function;
+  int launch_count;
+  unsigned char launch[kLaunchArguments];  // which of a launch's numbers its last arguments are
 } Kernel;
 
 static int (*encode_tiled)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
                            const uint32_t*, int, int, int, int);
-static int (*load_module)(void**, const char*);
+static int (*load_module)(void**, const void*);
 static int (*get_function)(void**, void*, const char*);
 static int (*set_attribute)(void*, int, int);
 static int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
@@ -41,24 +46,40 @@ static char set_device_function, create_map_function;  // their addresses stand 
 const char* complaint(void) { return message; }
 void set_stream(void* given) { stream = given; }
 
-int load_kernel(Kernel* kernel, const char* cubin, const char* name) {
+Kernel* load_kernel(const void* code, const unsigned char* launch, int launch_count) {
   void* driver = dlopen("libcuda.so.1", RTLD_NOW);
-  if (driver == NULL) return snprintf(message, sizeof(message), "no CUDA driver");
+  if (driver == NULL) {
+    snprintf(message, sizeof(message), "no CUDA driver");
+    return NULL;
+  }
   encode_tiled = dlsym(driver, "cuTensorMapEncodeTiled");
-  load_module = dlsym(driver, "cuModuleLoad");
+  load_module = dlsym(driver, "cuModuleLoadData");
   get_function = dlsym(driver, "cuModuleGetFunction");
   set_attribute = dlsym(driver, "cuFuncSetAttribute");
   launch_kernel = dlsym(driver, "cuLaunchKernel");
-  int result = load_module(&kernel->module, cubin);
-  if (result == 0) result = get_function(&kernel->function, kernel->module, name);
-  return result == 0 ? 0 : snprintf(message, sizeof(message), "cannot be loaded (%d)", result);
+  Kernel* kernel = calloc(1, sizeof(Kernel));
+  kernel->launch_count = launch_count;
+  memcpy(kernel->launch, launch, launch_count);
+  const int result = load_module(&kernel->module, code);
+  if (result != 0) snprintf(message, sizeof(message), "cannot be loaded (%d)", result);
+  return result == 0 ? kernel : NULL;
 }
 
-// `context` is the library's: its kernel.
+// `context` is the library's: its kernel. Every library has one alone.
 int TVMBackendGetFuncFromEnv(void* context, const char* name, void** function) {
-  *function = context;
-  if (strcmp(name, "__tvm_set_device") == 0) *function = &set_device_function;
-  if (strcmp(name, "__tvm_tensormap_create_tiled") == 0) *function = &create_map_function;
+  Kernel* kernel = context;
+  if (strcmp(name, "__tvm_set_device") == 0) {
+    *function = &set_device_function;
+  } else if (strcmp(name, "__tvm_tensormap_create_tiled") == 0) {
+    *function = &create_map_function;
+  } else {
+    const int result = get_function(&kernel->function, kernel->module, name);
+    if (result != 0) {
+      snprintf(message, sizeof(message), "%s is not there (%d)", name, result);
+      return -1;
+    }
+    *function = kernel;
+  }
   return 0;
 }
 
@@ -89,11 +110,14 @@ static int create_map(const Any* given) {
   return 0;
 }
 
-// Of a launch the last arguments are grid, block and dynamic shared memory.
 static int launch(const Kernel* kernel, Any* given, int count) {
   void* parameters[kMostArguments];
   float floats[kMostArguments];
-  const int last = count - kLaunchArguments;
+  const int last = count - kernel->launch_count;
+  if (last > kMostArguments) {
+    snprintf(message, sizeof(message), "%d arguments", last);
+    return -1;
+  }
   for (int i = 0; i < last; ++i) {
     parameters[i] = &given[i].pointer;
     if (given[i].type_index == kFloat) {
@@ -105,12 +129,13 @@ static int launch(const Kernel* kernel, Any* given, int count) {
     }
   }
   map_count = 0;
-  unsigned sizes[kLaunchArguments];
-  for (int i = 0; i < kLaunchArguments; ++i) sizes[i] = (unsigned)given[last + i].integer;
-  int result = set_attribute(kernel->function, kDynamicSharedBytes, (int)sizes[6]);
+  unsigned sizes[kLaunchArguments] = {1, 1, 1, 1, 1, 1, 0};
+  for (int i = 0; i < kernel->launch_count; ++i) sizes[kernel->launch[i]] = (unsigned)given[last + i].integer;
+  const unsigned *grid = sizes + kGrid, *block = sizes + kBlock;
+  int result = set_attribute(kernel->function, kDynamicSharedBytes, (int)sizes[kSharedBytes]);
   if (result == 0) {
-    result = launch_kernel(kernel->function, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
-                           stream, parameters, NULL);
+    result = launch_kernel(kernel->function, grid[0], grid[1], grid[2], block[0], block[1], block[2],
+                           sizes[kSharedBytes], stream, parameters, NULL);
   }
   if (result != 0) snprintf(message, sizeof(message), "cannot be launched (%d)", result);
   return result == 0 ? 0 : -1;

@@ -1,1 +1,0 @@
-"""Imported by fla; nothing of it is used."""

@@ -1,0 +1,1 @@
+"""Imported beside TileLang; nothing of it is used."""
