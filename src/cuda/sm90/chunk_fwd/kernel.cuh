@@ -112,7 +112,8 @@ ChunkForwardKernel describe_kernel() {
           Traits::kSmemBytes,
           Traits::kStateGroups,
           Traits::kBlocks,
-          Traits::kEndsWhereKept};
+          Traits::kEndsWhereKept,
+          kStagesStates<Traits>};
 }
 
 }  // namespace flash_qla::cuda::sm90

@@ -98,9 +98,10 @@ struct ChunkForwardKernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;      // of 64 rows of V
-  int32_t blocks;            // that work on a tile together: a cluster
-  bool takes_slots = false;  // without a planner: its blocks look for skipped sequences themselves
+  int32_t state_groups;        // of 64 rows of V
+  int32_t blocks;              // that work on a tile together: a cluster
+  bool takes_slots = false;    // without a planner: its blocks look for skipped sequences themselves
+  bool stages_states = false;  // initial states come by the copy engine where it can read them (StagedState)
 };
 
 ChunkForwardKernel chunk_forward_bf16();

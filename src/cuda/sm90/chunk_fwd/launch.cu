@@ -582,7 +582,7 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
-  if (kernel.blocks == 1 && any_bits && saved != SavedStates::kAll) {  // ChunkForwardTraits::kStagesStates
+  if (kernel.stages_states) {
     params.staged_initial =
         encode_states(&params.initial, args.initial, args.state_v_first, args.num_sequences, args.num_value_heads);
   }

@@ -47,8 +47,8 @@ struct WholeHeadTraits {
   static constexpr bool kSkipsSilent = kFastInverse_ && !kSave_ && !kKeepsA_;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
   static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
-  // Initial states come by the copy warp (StagedState): in those of these kernels whose code was placed for it.
-  static constexpr bool kStagesStates = kFastInverse_ && !kSaveH_;
+  // Initial states come by the copy warp (StagedState). h's tile has the place of a stage that this takes.
+  static constexpr bool kStagesStates = kDuties && !kSaveH_;
   // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
   // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
   static constexpr bool kStagedH = kSaveH_ && kFastInverse_;
@@ -63,7 +63,7 @@ struct WholeHeadTraits {
   static constexpr int kProductsMoved = !kFastInverse ? 0
                                         : kStagedH    ? (kKeepsA ? 224 : 320)
                                         : kKeepsA     ? 320
-                                        : kSave       ? 96
+                                        : kSave       ? 128
                                                       : 448;
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
