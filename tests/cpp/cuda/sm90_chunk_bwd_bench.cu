@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +19,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/sm90/chunk_bwd/launch.h"
@@ -59,12 +61,22 @@ template <typename T>
 struct Buffer {
   T* data = nullptr;
   size_t count = 0;
+  bool owned = true;
   explicit Buffer(size_t n = 0) : count(n) {
     if (n > 0) CHECK(cudaMalloc(&data, n * sizeof(T)));
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data); }
+  ~Buffer() {
+    if (owned) cudaFree(data);
+  }
+  // Its contents to memory that belongs to somebody else.
+  void move_to(void* place) {
+    CHECK(cudaMemcpy(place, data, count * sizeof(T), cudaMemcpyDeviceToDevice));
+    if (owned) CHECK(cudaFree(data));
+    data = static_cast<T*>(place);
+    owned = false;
+  }
   void fill(int byte) {
     if (count > 0) CHECK(cudaMemset(data, byte, count * sizeof(T)));
   }
@@ -395,6 +407,43 @@ struct NewValuesAgainst {  // image [slots, Hv][2 halves of V][64][64] against r
   }
 };
 
+// The card's clock and power while it works, from the driver's management library; zeros where there is none.
+class Card {
+ public:
+  Card() {
+    void* library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    if (library == nullptr) return;
+    auto find = [&](auto* function, const char* name) {
+      *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(dlsym(library, name));
+      return *function != nullptr;
+    };
+    int (*init)() = nullptr;
+    int (*by_bus)(const char*, void**) = nullptr;
+    char bus[32];
+    int device = 0;
+    CHECK(cudaGetDevice(&device));
+    CHECK(cudaDeviceGetPCIBusId(bus, sizeof(bus), device));
+    if (!find(&init, "nvmlInit_v2") || !find(&by_bus, "nvmlDeviceGetHandleByPciBusId_v2") ||
+        !find(&clock_, "nvmlDeviceGetClockInfo") || !find(&power_, "nvmlDeviceGetPowerUsage") || init() != 0 ||
+        by_bus(bus, &handle_) != 0) {
+      handle_ = nullptr;
+    }
+  }
+  unsigned mhz() const {
+    unsigned x = 0;
+    return handle_ != nullptr && clock_(handle_, 1, &x) == 0 ? x : 0;  // 1: of the multiprocessors
+  }
+  unsigned watts() const {
+    unsigned x = 0;
+    return handle_ != nullptr && power_(handle_, &x) == 0 ? x / 1000 : 0;
+  }
+
+ private:
+  void* handle_ = nullptr;
+  int (*clock_)(void*, int, unsigned*) = nullptr;
+  int (*power_)(void*, unsigned*) = nullptr;
+};
+
 // ---- one case ----
 struct Outputs {
   std::vector<uint16_t> dq, dk, dv;
@@ -548,10 +597,38 @@ class Runner {
     std::fflush(stdout);
   }
 
+  // As below, the tensors and the scratch at other addresses each time, of two stretches of memory in turns.
+  void time_in_places(const std::vector<Case>& plans, int rounds, int places) {
+    constexpr size_t kStretch = size_t{5} << 30, kUnit = size_t{2} << 20;
+    Buffer<char> stretches[2] = {Buffer<char>(kStretch), Buffer<char>(kStretch)};
+    std::mt19937_64 rng(7);
+    for (int place = 0; place < places; ++place) {
+      size_t at = 0;
+      const auto take = [&](size_t bytes) {
+        at = (at + kUnit - 1) / kUnit * kUnit + (place == 0 ? 0 : rng() % 32 * kUnit + rng() % 4096 * 512);
+        char* taken = stretches[place % 2].data + at;
+        at += bytes;
+        if (at > kStretch) {
+          std::printf("no room\n");
+          std::exit(2);
+        }
+        return taken;
+      };
+      for (auto* b : {&q_, &k_, &v_, &do_, &A_, &dq_, &dk_, &dv_}) b->move_to(take(2 * b->count));
+      for (auto* b : {&g_, &beta_, &dg_, &dbeta_, &h0_, &dht_, &dh0_}) b->move_to(take(4 * b->count));
+      workspace_place_ = take(size_t{1} << 30);
+      make_params(false);
+      std::printf("place %d: q %p workspace %p\n", place, static_cast<void*>(q_.data), workspace_place_);
+      time_in_turns(plans, rounds);
+    }
+  }
+
   // Each plan's calls, five in a row, in turns with the others': medians and the least.
   void time_in_turns(const std::vector<Case>& plans, int rounds) {
     std::vector<std::vector<float>> ms(plans.size());
     std::vector<std::string> how(plans.size());
+    static const Card card;
+    std::vector<unsigned> mhz(plans.size()), watts(plans.size());
     cudaEvent_t begin, end;
     CHECK(cudaEventCreate(&begin));
     CHECK(cudaEventCreate(&end));
@@ -565,6 +642,8 @@ class Runner {
                                       nullptr));
         }
         CHECK(cudaEventRecord(end));
+        mhz[i] = card.mhz();  // while it works
+        watts[i] = card.watts();
         CHECK(cudaEventSynchronize(end));
         float x = 0;
         CHECK(cudaEventElapsedTime(&x, begin, end));
@@ -578,8 +657,9 @@ class Runner {
     }
     for (size_t i = 0; i < plans.size(); ++i) {
       std::sort(ms[i].begin(), ms[i].end());
-      std::printf("%-44s %-24s %-18s median %.4f least %.4f\n", c_.name.c_str(), plans[i].name.c_str(), how[i].c_str(),
-                  ms[i][ms[i].size() / 2], ms[i][0]);
+      std::printf("%-44s %-24s %-18s median %.4f least %.4f most %.4f; at last %u MHz %u W\n", c_.name.c_str(),
+                  plans[i].name.c_str(), how[i].c_str(), ms[i][ms[i].size() / 2], ms[i][0], ms[i].back(), mhz[i],
+                  watts[i]);
     }
   }
 
@@ -684,8 +764,8 @@ class Runner {
     dht_.upload(hdht_);
   }
 
-  void make_params() {
-    upload_inputs();
+  void make_params(bool first_time = true) {
+    if (first_time) upload_inputs();
     const int64_t T = tokens_;
     const DType type = c_.fp16 ? DType::kFloat16 : DType::kBFloat16;
     const DType gate_type = c_.half_gates ? DType::kBFloat16 : DType::kFloat32;
@@ -735,7 +815,7 @@ class Runner {
     p_.dg = tokens(dg_.data, c_.Hv, 1, DType::kFloat32);
     p_.dbeta = tokens(dbeta_.data, c_.Hv, 1, DType::kFloat32);
     make_plan(c_);
-    if (c_.A && !chunks_.empty()) {
+    if (first_time && c_.A && !chunks_.empty()) {
       Buffer<int4> chunks(chunks_.size());
       chunks.upload(chunks_);
       Buffer<double> beta(hbeta_.size());
@@ -764,8 +844,9 @@ class Runner {
     p_.whole_values = c_.whole_values;
     p_.run_chunks = c_.run_chunks >= 0 ? c_.run_chunks : choose_run_chunks(p_, 132);
     workspace_bytes_ = chunk_backward_workspace_size(p_);
-    CHECK(cudaMalloc(&workspace_, workspace_bytes_));
-    bind_chunk_backward_workspace(&p_, workspace_);
+    workspace_ = nullptr;
+    if (workspace_place_ == nullptr) CHECK(cudaMalloc(&workspace_, workspace_bytes_));
+    bind_chunk_backward_workspace(&p_, workspace_place_ != nullptr ? workspace_place_ : workspace_);
     CHECK(make_chunk_backward_maps(p_, tokens(q_.data, c_.Hq), tokens(do_.data, c_.Hv), &maps_));
   }
 
@@ -903,6 +984,7 @@ class Runner {
   ChunkBackwardParams p_{};
   ChunkBackwardMaps maps_{};
   void* workspace_ = nullptr;
+  char* workspace_place_ = nullptr;  // where it is to lie, in memory of somebody else
   size_t workspace_bytes_ = 0;
 
  public:
@@ -1041,9 +1123,10 @@ int main(int argc, char** argv) {
       good &= Runner(c).check();
     }
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
-  } else if (mode == "turns") {
+  } else if (mode == "turns" || mode == "places") {
     // turns Hq/Hv:length,length,.. rounds plan ..: a plan is "rule", or what follows joined by commas: fused, whole,
     // half, alone (without the gradients), s and r with segments' and runs' chunks, b with the blocks of fused passes.
+    // places: of a sixth as many rounds at each of six places in memory.
     Case c;
     c.name = wanted;
     const size_t colon = wanted.find(':');
@@ -1068,7 +1151,12 @@ int main(int argc, char** argv) {
       }
       plans.push_back(plan);
     }
-    Runner(c).time_in_turns(plans, std::stoi(argv[3]));
+    const int rounds = std::stoi(argv[3]);
+    if (mode == "places") {
+      Runner(c).time_in_places(plans, std::max(1, rounds / 6), 6);
+    } else {
+      Runner(c).time_in_turns(plans, rounds);
+    }
   } else {
     struct Row {
       int Hq, Hv, sequences, length;
