@@ -31,9 +31,11 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
   constexpr int kCopyWarp = Traits::kCopyWarp;
   if (warp >= kCopyWarp) {
     if constexpr (Traits::kMovesRegisters) release_registers<Traits::kCopyRegisters>();
-    if (warp == kCopyWarp && lane == 0) load_stages<kForm, kReverse>(p, maps, work, smem, bars);
-    if (warp == kCopyWarp + 1) store_tiles<kForm, kReverse>(p, maps, work, smem, bars, lane);
-    if (warp == kCopyWarp + 2) {
+    // Fused, the warp that makes gates is not in the quarter of the multiprocessor where P's last rows are made.
+    const int role = Traits::kFused ? kCopyWarp + 3 - warp : warp - kCopyWarp;
+    if (role == 0 && lane == 0) load_stages<kForm, kReverse>(p, maps, work, smem, bars);
+    if (role == 1) store_tiles<kForm, kReverse>(p, maps, work, smem, bars, lane);
+    if (role == 2) {
       if (starts_beside_plan<kForm>(p)) {
         wait_for_predecessors();
         launch_dependents();
@@ -42,7 +44,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
       // For the kernel after this one, which waits for this one alone.
       if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
     }
-    if (warp == kCopyWarp + 3) {
+    if (role == 3) {
       if constexpr (Traits::kFused) {
         make_gate_stages<T, kForm, kReverse>(p, work, smem, bars, lane);
       } else {

@@ -377,6 +377,10 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
   using Traits = StatesTraits<kForm>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, true);
+  // Rows by sixteens: none, the last, the first two, the third. A quarter of the multiprocessor has a warp of each
+  // group, and what one of them executes is what the state group's there waits for: P's first warp has the least to do
+  // and its last one the most, and the first quarter has the gates' warp as well.
+  const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
     // What the state group takes of the caller's tensor when it gets here.
@@ -386,9 +390,7 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
       const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
       const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
       const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
-      float c_row[2];
       mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-      load_row_cumsums(c_row, sGates, valid, at);
       mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
       if (valid < kChunk) {
         const int thread = 32 * at.warp + at.lane;
@@ -401,20 +403,26 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
       }
       // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
 #pragma unroll 1
-      for (int j = 0; j <= at.warp; ++j) {
-        uint32_t a[4];
-        load_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
-#pragma unroll
-        for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-          const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
-          const float2 x = unpack2<T>(a[part]);
-          a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
-                    (j < at.warp ? ~0u : diagonal[part]);
-        }
-        store_matrix_x4(block_piece(sGA, j, at), a[0], a[1], a[2], a[3]);
-      }
+      for (int i = first; i < end; ++i) {
+        const Lane rows = {i, at.lane};
+        float c_row[2];
+        load_row_cumsums(c_row, sGates, valid, rows);
 #pragma unroll 1
-      for (int j = at.warp + 1; j < 4; ++j) store_matrix_x4(block_piece(sGA, j, at), 0, 0, 0, 0);
+        for (int j = 0; j <= i; ++j) {
+          uint32_t a[4];
+          load_matrix_x4(block_piece(sGA, j, rows), a[0], a[1], a[2], a[3]);
+#pragma unroll
+          for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+            const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+            const float2 x = unpack2<T>(a[part]);
+            a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                      (j < i ? ~0u : diagonal[part]);
+          }
+          store_matrix_x4(block_piece(sGA, j, rows), a[0], a[1], a[2], a[3]);
+        }
+        // Above the diagonal products take the other block of the same 32 x 32 alone.
+        if (i % 2 == 0) store_matrix_x4(block_piece(sGA, i + 1, rows), 0, 0, 0, 0);
+      }
       fence_proxy_async();
       arrive_warp(bars.gated(cursor.stage), at.lane);
     }
