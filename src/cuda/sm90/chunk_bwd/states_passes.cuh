@@ -392,6 +392,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
         arrive_warp(bars.empty((cursor.stage == 0 ? Traits::kRevStages : cursor.stage) - 1), at.lane);
       }
       if (run >= 0 && work.makes_dh0(p)) {  // all go on from the stage of the rest of dO
+        mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
         mbarrier_wait(bars.P_full(), cursor.stage & 1);
         arrive_warp(bars.P_empty(), at.lane);
         arrive_warp(bars.tokens_full(cursor.stage), at.lane);
