@@ -1,5 +1,4 @@
-// The counters at zero. With cu_seqlens: which tokens each chunk slot and pair of chunks holds, found on the device,
-// and zero gradients for the tokens before the first sequence and after the last.
+// The counters at zero. With cu_seqlens: which tokens each chunk slot and pair of chunks holds, found on the device.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
@@ -7,38 +6,6 @@
 namespace flash_qla::cuda::sm90 {
 
 constexpr int kPlanThreads = 1024;
-// Clear the tokens outside all sequences. Usually there are none; 131 and the planning block are an H200's width.
-constexpr int kPaddingBlocks = 131;
-
-// Zeroes `columns` elements of each row [0, token, head] from `begin` on.
-__device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int end, int heads, int columns) {
-  if (t.data == nullptr) return;
-  const int64_t count = static_cast<int64_t>(end - begin) * heads * columns;
-  for (int64_t i = (blockIdx.x - 1) * static_cast<int64_t>(kPlanThreads) + threadIdx.x; i < count;
-       i += static_cast<int64_t>(kPaddingBlocks) * kPlanThreads) {
-    const int64_t row = i / columns, column = i % columns;
-    store_element(t, row_offset(t, 0, begin + row / heads, row % heads) + column * t.stride[3], 0.0f);
-  }
-}
-
-__device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int begin, int end) {
-  if (begin >= end) return;
-  zero_rows(p.dq, begin, end, p.Hq, kDim);
-  zero_rows(p.dk, begin, end, p.Hq, kDim);
-  zero_rows(p.dv, begin, end, p.Hv, kDim);
-  zero_rows(p.dg, begin, end, p.Hv, 1);
-  zero_rows(p.dbeta, begin, end, p.Hv, 1);
-}
-
-// What the blocks after the first do.
-__device__ __forceinline__ void zero_padding(const ChunkBackwardParams& p) {
-  int32_t first = 0, last = 0, length = 0;
-  sequence_range(p, 0, &first, &length);
-  sequence_range(p, p.N - 1, &last, &length);
-  zero_tokens(p, 0, first);
-  zero_tokens(p, last + length, p.T);
-}
-
 // The last sequence that starts at or before `slot`: empty ones share their successor's start.
 __device__ __forceinline__ int sequence_of(const int32_t* first, int N, int slot) {
   int low = 0, high = N;
@@ -57,14 +24,10 @@ __device__ __forceinline__ int3 operator+(const int3& x, const int3& y) {
   return make_int3(x.x + y.x, x.y + y.y, x.z + y.z);
 }
 
-// Block 0: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by bisection.
+// One block: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by bisection.
 __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
-  if (blockIdx.x > 0) {
-    zero_padding(p);
-    return;
-  }
   if (threadIdx.x == 0) {
     *p.small_count = 0;
     *p.ready_count = 0;

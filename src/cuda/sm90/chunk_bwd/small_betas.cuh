@@ -2,6 +2,7 @@
 // dbeta = <Z, error>, error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j, j from the start of the row's pair of
 // chunks, where S is, and dv = beta Z. Such rows are rare (most blocks look at 64 betas and leave), so this is plain
 // code, a block a row at a time.
+// The kernel is the call's last one, and zeroes the gradients of tokens outside all sequences as well.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -11,6 +12,27 @@ namespace flash_qla::cuda::sm90 {
 constexpr int kSmallBetasThreads = kDim;  // one of V each, and a token of a pair each
 static_assert(kSmallBetasThreads >= 2 * kChunk);
 constexpr int kSmallBetasBlocks = 528;  // four for each of an H200's multiprocessors
+
+// Zeroes `columns` elements of each row [0, token, head] from `begin` on.
+__device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int end, int heads, int columns) {
+  if (t.data == nullptr) return;
+  const int64_t count = static_cast<int64_t>(end - begin) * heads * columns;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kSmallBetasThreads) + threadIdx.x; i < count;
+       i += static_cast<int64_t>(kSmallBetasBlocks) * kSmallBetasThreads) {
+    const int64_t row = i / columns, column = i % columns;
+    store_element(t, row_offset(t, 0, begin + row / heads, row % heads) + column * t.stride[3], 0.0f);
+  }
+}
+
+// Of tokens before the first sequence and after the last. Usually there are none.
+__device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int begin, int end) {
+  if (begin >= end) return;
+  zero_rows(p.dq, begin, end, p.Hq, kDim);
+  zero_rows(p.dk, begin, end, p.Hq, kDim);
+  zero_rows(p.dv, begin, end, p.Hv, kDim);
+  zero_rows(p.dg, begin, end, p.Hv, 1);
+  zero_rows(p.dbeta, begin, end, p.Hv, 1);
+}
 
 // Eight elements from memory, 16-byte aligned, times as many floats.
 template <typename T>
@@ -29,7 +51,16 @@ __device__ __forceinline__ float dot8(const void* x, const float* y) {
 template <typename T>
 __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas_kernel(const ChunkBackwardParams p) {
   launch_dependents();
+  int32_t first = 0, last = 0, length = p.T;
+  if (p.cu_seqlens != nullptr) {
+    sequence_range(p, 0, &first, &length);
+    sequence_range(p, p.N - 1, &last, &length);
+  }
   wait_for_predecessors();
+  // Here and not while the call is planned: that kernel's blocks would lie where clusters of the passes are to start,
+  // and these would be spread over the pairs of multiprocessors that are left.
+  zero_tokens(p, 0, first);
+  zero_tokens(p, last + length, p.T);
   __shared__ float key[kDim], coefficient[2 * kChunk], warp_dots[kSmallBetasThreads / 32];
   const int thread = threadIdx.x, count = *p.small_count;
   for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
