@@ -757,7 +757,7 @@ class Runner {
         how[i] = std::string(p_.fused          ? "fused"
                              : p_.whole_values ? "whole"
                                                : "half") +
-                 (p_.segment_chunks > 0 ? " segments " + std::to_string(p_.segment_chunks) : "") +
+                 (p_.fused && p_.whole_values ? " both" : "") + (p_.segment_chunks > 0 ? " segments " + std::to_string(p_.segment_chunks) : "") +
                  (p_.run_chunks > 0 ? " runs " + std::to_string(p_.run_chunks) : "");
       }
     }
@@ -1223,6 +1223,10 @@ int main(int argc, char** argv) {
       c.fused = false;
       c.whole_values = true;
       good &= Runner(c).check();
+      c.name = "both fused " + name;
+      c.fused = true;
+      good &= Runner(c).check();
+      c.fused = false;
       c.name = "states in fp32 " + name;
       c.whole_values = false;
       c.exact = true;
@@ -1251,6 +1255,7 @@ int main(int argc, char** argv) {
       for (std::string x; std::getline(parts, x, ',');) {
         if (x == "fused") plan.fused = true;
         if (x == "whole") plan.whole_values = true;
+        if (x == "both") plan.fused = plan.whole_values = true;
         if (x[0] == 'b') plan.pass_blocks = std::stoi(x.substr(1));
         if (x[0] == 's') plan.segment_chunks = std::stoi(x.substr(1));
         if (x[0] == 'r' && x != "rule") plan.run_chunks = std::stoi(x.substr(1));

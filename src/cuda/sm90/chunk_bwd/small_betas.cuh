@@ -14,17 +14,16 @@ static_assert(kSmallBetasThreads >= 2 * kChunk);
 constexpr int kSmallBetasBlocks = 528;  // four for each of an H200's multiprocessors
 
 // Zeroes `columns` elements of each row [0, token, head] from `begin` on.
-__device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int end, int heads, int columns) {
+__device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int end, int heads, uint32_t columns) {
   if (t.data == nullptr) return;
-  const int64_t count = static_cast<int64_t>(end - begin) * heads * columns;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kSmallBetasThreads) + threadIdx.x; i < count;
-       i += static_cast<int64_t>(kSmallBetasBlocks) * kSmallBetasThreads) {
-    const int64_t row = i / columns, column = i % columns;
-    store_element(t, row_offset(t, 0, begin + row / heads, row % heads) + column * t.stride[3], 0.0f);
+  for (int token = begin + static_cast<int>(blockIdx.x); token < end; token += kSmallBetasBlocks) {
+    for (uint32_t i = threadIdx.x; i < static_cast<uint32_t>(heads) * columns; i += kSmallBetasThreads) {
+      store_element(t, row_offset(t, 0, token, i / columns) + i % columns * t.stride[3], 0.0f);
+    }
   }
 }
 
-// Of tokens before the first sequence and after the last. Usually there are none.
+// Of tokens before the first sequence and after the last.
 __device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int begin, int end) {
   if (begin >= end) return;
   zero_rows(p.dq, begin, end, p.Hq, kDim);
@@ -32,6 +31,15 @@ __device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int be
   zero_rows(p.dv, begin, end, p.Hv, kDim);
   zero_rows(p.dg, begin, end, p.Hv, 1);
   zero_rows(p.dbeta, begin, end, p.Hv, 1);
+}
+
+// The tokens of all sequences, which follow one another.
+__device__ __forceinline__ int2 all_tokens(const ChunkBackwardParams& p) {
+  if (p.cu_seqlens == nullptr) return make_int2(0, p.T);
+  int32_t first = 0, last = 0, length = 0;
+  sequence_range(p, 0, &first, &length);
+  sequence_range(p, p.N - 1, &last, &length);
+  return make_int2(first, last + length);
 }
 
 // Eight elements from memory, 16-byte aligned, times as many floats.
@@ -51,16 +59,12 @@ __device__ __forceinline__ float dot8(const void* x, const float* y) {
 template <typename T>
 __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas_kernel(const ChunkBackwardParams p) {
   launch_dependents();
-  int32_t first = 0, last = 0, length = p.T;
-  if (p.cu_seqlens != nullptr) {
-    sequence_range(p, 0, &first, &length);
-    sequence_range(p, p.N - 1, &last, &length);
-  }
+  const int2 tokens = all_tokens(p);
   wait_for_predecessors();
   // Here and not while the call is planned: that kernel's blocks would lie where clusters of the passes are to start,
-  // and these would be spread over the pairs of multiprocessors that are left.
-  zero_tokens(p, 0, first);
-  zero_tokens(p, last + length, p.T);
+  // and these would be spread over the pairs of multiprocessors that are left. Usually there is nothing to zero.
+  zero_tokens(p, 0, tokens.x);
+  zero_tokens(p, tokens.y, p.T);
   __shared__ float key[kDim], coefficient[2 * kChunk], warp_dots[kSmallBetasThreads / 32];
   const int thread = threadIdx.x, count = *p.small_count;
   for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
