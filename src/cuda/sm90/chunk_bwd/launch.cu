@@ -302,9 +302,8 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
   if (stage.plan) {
     // Chained to what the stream has before it: it waits for that, and only then lets the next kernel begin. A start of
     // its own in the order of the stream takes 9 us longer (docs/design/sm90_backward.md).
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_plan_kernel,
-                                                  p.cu_seqlens == nullptr ? 1 : 1 + kPaddingBlocks, kPlanThreads, 0,
-                                                  stream, p));
+    const unsigned blocks = p.cu_seqlens == nullptr ? 1 : 1 + kPaddingBlocks;
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_plan_kernel, blocks, kPlanThreads, 0, stream, p));
   }
   return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, multiprocessors, stream)
                                       : launch_chunk_backward_fp16(p, maps, stage, multiprocessors, stream);
