@@ -300,10 +300,9 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
   p.beside = leaves_half_idle(p, multiprocessors);
   if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;
   if (stage.plan) {
-    // Not chained to what the stream has before it: five calls in a row over one sequence of 32,768 tokens and 32 heads
-    // took 1.92 ms each with the kernels of two calls in one chain, 1.77 without, and one call alone 1.63.
-    sm90_chunk_bwd_plan_kernel<<<1, kPlanThreads, 0, stream>>>(p);
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetLastError());
+    // Chained to what the stream has before it: it waits for that, and only then lets the next kernel begin. A start of
+    // its own in the order of the stream takes 9 us longer (docs/design/sm90_backward.md).
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_plan_kernel, 1, kPlanThreads, 0, stream, p));
   }
   return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, multiprocessors, stream)
                                       : launch_chunk_backward_fp16(p, maps, stage, multiprocessors, stream);

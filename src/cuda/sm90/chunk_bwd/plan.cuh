@@ -26,8 +26,9 @@ __device__ __forceinline__ int3 operator+(const int3& x, const int3& y) {
 
 // One block: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by bisection.
 __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
-  launch_dependents();
+  // In this order: what comes after it begins beside it and takes for granted that all before it has ended.
   wait_for_predecessors();
+  launch_dependents();
   if (threadIdx.x == 0) {
     *p.small_count = 0;
     *p.ready_count = 0;

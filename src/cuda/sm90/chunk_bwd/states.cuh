@@ -40,7 +40,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
         wait_for_predecessors();
         launch_dependents();
       }
-      if (lane == 0) count_chunks<kForm, kReverse>(p, work, smem, 0);
+      if (lane < Traits::kCounters) count_chunks<kForm, kReverse>(p, work, smem, lane);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
     }
@@ -49,8 +49,6 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
         make_gate_stages<T, kForm, kReverse>(p, work, smem, bars, lane);
       } else {
         if (p.beside && lane == 0) watch_prepared<kForm, kReverse>(p, work, smem);
-        // Until prepare.cuh has ended nobody could take what it counts.
-        if (Traits::kCounters == 2 && lane == 0) count_chunks<kForm, kReverse>(p, work, smem, 1);
       }
     }
   } else if (Traits::kFused && warp >= 8) {

@@ -6,8 +6,9 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// One thread of a warp that has nothing else to do: counts chunks for the gradients when all that this block leaves of
-// them is in memory, and lists what is complete. Both wait for memory, longer now and then than a step takes.
+// Threads of a warp that has nothing else to do, each with every kCounters-th pair: they count chunks for the gradients
+// when all that this block leaves of them is in memory, and list what is complete. Both wait for memory, longer now and
+// then than a step takes; threads that count at once wait at once.
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
                                              int counter) {
@@ -15,20 +16,20 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, State
   auto wait_for = [](uint32_t steps, int step) {
     while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
   };
-  int turn = counter;
   for (uint32_t run = 0; work.enter<kForm, kReverse, false>(p, smem, run); ++run) {
-    uint32_t uncounted = 0;
-    for (int step = work.warmup; step < work.steps; ++step) {
-      const int c = work.chunk(step);
-      const bool alone = c % 2 == 0 && (c + 1) * kChunk >= work.sequence.length;
-      uncounted += (alone ? 2 : 1) * Traits::kHalves;
-      if (step + 1 < work.steps && work.chunk(step + 1) / 2 == c / 2) continue;  // the pair's other chunk is next
-      const uint32_t by = uncounted;
-      uncounted = 0;
-      if (turn++ % Traits::kCounters != 0) continue;
+    if (work.steps == work.warmup) continue;
+    const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
+    const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
+    for (int k = counter; k < pairs; k += Traits::kCounters) {
+      const int pair = from / 2 + (kReverse ? -k : k);
+      const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
+      // A chunk without a second one counts as both.
+      const bool alone = (2 * pair + 1) * kChunk >= work.sequence.length;
+      const uint32_t by = (alone ? 2 : last - first + 1) * Traits::kHalves;
+      const int step = kReverse ? work.first - first : last - work.first;
       wait_for(smem + Traits::kStored, work.before + step);
       if (Traits::kFused && kReverse && work.half == 0) wait_for(smem + Traits::kMade, work.before + step);
-      const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + c / 2) * p.Hq + work.key_head;
+      const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + pair) * p.Hq + work.key_head;
       const uint32_t counted = fetch_add_release(p.progress + item, by) + by;
       if (counted == kPairCount * p.group) store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
     }
