@@ -25,8 +25,6 @@
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
-extern "C" __attribute__((weak)) void* sm90_stamps();
-
 namespace {
 
 using namespace flash_qla;
@@ -425,7 +423,6 @@ class Card {
     int device = 0;
     CHECK(cudaGetDevice(&device));
     CHECK(cudaDeviceGetPCIBusId(bus, sizeof(bus), device));
-    find(&energy_, "nvmlDeviceGetTotalEnergyConsumption");
     if (!find(&init, "nvmlInit_v2") || !find(&by_bus, "nvmlDeviceGetHandleByPciBusId_v2") ||
         !find(&clock_, "nvmlDeviceGetClockInfo") || !find(&power_, "nvmlDeviceGetPowerUsage") || init() != 0 ||
         by_bus(bus, &handle_) != 0) {
@@ -440,14 +437,9 @@ class Card {
     unsigned x = 0;
     return handle_ != nullptr && power_(handle_, &x) == 0 ? x / 1000 : 0;
   }
-  double joules() const {
-    unsigned long long x = 0;
-    return handle_ != nullptr && energy_ != nullptr && energy_(handle_, &x) == 0 ? 1e-3 * static_cast<double>(x) : 0.0;
-  }
 
  private:
   void* handle_ = nullptr;
-  int (*energy_)(void*, unsigned long long*) = nullptr;
   int (*clock_)(void*, int, unsigned*) = nullptr;
   int (*power_)(void*, unsigned*) = nullptr;
 };
@@ -605,60 +597,6 @@ class Runner {
     std::fflush(stdout);
   }
 
-  // How far the blocks that load the same tiles are apart, in steps.
-  void print_drift() {
-    if (sm90_stamps == nullptr) return;
-    CHECK(cudaDeviceSynchronize());
-    std::vector<uint64_t> t((1 << 20) + 2048);
-    CHECK(cudaMemcpy(t.data(), sm90_stamps(), t.size() * 8, cudaMemcpyDeviceToHost));
-    // Clusters across pairs of multiprocessors, and how long their passes take beside the others'.
-    for (int reverse = 0; reverse < 2 && N_ == 1; ++reverse) {
-      double across = 0, within = 0;
-      int count = 0;
-      const int steps = std::min(512, (c_.lengths[0] + 63) / 64);
-      for (int head = 0; head < c_.Hv; ++head) {
-        const uint64_t* at = t.data() + (reverse * c_.Hv + head) * 2ll * 512;
-        const uint64_t* sm = t.data() + (1 << 20) + (reverse * c_.Hv + head) * 2;
-        const bool is_across = sm[0] / 2 != sm[1] / 2;
-        count += is_across;
-        (is_across ? across : within) += 0.5e-3 * static_cast<double>(at[steps - 1] - at[0] + at[512 + steps - 1] - at[512]);
-      }
-      std::printf("    %s: %d clusters across pairs, %.1f us; others %.1f us\n", reverse ? "reverse" : "forward", count,
-                  across / std::max(1, count), within / std::max(1, c_.Hv - count));
-    }
-    for (int reverse = 0; reverse < 2; ++reverse) {
-      double sum = 0, most = 0, halves = 0, step_time = 0;
-      int count = 0, far = 0;
-      uint64_t first = ~0ull, last = 0;
-      for (int n = 0; n < N_; ++n) {
-        const int steps = std::min(512, (c_.lengths[n] + 63) / 64);
-        for (int head = 0; head + 1 < c_.Hv; head += 2) {
-          const uint64_t* at = t.data() + ((reverse * N_ + n) * c_.Hv + head) * 2ll * 512;
-          const double of_step = static_cast<double>(at[steps - 1] - at[0]) / std::max(1, steps - 1);
-          step_time += of_step * steps;
-          for (int s = 0; s < steps; ++s) {
-            uint64_t low = ~0ull, high = 0;
-            for (int i = 0; i < 4; ++i) {
-              low = std::min(low, at[i * 512 + s]);
-              high = std::max(high, at[i * 512 + s]);
-            }
-            first = std::min(first, low);
-            last = std::max(last, high);
-            const double apart = static_cast<double>(high - low) / of_step;
-            sum += apart;
-            most = std::max(most, apart);
-            far += apart > 6;
-            halves += std::abs(static_cast<double>(at[s]) - static_cast<double>(at[512 + s])) / of_step;
-            ++count;
-          }
-        }
-      }
-      std::printf("    %s: steps apart %.2f (halves of V %.2f), most %.1f, beyond six %.3f; a step %.0f ns, all %.1f us\n",
-                  reverse ? "reverse" : "forward", sum / count, halves / count, most, 1.0 * far / count,
-                  step_time / count, 1e-3 * static_cast<double>(last - first));
-    }
-  }
-
   // As below, the tensors and the scratch at other addresses each time, of two stretches of memory in turns.
   void time_in_places(const std::vector<Case>& plans, int rounds, int places) {
     constexpr size_t kStretch = size_t{5} << 30, kUnit = size_t{2} << 20;
@@ -695,8 +633,8 @@ class Runner {
       make_plan(plan);
       std::vector<float> times;
       float spent = 0, early = 0;
-      double joules = 0, mhz = 0;
-      int counted = 0, calls = 0;
+      double mhz = 0;
+      int counted = 0;
       while (spent < ms) {
         CHECK(cudaEventRecord(begin));
         for (int call = 0; call < 5; ++call) CHECK(launch_chunk_backward(p_, maps_, {}, nullptr));
@@ -708,20 +646,15 @@ class Runner {
         spent += x;
         if (spent < ms / 2) {
           early = x / 5;
-          joules = card.joules();
           continue;
         }
         times.push_back(x / 5);
         mhz += now;
-        calls += 5;
         ++counted;
       }
-      joules = card.joules() - joules;
       std::sort(times.begin(), times.end());
-      std::printf("%-44s %-18s hot: median %.4f least %.4f most %.4f (half-way %.4f), %.0f MHz, %.0f mJ a call\n",
-                  c_.name.c_str(), plan.name.c_str(), times[times.size() / 2], times[0], times.back(), early,
-                  mhz / counted, 1e3 * joules / calls);
-      print_drift();
+      std::printf("%-44s %-18s hot: median %.4f least %.4f most %.4f (half-way %.4f), %.0f MHz\n", c_.name.c_str(),
+                  plan.name.c_str(), times[times.size() / 2], times[0], times.back(), early, mhz / counted);
     }
   }
 
@@ -749,15 +682,11 @@ class Runner {
         CHECK(cudaEventSynchronize(end));
         float x = 0;
         CHECK(cudaEventElapsedTime(&x, begin, end));
-        if (round == rounds && sm90_stamps != nullptr) {
-          std::printf("%s last %.4f\n", plans[i].name.c_str(), x / kCalls);
-          print_drift();
-        }
         if (round > 0) ms[i].push_back(x / kCalls);
         how[i] = std::string(p_.fused          ? "fused"
                              : p_.whole_values ? "whole"
                                                : "half") +
-                 (p_.fused && p_.whole_values ? " both" : "") + (p_.segment_chunks > 0 ? " segments " + std::to_string(p_.segment_chunks) : "") +
+                 (p_.segment_chunks > 0 ? " segments " + std::to_string(p_.segment_chunks) : "") +
                  (p_.run_chunks > 0 ? " runs " + std::to_string(p_.run_chunks) : "");
       }
     }
@@ -1223,10 +1152,6 @@ int main(int argc, char** argv) {
       c.fused = false;
       c.whole_values = true;
       good &= Runner(c).check();
-      c.name = "both fused " + name;
-      c.fused = true;
-      good &= Runner(c).check();
-      c.fused = false;
       c.name = "states in fp32 " + name;
       c.whole_values = false;
       c.exact = true;
@@ -1255,7 +1180,6 @@ int main(int argc, char** argv) {
       for (std::string x; std::getline(parts, x, ',');) {
         if (x == "fused") plan.fused = true;
         if (x == "whole") plan.whole_values = true;
-        if (x == "both") plan.fused = plan.whole_values = true;
         if (x[0] == 'b') plan.pass_blocks = std::stoi(x.substr(1));
         if (x[0] == 's') plan.segment_chunks = std::stoi(x.substr(1));
         if (x[0] == 'r' && x != "rule") plan.run_chunks = std::stoi(x.substr(1));

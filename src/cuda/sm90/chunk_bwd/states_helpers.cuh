@@ -428,7 +428,7 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
       arrive_warp(bars.gated(cursor.stage), at.lane);
     }
     if (Traits::kTakesPieces && kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
-      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);  // there are none: but each phase is waited for
+      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);      // there are none: but each phase is waited for
       mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
       arrive_warp(bars.gated(cursor.stage), at.lane);
       cursor.advance();
