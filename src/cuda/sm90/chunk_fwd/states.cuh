@@ -45,7 +45,10 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   static constexpr uint32_t kListed = kDone + 8 * kStages;
   static constexpr uint32_t kRehearsed = kListed + 8 * kAuxGroups;  // all warps are through with the first stream
   static constexpr uint32_t kOpen = kRehearsed + 8;                 // a stream is: the first one, then the second
-  static constexpr uint32_t kSmemBytes = kOpen + 8;
+  static constexpr uint32_t kReset = kOpen + 8;                     // ... and may be opened the second time
+  static constexpr uint32_t kSmemBytes = kReset + 8;
+  // Where the second stream's first chunks are until then: a stage that the rehearsal does not use.
+  static constexpr uint32_t kSmemFound = kBytesStage;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
@@ -407,12 +410,63 @@ __device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p
   return true;
 }
 
-// Before a stream of chunks: its barriers and first records, by one thread. rehearsal: of a single chunk, the first
-// tokens' of the first head, from zero, and of which nothing is kept.
+// The first chunks of the block's tiles, and where its walker stands then.
 template <typename Traits>
-__device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, bool rehearsal) {
+struct FoundChunks {
+  ChunkWalker walker;
+  ChunkRecord records[Traits::kStages - 1];
+};
+template <typename Traits>
+__device__ __forceinline__ FoundChunks<Traits>& found_chunks() {
+  static_assert(sizeof(FoundChunks<Traits>) <= Traits::kBytesStage);
+  return *reinterpret_cast<FoundChunks<Traits>*>(shared_memory() + Traits::kSmemFound);
+}
+template <typename Traits>
+__device__ __forceinline__ ChunkWalker& stream_walker() {
+  return *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+}
+template <typename Traits>
+__device__ __forceinline__ ChunkRecord* stream_records() {
+  return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks);
+}
+
+// Opens the second stream, by one thread that the rehearsal has no use for: waits for the plan, and finds the first
+// chunks. That is three or four reads one after the other, by instructions that come for the first time: a block that
+// comes late took half as long as for its rehearsal, and then began with it.
+template <typename Traits>
+__device__ __forceinline__ void open_second_stream(const ChunkForwardKernelParams& p) {
+  FoundChunks<Traits>& found = found_chunks<Traits>();
+  int32_t early;
+  const bool stays = stays_for_plan(p, &early);
+  if (stays && early < 0) leave_tiles_to_whole_pairs(p);
+  // Beside the rehearsal, whose walker and records are the stream's own; else there at once.
+  const bool beside = !mbarrier_test(smem() + Traits::kReset, 0);
+  ChunkWalker& walker = beside ? found.walker : stream_walker<Traits>();
+  ChunkRecord* const records = beside ? found.records : stream_records<Traits>();
+  open_list<Traits>(p, walker);
+  walker.tile = early;
+  if (!stays) {
+    walker.opened = kLeft;
+    walker.tiles = 0;
+  }
+#pragma unroll 1
+  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, walker, records[m]);
+  if (beside) {
+    mbarrier_wait(smem() + Traits::kReset, 0);
+    stream_walker<Traits>() = found.walker;
+#pragma unroll 1
+    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) stream_records<Traits>()[m] = found.records[m];
+  }
+  // The copy engine takes `found` for chunks, and what it reads comes behind the plan.
+  fence_proxy_async_all();
+  mbarrier_arrive(smem() + Traits::kOpen);
+}
+
+// The barriers of a stream, by one thread; again: of the second.
+template <typename Traits>
+__device__ __forceinline__ void reset_stream(bool again) {
   const auto init = [&](uint32_t barrier, uint32_t arrivals) {
-    if (!rehearsal) mbarrier_invalidate(barrier);
+    if (again) mbarrier_invalidate(barrier);
     mbarrier_init(barrier, arrivals);
   };
 #pragma unroll 1
@@ -424,36 +478,26 @@ __device__ __forceinline__ void start_stream(const ChunkForwardKernelParams& p, 
 #pragma unroll 1
   for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
   mbarrier_init_fence();
-  ChunkWalker& walker = *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
-  const auto record = [](uint32_t m) -> ChunkRecord& {
-    return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m];
-  };
-  if (rehearsal) {
-    walker.tiles = 0;
-    walker.remaining = -1;
-  } else {
-    int32_t early;
-    if (!stays_for_plan(p, &early)) {
-      walker.opened = kLeft;
-      for (uint32_t m = 0; m < Traits::kStages - 1; ++m) record(m).valid = -1;
-      return;
-    }
-    open_list<Traits>(p, walker);
-    walker.tile = early;
-    if (early < 0) leave_tiles_to_whole_pairs(p);
-  }
-#pragma unroll 1
-  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, m);
-  if (rehearsal) {
-    ChunkRecord first{};
-    // A block that comes when the plan is made, on the planner's SM, goes on at once.
-    first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
-    first.flags = kFirstChunk;
-    first.slot_in = kNoSlot;
-    record(0) = first;
-  }
 }
 
+// The rehearsal: a single chunk, the first tokens' of the first head, from zero, and of which nothing is kept.
+template <typename Traits>
+__device__ __forceinline__ void open_rehearsal(const ChunkForwardKernelParams& p) {
+  ChunkWalker& walker = stream_walker<Traits>();
+  walker.tiles = 0;
+  walker.remaining = -1;
+  ChunkRecord first{};
+  // A block that comes when the plan is made, on the planner's SM, goes on at once.
+  first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
+  first.flags = kFirstChunk;
+  first.slot_in = kNoSlot;
+  stream_records<Traits>()[0] = first;
+  for (uint32_t m = 1; m < Traits::kStages - 1; ++m) stream_records<Traits>()[m].valid = -1;
+  mbarrier_arrive(smem() + Traits::kOpen);
+}
+
+// Of the second auxiliary group, whose first chunk the rehearsal does not have.
+inline constexpr uint32_t kOpeningThread = 128;
 // The auxiliary warp that brings transitions: not the one that waits for the kernels before this one.
 inline constexpr uint32_t kBringingWarp = 1;
 
@@ -476,6 +520,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     mbarrier_init(smem() + Traits::kRehearsed, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init(smem() + Traits::kOpen, 1);
+    mbarrier_init(smem() + Traits::kReset, 1);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
   }
@@ -489,8 +534,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (bool rehearsal = true;; rehearsal = false) {
       if (threadIdx.x == 0) {
         if (!rehearsal) mbarrier_wait(smem() + Traits::kRehearsed, 0);
-        start_stream<Traits>(p, rehearsal);
-        mbarrier_arrive(smem() + Traits::kOpen);
+        reset_stream<Traits>(!rehearsal);
+        if (rehearsal) {
+          open_rehearsal<Traits>(p);
+        } else {
+          mbarrier_arrive(smem() + Traits::kReset);
+        }
       }
       __syncwarp();
       mbarrier_wait(smem() + Traits::kOpen, rehearsal ? 0 : 1);
@@ -498,6 +547,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (!rehearsal) break;
       __syncwarp();  // all lanes are through with the barriers of the first stream
       mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
+      if (threadIdx.x == kOpeningThread) open_second_stream<Traits>(p);
+      __syncwarp();
     }
     if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits>(p, kCombineWarps, thread % 32);
