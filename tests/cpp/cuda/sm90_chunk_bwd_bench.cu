@@ -1148,9 +1148,12 @@ int main(int argc, char** argv) {
       c.name = "pieces " + name;  // two blocks a pass, which go through all of them
       c.pass_blocks = 4;
       good &= Runner(c).check();
+      c.name = "both halves of V, fused, " + name;
+      c.pass_blocks = 0;
+      c.whole_values = true;
+      good &= Runner(c).check();
       c.name = "both halves of V " + name;
       c.fused = false;
-      c.whole_values = true;
       good &= Runner(c).check();
       c.name = "states in fp32 " + name;
       c.whole_values = false;
@@ -1160,8 +1163,9 @@ int main(int argc, char** argv) {
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
   } else if (mode == "turns" || mode == "places" || mode == "hot") {
     // turns Hq/Hv:length,length,.. rounds plan ..: a plan is "rule", or what follows joined by commas: fused, whole,
-    // half, alone (without the gradients), s and r with segments' and runs' chunks, b with the blocks of fused passes.
-    // places: of a sixth as many rounds at each of six places in memory. hot: milliseconds without a pause for rounds.
+    // half, both (fused and whole), alone (without the gradients), s and r with segments' and runs' chunks, b with the
+    // blocks of fused passes. places: of a sixth as many rounds at each of six places in memory. hot: milliseconds
+    // without a pause for rounds.
     Case c;
     c.name = wanted;
     const size_t colon = wanted.find(':');
@@ -1178,9 +1182,9 @@ int main(int argc, char** argv) {
       plan.run_chunks = plan.name == "rule" ? -1 : 0;
       std::stringstream parts(plan.name);
       for (std::string x; std::getline(parts, x, ',');) {
-        if (x == "fused") plan.fused = true;
-        if (x == "whole") plan.whole_values = true;
-        if (x[0] == 'b') plan.pass_blocks = std::stoi(x.substr(1));
+        if (x == "fused" || x == "both") plan.fused = true;
+        if (x == "whole" || x == "both") plan.whole_values = true;
+        if (x[0] == 'b' && x != "both") plan.pass_blocks = std::stoi(x.substr(1));
         if (x[0] == 's') plan.segment_chunks = std::stoi(x.substr(1));
         if (x[0] == 'r' && x != "rule") plan.run_chunks = std::stoi(x.substr(1));
       }

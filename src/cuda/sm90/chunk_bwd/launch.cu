@@ -31,14 +31,6 @@ bool gains_by_fusing(const ChunkBackwardParams& p) {
   return p.N > 1;
 }
 
-// Whether the blocks of fused passes go on from one piece of work to another, in place of as many blocks as there are
-// pieces: it saves what a block takes to start and to end, and costs a tenth of each step, which pays from five and a
-// half waves of blocks on (docs/design/sm90_backward.md).
-bool takes_pieces(const ChunkBackwardParams& p) {
-  constexpr int64_t kLeastBlocks = 11 * kWave / 2;
-  return p.fused && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastBlocks);
-}
-
 int32_t pair_bound(const ChunkBackwardParams& p) {
   // A sequence of m chunks has (m + 1) / 2 pairs.
   return p.cu_seqlens == nullptr ? p.N * pairs_of(p.per_sequence) : (p.chunk_bound + p.N) / 2;
@@ -53,12 +45,16 @@ bool keeps_exact(const ChunkBackwardParams& p) {
   return p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact;
 }
 
-// Whether a block of the passes takes both halves of V: what two blocks would load it loads once, so that a
-// multiprocessor does more, but each chunk takes longer (1.9 us for 1.1). It pays where blocks of halves come in
-// several waves.
+// Whether a block of the passes takes both halves of V: what two blocks would load, and make, it loads and makes once,
+// so that a multiprocessor does more, but each chunk takes longer. It pays where blocks of halves come in several
+// waves.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  return p.segment_chunks == 0 && !p.fused && !keeps_exact(p) && (p.whole_values || half_blocks(p) > kWave);
+  return p.segment_chunks == 0 && !keeps_exact(p) && p.pass_blocks == 0 && (p.whole_values || half_blocks(p) > kWave);
 }
+
+// Whether the blocks of fused passes go on from one piece of work to another, in place of as many blocks as there are
+// pieces: it saves what a block takes to start and to end, and costs a tenth of each step.
+bool takes_pieces(const ChunkBackwardParams& p) { return p.fused && !p.whole_values && p.N > 1 && p.pass_blocks > 0; }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
 bool makes_own_tiles(const ChunkBackwardParams& p) {
@@ -253,8 +249,8 @@ size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
 void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
-  params->takes_pieces = takes_pieces(*params);
   params->whole_values = takes_whole_values(*params);
+  params->takes_pieces = takes_pieces(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }

@@ -4,10 +4,10 @@
 //
 // A block has one pass of one sequence (or segment of it: segments.cuh), value head and half of V, or both halves, each
 // with a warpgroup (StatesForm). States are held transposed, S^T [64 of V, 128 of K], as fp32 accumulators of one
-// warpgroup: packed, they are the A operand of the next product, and S never waits for shared memory. In the fused form
-// two more warpgroups run ahead: one makes G o A of A where that landed, one P (the reverse pass's). Of the last one, a
-// warp loads, one stores, one counts what is stored, and one makes the gate vectors (fused) or knows what prepare.cuh
-// has left.
+// warpgroup: packed, they are the A operand of the next product, and S never waits for shared memory. In the fused
+// forms two more warpgroups run ahead: one makes G o A of A where that landed, one P (the reverse pass's); beside both
+// halves of V one makes both. Of the last one, a warp loads, one stores, one counts what is stored, and one makes the
+// gate vectors (fused) or knows what prepare.cuh has left.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/states_helpers.cuh"
@@ -54,10 +54,14 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
   } else if (Traits::kFused && warp >= 8) {
     if constexpr (Traits::kFused) {
       release_registers<Traits::kPrepareRegisters>();
-      gate_stages<T, kForm, kReverse>(p, work, smem, bars, {warp - 8, lane});
+      if constexpr (Traits::kHalves == 2) {
+        make_stages<T, kForm, kReverse>(p, work, smem, bars, {warp - 8, lane});
+      } else {
+        gate_stages<T, kForm, kReverse>(p, work, smem, bars, {warp - 8, lane});
+      }
     }
-  } else if (Traits::kFused && warp >= 4) {
-    if constexpr (Traits::kFused) {
+  } else if (Traits::kFused && Traits::kHalves == 1 && warp >= 4) {
+    if constexpr (Traits::kFused && Traits::kHalves == 1) {
       release_registers<Traits::kPrepareRegisters>();
       if constexpr (kReverse) make_P<T, kForm>(p, work, smem, bars, {warp - 4, lane});
     }

@@ -231,8 +231,9 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
       // The first round finds all stages empty, but for the one that is rehearsed in.
       mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
-      mbarrier_arrive_expect(
-          bar, (kReverse ? Traits::kRevStage : Traits::kFwdStage) + (Traits::kFused ? 0 : kPassGateBytes));
+      mbarrier_arrive_expect(bar, !Traits::kFused ? (kReverse ? Traits::kRevStage : Traits::kFwdStage) + kPassGateBytes
+                                  : kReverse      ? Traits::kRevP
+                                                  : Traits::kFwdStage);
       if constexpr (kReverse) {
         // P is made of these first.
         for (int half = 0; half < 2; ++half) {
@@ -370,6 +371,34 @@ __device__ __forceinline__ uint32_t block_piece(uint32_t tile, int j, const Lane
   return tile_piece(tile, 16 * at.warp + (at.lane & 15), 2 * j + (at.lane >> 4));
 }
 
+// A tile of A to G o A below the diagonal, of some rows by sixteens.
+template <typename T>
+__device__ __forceinline__ void gate_tile(uint32_t sGA, uint32_t sGates, int valid, int first, int end,
+                                          const uint32_t (&diagonal)[4], const Lane& at) {
+  // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
+#pragma unroll 1
+  for (int i = first; i < end; ++i) {
+    const Lane rows = {i, at.lane};
+    float c_row[2];
+    load_row_cumsums(c_row, sGates, valid, rows);
+#pragma unroll 1
+    for (int j = 0; j <= i; ++j) {
+      uint32_t a[4];
+      load_matrix_x4(block_piece(sGA, j, rows), a[0], a[1], a[2], a[3]);
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
+        const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+        const float2 x = unpack2<T>(a[part]);
+        a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
+                  (j < i ? ~0u : diagonal[part]);
+      }
+      store_matrix_x4(block_piece(sGA, j, rows), a[0], a[1], a[2], a[3]);
+    }
+    // Above the diagonal products take the other block of the same 32 x 32 alone.
+    if (i % 2 == 0) store_matrix_x4(block_piece(sGA, i + 1, rows), 0, 0, 0, 0);
+  }
+}
+
 // One warpgroup: in each stage A becomes G o A below the diagonal. On it both are 1: what that multiplies the state
 // group adds in fp32.
 template <typename T, StatesForm kForm, bool kReverse>
@@ -402,28 +431,7 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
         zero_tail(sGA, valid, thread, 128);
         named_barrier_sync(kGateBarrier, 128);
       }
-      // The loops stay loops: what these warps execute takes instruction fetches from the chain of products.
-#pragma unroll 1
-      for (int i = first; i < end; ++i) {
-        const Lane rows = {i, at.lane};
-        float c_row[2];
-        load_row_cumsums(c_row, sGates, valid, rows);
-#pragma unroll 1
-        for (int j = 0; j <= i; ++j) {
-          uint32_t a[4];
-          load_matrix_x4(block_piece(sGA, j, rows), a[0], a[1], a[2], a[3]);
-#pragma unroll
-          for (int part = 0; part < 4; ++part) {  // bit 0: row + 8, bit 1: column + 8
-            const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
-            const float2 x = unpack2<T>(a[part]);
-            a[part] = pack2<T>(exp2_approx(c_row[part % 2] - c.x) * x.x, exp2_approx(c_row[part % 2] - c.y) * x.y) &
-                      (j < i ? ~0u : diagonal[part]);
-          }
-          store_matrix_x4(block_piece(sGA, j, rows), a[0], a[1], a[2], a[3]);
-        }
-        // Above the diagonal products take the other block of the same 32 x 32 alone.
-        if (i % 2 == 0) store_matrix_x4(block_piece(sGA, i + 1, rows), 0, 0, 0, 0);
-      }
+      gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
       fence_proxy_async();
       arrive_warp(bars.gated(cursor.stage), at.lane);
     }
@@ -489,6 +497,76 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork 
       mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
       arrive_warp(bars.P_full(), at.lane);
       cursor.advance();
+    }
+  }
+}
+
+// One warpgroup: both of them, for both halves of V.
+template <typename T, StatesForm kForm, bool kReverse>
+__device__ __forceinline__ void make_stages(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
+                                            const StatesBarriers& bars, Lane at) {
+  using Traits = StatesTraits<kForm>;
+  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+    for (int step = 0; step < work.steps; ++step, cursor.advance()) {
+      // Addresses made from these are made again in each step: few registers.
+      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      const int valid = work.info(work.chunk(step)).valid;
+      const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
+      const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
+      const uint32_t sGates = smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes;
+      static_assert(Traits::kFwdK == Traits::kRevK);
+      const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
+      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
+      if (valid < kChunk) {
+        const int thread = 32 * at.warp + at.lane;
+        // V or dO, K, and Q.
+#pragma unroll 1
+        for (int tile = 0; tile < (kReverse ? 6 : 4); ++tile) {
+          static_assert(Traits::kRevQ == 2 * kTileBytes && Traits::kRevDo == 4 * kTileBytes &&
+                        Traits::kFwdV == 2 * kTileBytes);
+          zero_tail(base + tile * kTileBytes, valid, thread, 128);
+        }
+        zero_tail(sGA, valid, thread, 128);
+        fence_proxy_async();
+        named_barrier_sync(kGateBarrier, 128);
+      }
+      if constexpr (kReverse) {
+        float qk[32];
+        start_query_key_products<T>(qk, sQ, sK);
+        mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+        float c_row[2];
+        load_row_cumsums(c_row, sGates, valid, at);
+        wgmma_wait<0>();
+        pin(qk);
+        asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+        uint32_t diagonal[4];
+        diagonal_masks(diagonal, at.lane, false);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t packed[4] = {};
+          if (j <= at.warp) {
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {
+              const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+              const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
+              const float g0 = exp2_approx(c_row[part % 2] - c.x), g1 = exp2_approx(c_row[part % 2] - c.y);
+              packed[part] =
+                  pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
+            }
+          }
+          store_matrix_x4(block_piece(base + Traits::kRevP, j, at), packed[0], packed[1], packed[2], packed[3]);
+        }
+      } else {
+        mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
+      }
+      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      uint32_t diagonal[4];
+      diagonal_masks(diagonal, at.lane, true);
+      const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
+      gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
+      fence_proxy_async();
+      arrive_warp(bars.gated(cursor.stage), at.lane);
     }
   }
 }

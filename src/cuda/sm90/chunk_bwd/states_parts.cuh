@@ -18,6 +18,7 @@ enum StatesForm {
   kFusedForm,   // half of V, and makes them
   kPiecesForm,  // the same, one piece of work after another
   kWholeForm,   // both halves of V, a warpgroup each
+  kBothForm,    // the same, and makes them
   kExactForm,   // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
 
@@ -25,17 +26,23 @@ constexpr bool is_half(StatesForm form) { return form == kHalfForm || form == kE
 
 template <StatesForm kForm>
 struct StatesTraits {
-  static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm;
-  static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
-  static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
+  static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm || kForm == kBothForm;
+  static constexpr int kHalves = kForm == kWholeForm || kForm == kBothForm ? 2 : 1;  // of V, each by a warpgroup
+  static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;                        // the first of four
   // Who counts for the gradients: two by turns where a pair takes 2.2 us, longer elsewhere.
   static constexpr int kCounters = kFused ? 1 : 2;
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
-  // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
-  // everyone.
+  // Fused: in all what 512 threads start with, 128 each. Both halves alone: what 384 do, 168 each. Else there are
+  // enough for everyone.
   static constexpr bool kMovesRegisters = !is_half(kForm);
-  static constexpr int kStateRegisters = 232, kPrepareRegisters = kForm == kPiecesForm ? 104 : 112,
+  // Two state groups beside the others are narrow: they take less of a step up at a time.
+  static constexpr bool kNarrow = kForm == kBothForm;
+  static constexpr int kStateRegisters = kNarrow ? 192 : 232,
+                       kPrepareRegisters = kForm == kPiecesForm ? 104
+                                           : kNarrow            ? 64
+                                                                : 112,
                        kCopyRegisters = kForm == kPiecesForm ? 72
+                                        : kNarrow            ? 64
                                         : kFused             ? 56
                                                              : 40;
 
@@ -44,18 +51,20 @@ struct StatesTraits {
   static constexpr uint32_t kFwdV = kFwdK + kTokensBytes;
   static constexpr uint32_t kFwdGA = kFwdV + kHalves * kTileBytes;
   static constexpr uint32_t kFwdStage = kFwdGA + kTileBytes;
-  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (fused: A at first), P (fused: elsewhere).
+  // A stage of the reverse pass: K, Q, dO (dv on its way out later), G o A (fused: A at first), P (fused, half of V:
+  // elsewhere).
   static constexpr uint32_t kRevK = 0;
   static constexpr uint32_t kRevQ = kRevK + kTokensBytes;
   static constexpr uint32_t kRevDo = kRevQ + kTokensBytes;
   static constexpr uint32_t kRevGA = kRevDo + kHalves * kTileBytes;
   static constexpr uint32_t kRevP = kRevGA + kTileBytes;
-  static constexpr uint32_t kRevStage = kRevP + (kFused ? 0 : kTileBytes);
+  static constexpr bool kPInStage = !kFused || kHalves == 2;
+  static constexpr uint32_t kRevStage = kRevP + (kPInStage ? kTileBytes : 0);
 
   // Before there is anything to do the state groups and the storing warp go through a step of whatever is in the last
   // stage, which is loaded after it: its instructions take 3 us to come, which nobody notices while the first tiles are
   // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
-  static constexpr bool kRehearses = kFused;
+  static constexpr bool kRehearses = kFused && kHalves == 1;
 
   // A block goes on to another piece of work (sequence, value head, half of V) of its pass while there is one: what
   // runs ahead of the state group has the next one's first stages ready when it gets there. A block of its own takes
@@ -64,15 +73,15 @@ struct StatesTraits {
   static constexpr int kPieceSlots = 2;
 
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
-  static constexpr int kRevStages = kFused ? 4 : 3, kFwdStages = kHalves == 2 ? 4 : 6;
+  static constexpr int kRevStages = kPInStage ? 3 : 4, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
       kRevStages * kRevStage > kFwdStages* kFwdStage ? kRevStages* kRevStage : kFwdStages* kFwdStage;
 
-  // The state on its way out, when fused P of the reverse pass's next step (it is read early in a step, so one is
-  // enough), gates of each stage.
+  // The state on its way out, P of the reverse pass's next step where stages have none (it is read early in a step, so
+  // one is enough), gates of each stage.
   static constexpr uint32_t kOut = kStagesBytes;
   static constexpr uint32_t kP = kOut + 2 * kTileBytes;
-  static constexpr uint32_t kFwdGates = kP, kRevGates = kP + (kFused ? kTileBytes : 0);
+  static constexpr uint32_t kFwdGates = kP, kRevGates = kP + (kPInStage ? 0 : kTileBytes);
   template <bool kReverse>
   static constexpr uint32_t kGates = kReverse ? kRevGates : kFwdGates;
   static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
@@ -89,7 +98,7 @@ struct StatesTraits {
   static constexpr uint32_t kPieces = kRuns + 16 * kMostRuns;
   static constexpr uint32_t kBytes = 1024 + kPieces + 32 * kPieceSlots;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
-  static_assert(!kFused || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
+  static_assert(kPInStage || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
 

@@ -235,7 +235,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
     if (work.has_tail(step)) {
       if constexpr (Traits::kFused) {  // those who prepare it zero its last rows
         mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-        mbarrier_wait(bars.P_full(), cursor.stage & 1);
+        if constexpr (!Traits::kPInStage) mbarrier_wait(bars.P_full(), cursor.stage & 1);
       } else {
         const int valid = work.info(work.chunk(step)).valid, thread = 32 * at.warp + at.lane;
         for (int k_half = 0; k_half < 2; ++k_half) {
@@ -249,12 +249,12 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
     }
 
     if constexpr (Traits::kFused) mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
-    load_vector(factor, sGates + kPassFactor, at.lane);
+    if constexpr (!Traits::kNarrow) load_vector(factor, sGates + kPassFactor, at.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       load_matrix_x4_trans(transposed_piece(sDo, j, at), d_o[4 * j], d_o[4 * j + 1], d_o[4 * j + 2], d_o[4 * j + 3]);
     }
-    load_vector(ratio, sGates + kPassRatio, at.lane);
+    if constexpr (!Traits::kNarrow) load_vector(ratio, sGates + kPassRatio, at.lane);
   };
   // At the end of a pass over a piece.
   const auto finish = [&](uint32_t run) {
@@ -282,7 +282,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
       const uint32_t base = smem + stage * Traits::kRevStage, sGates = gates_of();
       const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
       const uint32_t sDo = base + Traits::kRevDo + group * kTileBytes;
-      const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kFused ? smem + Traits::kP : base + Traits::kRevP;
+      const uint32_t sGA = base + Traits::kRevGA, sP = Traits::kPInStage ? base + Traits::kRevP : smem + Traits::kP;
 
       // K dS, transposed, which waits for nothing but K, then P^T dO; under them dS on its way out.
       uint32_t packed[32];
@@ -295,33 +295,62 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
       wgmma_fence();
       state_times_keys<T>(k_dS, packed, sK);
       wgmma_commit();
+      // A narrow group goes one by one: the other one fills the gaps.
+      constexpr bool kEarly = !Traits::kNarrow;
       uint32_t scaled[16];
-      scale_tokens<T>(scaled, d_o, factor);
-      if (Traits::kFused && step >= 0) mbarrier_wait(bars.P_full(), cursor.stage & 1);
+      if constexpr (kEarly) {
+        scale_tokens<T>(scaled, d_o, factor);
+      } else {
+        if (work.keeps_state(step)) {
+          mbarrier_wait(bars.state_empty(group), kept);
+          put_state(out, packed, at);
+          arrive_warp(bars.state_full(group), at.lane);
+          kept ^= 1;
+        }
+        wgmma_wait<0>();
+        pin(packed);
+        pin(k_dS);
+      }
+      if (Traits::kFused && step >= 0) {
+        if constexpr (Traits::kPInStage) {
+          mbarrier_wait(bars.gated(stage), cursor.phase);
+        } else {
+          mbarrier_wait(bars.P_full(), cursor.stage & 1);
+        }
+      }
       wgmma_fence();
       add_to_earlier<T, true>(p_do, d_o, sP);
       wgmma_commit();
 
-      // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z.
-      wgmma_fence();
-      add_product_half<T>(dS, scaled, sQ, 0);
-      wgmma_commit();
-      if (work.keeps_state(step)) {
+      // dS = gC dS + Q^T diag(scale gamma) dO fills the gaps in the chain of products: half of it here, half after Z
+      // (or all of it).
+      if constexpr (kEarly) {
+        wgmma_fence();
+        add_product_half<T>(dS, scaled, sQ, 0);
+        wgmma_commit();
+      }
+      if (kEarly && work.keeps_state(step)) {
         mbarrier_wait(bars.state_empty(group), kept);
         put_state(out, packed, at);
         arrive_warp(bars.state_full(group), at.lane);
         kept ^= 1;
       }
-      if (Traits::kFused && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
-      wgmma_wait<1>();
-      pin(packed);
+      if (!Traits::kPInStage && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
+      wgmma_wait<kEarly ? 1 : 0>();
+      if constexpr (kEarly) {
+        pin(packed);
+        pin(k_dS);
+      }
       pin(d_o);
-      pin(k_dS);
       pin(p_do);
       float step_factor[16], given[16];
-      load_vector(step_factor, sGates + kPassStep, at.lane);
-      load_vector(given, sGates + kPassGiven, at.lane);
-      if (Traits::kFused && step >= 0) arrive_warp(bars.P_empty(), at.lane);
+      if constexpr (kEarly) {
+        load_vector(step_factor, sGates + kPassStep, at.lane);
+        load_vector(given, sGates + kPassGiven, at.lane);
+      } else {
+        load_vector(ratio, sGates + kPassRatio, at.lane);
+      }
+      if (!Traits::kPInStage && step >= 0) arrive_warp(bars.P_empty(), at.lane);
 
       // dV' = diag(gC / gamma) K dS + P^T dO, then Z = (G o A)^T dV', a token's own share in fp32.
       uint32_t d_v_new[16];
@@ -335,8 +364,15 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
       wgmma_fence();
       add_to_earlier<T, false>(Z, d_v_new, sGA);
       wgmma_commit();
+      if constexpr (!kEarly) {
+        load_vector(factor, sGates + kPassFactor, at.lane);
+        scale_tokens<T>(scaled, d_o, factor);
+        wgmma_fence();
+        add_product_half<T>(dS, scaled, sQ, 0);
+      }
       add_product_half<T>(dS, scaled, sQ, 1);
       wgmma_commit();
+      if constexpr (!kEarly) load_vector(step_factor, sGates + kPassStep, at.lane);
       wgmma_wait<1>();
       pin(d_v_new);
       pin(Z);
@@ -361,6 +397,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
       wgmma_fence();
       add_product<T>(dS, dU, sK);
       wgmma_commit();
+      if constexpr (!kEarly) load_vector(given, sGates + kPassGiven, at.lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t d_v[4];
