@@ -49,7 +49,8 @@ bool keeps_exact(const ChunkBackwardParams& p) {
 // so that a multiprocessor does more, but each chunk takes longer. It pays where blocks of halves come in several
 // waves.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  return p.segment_chunks == 0 && !keeps_exact(p) && p.pass_blocks == 0 && (p.whole_values || half_blocks(p) > kWave);
+  return p.segment_chunks == 0 && !keeps_exact(p) && p.pass_blocks == 0 &&
+         (p.whole_values || half_blocks(p) > kWave || (p.fused && p.run_chunks > 0));
 }
 
 // Whether the blocks of fused passes go on from one piece of work to another, in place of as many blocks as there are
@@ -68,10 +69,11 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
 }
 
 // Whether forward passes may go through runs: where the gradients have multiprocessors to begin on, of one sequence,
-// which has its chunks' order to itself (prepare.cuh). Several sequences have early items without, and warm-ups would
-// only cost them (docs/design/sm90_backward.md).
+// which has its chunks' order to itself (prepare.cuh), or whose passes make their own tiles, of both halves of V.
+// Several sequences have early items without, and warm-ups would only cost them (docs/design/sm90_backward.md).
 bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
-  return p.N == 1 && !makes_own_tiles(p) && leaves_half_idle(p, multiprocessors);
+  if (p.N != 1) return false;
+  return makes_own_tiles(p) ? p.pass_blocks == 0 && 4 * p.Hv <= multiprocessors : leaves_half_idle(p, multiprocessors);
 }
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not

@@ -5,6 +5,7 @@
 
 #include "cuda/sm90/chunk_bwd/exact_products.cuh"
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
+#include "cuda/sm90/chunk_bwd/growths.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
@@ -56,7 +57,13 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
     const int64_t most = std::max(4, (p.pass_blocks > 0 ? p.pass_blocks : multiprocessors) / 4 * 4);
     return launch(static_cast<unsigned>(std::min(states_blocks(p), most)), false);
   }
-  if (p.segment_chunks == 0) return launch(static_cast<unsigned>(states_blocks(p)), false);
+  if (p.segment_chunks == 0) {
+    if (Traits::kFused && p.run_chunks > 0 && growths_blocks(p) > 0) {
+      FLASH_QLA_RETURN_IF_CUDA_ERROR(
+          launch_chained(sm90_chunk_bwd_growths_kernel<T>, growths_blocks(p), kGrowthsThreads, 0, stream, p));
+    }
+    return launch(static_cast<unsigned>(states_blocks(p)), false);
+  }
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));

@@ -23,7 +23,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
   // Pieces are read from shared memory, the first one too: what they have in common is known here.
   StatesWork work = found;
   if constexpr (Traits::kTakesPieces) work = StatesWork::of_whole_sequences(kReverse);
-  if constexpr (Traits::kFused && !Traits::kTakesPieces) {
+  if constexpr (Traits::kFused && !Traits::kTakesPieces && (kReverse || !takes_runs(kForm))) {
     work.reverse = kReverse;
     work.warmup = work.before = 0;
     work.start = work.finish = kStateGiven;
@@ -233,7 +233,7 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);
   }
-  if constexpr (is_half(kForm)) {
+  if constexpr (takes_runs(kForm)) {
     if (warp == Traits::kCopyWarp && !work.reverse) {
       if (p.segment_chunks > 0) {
         if (lane == 0) store_shared_release(smem + Traits::kRunCount, 1);

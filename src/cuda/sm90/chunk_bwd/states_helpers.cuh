@@ -342,6 +342,8 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, S
         cursor.advance();
       }
     }
+  } else if constexpr (takes_runs(kForm) && !kReverse) {
+    for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) make_all();
   } else {
     make_all();
   }

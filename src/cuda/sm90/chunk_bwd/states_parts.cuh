@@ -23,6 +23,8 @@ enum StatesForm {
 };
 
 constexpr bool is_half(StatesForm form) { return form == kHalfForm || form == kExactForm; }
+// Forward passes may be of several runs (segments.cuh).
+constexpr bool takes_runs(StatesForm form) { return is_half(form) || form == kBothForm; }
 
 template <StatesForm kForm>
 struct StatesTraits {
@@ -278,7 +280,7 @@ __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t 
 // Whether blocks start while the plan kernel runs.
 template <StatesForm kForm>
 __device__ __forceinline__ bool starts_beside_plan(const ChunkBackwardParams& p) {
-  return StatesTraits<kForm>::kFused && p.N == 1 && !p.solves_A;
+  return StatesTraits<kForm>::kFused && p.N == 1 && !p.solves_A && p.run_chunks == 0;
 }
 
 // Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or
@@ -372,7 +374,7 @@ struct StatesWork {
       const bool is_there = read_piece<kForm>(p, smem, run);
       if (!is_there) steps = 0;
       return is_there;
-    } else if constexpr (!is_half(kForm) || kReverse) {
+    } else if constexpr (!takes_runs(kForm) || kReverse) {
       return run == 0;
     } else {
       const uint32_t runs = load_shared_u1(smem + Traits::kRunCount);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
-  constexpr bool kGoesOn = is_half(kForm) || Traits::kTakesPieces;  // to another run or piece
+  constexpr bool kGoesOn = takes_runs(kForm) || Traits::kTakesPieces;  // to another run or piece
   // Before the first one what is rehearsed.
 #pragma unroll 1
   for (int run = Traits::kRehearses ? -1 : 0; kGoesOn || run < 1; ++run) {
