@@ -21,14 +21,22 @@ constexpr int64_t kLeastFused = 100;  // blocks of one wave that wait for memory
 // Blocks of the passes by halves of V, over whole sequences.
 int64_t half_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
 
+// The longest sequence's share of all tokens. Packed sequences' lengths are not known here. Taken: a seventh more than
+// the longest of N pieces has when a whole is cut at places drawn at random, (1 + 1/2 + .. + 1/N) / N of it.
+double longest_share(const ChunkBackwardParams& p) {
+  if (p.cu_seqlens == nullptr) return 1.0 / p.N;
+  double share = 0.0;
+  for (int32_t i = 1; i <= p.N; ++i) share += 1.0 / (static_cast<double>(i) * p.N);
+  return std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
+}
+
 // Whether the serial passes should make G o A and P themselves: a step takes longer then, but there is nothing before
 // them and less to load (docs/design/sm90_backward.md). With blocks that nearly fill the device at once they wait for
 // memory, not for the chain of products: of one sequence, or of several that are alike. With several waves of blocks
-// the chain of the longest sequence is not all: of several sequences always, in pieces where there are many.
+// the chain of the longest sequence is not all.
 bool gains_by_fusing(const ChunkBackwardParams& p) {
   const int64_t blocks = half_blocks(p);
-  if (blocks <= kWave) return blocks >= kLeastFused && (p.N == 1 || p.cu_seqlens == nullptr);
-  return p.N > 1;
+  return blocks > kWave || (blocks >= kLeastFused && (p.N == 1 || p.cu_seqlens == nullptr));
 }
 
 int32_t pair_bound(const ChunkBackwardParams& p) {
@@ -45,17 +53,30 @@ bool keeps_exact(const ChunkBackwardParams& p) {
   return p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact;
 }
 
-// Whether a block of the passes takes both halves of V: what two blocks would load, and make, it loads and makes once,
-// so that a multiprocessor does more, but each chunk takes longer. It pays where blocks of halves come in several
-// waves.
-bool takes_whole_values(const ChunkBackwardParams& p) {
-  return p.segment_chunks == 0 && !keeps_exact(p) && p.pass_blocks == 0 &&
-         (p.whole_values || half_blocks(p) > kWave || (p.fused && p.run_chunks > 0));
+// Of many sequences of few tokens: what blocks take to start and to end is more than their steps.
+bool has_short_pieces(const ChunkBackwardParams& p) {
+  constexpr int64_t kLeastBlocks = 11 * kWave / 2, kMostTokens = 192;
+  return half_blocks(p) > kLeastBlocks && int64_t{p.B} * p.T < kMostTokens * p.N;
 }
 
-// Whether the blocks of fused passes go on from one piece of work to another, in place of as many blocks as there are
-// pieces: it saves what a block takes to start and to end, and costs a tenth of each step.
-bool takes_pieces(const ChunkBackwardParams& p) { return p.fused && !p.whole_values && p.N > 1 && p.pass_blocks > 0; }
+// Whether a block of the passes takes both halves of V: what two blocks would load, and make, it loads and makes once.
+// A multiprocessor does a third more, but each chunk takes 2.1 us for 1.5. So it pays where the longest sequence's
+// chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the gradients' in
+// them. And where forward passes take runs, which keep the multiprocessors that are left busy meanwhile.
+bool takes_whole_values(const ChunkBackwardParams& p) {
+  if (p.segment_chunks > 0 || keeps_exact(p) || p.pass_blocks > 0) return false;
+  if (p.whole_values || !p.fused) return p.whole_values || half_blocks(p) > kWave;
+  constexpr double kShareOfHead = 9.0 / kWave / 2.3;
+  return (p.N == 1 && p.run_chunks > 0) || (longest_share(p) <= kShareOfHead * p.Hv && !has_short_pieces(p));
+}
+
+// Whether the blocks of fused passes by halves go on from one piece of work to another, in place of as many blocks as
+// there are pieces: it saves what a block takes to start and to end, and costs a tenth of each step, which pays from
+// five and a half waves of blocks on (docs/design/sm90_backward.md).
+bool takes_pieces(const ChunkBackwardParams& p) {
+  constexpr int64_t kLeastBlocks = 11 * kWave / 2;
+  return p.fused && !p.whole_values && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastBlocks);
+}
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
 bool makes_own_tiles(const ChunkBackwardParams& p) {
@@ -184,14 +205,7 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   // In steps of a pass (about 1.2 us). Its numbers are fitted to the times of 30 calls of 4 to 16 value heads, 8,192
   // and 32,768 tokens in one to eight sequences, each with four to sixteen lengths of segments and none.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
-  double longest = p.per_sequence;
-  if (p.cu_seqlens != nullptr) {
-    // Packed sequences' lengths are not known here. Taken: a seventh more than the longest of N pieces has when a whole
-    // is cut at places drawn at random, (1 + 1/2 + .. + 1/N) / N of it.
-    double share = 0.0;
-    for (int32_t i = 1; i <= p.N; ++i) share += 1.0 / (static_cast<double>(i) * p.N);
-    longest = static_cast<double>(chunks) * std::min(1.0, p.N == 1 ? 1.0 : 1.15 * share);
-  }
+  const double longest = p.cu_seqlens == nullptr ? p.per_sequence : static_cast<double>(chunks) * longest_share(p);
   // The gradients after the passes, less what multiprocessors that these leave idle have done of them by then: not more
   // than three quarters, the last pairs come last, or nine tenths where pairs are complete early: in runs, or of
   // shorter sequences.
@@ -238,7 +252,8 @@ int32_t choose_run_chunks(const ChunkBackwardParams& p, int multiprocessors) {
   // take. Each run warms up for up to 8 chunks, so not shorter than 32.
   constexpr int32_t kRuns = 4, kLeast = 32;
   const int32_t length = std::max(kLeast, (p.chunk_bound + kRuns - 1) / kRuns);
-  return length + length % 2;
+  const int32_t even = length + length % 2;
+  return even < p.chunk_bound ? even : 0;
 }
 
 size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
