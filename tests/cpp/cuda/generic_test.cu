@@ -259,8 +259,9 @@ int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// Packed sequences, empty ones among them, so many that a block of the serial passes takes both halves of V (more than
-// 726 blocks of one half: docs/design/sm90_backward.md), and dense ones, fewer, whose passes make their own tiles.
+// Packed sequences, empty ones among them, so many (more than 726 blocks of one half) and so short that a block of the
+// serial passes goes on from one to another (docs/design/sm90_backward.md), and dense ones, fewer, of which a block
+// takes both halves of V.
 int64_t test_sm90_many_sequences(const Settings& settings, Arena& arena) {
   Checker checker("backward of many sequences, sm90", settings, arena);
   Random random(37);

@@ -17,6 +17,7 @@ bool keeps_grads_in_outputs(const ChunkBackwardParams& p) { return p.has_dq_and_
 
 constexpr int64_t kWave = 132;        // multiprocessors of an H200
 constexpr int64_t kLeastFused = 100;  // blocks of one wave that wait for memory
+constexpr int64_t kLeastPieces = 11 * kWave / 2;
 
 // Blocks of the passes by halves of V, over whole sequences.
 int64_t half_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
@@ -55,32 +56,38 @@ bool keeps_exact(const ChunkBackwardParams& p) {
 
 // Of many sequences of few tokens: what blocks take to start and to end is more than their steps.
 bool has_short_pieces(const ChunkBackwardParams& p) {
-  constexpr int64_t kLeastBlocks = 11 * kWave / 2, kMostTokens = 192;
-  return half_blocks(p) > kLeastBlocks && int64_t{p.B} * p.T < kMostTokens * p.N;
+  constexpr int64_t kMostTokens = 384;
+  return half_blocks(p) > kLeastPieces && int64_t{p.B} * p.T < kMostTokens * p.N;
 }
 
-// Whether a block of the passes takes both halves of V: what two blocks would load, and make, it loads and makes once.
-// A multiprocessor does a third more, but each chunk takes 2.1 us for 1.5. So it pays where the longest sequence's
-// chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the gradients' in
-// them. And where forward passes take runs, which keep the multiprocessors that are left busy meanwhile.
+// Of one sequence: with as many heads, and as long, that the gradients keep the rest of the device busy in good time.
+bool fills_with_both_halves(const ChunkBackwardParams& p) {
+  constexpr int32_t kLeastHeads = 31, kLeastChunks = 128;
+  return p.Hv >= kLeastHeads && p.chunk_bound >= kLeastChunks;
+}
+
+// Whether a block of fused passes takes both halves of V: what two blocks would load, and make, it loads and makes
+// once. A multiprocessor does a third more, but each chunk takes 2.1 us for 1.5. So it pays where the longest
+// sequence's chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the
+// gradients' in them. And of one sequence where forward passes take runs, which leave something to do for the others
+// meanwhile.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  if (p.segment_chunks > 0 || keeps_exact(p) || p.pass_blocks > 0) return false;
-  if (p.whole_values || !p.fused) return p.whole_values || half_blocks(p) > kWave;
+  if (!p.fused || p.pass_blocks > 0) return false;
   constexpr double kShareOfHead = 9.0 / kWave / 2.3;
-  return (p.N == 1 && p.run_chunks > 0) || (longest_share(p) <= kShareOfHead * p.Hv && !has_short_pieces(p));
+  return p.whole_values || (p.N == 1 && p.run_chunks > 0 && fills_with_both_halves(p)) ||
+         (longest_share(p) <= kShareOfHead * p.Hv && !has_short_pieces(p));
 }
 
 // Whether the blocks of fused passes by halves go on from one piece of work to another, in place of as many blocks as
 // there are pieces: it saves what a block takes to start and to end, and costs a tenth of each step, which pays from
 // five and a half waves of blocks on (docs/design/sm90_backward.md).
 bool takes_pieces(const ChunkBackwardParams& p) {
-  constexpr int64_t kLeastBlocks = 11 * kWave / 2;
-  return p.fused && !p.whole_values && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastBlocks);
+  return p.fused && !p.whole_values && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastPieces);
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
 bool makes_own_tiles(const ChunkBackwardParams& p) {
-  return (p.fused || (gains_by_fusing(p) && !p.whole_values)) && p.segment_chunks == 0;
+  return (p.fused || p.whole_values || gains_by_fusing(p)) && p.segment_chunks == 0;
 }
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
@@ -94,7 +101,8 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
 // Several sequences have early items without, and warm-ups would only cost them (docs/design/sm90_backward.md).
 bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
   if (p.N != 1) return false;
-  return makes_own_tiles(p) ? p.pass_blocks == 0 && 4 * p.Hv <= multiprocessors : leaves_half_idle(p, multiprocessors);
+  if (!makes_own_tiles(p)) return leaves_half_idle(p, multiprocessors);
+  return p.pass_blocks == 0 && 4 * p.Hv <= multiprocessors && (p.whole_values || fills_with_both_halves(p));
 }
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not

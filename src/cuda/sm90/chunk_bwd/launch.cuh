@@ -98,12 +98,11 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
-    const auto states = p.fused && p.whole_values ? launch_states<T, kBothForm>
-                        : p.takes_pieces          ? launch_states<T, kPiecesForm>
-                        : p.fused                 ? launch_states<T, kFusedForm>
-                        : p.keeps_exact           ? launch_states<T, kExactForm>
-                        : p.whole_values          ? launch_states<T, kWholeForm>
-                                                  : launch_states<T, kHalfForm>;
+    const auto states = p.whole_values   ? launch_states<T, kBothForm>
+                        : p.takes_pieces ? launch_states<T, kPiecesForm>
+                        : p.fused        ? launch_states<T, kFusedForm>
+                        : p.keeps_exact  ? launch_states<T, kExactForm>
+                                         : launch_states<T, kHalfForm>;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(states(p, maps, multiprocessors, stream));
   }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));

@@ -17,8 +17,7 @@ enum StatesForm {
   kHalfForm,    // half of V
   kFusedForm,   // half of V, and makes them
   kPiecesForm,  // the same, one piece of work after another
-  kWholeForm,   // both halves of V, a warpgroup each
-  kBothForm,    // the same, and makes them
+  kBothForm,    // both halves of V, a warpgroup each, and makes them
   kExactForm,   // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
 
@@ -29,13 +28,12 @@ constexpr bool takes_runs(StatesForm form) { return is_half(form) || form == kBo
 template <StatesForm kForm>
 struct StatesTraits {
   static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm || kForm == kBothForm;
-  static constexpr int kHalves = kForm == kWholeForm || kForm == kBothForm ? 2 : 1;  // of V, each by a warpgroup
-  static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;                        // the first of four
+  static constexpr int kHalves = kForm == kBothForm ? 2 : 1;  // of V, each by a warpgroup
+  static constexpr int kCopyWarp = kFused ? 12 : 4;           // the first of four
   // Who counts for the gradients: two by turns where a pair takes 2.2 us, longer elsewhere.
   static constexpr int kCounters = kFused ? 1 : 2;
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
-  // Fused: in all what 512 threads start with, 128 each. Both halves alone: what 384 do, 168 each. Else there are
-  // enough for everyone.
+  // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
   static constexpr bool kMovesRegisters = !is_half(kForm);
   // Two state groups beside the others are narrow: they take less of a step up at a time.
   static constexpr bool kNarrow = kForm == kBothForm;
@@ -105,7 +103,6 @@ struct StatesTraits {
 };
 
 constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named barriers of the groups
-constexpr uint32_t kOtherHalfBarrier = 2;                               // of the second half of V, where nobody makes P
 
 // A stage is loaded (copy engine); fused: its gates are made and G o A is there ("gated"); empty again. What goes out
 // is written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits

@@ -36,7 +36,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
         zero_tail(sK + kTileBytes, valid, thread, 128);
         zero_tail(sV, valid, thread, 128);
         fence_proxy_async();
-        named_barrier_sync(group == 0 ? kStateBarrier : kOtherHalfBarrier, 128);
+        named_barrier_sync(kStateBarrier, 128);
       }
     }
 
@@ -244,7 +244,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
         }
         zero_tail(sDo, valid, thread, 128);
         fence_proxy_async();
-        named_barrier_sync(group == 0 ? kStateBarrier : kOtherHalfBarrier, 128);
+        named_barrier_sync(kStateBarrier, 128);
       }
     }
 
