@@ -28,8 +28,6 @@ struct StatesTraits {
   static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm;
   static constexpr int kHalves = kForm == kWholeForm ? 2 : 1;  // of V, each by a warpgroup
   static constexpr int kCopyWarp = kFused ? 12 : 4 * kHalves;  // the first of four
-  // Who counts for the gradients: two by turns where a pair takes 2.2 us, longer elsewhere.
-  static constexpr int kCounters = kFused ? 1 : 2;
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Both halves: what 384 do, 168 each. Else there are enough for
   // everyone.
