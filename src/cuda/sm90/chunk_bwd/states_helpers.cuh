@@ -17,12 +17,12 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, State
     const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
     const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
     for (int counted = 0; counted < pairs;) {
-      uint32_t there = load_shared_acquire(smem + Traits::kStored);
-      if (Traits::kFused && kReverse && work.half == 0) there = min(there, load_shared_acquire(smem + Traits::kMade));
+      uint32_t done = load_shared_acquire(smem + Traits::kStored);
+      if (Traits::kFused && kReverse && work.half == 0) done = min(done, load_shared_acquire(smem + Traits::kMade));
       const int turn = counted + lane, pair = from / 2 + (kReverse ? -turn : turn);
       const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
       const int step = work.before + (kReverse ? work.first - first : last - work.first);
-      const bool is_there = turn < pairs && static_cast<int>(there) > step;
+      const bool is_there = turn < pairs && step < static_cast<int>(done);
       const int next = counted + __popc(__ballot_sync(0xffffffffu, is_there));
       if (is_there) {
         // A chunk without a second one counts as both.
