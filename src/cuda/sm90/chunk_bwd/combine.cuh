@@ -140,16 +140,16 @@ struct CombineTraits {
   static constexpr int kColumnBlocks = kDim / kColumns;
   static constexpr int kFlags = kThreads;  // longer chains are taken in pieces of so many segments
 
-  // M's of the segments to come, in rows of 16-byte pieces that lanes read a row each without bank conflicts. In the
-  // place of the one just used the warps' parts of the product.
+  // M's of the segments to come, [4 quarters of the columns][128 rows][32], swizzled: lanes read a row's columns, or 16
+  // bytes of a row each, without bank conflicts. In the place of the one just used the warps' parts of the product.
   static constexpr int kStages = 3;
-  static constexpr uint32_t kRow = kDim + 4;  // floats
-  static constexpr uint32_t kStage = kDim * kRow * 4;
+  static constexpr uint32_t kQuarter = kDim * 128;
+  static constexpr uint32_t kStage = 4 * kQuarter;
   static constexpr uint32_t kPart = kDim * kColumns * 4;  // of a warp: [2 halves of the columns][128 of K][4]
   static_assert(kWarps * kPart <= kStage);
   static constexpr uint32_t kState = kStages * kStage;  // what enters, as a part
   static constexpr uint32_t kBarriers = kState + kPart;
-  static constexpr uint32_t kBytes = 128 + kBarriers + kStages * 8;  // 128: alignment, made up by hand
+  static constexpr uint32_t kBytes = 1024 + kBarriers + kStages * 8;  // 1024: the swizzle's alignment, made up by hand
 };
 
 // One warp's part of a product, 16 of the 128 terms of each sum. acc[a][v]: row lane + 32 a.
@@ -165,14 +165,17 @@ __device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumn
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
       if constexpr (kReverse) {
-        const float4 four = load_shared_f4(sM + ((lane + 32 * a) * Traits::kRow + first) * 4);
+        const uint32_t quarter = sM + first / 32 * Traits::kQuarter;
+        const float4 four = load_shared_f4(tile_piece(quarter, lane + 32 * a, first % 32 / 4));
         m[a][0] = four.x;
         m[a][1] = four.y;
         m[a][2] = four.z;
         m[a][3] = four.w;
       } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) m[a][i] = load_shared_f1(sM + ((first + i) * Traits::kRow + lane + 32 * a) * 4);
+        for (int i = 0; i < 4; ++i) {
+          m[a][i] = load_shared_f1(tile_piece(sM + a * Traits::kQuarter, first + i, lane / 4) + lane % 4 * 4);
+        }
       }
     }
 #pragma unroll
@@ -195,12 +198,13 @@ __device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumn
 // F and R become what leaves each segment, in the chains that the rounds kernel has listed: (sequence, value head,
 // direction), a block some columns of V.
 __global__ __launch_bounds__(CombineTraits::kThreads,
-                             1) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p) {
+                             1) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p,
+                                                                   const __grid_constant__ ChunkBackwardMaps maps) {
   launch_dependents();
   using Traits = CombineTraits;
   extern __shared__ uint8_t raw[];
   __shared__ bool needed[Traits::kFlags];
-  const uint32_t smem = (smem_address(raw) + 127u) & ~127u, sX = smem + Traits::kState;
+  const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u, sX = smem + Traits::kState;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   auto barrier = [&](uint32_t turn) { return smem + Traits::kBarriers + turn % Traits::kStages * 8; };
   if (thread == 0) {
@@ -244,10 +248,11 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
       auto load_next = [&] {
         if (ahead >= turns) return;
         const uint32_t to = smem + loaded % Traits::kStages * Traits::kStage;
-        if (thread == 0) mbarrier_arrive_expect(barrier(loaded), kDim * kDim * 4);
-        if (thread < kDim) {
-          bulk_load(to + thread * Traits::kRow * 4, slab(segment_of(ahead), kEdgeTransition) + thread * kDim, kDim * 4,
-                    barrier(loaded));
+        if (thread == 0) {
+          // Row by row it would take 1.2 us to ask for, which everybody would wait for.
+          mbarrier_arrive_expect(barrier(loaded), Traits::kStage);
+          tma_load_5d(to, &maps.edges, barrier(loaded), 0, 0, 0,
+                      static_cast<int>(edge_index(p, segment_of(ahead), head, kEdgeTransition)), 0);
         }
         ++loaded;
         ahead = next_needed(ahead + 1);

@@ -207,6 +207,17 @@ cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int6
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// A whole edge of segments at a time.
+cudaError_t make_edges_map(EncodeTiled encode, float* edges, int64_t count, CUtensorMap* map) {
+  const cuuint64_t dims[5] = {32, kDim, kDim / 32, static_cast<cuuint64_t>(count), 1};
+  const cuuint64_t strides[4] = {kDim * 4, 128, kDim * kDim * 4, kDim * kDim * 4};
+  const cuuint32_t box[5] = {32, kDim, kDim / 32, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, edges, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
@@ -294,6 +305,9 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const Strided
   const StridedTensor state_grads = {p.state_grads, {kDim * kDim, kDim, kDim * kChunk, 1}, p.v.type};
   const int64_t grads = int64_t{p.grads_in_outputs ? p.N : p.pair_bound} * p.Hv;
   if (error == cudaSuccess) error = make_map(encode, state_grads, grads, kChunk, 2, 2, &maps->state_grads);
+  if (error == cudaSuccess && p.segment_chunks > 0) {
+    error = make_edges_map(encode, p.edges, int64_t{p.segment_bound} * p.Hv * kEdgesOfSegment, &maps->edges);
+  }
   if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
   if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
   return error;
@@ -303,13 +317,14 @@ cudaError_t launch_rounds(const ChunkBackwardParams& p, int multiprocessors, cud
   return launch_chained(sm90_chunk_bwd_rounds_kernel, 1, kRoundsThreads, 0, stream, p, multiprocessors);
 }
 
-cudaError_t launch_combine(const ChunkBackwardParams& p, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_combine(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
+                           cudaStream_t stream) {
   using Traits = CombineTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
       cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
   const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
   return launch_chained(sm90_chunk_bwd_combine_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
-                        Traits::kThreads, Traits::kBytes, stream, p);
+                        Traits::kThreads, Traits::kBytes, stream, p, maps);
 }
 
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,

@@ -67,7 +67,7 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, multiprocessors, stream));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, maps, multiprocessors, stream));
   return launch(4 * pieces, true);
 }
 

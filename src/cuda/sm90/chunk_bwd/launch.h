@@ -69,7 +69,8 @@ cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& params, const St
 
 // Start the kernels before the passes over segments and between their two rounds (combine.cuh).
 cudaError_t launch_rounds(const ChunkBackwardParams& params, int multiprocessors, cudaStream_t stream);
-cudaError_t launch_combine(const ChunkBackwardParams& params, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_combine(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps, int multiprocessors,
+                           cudaStream_t stream);
 
 // Starts the kernels in the stream. The element type is params.v's.
 cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,

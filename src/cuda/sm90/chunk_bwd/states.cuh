@@ -40,7 +40,7 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
         wait_for_predecessors();
         launch_dependents();
       }
-      if (lane < Traits::kCounters) count_chunks<kForm, kReverse>(p, work, smem, lane);
+      count_chunks<kForm, kReverse>(p, work, smem, lane);
       // For the kernel after this one, which waits for this one alone.
       if (p.beside || p.segment_chunks > 0) wait_for_predecessors();
     }
@@ -221,10 +221,10 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
     if constexpr (Traits::kTakesPieces) {
       // Those who enter a piece: the state group, who makes G o A, P (reverse) and gates, who stores, and who counts.
-      const uint32_t warps = 4 + 4 + (work.reverse ? 4 : 0) + 1 + 1;
+      const uint32_t warps = 4 + 4 + (work.reverse ? 4 : 0) + 1 + 1 + 1;
       for (uint32_t slot = 0; slot < Traits::kPieceSlots; ++slot) {
         mbarrier_init(bars.piece_full(slot), 1);
-        mbarrier_init(bars.piece_empty(slot), warps * kWarpArrivals + 1);
+        mbarrier_init(bars.piece_empty(slot), warps * kWarpArrivals);
       }
       work.write_piece<kForm>(smem, 0, true);
       mbarrier_arrive(bars.piece_full(0));

@@ -6,32 +6,35 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Threads of a warp that has nothing else to do, each with every kCounters-th pair: they count chunks for the gradients
-// when all that this block leaves of them is in memory, and list what is complete. Both wait for memory, longer now and
-// then than a step takes; threads that count at once wait at once.
+// One warp, a pair of chunks a lane: counts for the gradients what this block leaves of a pair when all of it is in
+// memory, and lists what is complete. Both wait for memory, longer than the passes take for several pairs while that is
+// busy: so all that are there are counted at once.
 template <StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                             int counter) {
+__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem, int lane) {
   using Traits = StatesTraits<kForm>;
-  auto wait_for = [](uint32_t steps, int step) {
-    while (load_shared_acquire(steps) <= static_cast<uint32_t>(step)) __nanosleep(100);
-  };
-  for (uint32_t run = 0; work.enter<kForm, kReverse, false>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
     if (work.steps == work.warmup) continue;
     const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
     const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
-    for (int k = counter; k < pairs; k += Traits::kCounters) {
-      const int pair = from / 2 + (kReverse ? -k : k);
+    for (int counted = 0; counted < pairs;) {
+      uint32_t done = load_shared_acquire(smem + Traits::kStored);
+      if (Traits::kFused && kReverse && work.half == 0) done = min(done, load_shared_acquire(smem + Traits::kMade));
+      const int turn = counted + lane, pair = from / 2 + (kReverse ? -turn : turn);
       const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
-      // A chunk without a second one counts as both.
-      const bool alone = (2 * pair + 1) * kChunk >= work.sequence.length;
-      const uint32_t by = (alone ? 2 : last - first + 1) * Traits::kHalves;
-      const int step = kReverse ? work.first - first : last - work.first;
-      wait_for(smem + Traits::kStored, work.before + step);
-      if (Traits::kFused && kReverse && work.half == 0) wait_for(smem + Traits::kMade, work.before + step);
-      const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + pair) * p.Hq + work.key_head;
-      const uint32_t counted = fetch_add_release(p.progress + item, by) + by;
-      if (counted == kPairCount * p.group) store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
+      const int step = work.before + (kReverse ? work.first - first : last - work.first);
+      const bool is_there = turn < pairs && step < static_cast<int>(done);
+      const int next = counted + __popc(__ballot_sync(0xffffffffu, is_there));
+      if (is_there) {
+        // A chunk without a second one counts as both.
+        const bool alone = (2 * pair + 1) * kChunk >= work.sequence.length;
+        const uint32_t by = (alone ? 2 : last - first + 1) * Traits::kHalves;
+        const uint32_t item = static_cast<uint32_t>(work.sequence.first_pair + pair) * p.Hq + work.key_head;
+        if (fetch_add_release(p.progress + item, by) + by == kPairCount * p.group) {
+          store_relaxed(p.ready + atomicAdd(p.ready_count, 1u), item + 1);
+        }
+      }
+      if (next == counted) __nanosleep(100);
+      counted = next;
     }
   }
 }

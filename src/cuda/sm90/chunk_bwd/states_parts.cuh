@@ -30,8 +30,6 @@ struct StatesTraits {
   static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm || kForm == kBothForm;
   static constexpr int kHalves = kForm == kBothForm ? 2 : 1;  // of V, each by a warpgroup
   static constexpr int kCopyWarp = kFused ? 12 : 4;           // the first of four
-  // Who counts for the gradients: two by turns where a pair takes 2.2 us, longer elsewhere.
-  static constexpr int kCounters = kFused ? 1 : 2;
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
   static constexpr bool kMovesRegisters = !is_half(kForm);
