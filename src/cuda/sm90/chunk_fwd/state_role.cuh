@@ -363,6 +363,16 @@ struct StateRole {
                             pack2<Element>(x[6] * f.z, x[7] * f.w));
     }
   }
+  // The same where O has its factors.
+  __device__ void store_o(const float (&o)[32], uint32_t stage) const {
+    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = o + 8 * b;
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
+                            pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
+    }
+  }
   // Without duties: of chunk m - 1. A branch, lest the factors be applied before the products that this is to run
   // under.
   __device__ void put_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
@@ -558,7 +568,11 @@ struct StateRole {
         multiply_lower<Element>(low, high, v, a_rows);
         // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
         const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
-        if (kSpeaks && !mild) {
+        // In a loop of its own a chunk that is not mild has no branches either, and ptxas would put what belongs under
+        // a product between the product's wgmma. So it gets one that is always taken, which only the launcher knows.
+        constexpr bool kStrong = kForm == ChunkForm::kStrong;
+        const bool always = !kStrong || p.tiles >= 0;
+        if (kSpeaks && !mild && always) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
             const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -574,7 +588,7 @@ struct StateRole {
           for (int i = 0; i < 32; ++i) o[i] *= last;
         }
         // What comes next, ahead of its use.
-        if constexpr (kSpeaks) {
+        if constexpr (kSpeaks && !kStrong) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
         }
@@ -603,7 +617,23 @@ struct StateRole {
           wgmma_commit();
         }
         // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
-        if (!mild) {
+        if constexpr (kStrong) {
+          if (always) {
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+              scale_tokens(b < 2 ? low + 8 * b : high + 8 * (b - 2),
+                           load_shared_f4(columns + Traits::kGateRest + 16 * b));
+            }
+          }
+          wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+          pin(o);
+          pin(corrected);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+            corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+          }
+        } else if (!mild) {
           wgmma_wait<0>();  // P V' reads its operand's registers as it goes
           if constexpr (kSpeaks) pin(o);
           pin(corrected);
@@ -629,7 +659,11 @@ struct StateRole {
           if (kLoopsByForm && next_gated) next_mild = load_shared_f1(stage_gate(m + 1) + Traits::kGateMild);
           if constexpr (kSpeaks) {
             pin(o);
-            store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+            if constexpr (!kStrong) {
+              store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+            } else if (always) {
+              store_o(o, v_base + stage_v * Traits::kBytesV);
+            }
           }
           __syncwarp();  // the chunk's end, which lane 0 announces below, says that O is there
         } else {
