@@ -755,6 +755,8 @@ struct ProductRole : DutyRole<Traits> {
         packed[4 * b + 2] = 0u;
         packed[4 * b + 3] =
             pack2<Element>(z[6] * (exp2_approx(sum1 - c1.x) * f1.x), z[7] * (exp2_approx(sum1 - c1.y) * f1.y));
+      } else if (b > at.warp) {
+        packed[4 * b] = packed[4 * b + 1] = packed[4 * b + 2] = packed[4 * b + 3] = 0u;  // right of the diagonal
       } else {
         const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
         const float4 column = load_shared_f4(gate + Traits::kGateColumnP + 80 * at.q + 16 * b);
@@ -847,11 +849,11 @@ struct ProductRole : DutyRole<Traits> {
       pin(x);
       mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
       if (speaks) {
-        if (__any_sync(0xffffffffu, mild != 0.0f)) {
+        if (__all_sync(0xffffffffu, mild == 0.0f)) {
+          pack_gated(x, this->stage_gate(m), packed);
+        } else {
 #pragma unroll
           for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(x[2 * i] * mild, x[2 * i + 1] * mild);
-        } else {
-          pack_gated(x, this->stage_gate(m), packed);
         }
         pin(packed);
         store_p(packed, m);
@@ -887,7 +889,7 @@ __device__ __forceinline__ void move_code(const ChunkForwardKernelParams& p) {
 template <typename Traits>
 __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
   if (group == 1) {
-    move_code<Traits::kProductsMoved>(p);
+    move_code<Traits::kMoved.products>(p);
     ProductRole<Traits>{{{}, p, thread}}.run();
     finish_tiles(p, thread, 128);
     if constexpr (Traits::kEndsWhereKept) clear_skipped(p, thread, 128);
@@ -896,10 +898,13 @@ __device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int 
   const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
   thread &= 31;
   if (warp == 0) {
+    move_code<Traits::kMoved.copies>(p);
     CopyRole<Traits>{{{}, p, thread}}.run();
   } else if (warp == 1) {
+    move_code<Traits::kMoved.gates>(p);
     GateRole<Traits>{{{}, p, thread}}.run();
   } else {
+    move_code<Traits::kMoved.inverse>(p);
     using Inverse = std::conditional_t<Traits::kFastInverse, FastInverseRole<Traits>, InverseRole<Traits>>;
     Inverse{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
   }

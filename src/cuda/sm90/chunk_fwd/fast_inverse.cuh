@@ -168,7 +168,7 @@ struct FastInverse {
       e[j].x[1] = 0u;
     }
     wait_gates();
-    const bool mild = __any_sync(0xffffffffu, load_shared_f1(mild_factor) != 0.0f);
+    const bool strong = __all_sync(0xffffffffu, load_shared_f1(mild_factor) == 0.0f);
     const Right u01 = right(0, 1), u23 = right(2, 3);
     uint32_t corner[4];
 #pragma unroll
@@ -216,27 +216,7 @@ struct FastInverse {
       store(a13, 1, 3);
       store(unpacked(a23), 2, 3);
     };
-    if (mild) {
-      float low[4], high[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        low[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j);
-        high[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j + 8);
-      }
-      store_all([&](const Sum& a, int j, int i) {
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low[j], a.x[1] * low[j]),
-                              pack2<Element>(a.x[2] * high[j], a.x[3] * high[j]),
-                              pack2<Element>(a.x[4] * low[j], a.x[5] * low[j]),
-                              pack2<Element>(a.x[6] * high[j], a.x[7] * high[j]));
-      });
-#pragma unroll
-      for (int j = 0; j < 4; ++j) e[j] = left(j, j);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low[j], low[j]), 0u,
-                              scaled(e[j].x[2], low[j], low[j]), scaled(e[j].x[3], high[j], high[j]));
-      }
-    } else {
+    if (strong) {
       const int q = lane & 3, g = lane >> 2;
       // What the fragments hold are columns of A.
       auto keep = [&](const Sum& a, int j, int i) {
@@ -287,10 +267,29 @@ struct FastInverse {
                               pack2<Element>(a.x[6] * (row1.x * high), a.x[7] * (row1.y * high)));
       };
       store_all(store);
-      store_diagonal(0);
-      store_diagonal(1);
-      store_diagonal(2);
-      store_diagonal(3);
+      // A loop, as the cache of instructions, which another SM shares, has little room beside what mild chunks execute.
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j) store_diagonal(j);
+    } else {
+      float low[4], high[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        low[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j);
+        high[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j + 8);
+      }
+      store_all([&](const Sum& a, int j, int i) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low[j], a.x[1] * low[j]),
+                              pack2<Element>(a.x[2] * high[j], a.x[3] * high[j]),
+                              pack2<Element>(a.x[4] * low[j], a.x[5] * low[j]),
+                              pack2<Element>(a.x[6] * high[j], a.x[7] * high[j]));
+      });
+#pragma unroll
+      for (int j = 0; j < 4; ++j) e[j] = left(j, j);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        store_matrix_x4_trans((by_rows ^ (j << 5)) + j * 2048, scaled(e[j].x[0], low[j], low[j]), 0u,
+                              scaled(e[j].x[2], low[j], low[j]), scaled(e[j].x[3], high[j], high[j]));
+      }
     }
     __syncwarp();
     // The two blocks right of the diagonal that the state groups read.

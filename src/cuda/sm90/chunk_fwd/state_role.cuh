@@ -121,7 +121,6 @@ enum class ChunkForm {
   kMild,
   kStrong,  // decays too fast for kMild
   kEither,  // which of them is asked in the loop
-  kSilent,  // of a warm-up, with either decay: leaves no O behind, and needs neither Q nor P
 };
 
 template <typename Traits>
@@ -402,20 +401,11 @@ struct StateRole {
   static __device__ uint32_t stage_gate(uint32_t m) {
     return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
   }
-  static __device__ bool is_gated(uint32_t m) {
-    return mbarrier_test(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
-  }
-  // How chunk m is to be taken. With a loop for each form the code of most chunks has no branches, and the form is
-  // known before P is there, by the gates. Where h is saved it was not measured; with the other inverse mild chunks
-  // gain 2 %, and others lose 20 %.
-  static constexpr bool kLoopsByForm = Traits::kFastInverse && kStagesStates<Traits>;
-  __device__ ChunkForm find_form(uint32_t m, const int2& chunk) const {
-    if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk.y & kSilentChunk) != 0)) return ChunkForm::kSilent;
-    if constexpr (!kLoopsByForm) return ChunkForm::kEither;
-    mbarrier_wait(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
-    const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
-    return __any_sync(0xffffffffu, mild != 0.0f) ? ChunkForm::kMild : ChunkForm::kStrong;
-  }
+  // From A_g W on mild chunks and others have code of their own, without branches between products and in one piece:
+  // what an SM does not execute is not in the way of what it does. Up to there the code is common, as another SM, which
+  // shares the cache of instructions, may have chunks of the other form. Where h is saved it was not measured; with the
+  // other inverse mild chunks lose 3 %.
+  static constexpr bool kFinishesByForm = Traits::kFastInverse && kStagesStates<Traits>;
 
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
@@ -444,9 +434,8 @@ struct StateRole {
       }
       bool state_leaves = false;
       // One chunk. Whether the next one may follow in the same loop.
-      const auto step = [&](auto form) -> bool {
-        constexpr ChunkForm kForm = decltype(form)::value;
-        constexpr bool kSpeaks = kForm != ChunkForm::kSilent;
+      const auto step = [&](auto speaks) -> bool {
+        constexpr bool kSpeaks = decltype(speaks)::value;
         const uint32_t slot = m & 1, parity = m >> 1 & 1;
         const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
         // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
@@ -455,14 +444,17 @@ struct StateRole {
         const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
         const uint32_t v_base = smem() + Traits::kSmemV;
         const uint32_t gate = stage_gate(m), columns = gate + 80 * at.q;
+        // ptxas moves what belongs under a product between or before the product's wgmma, unless a branch holds it:
+        // this is always so, which only the launcher knows.
+        const bool always = p.tiles >= 0;
         uint32_t packed[32];
         const auto pack_state = [&](int first, int end) {
 #pragma unroll
           for (int i = first; i < end; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
         };
         // Half of S is packed ahead of the wait for P, the rest under the first products.
-        constexpr int kPackedAhead = kLoopsByForm ? 16 : 32;
-        if constexpr (kLoopsByForm) {
+        constexpr int kPackedAhead = kFinishesByForm ? 16 : 32;
+        if constexpr (kFinishesByForm) {
           wgmma_wait<0>();
           pin(s);
           pack_state(0, kPackedAhead);
@@ -476,7 +468,7 @@ struct StateRole {
         // Ahead of its use where there is a register for it.
         float last = 0.0f;
         if constexpr (Traits::kDuties) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-        if constexpr (!kLoopsByForm) {
+        if constexpr (!kFinishesByForm) {
           wgmma_wait<0>();
           pin(s);
           if constexpr (!Traits::kDuties) pin(o);
@@ -489,7 +481,7 @@ struct StateRole {
         if constexpr (Traits::kDuties) {
           // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
           // and then leave them idle, at the same time.
-          if constexpr (!kLoopsByForm) pin(packed);
+          if constexpr (!kFinishesByForm) pin(packed);
           if (group == 1) named_barrier_sync(lag_barrier(m), 256);
         }
         wgmma_fence();
@@ -497,7 +489,7 @@ struct StateRole {
 #pragma unroll
         for (int i = 1; i < 8; ++i) {
           if (4 * i == kPackedAhead) {
-            pack_state(kPackedAhead, 32);
+            if (always) pack_state(kPackedAhead, 32);
             wgmma_fence();
           }
           mma_rs_n64<Element>(u, packed + 4 * i,
@@ -548,9 +540,11 @@ struct StateRole {
         if constexpr (Traits::kDuties) {
           mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
         }
-        constexpr bool kAsksForm = kForm == ChunkForm::kEither || kForm == ChunkForm::kSilent;
-        const float mild_factor = kAsksForm ? load_shared_f1(gate + Traits::kGateMild) : 0.0f;
-        // W^T = V^T - u^T diag(gamma)
+        const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
+        const uint32_t full_a = smem() + Traits::kFullA + 8 * (m % Traits::kStagesA);
+        const uint32_t parity_a = m / Traits::kStagesA & 1;
+        bool a_there = mbarrier_test(full_a, parity_a);  // asked for ahead of the answer's use
+                                                         // W^T = V^T - u^T diag(gamma)
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -561,146 +555,143 @@ struct StateRole {
             take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
           }
         }
-        // V'^T = W^T Ag^T
-        mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
-        const uint64_t a_rows = wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
-        float low[16], high[16];
-        multiply_lower<Element>(low, high, v, a_rows);
-        // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-        const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
-        // In a loop of its own a chunk that is not mild has no branches either, and ptxas would put what belongs under
-        // a product between the product's wgmma. So it gets one that is always taken, which only the launcher knows.
-        constexpr bool kStrong = kForm == ChunkForm::kStrong;
-        const bool always = !kStrong || p.tiles >= 0;
-        if (kSpeaks && !mild && always) {
-#pragma unroll
-          for (int b = 0; b < 4; ++b) {
-            const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
-            const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
-                                         gamma.w * p.args.scale);
-            float* x = o + 8 * b;
-            scale_tokens(x, f);
-          }
-        } else if (kSpeaks && !kWideExponents<Element>) {
-          // Beside h there is no register to keep it in.
-          if constexpr (Traits::kStagedH) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-#pragma unroll
-          for (int i = 0; i < 32; ++i) o[i] *= last;
-        }
-        // What comes next, ahead of its use.
-        if constexpr (kSpeaks && !kStrong) {
-#pragma unroll
-          for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
-        }
+        const bool strong = __all_sync(0xffffffffu, mild_factor == 0.0f);
         int2 chunk_next;
-        bool next_gated = true;
-        float next_mild = 0.0f;
-        if constexpr (!Traits::kDuties) chunk_next = load_chunk(m + 1);
-        wgmma_wait<0>();
-        pin(low);
-        pin(high);
-        pin(v);
-
-        // O^T += V'^T P^T
-        uint32_t corrected[16];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
-          corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
-        }
-        const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
-        if constexpr (kSpeaks) {
-          pin(o);
-          wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance_uniform(p_rows, 32 * i));
-          wgmma_commit();
-        }
-        // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
-        if constexpr (kStrong) {
-          if (always) {
+        const auto finish = [&](auto known_form) {
+          constexpr ChunkForm kForm = decltype(known_form)::value;
+          constexpr bool kAsksForm = kForm == ChunkForm::kEither;
+          while (!a_there) a_there = mbarrier_try_wait(full_a, parity_a);
+          // V'^T = W^T Ag^T
+          const uint64_t a_rows =
+              wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
+          float low[16], high[16];
+          multiply_lower<Element>(low, high, v, a_rows);
+          // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
+          const bool mild = kAsksForm ? !strong : kForm == ChunkForm::kMild;
+          constexpr bool kStrong = kForm == ChunkForm::kStrong;
+          if (kSpeaks && !mild && (!kStrong || always)) {
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-              scale_tokens(b < 2 ? low + 8 * b : high + 8 * (b - 2),
-                           load_shared_f4(columns + Traits::kGateRest + 16 * b));
+              const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+              const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
+                                           gamma.w * p.args.scale);
+              float* x = o + 8 * b;
+              scale_tokens(x, f);
             }
+          } else if (kSpeaks && !kWideExponents<Element>) {
+            // Beside h there is no register to keep it in.
+            if constexpr (Traits::kStagedH) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) o[i] *= last;
           }
-          wgmma_wait<0>();  // P V' reads its operand's registers as it goes
-          pin(o);
-          pin(corrected);
+          // What comes next, ahead of its use.
+          if constexpr (kSpeaks && !kStrong) {
+#pragma unroll
+            for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+          }
+          if constexpr (!Traits::kDuties) chunk_next = load_chunk(m + 1);
+          wgmma_wait<0>();
+          pin(low);
+          pin(high);
+          pin(v);
+
+          // O^T += V'^T P^T
+          uint32_t corrected[16];
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
             corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
             corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
           }
-        } else if (!mild) {
-          wgmma_wait<0>();  // P V' reads its operand's registers as it goes
-          if constexpr (kSpeaks) pin(o);
-          pin(corrected);
-#pragma unroll
-          for (int b = 0; b < 4; ++b) {
-            const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
-            pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
-          }
-        }
-        const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
-        pin(s);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
-        wgmma_commit();
-        if constexpr (Traits::kDuties) {
-          chunk_next = load_chunk(m + 1);
-          if constexpr (kLoopsByForm) next_gated = is_gated(m + 1);
-          // O leaves while the state's update runs.
-          wgmma_wait<1>();
-          // Where there is no such chunk, or its gates are not there yet, the loop ends.
-          if (kLoopsByForm && next_gated) next_mild = load_shared_f1(stage_gate(m + 1) + Traits::kGateMild);
+          const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
           if constexpr (kSpeaks) {
             pin(o);
-            if constexpr (!kStrong) {
-              store_o(o, factor, v_base + stage_v * Traits::kBytesV);
-            } else if (always) {
-              store_o(o, v_base + stage_v * Traits::kBytesV);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance_uniform(p_rows, 32 * i));
+            wgmma_commit();
+          }
+          // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+          if constexpr (kStrong) {
+            if (always) {
+#pragma unroll
+              for (int b = 0; b < 4; ++b) {
+                scale_tokens(b < 2 ? low + 8 * b : high + 8 * (b - 2),
+                             load_shared_f4(columns + Traits::kGateRest + 16 * b));
+              }
+            }
+            wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+            pin(o);
+            pin(corrected);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+              corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+            }
+          } else if (!mild) {
+            wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+            if constexpr (kSpeaks) pin(o);
+            pin(corrected);
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+              const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+              pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
             }
           }
-          __syncwarp();  // the chunk's end, which lane 0 announces below, says that O is there
+          const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
+          pin(s);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
+          wgmma_commit();
+          if constexpr (Traits::kDuties) {
+            chunk_next = load_chunk(m + 1);
+            // O leaves while the state's update runs.
+            wgmma_wait<1>();
+            if constexpr (kSpeaks) {
+              pin(o);
+              if constexpr (!kStrong) {
+                store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+              } else if (always) {
+                store_o(o, v_base + stage_v * Traits::kBytesV);
+              }
+            }
+            __syncwarp();  // the chunk's end, which lane 0 announces below, says that O is there
+          } else {
+            fetch_gates(m);
+          }
+          wgmma_wait<0>();
+          if constexpr (kSpeaks) pin(o);
+          pin(s);
+          pin(corrected);
+        };
+        if constexpr (!kFinishesByForm || !kSpeaks) {
+          finish(std::integral_constant<ChunkForm, ChunkForm::kEither>{});
+        } else if (strong) {
+          finish(std::integral_constant<ChunkForm, ChunkForm::kStrong>{});
         } else {
-          fetch_gates(m);
+          finish(std::integral_constant<ChunkForm, ChunkForm::kMild>{});
         }
-        wgmma_wait<0>();
-        if constexpr (kSpeaks) pin(o);
-        pin(s);
-        pin(corrected);
         mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
 
         if constexpr (Traits::kSave && !Traits::kEndsWhereKept) save_checkpoint(s, record(m));
         state_leaves = chunk_now.y & (Traits::kEndsWhereKept ? kLastChunk | kKeptChunk : kLastChunk);
         chunk_now = chunk_next;
         ++m;
-        if constexpr (!kLoopsByForm) return !state_leaves;
-        bool goes_on = !state_leaves && next_gated;
-        if constexpr (Traits::kSkipsSilent) goes_on &= ((chunk_now.y & kSilentChunk) == 0) == kSpeaks;
-        if constexpr (kLoopsByForm && kSpeaks) goes_on &= (next_mild != 0.0f) == (kForm == ChunkForm::kMild);
-        return __all_sync(0xffffffffu, goes_on);
-      };
-      const auto take_chunks = [&](auto form) {
-#pragma unroll 1
-        while (step(form)) {
-        }
+        if (Traits::kSkipsSilent && ((chunk_now.y & kSilentChunk) == 0) != kSpeaks) return false;
+        return !state_leaves;
       };
 #pragma unroll 1
       while (!state_leaves) {
-        const ChunkForm form = find_form(m, chunk_now);
-        if (form == ChunkForm::kSilent) {
-          if constexpr (Traits::kSkipsSilent) take_chunks(std::integral_constant<ChunkForm, ChunkForm::kSilent>{});
-        } else if constexpr (!kLoopsByForm) {
-          take_chunks(std::integral_constant<ChunkForm, ChunkForm::kEither>{});
-        } else if (form == ChunkForm::kMild) {
-          take_chunks(std::integral_constant<ChunkForm, ChunkForm::kMild>{});
+        if (Traits::kSkipsSilent && __any_sync(0xffffffffu, (chunk_now.y & kSilentChunk) != 0)) {
+#pragma unroll 1
+          while (step(std::false_type{})) {
+          }
         } else {
-          take_chunks(std::integral_constant<ChunkForm, ChunkForm::kStrong>{});
+#pragma unroll 1
+          while (step(std::true_type{})) {
+          }
         }
       }
       const ChunkRecord& chunk = record(m - 1);

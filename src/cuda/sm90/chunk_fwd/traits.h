@@ -23,6 +23,11 @@ inline constexpr int kMostDealt = 64;
 // looks at all of them at each of its tiles and at each of them that is in a tile, 32 at a time.
 inline constexpr int kMostListed = 128;
 
+// Instructions that the code of each auxiliary role is moved by, from where it would lie behind the one before.
+struct CodeMoves {
+  int inverse, gates, copies, products;
+};
+
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
 // whole batch.
@@ -38,6 +43,7 @@ struct WholeHeadTraits {
   static constexpr int kAuxGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
   static constexpr bool kFastInverse = kFastInverse_;
+  static constexpr bool kBf16 = std::is_same_v<Element_, __nv_bfloat16>;
   // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not in fp16 with the other kernels' bits, whose
   // substitution in fp32 is too much for one, nor where states are saved with these bits: there the chunks are those of
   // the calls that save nothing, and states at listed tokens are made behind the forward (listed.h).
@@ -56,15 +62,15 @@ struct WholeHeadTraits {
   // are applied to W (kGateFactor).
   static constexpr bool kKeepsA = kKeepsA_;
   static_assert(!kKeepsA || kFastInverse);
-  // Instructions that the products' code is moved by. What all roles execute in a step is 30 KB in several pieces, and
-  // an SM keeps 32 KB of instructions, in which pieces at some distances drive one another out. Of the moves measured
-  // side by side (from 32 or 64 to 512, of the kernel that saves nothing 0 to 448) these are within 1 % of the best, in
-  // both dtypes. Others cost up to 18 % (docs/design/sm90_forward.md). To be measured again when the code changes.
-  static constexpr int kProductsMoved = !kFastInverse ? 0
-                                        : kStagedH    ? (kKeepsA ? 224 : 320)
-                                        : kKeepsA     ? 320
-                                        : kSave       ? 128
-                                                      : 448;
+  // What all roles execute for a mild chunk is 30 KB in several pieces, and the cache of instructions that two SMs
+  // share keeps 32 KB, four lines of 128 bytes to each of 64 sets: pieces at some distances drive one another out.
+  // These moves were chosen by counting what each set would have to keep, and then measured; others cost up to 20 %
+  // (docs/design/sm90_forward.md). To be chosen again when the code changes.
+  static constexpr CodeMoves kMoved = !kFastInverse ? CodeMoves{0, 0, 0, 0}
+                                      : kStagedH    ? (kKeepsA ? CodeMoves{0, 0, 0, 224} : CodeMoves{0, 0, 0, 320})
+                                      : kKeepsA ? (kBf16 ? CodeMoves{184, 408, 312, 88} : CodeMoves{168, 120, 328, 8})
+                                      : kSave ? (kBf16 ? CodeMoves{440, 328, 408, 104} : CodeMoves{264, 392, 392, 120})
+                                              : (kBf16 ? CodeMoves{56, 392, 24, 296} : CodeMoves{248, 408, 136, 184});
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
