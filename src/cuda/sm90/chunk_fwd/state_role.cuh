@@ -543,8 +543,10 @@ struct StateRole {
         const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
         const uint32_t full_a = smem() + Traits::kFullA + 8 * (m % Traits::kStagesA);
         const uint32_t parity_a = m / Traits::kStagesA & 1;
-        bool a_there = mbarrier_test(full_a, parity_a);  // asked for ahead of the answer's use
-                                                         // W^T = V^T - u^T diag(gamma)
+        constexpr bool kByForm = kFinishesByForm && kSpeaks;
+        bool a_there = false;  // asked for ahead of the answer's use
+        if constexpr (kByForm) a_there = mbarrier_test(full_a, parity_a);
+        // W^T = V^T - u^T diag(gamma)
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
@@ -555,19 +557,24 @@ struct StateRole {
             take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
           }
         }
-        const bool strong = __all_sync(0xffffffffu, mild_factor == 0.0f);
+        bool strong = false;
+        if constexpr (kByForm) strong = __all_sync(0xffffffffu, mild_factor == 0.0f);
         int2 chunk_next;
         const auto finish = [&](auto known_form) {
           constexpr ChunkForm kForm = decltype(known_form)::value;
           constexpr bool kAsksForm = kForm == ChunkForm::kEither;
-          while (!a_there) a_there = mbarrier_try_wait(full_a, parity_a);
+          if constexpr (kAsksForm) {
+            mbarrier_wait(full_a, parity_a);
+          } else {
+            while (!a_there) a_there = mbarrier_try_wait(full_a, parity_a);
+          }
           // V'^T = W^T Ag^T
           const uint64_t a_rows =
               wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
           float low[16], high[16];
           multiply_lower<Element>(low, high, v, a_rows);
           // With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of all.
-          const bool mild = kAsksForm ? !strong : kForm == ChunkForm::kMild;
+          const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
           constexpr bool kStrong = kForm == ChunkForm::kStrong;
           if (kSpeaks && !mild && (!kStrong || always)) {
 #pragma unroll
@@ -666,7 +673,7 @@ struct StateRole {
           pin(s);
           pin(corrected);
         };
-        if constexpr (!kFinishesByForm || !kSpeaks) {
+        if constexpr (!kByForm) {
           finish(std::integral_constant<ChunkForm, ChunkForm::kEither>{});
         } else if (strong) {
           finish(std::integral_constant<ChunkForm, ChunkForm::kStrong>{});
