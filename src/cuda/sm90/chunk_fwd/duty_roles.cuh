@@ -690,6 +690,7 @@ struct ProductRole : DutyRole<Traits> {
   using Base::record;
   using Base::thread;
   static constexpr int kBarrier = 1;
+  static constexpr bool kCompact = kStagesStates<Traits>;  // as in FastInverse
 
   using Base::opaque;
   __device__ LanePlace place() const { return lane_place(opaque(thread)); }
@@ -755,7 +756,7 @@ struct ProductRole : DutyRole<Traits> {
         packed[4 * b + 2] = 0u;
         packed[4 * b + 3] =
             pack2<Element>(z[6] * (exp2_approx(sum1 - c1.x) * f1.x), z[7] * (exp2_approx(sum1 - c1.y) * f1.y));
-      } else if (b > at.warp) {
+      } else if (kCompact && b > at.warp) {
         packed[4 * b] = packed[4 * b + 1] = packed[4 * b + 2] = packed[4 * b + 3] = 0u;  // right of the diagonal
       } else {
         const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
@@ -849,7 +850,7 @@ struct ProductRole : DutyRole<Traits> {
       pin(x);
       mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
       if (speaks) {
-        if (__all_sync(0xffffffffu, mild == 0.0f)) {
+        if (kCompact ? __all_sync(0xffffffffu, mild == 0.0f) : !__any_sync(0xffffffffu, mild != 0.0f)) {
           pack_gated(x, this->stage_gate(m), packed);
         } else {
 #pragma unroll

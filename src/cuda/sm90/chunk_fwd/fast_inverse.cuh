@@ -23,6 +23,9 @@ template <typename Traits>
 struct FastInverse {
   using Element = typename Traits::Element;
 
+  // What mild chunks execute in one piece, and little code for others. The kernels that save h are faster without.
+  static constexpr bool kCompact = kStagesStates<Traits>;
+
   using Left = HalfLeft;
   using Right = HalfRight;
   using Sum = HalfSum;
@@ -168,7 +171,10 @@ struct FastInverse {
       e[j].x[1] = 0u;
     }
     wait_gates();
-    const bool strong = __all_sync(0xffffffffu, load_shared_f1(mild_factor) == 0.0f);
+    const float factor = load_shared_f1(mild_factor);
+    // ptxas puts the other branch, for mild chunks, next to what is before it in the first form, behind this one in the
+    // second.
+    const bool strong = kCompact ? __all_sync(0xffffffffu, factor == 0.0f) : !__any_sync(0xffffffffu, factor != 0.0f);
     const Right u01 = right(0, 1), u23 = right(2, 3);
     uint32_t corner[4];
 #pragma unroll
@@ -268,7 +274,7 @@ struct FastInverse {
       };
       store_all(store);
       // A loop, as the cache of instructions, which another SM shares, has little room beside what mild chunks execute.
-#pragma unroll 1
+#pragma unroll(kCompact ? 1 : 4)
       for (int j = 0; j < 4; ++j) store_diagonal(j);
     } else {
       float low[4], high[4];

@@ -489,7 +489,7 @@ struct StateRole {
 #pragma unroll
         for (int i = 1; i < 8; ++i) {
           if (4 * i == kPackedAhead) {
-            if (always) pack_state(kPackedAhead, 32);
+            if (Traits::kSave || always) pack_state(kPackedAhead, 32);  // kSave: not measured to gain
             wgmma_fence();
           }
           mma_rs_n64<Element>(u, packed + 4 * i,

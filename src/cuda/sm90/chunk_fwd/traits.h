@@ -69,7 +69,7 @@ struct WholeHeadTraits {
   static constexpr CodeMoves kMoved = !kFastInverse ? CodeMoves{0, 0, 0, 0}
                                       : kStagedH    ? (kKeepsA ? CodeMoves{0, 0, 0, 224} : CodeMoves{0, 0, 0, 320})
                                       : kKeepsA ? (kBf16 ? CodeMoves{24, 136, 120, 40} : CodeMoves{168, 120, 328, 8})
-                                      : kSave   ? (kBf16 ? CodeMoves{104, 88, 392, 168} : CodeMoves{264, 392, 392, 120})
+                                      : kSave   ? (kBf16 ? CodeMoves{104, 88, 392, 168} : CodeMoves{56, 104, 392, 168})
                                                 : (kBf16 ? CodeMoves{0, 0, 0, 344} : CodeMoves{0, 0, 0, 320});
   static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
