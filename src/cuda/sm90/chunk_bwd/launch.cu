@@ -67,7 +67,7 @@ bool fills_with_both_halves(const ChunkBackwardParams& p) {
 }
 
 // Whether a block of fused passes takes both halves of V: what two blocks would load, and make, it loads and makes
-// once. A multiprocessor does a third more, but each chunk takes 2.1 us for 1.5. So it pays where the longest
+// once. All multiprocessors do more, but each chunk takes 2.1 us for 1.5. So it pays where the longest
 // sequence's chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the
 // gradients' in them. And of one sequence where forward passes take runs, which leave something to do for the others
 // meanwhile.
