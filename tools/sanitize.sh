@@ -74,6 +74,7 @@ for name in initcheck memcheck synccheck; do
   start "$name" forward_checkpoints --only "sm90 forward, checkpoints"
   start "$name" forward_stale --only "sm90 forward, stale"
   start "$name" backward_stale --only "sm90 backward, stale"
+  start "$name" backward_runs --only "sm90 backward, stale" --only-case 2
   start "$name" batch --only "sm90 forward, batch"
   start "$name" forward --only "sm90 forward, drawn" --cases 12
   start "$name" backward_one --only "sm90 backward, one"
