@@ -90,6 +90,17 @@ __device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int
   *length = static_cast<int32_t>(max(int64_t{0}, offset[1] - offset[0]));
 }
 
+// Adds the squares of eight elements of T.
+template <typename T>
+__device__ __forceinline__ void add_squares(float& sum, const uint4& x) {
+  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float2 pair = unpack2<T>(words[w]);
+    sum += pair.x * pair.x + pair.y * pair.y;
+  }
+}
+
 __device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams& p, int n) {
   SequenceInfo s;
   if (p.cu_seqlens == nullptr) {

@@ -30,15 +30,7 @@ __global__ __launch_bounds__(kGrowthsThreads) void sm90_chunk_bwd_growths_kernel
           reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.k.data) +
                                          row_offset(p.k, 0, chunk.token + row, key_head) + thread % 2 * (kDim / 2));
 #pragma unroll
-      for (int piece = 0; piece < 8; ++piece) {
-        const uint4 x = key[piece];
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float2 pair = unpack2<T>(words[w]);
-          square += pair.x * pair.x + pair.y * pair.y;
-        }
-      }
+      for (int piece = 0; piece < 8; ++piece) add_squares<T>(square, key[piece]);
     }
     square += __shfl_xor_sync(0xffffffffu, square, 1);
     __shared__ float betas[kChunk], sums[kGrowthsThreads / 32 + 1];

@@ -161,13 +161,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     if (tells_growth) {
 #pragma unroll 2
       for (int piece = 0; piece < 8; ++piece) {
-        const uint4 x = load_shared_u4(tile_piece(sK + thread % 2 * kTileBytes, thread / 2, piece));
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float2 pair = unpack2<T>(words[w]);
-          square += pair.x * pair.x + pair.y * pair.y;
-        }
+        add_squares<T>(square, load_shared_u4(tile_piece(sK + thread % 2 * kTileBytes, thread / 2, piece)));
       }
       square += __shfl_xor_sync(0xffffffffu, square, 1);
     }

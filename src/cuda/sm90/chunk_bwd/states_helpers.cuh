@@ -449,6 +449,28 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
   }
 }
 
+// A warp's rows of P, out of Q K^T. c_row and columns(j, half): the gates' sums of a lane's two rows, and of its two
+// columns in a half of block j.
+template <typename T, typename Columns>
+__device__ __forceinline__ void store_P(uint32_t tile, const float (&qk)[32], const float (&c_row)[2],
+                                        const uint32_t (&diagonal)[4], float scale, const Lane& at,
+                                        const Columns& columns) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t packed[4] = {};
+    if (j <= at.warp) {
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
+        const float2 c = columns(j, part / 2);
+        const float g0 = exp2_approx(c_row[part % 2] - c.x), g1 = exp2_approx(c_row[part % 2] - c.y);
+        packed[part] = pack2<T>(scale * g0 * qk[i], scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
+      }
+    }
+    store_matrix_x4(block_piece(tile, j, at), packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+
 // One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
 template <typename T, StatesForm kForm>
 __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
@@ -480,21 +502,8 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork 
       mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
       wgmma_wait<0>();
       pin(qk);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t packed[4] = {};
-        if (j <= at.warp) {
-#pragma unroll
-          for (int part = 0; part < 4; ++part) {
-            const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-            const float g0 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2)]);
-            const float g1 = exp2_approx(c_row[part % 2] - c[4 * j + 2 * (part / 2) + 1]);
-            packed[part] =
-                pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
-          }
-        }
-        store_matrix_x4(block_piece(smem + Traits::kP, j, at), packed[0], packed[1], packed[2], packed[3]);
-      }
+      store_P<T>(smem + Traits::kP, qk, c_row, diagonal, p.scale, at,
+                 [&](int j, int half) { return make_float2(c[4 * j + 2 * half], c[4 * j + 2 * half + 1]); });
       fence_proxy_async();
       arrive_warp(bars.P_full(), at.lane);
     }
@@ -547,21 +556,9 @@ __device__ __forceinline__ void make_stages(const ChunkBackwardParams& p, States
         asm volatile("" : "+r"(at.warp), "+r"(at.lane));
         uint32_t diagonal[4];
         diagonal_masks(diagonal, at.lane, false);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t packed[4] = {};
-          if (j <= at.warp) {
-#pragma unroll
-            for (int part = 0; part < 4; ++part) {
-              const int i = 8 * j + 4 * (part / 2) + 2 * (part % 2);
-              const float2 c = load_shared_f2(sGates + (16 * j + 8 * (part / 2) + 2 * (at.lane % 4)) * 4);
-              const float g0 = exp2_approx(c_row[part % 2] - c.x), g1 = exp2_approx(c_row[part % 2] - c.y);
-              packed[part] =
-                  pack2<T>(p.scale * g0 * qk[i], p.scale * g1 * qk[i + 1]) & (j < at.warp ? ~0u : diagonal[part]);
-            }
-          }
-          store_matrix_x4(block_piece(base + Traits::kRevP, j, at), packed[0], packed[1], packed[2], packed[3]);
-        }
+        store_P<T>(base + Traits::kRevP, qk, c_row, diagonal, p.scale, at, [&](int j, int half) {
+          return load_shared_f2(sGates + (16 * j + 8 * half + 2 * (at.lane % 4)) * 4);
+        });
       } else {
         mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
       }

