@@ -21,6 +21,9 @@ tool() {
   local tool_options=(--tool "$1" --error-exitcode 1)
   # Under a tool the device's oracle takes most of the time: it has runs of its own. initcheck must see all that is written.
   [[ $1 != initcheck && $2 != oracle* ]] && tool_options+=(--kernel-name-exclude kns=oracle)
+  # initcheck does not see what the copy engine writes to memory (docs/design/sm90_memory.md), and one kernel reads that by
+  # ordinary loads: the states and V', for rows of small betas. "stale memory" tests it, over scratch full of NaN.
+  [[ $1 == initcheck ]] && tool_options+=(--kernel-name-exclude kns=small_betas)
   # A call that asks for its lengths has a card's work in it, too much for racecheck but for the kernel that asks.
   [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=ask_lengths)
   if [[ $1 == racecheck ]]; then
@@ -56,7 +59,7 @@ if [[ -n $race ]]; then
   start racecheck lengths --only "sm90 lengths"
   start racecheck batch --only "sm90 forward, batch"
   start racecheck backward_one --only "sm90 backward, one"
-  for number in 2 9 10; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
+  for number in 2 9 10 13; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
   for number in 1 6 7 10 14 15 16 17 18 19 20 35; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"

@@ -166,6 +166,11 @@ struct PairServiceRole {
       // Out of a reduction, so that the compiler knows them to be the same in all lanes.
       const int row = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.row)));
       const int head = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.key_head)));
+      if constexpr (Traits::kLoaderArrivals != 0) {
+        // Of both chunks of the pair: the list's thread waits for one of them, which may be the other block's.
+        mbarrier_arrive(at_pair.done(m - at_pair.rank));
+        mbarrier_arrive(at_pair.done(m - at_pair.rank + 1));
+      }
       at_pair.wait_done(m, Traits::kStagesK);
       if (lane == 0) {
         if (m >= 2) load(&p.q, at_pair.stage_q(m - 2), at_pair.full_q(m - 2), row_before, head_before);
@@ -249,7 +254,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(at_pair.full_q(i), 1);
     }
     for (uint32_t i = 0; i < Traits::kBarriersDone; ++i) {
-      mbarrier_init(smem() + Traits::kDone + 8 * i, 2 * 4 * kWarpArrivals);
+      mbarrier_init(smem() + Traits::kDone + 8 * i, 2 * 4 * kWarpArrivals + Traits::kLoaderArrivals);
     }
     for (uint32_t i = 0; i < Traits::kStagesP; ++i) {
       // The warps that made A_g and P, of this block or the other, and V.

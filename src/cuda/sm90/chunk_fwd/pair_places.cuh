@@ -36,18 +36,17 @@ struct PairPlaces : ClusterPlaces<Traits> {
     const bool p = mbarrier_test(full_p(m), m / Traits::kStagesP & 1);
     return k & q & p;
   }
+  __device__ static uint32_t done(uint32_t m) { return smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone); }
   // Until both blocks' state groups are through with chunk m - back, if there is one.
   __device__ static void wait_done(uint32_t m, uint32_t back) {
-    if (m < back) return;
-    mbarrier_wait(smem() + Traits::kDone + 8 * ((m - back) % Traits::kBarriersDone),
-                  (m - back) / Traits::kBarriersDone & 1);
+    if (m >= back) mbarrier_wait(done(m - back), (m - back) / Traits::kBarriersDone & 1);
   }
   // Until the gates of an own chunk may be written.
   __device__ static void wait_own_gate(uint32_t m) { wait_done(m, 2 * Traits::kOwnGates); }
   // A state warp is through with chunk m: in both blocks.
   __device__ static void arrive_done(uint32_t m, int lane) {
     jitter();
-    const uint32_t barrier = smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone);
+    const uint32_t barrier = done(m);
     if constexpr (kWarpArrivals == 32) {
       mbarrier_arrive_cluster(cluster_address(barrier, 0));
       mbarrier_arrive_cluster(cluster_address(barrier, 1));

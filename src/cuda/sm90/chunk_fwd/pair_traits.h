@@ -34,6 +34,9 @@ struct PairForwardTraits : ClusterForwardShape {
   // A burst is written once the chunk so far before its first is done in both blocks: what lies where it goes is then
   // no longer read (O of a chunk leaves within three), and gates, fetched eight chunks ahead, do not wait.
   static constexpr int kRecordsAhead = 9;
+  // The warp that fetches K and Q has its words of a record long before they are written over: its lanes, brought
+  // together by reductions, announce K, which the state groups wait for. Only racecheck must be told by all of them.
+  static constexpr uint32_t kLoaderArrivals = kWarpArrivals == 32 ? 32 : 0;
   static constexpr uint32_t kSmemBarriers = kSmemChunks + kChunkRing * kBytesRecord;
 
   // Barriers, 8 bytes each. Rings of eight where an auxiliary group waits for its own chunks only, every fourth: it
