@@ -5,7 +5,8 @@
 #   sanitize.sh PROGRAM FOLDER SECONDS [RACE_PROGRAM]
 #
 # FOLDER: where the logs go. SECONDS: when what has not ended is ended. RACE_PROGRAM: the same program built for racecheck
-# (-DFLASH_QLA_RACECHECK, src/cuda/common/mbarrier.cuh); without it racecheck leaves the Hopper kernels out.
+# (-DFLASH_QLA_RACECHECK, src/cuda/common/mbarrier.cuh); without it racecheck leaves the Hopper kernels out, and initcheck reports
+# what the backward's copies have written.
 # FLASH_QLA_SANITIZE: an extended regular expression; only the runs whose "TOOL NAME" it matches ("sm90" are those named
 # backward, split, lengths, batch, single or forward).
 set -uo pipefail
@@ -21,9 +22,6 @@ tool() {
   local tool_options=(--tool "$1" --error-exitcode 1)
   # Under a tool the device's oracle takes most of the time: it has runs of its own. initcheck must see all that is written.
   [[ $1 != initcheck && $2 != oracle* ]] && tool_options+=(--kernel-name-exclude kns=oracle)
-  # initcheck does not see what the copy engine writes to memory (docs/design/sm90_memory.md), and one kernel reads that by
-  # ordinary loads: the states and V', for rows of small betas. "stale memory" tests it, over scratch full of NaN.
-  [[ $1 == initcheck ]] && tool_options+=(--kernel-name-exclude kns=small_betas)
   # A call that asks for its lengths has a card's work in it, too much for racecheck but for the kernel that asks.
   [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=ask_lengths)
   if [[ $1 == racecheck ]]; then
@@ -31,6 +29,8 @@ tool() {
     # The tool fails, with an internal error, where one stream's kernels run beside another's.
     [[ $2 == backward* ]] && tool_options+=(--force-blocking-launches)
   fi
+  # Nor does initcheck see all that the copy engine writes to memory; that build shows it (src/cuda/common/bulk.cuh).
+  [[ $1 == initcheck && $2 == backward* && -n $race ]] && run=$race
   local command=("$run" --kernels --small --once "${@:3}")
   echo "== compute-sanitizer ${tool_options[*]} ${command[*]}" >"$log"
   timeout "$((end > SECONDS ? end - SECONDS : 1))" compute-sanitizer "${tool_options[@]}" --print-limit 8 "${command[@]}" >>"$log" 2>&1 ||

@@ -60,7 +60,11 @@ inline std::string make_A(BackwardCall& call, const Tensor& o, Arena& arena) {
   args.A = call.A.device();
   size_t bytes = 0;
   Status status = ChunkForward::workspace_size(args, &bytes);
-  if (status.ok()) status = ChunkForward::run(args, arena.take(bytes), bytes);
+  if (!status.ok()) return std::string(status.message());
+  void* workspace = arena.take(bytes);
+  // NaN; and a tool that looks for reads of what was not written has the backward alone before it.
+  check_cuda(cudaMemset(workspace, 0xff, bytes), "cudaMemset");
+  status = ChunkForward::run(args, workspace, bytes);
   return status.ok() ? std::string() : std::string(status.message());
 }
 

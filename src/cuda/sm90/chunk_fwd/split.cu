@@ -151,6 +151,8 @@ __global__ void __launch_bounds__(kPlanThreads)
 
   __shared__ float key_squares[kRoundChunks * kChunk];
   __shared__ float decay[kRoundChunks][kRoundHeads], total[kRoundChunks][kRoundHeads];
+  // Of gates that come first: in decay's place they would overtake a warp that still reads those of the round before.
+  __shared__ float early_decay[kRoundChunks][kRoundHeads];
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t limit = warmup_limit(grid);
@@ -211,9 +213,9 @@ __global__ void __launch_bounds__(kPlanThreads)
       int32_t asked = kRoundChunks;
       if (p.gates_first != 0) {
         gate = warp_sum(gate);
-        if (lane == 0) decay[j][h] = gate;
+        if (lane == 0) early_decay[j][h] = gate;
         __syncthreads();
-        const float gates = sum + sum_of_chunks_before(decay[c][lane % kRoundHeads], lane);
+        const float gates = sum + sum_of_chunks_before(early_decay[c][lane % kRoundHeads], lane);
         const int enough = first_chunk_where(round * kRoundChunks + c < most && gates <= args.decay_threshold, lane);
         const bool slow = too_slow(__shfl_sync(0xffffffffu, gates, kLastChunk + lane % kRoundHeads));
         asked = warmup >= 0 ? 0 : enough < kRoundChunks ? enough + 1 : slow ? 0 : kRoundChunks;
