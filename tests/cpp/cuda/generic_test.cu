@@ -400,7 +400,8 @@ int run(const Settings& settings) {
       {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
       // Cases that a small run leaves out keep their lengths where they are asked for.
-      {"sm90 backward, stale memory", true, [&] {
+      {"sm90 backward, stale memory", true,
+       [&] {
          return settings.only_cases.empty() ? test_sm90_backward_stale(settings, arena)
                                             : with_room(test_sm90_backward_stale);
        }},
