@@ -88,7 +88,8 @@ inline constexpr int32_t kMaxWarmup = 64;
 // known before, and on the device no cut is among the choices.
 inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.15f;
-// ... and a plan without a cut, which takes a kernel more, where a cut would lose more than this if no head decays.
+// ... and a plan without a cut, which takes a kernel more in every call, where a cut would take so much more than it if
+// no head decays.
 inline constexpr float kMostLossOfAll = 0.05f;
 // Spacings that are tried beside that of kItemsPerSm, from that of kMostItemsPerSm on, where lengths are known
 // beforehand, and what each must promise beyond the best before: with many pieces some choice always looks well.
@@ -816,12 +817,14 @@ struct UsualChoices {
 struct SplitPromise {
   SplitGrid grid;  // none: a plan is not possible
   float quarter = 0.0f, half = 0.0f;
-  float all = 0.0f;  // with a cut, and of known lengths alone
+  // Of known lengths alone, and with a cut; and what the plan then takes that leaves all heads to several SMs each.
+  float all = 0.0f, all_uncut = 0.0f;
   bool pays(float least_gain = kLeastGain) const {
     return grid.spacing > 0 && quarter <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
   }
-  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for.
-  bool surely() const { return grid.spacing > 0 && all <= 1.0f + kMostLossOfAll; }
+  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for. When the gates are known the time
+  // of planning is gone, cut or not.
+  bool surely() const { return grid.spacing > 0 && all <= (1.0f + kMostLossOfAll) * all_uncut; }
 };
 // known: the plan may take finer pieces, if they give more where a quarter of the heads do not decay; else the device
 // chooses the grid by itself.
@@ -859,7 +862,11 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     }
   }
   promise.half = share(promise.grid, heads / 2, shared);
-  if (known) promise.all = share(promise.grid, heads, false);
+  if (known) {
+    promise.all = share(promise.grid, heads, false);
+    const float planning = costs.planning(boundaries_of(lengths, promise.grid));
+    promise.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / unsplit;
+  }
   return promise;
 }
 
