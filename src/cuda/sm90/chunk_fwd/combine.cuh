@@ -19,9 +19,11 @@ namespace flash_qla::cuda::sm90 {
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
-// The named barrier of these warps and the one that brings; those before it are the auxiliary groups'.
-inline constexpr uint32_t kCombineBarrier = 4;
-__device__ __forceinline__ void meet_to_combine() { named_barrier_sync(kCombineBarrier, 32 * (kCombineWarps + 1)); }
+// Named barriers; those before them are the auxiliary groups'. The eight warps meet at the first, all at the same place
+// of the program. At the others, one side arrives where the other waits: the warp that brings, until the eight are
+// through with the block's tiles, or with a piece; they, until it says which piece is next.
+inline constexpr uint32_t kCombineBarrier = 4, kThroughBarrier = 5, kNextBarrier = 6;
+inline constexpr uint32_t kCombineThreads = 32 * kCombineWarps;
 
 // Local states that are on their way: memory takes about a microsecond.
 inline constexpr int kLocalAhead = 4;
@@ -34,7 +36,7 @@ struct CombineMemory {
   // parts of all columns, then the lower ones.
   uint32_t state[2][2 * kCombineWarps][2][32];
   float2 local[kCombineWarps][kLocalAhead][2][32];
-  uint64_t full[kStages];
+  uint64_t full[kStages], free[kStages];
   TransitionChain chain;
   int32_t unit;
 };
@@ -66,8 +68,11 @@ __device__ __forceinline__ float2 from_share(const float (&columns)[2], bool odd
   return odd ? make_float2(other, columns[1]) : make_float2(columns[0], other);
 }
 
-// The transitions of a chain into their stages, by one warp. stages: that have been used before. Where the warps meet
-// at a step's end they have read its transition.
+// Where the eight warps have met at a step's end they have read its transition: a thread says so for all of them.
+inline constexpr bool kAllSayFree = kWarpArrivals != 1;
+inline constexpr uint32_t kFreeArrivals = kAllSayFree ? kCombineThreads : 1;
+
+// The transitions of a chain into their stages, by one warp. stages: that have been used before.
 template <int kParts>
 __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
                                                   const TransitionChain& chain, uint32_t stages) {
@@ -86,10 +91,11 @@ __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams
   fence_proxy_async_all();
 #pragma unroll 1
   for (int step = 1; step <= static_cast<int>(kStages); ++step) bring(step);
-  meet_to_combine();
 #pragma unroll 1
-  for (int step = 1; step <= chain.transitions; ++step) {
-    meet_to_combine();
+  for (int step = 1; step + static_cast<int>(kStages) <= chain.transitions; ++step) {
+    const uint32_t number = stages + static_cast<uint32_t>(step);
+    mbarrier_wait(smem_address(&memory.free[number % kStages]), number / kStages & 1);
+    __syncwarp();
     bring(step + static_cast<int>(kStages));
   }
 }
@@ -134,7 +140,7 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
       memory.state[buffer][2 * warp + i][1][lane] = parts.y;
     }
     fence_proxy_async();  // the products read by the asynchronous proxy
-    meet_to_combine();
+    named_barrier_sync(kCombineBarrier, kCombineThreads);
   };
   const auto keep = [&](int step, const CombineShare& x) {
 #pragma unroll
@@ -193,6 +199,9 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     // Two do not fit beside each other.
     if (kParts == 2 && step < chain.transitions) read_transition(step + 1, next);
     share(step & 1, state);
+    if (kAllSayFree || (warp == 0 && lane == 0)) {
+      mbarrier_arrive(smem_address(&memory.free[(stages + static_cast<uint32_t>(step)) % kStages]));
+    }
   };
 #pragma unroll
   for (int i = 0; i < kLocalAhead; ++i) bring_local(i);
@@ -218,9 +227,9 @@ __device__ __forceinline__ int32_t opened_tiles() {
   return reinterpret_cast<const ChunkWalker*>(shared_memory() + Traits::kSmemWalker)->opened;
 }
 
-// When the block's tiles are through: by the state groups' warps, each with its number among them, and by an auxiliary
-// one, number kCombineWarps.
-template <typename Traits>
+// When the block's tiles are through: by the state groups' warps, each with its number among them, and (kBrings) by an
+// auxiliary one.
+template <typename Traits, bool kBrings>
 __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParams& p, int warp, int lane) {
   using Memory = CombineMemory<kTransitionParts<typename Traits::Element>>;
   static_assert(sizeof(Memory) <= Traits::kSmemWalker);  // the walker stays
@@ -237,49 +246,61 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   const int idle = static_cast<int>(gridDim.x) - states.tiles - p.counters->outputs.tiles;
   const int helpers = min(units - states.tiles, idle);
   if (units == 0 || (!had_tiles && helpers <= 0)) return;
-  // The warp that brings transitions has no more to do some chunks before the others: it finds out what the block's
-  // first piece is meanwhile.
-  const bool first = warp == kCombineWarps && lane == 0;
-  const auto take = [&](TransitionChain& chain) {
-    const int32_t unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
-    if (unit < units) chain = p.chains[unit / kCombineSlices];
-    return unit;
-  };
-  int32_t unit = units;
-  TransitionChain first_chain{0, 0};
-  if (first) {
-    // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
-    // none.
-    const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
-                                  : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < helpers;
-    if (needed) unit = take(first_chain);
-  }
-  meet_to_combine();  // the tiles' shared memory is free
-  if (first) {
-    for (uint32_t i = 0; i < Memory::kStages; ++i) mbarrier_init(smem_address(&memory.full[i]), 1);
-    mbarrier_init_fence();
-    memory.unit = unit;
-    memory.chain = first_chain;
-    // All state tiles have been given out, so those that are missing are being computed by blocks that run.
-    while (unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
-  }
-  meet_to_combine();
+  constexpr uint32_t kAllThreads = kCombineThreads + 32;
   uint32_t stages = ~0u;  // the first transition's number is 1
-  while (memory.unit < units) {
-    const TransitionChain chain = memory.chain;
-    if (warp == kCombineWarps) {
-      bring_transitions(p, memory, chain, stages);
-    } else {
+  if constexpr (kBrings) {
+    // This warp has no more to do some chunks before the others: it finds out what the block's first piece is meanwhile.
+    const auto take = [&](TransitionChain& chain) {
+      const int32_t unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
+      if (unit < units) chain = p.chains[unit / kCombineSlices];
+      return unit;
+    };
+    int32_t unit = units;
+    TransitionChain chain{0, 0};
+    if (lane == 0) {
+      // Where as many other blocks as there are pieces are still at their tiles, this one is not needed. The last finds
+      // none.
+      const bool needed = had_tiles ? static_cast<int>(atomicSub(&p.counters->blocks_running, 1u)) - 1 < units
+                                    : static_cast<int>(atomicAdd(&p.counters->helpers, 1u)) < helpers;
+      if (needed) unit = take(chain);
+    }
+    __syncwarp();
+    named_barrier_sync(kThroughBarrier, kAllThreads);  // the tiles' shared memory is free
+    if (lane == 0) {
+      for (uint32_t i = 0; i < Memory::kStages; ++i) {
+        mbarrier_init(smem_address(&memory.full[i]), 1);
+        mbarrier_init(smem_address(&memory.free[i]), kFreeArrivals);
+      }
+      mbarrier_init_fence();
+      memory.unit = unit;
+      memory.chain = chain;
+      // All state tiles have been given out, so those that are missing are being computed by blocks that run.
+      while (unit < units && load_acquire(&progress.states_left) != 0) __nanosleep(20);
+    }
+    while (true) {
+      __syncwarp();
+      named_barrier_arrive(kNextBarrier, kAllThreads);
+      if (memory.unit >= units) return;
+      const TransitionChain own = memory.chain;
+      bring_transitions(p, memory, own, stages);
+      stages += static_cast<uint32_t>(own.transitions);
+      __syncwarp();
+      named_barrier_sync(kThroughBarrier, kAllThreads);
+      if (lane == 0) {
+        __threadfence();
+        atomicSub(&p.counters->progress.pieces_left, 1u);
+        memory.unit = take(memory.chain);
+      }
+    }
+  } else {
+    while (true) {
+      named_barrier_arrive(kThroughBarrier, kAllThreads);
+      named_barrier_sync(kNextBarrier, kAllThreads);
+      if (memory.unit >= units) return;
+      const TransitionChain chain = memory.chain;
       multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+      stages += static_cast<uint32_t>(chain.transitions);
     }
-    stages += static_cast<uint32_t>(chain.transitions);
-    meet_to_combine();
-    if (first) {
-      __threadfence();
-      atomicSub(&p.counters->progress.pieces_left, 1u);
-      memory.unit = take(memory.chain);
-    }
-    meet_to_combine();
   }
 }
 

@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __syncwarp();
     }
     if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits>(p, kCombineWarps, thread % 32);
+    if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits, true>(p, 0, thread % 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
     const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
@@ -563,7 +563,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __syncwarp();  // all lanes are through with the barriers of the first stream
       mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
     }
-    combine_boundaries<Traits>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
+    combine_boundaries<Traits, false>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
   }
 }
 
