@@ -91,8 +91,9 @@ __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams
   fence_proxy_async_all();
 #pragma unroll 1
   for (int step = 1; step <= static_cast<int>(kStages); ++step) bring(step);
+  // Each is waited for, the last ones as well: what nobody sees synccheck takes for an arrival too many.
 #pragma unroll 1
-  for (int step = 1; step + static_cast<int>(kStages) <= chain.transitions; ++step) {
+  for (int step = 1; step <= chain.transitions; ++step) {
     const uint32_t number = stages + static_cast<uint32_t>(step);
     mbarrier_wait(smem_address(&memory.free[number % kStages]), number / kStages & 1);
     __syncwarp();
