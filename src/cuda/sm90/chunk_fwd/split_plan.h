@@ -26,21 +26,21 @@ namespace flash_qla::cuda::sm90 {
 // (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
-  float step = 1.72f;          // a chunk of one head in the kernel that writes O
-  float warm_step = 0.93f;     // ... of a warm-up, without Q, P and O
-  float state_step = 1.41f;    // ... in the kernel that makes states alone
+  float step = 1.74f;          // a chunk of one head in the kernel that writes O
+  float warm_step = 0.84f;     // ... of a warm-up, without Q, P and O
+  float state_step = 1.48f;    // ... in the kernel that makes states alone
   float key_share = 0.044f;    // more of all, of a key head to each value head beside one to none
-  float tile_edge = 4.4f;      // a tile's first and last state, and filling the pipeline
-  float state_edge = 3.1f;     // ... of a state tile, which starts from zero
+  float tile_edge = 4.05f;     // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.9f;     // ... of a state tile, which starts from zero
   float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it
-  float first_edge = 4.6f;     // a block's start, before its first tile that writes O
-  float combine = 2.45f;       // before the first transition of a chain
-  float combine_step = 0.65f;  // one transition applied to a boundary state
-  float load = 0.206f;         // of all work, evenly shared: SMs at work hold up each other
-  float plan = 18.0f;          // planning
+  float first_edge = 4.5f;     // a block's start, before its first tile that writes O
+  float combine = 2.4f;        // before the first transition of a chain
+  float combine_step = 0.52f;  // one transition applied to a boundary state
+  float load = 0.215f;         // of all work, evenly shared: SMs at work hold up each other
+  float plan = 15.5f;          // planning
   // ... and more of it for each place where a sequence may be cut: of a key head and up to four value heads, until the
   // constructor has counted them; less where these are one or two, and all gates are read before keys.
-  float boundary = 0.07f, boundary_by_gates = 0.05f;
+  float boundary = 0.06f, boundary_by_gates = 0.045f;
   // Where nothing is cut: by four SMs to a head, by two, by one.
   float relay_step = 0.945f, relay_edge = 10.2f;
   float half_step = 1.11f, half_edge = 10.0f;
@@ -90,11 +90,12 @@ inline constexpr float kLeastGain = 0.08f;
 inline constexpr float kMostLossOfHeavy = 0.15f;
 // ... and a plan without a cut, which takes a kernel more in every call, where a cut would take so much more than it if
 // no head decays.
-inline constexpr float kMostLossOfAll = 0.05f;
-// Spacings that are tried beside that of kItemsPerSm, from that of kMostItemsPerSm on, where lengths are known
-// beforehand, and what each must promise beyond the best before: with many pieces some choice always looks well.
-inline constexpr int32_t kFinerGrids = 3;
-inline constexpr float kLeastOfFiner = 0.015f;
+inline constexpr float kMostLossOfAll = 0.08f;
+// Spacings that are tried beside that of kItemsPerSm, where lengths are known beforehand: from that of kMostItemsPerSm
+// on, and then as far on the other side. What each must promise beyond the best before: with many pieces some choice
+// always looks well. Coarser ones lose more where more heads decay or fewer.
+inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 2;
+inline constexpr float kLeastOfFiner = 0.015f, kLeastOfCoarser = 0.03f;
 // What is lost if no head decays counts so much beside what a quarter of such heads promises.
 inline constexpr float kWeightOfAll = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the
@@ -846,18 +847,21 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     const auto loss_of_all = [&](const SplitGrid& grid) {
       return kWeightOfAll * std::max(share(grid, heads, shared) - 1.0f, 0.0f);
     };
-    const int32_t coarse = promise.grid.spacing, finest = spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms);
-    float best = (1.0f - kLeastOfFiner) * (promise.quarter + loss_of_all(promise.grid));
-    for (int32_t i = kFinerGrids; i > 0; --i) {
+    const int32_t coarse = promise.grid.spacing;
+    const int32_t finest = std::max(spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms), kMinSpacing);
+    float best = promise.quarter + loss_of_all(promise.grid);
+    for (int32_t i = kFinerGrids; i >= -kCoarserGrids; --i) {
       SplitGrid grid;
-      grid.set_spacing(std::max(coarse - (coarse - finest) * i / kFinerGrids, kMinSpacing));
+      const int32_t finer = (coarse - finest) * i / kFinerGrids;
+      grid.set_spacing(i > 0 ? coarse - finer : coarse + std::min(std::max(-finer, -i), coarse - finest));
       if (grid.spacing == coarse) continue;
       const float quarter = share(grid, heads / 4, shared);
-      if (quarter >= best) continue;
-      if (const float value = quarter + loss_of_all(grid); value < best) {
+      const float most = (1.0f - (i > 0 ? kLeastOfFiner : kLeastOfCoarser)) * best;
+      if (quarter >= most) continue;
+      if (const float value = quarter + loss_of_all(grid); value < most) {
         promise.grid = grid;
         promise.quarter = quarter;
-        best = (1.0f - kLeastOfFiner) * value;
+        best = value;
       }
     }
   }
