@@ -250,7 +250,8 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
   constexpr uint32_t kAllThreads = kCombineThreads + 32;
   uint32_t stages = ~0u;  // the first transition's number is 1
   if constexpr (kBrings) {
-    // This warp has no more to do some chunks before the others: it finds out what the block's first piece is meanwhile.
+    // This warp has no more to do some chunks before the others: it finds out what the block's first piece is
+    // meanwhile.
     const auto take = [&](TransitionChain& chain) {
       const int32_t unit = static_cast<int32_t>(atomicAdd(&p.counters->chain_ticket, 1u));
       if (unit < units) chain = p.chains[unit / kCombineSlices];
@@ -295,6 +296,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
     }
   } else {
     while (true) {
+      __syncwarp();
       named_barrier_arrive(kThroughBarrier, kAllThreads);
       named_barrier_sync(kNextBarrier, kAllThreads);
       if (memory.unit >= units) return;

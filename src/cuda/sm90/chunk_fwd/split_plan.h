@@ -22,8 +22,9 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Costs, in microseconds on an H200: what fits best to the times of 10 to 20 choices each of 80 calls, in rows of calls
-// (docs/design/sequence_split.md): near what was measured of each alone, but for what they stand for besides.
+// Costs, in microseconds on an H200: what fits best to the times of up to 150 choices each of 26 calls, in rows of
+// calls, and of calls without a cut (docs/design/sequence_split.md): near what was measured of each alone, but for what
+// they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
   float step = 1.74f;          // a chunk of one head in the kernel that writes O
