@@ -97,7 +97,7 @@ inline constexpr float kMostLossOfAll = 0.08f;
 // always looks well. Coarser ones lose more where more heads decay or fewer.
 inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 2;
 inline constexpr float kLeastOfFiner = 0.015f, kLeastOfCoarser = 0.03f;
-// What is lost if no head decays counts so much beside what a quarter of such heads promises.
+// What is lost if no head decays counts so much beside what a quarter of such heads promises, where lengths are known.
 inline constexpr float kWeightOfAll = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the
 // estimate's own error, for equal ones must not lose. Measured, they gain up to 2 % then.
@@ -821,12 +821,14 @@ struct SplitPromise {
   float quarter = 0.0f, half = 0.0f;
   // Of known lengths alone, and with a cut; and what the plan then takes that leaves all heads to several SMs each.
   float all = 0.0f, all_uncut = 0.0f;
-  bool pays(float least_gain = kLeastGain) const {
-    return grid.spacing > 0 && quarter <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
-  }
   // Whatever the gates are, or nearly so: no plan without a cut need be allowed for. When the gates are known the time
   // of planning is gone, cut or not.
   bool surely() const { return grid.spacing > 0 && all <= (1.0f + kMostLossOfAll) * all_uncut; }
+  bool pays(float least_gain = kLeastGain) const {
+    const float without_decay = surely() ? all : std::min(all, all_uncut);
+    const float loss_of_all = kWeightOfAll * std::max(without_decay - 1.0f, 0.0f);
+    return grid.spacing > 0 && quarter + loss_of_all <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
+  }
 };
 // known: the plan may take finer pieces, if they give more where a quarter of the heads do not decay; else the device
 // chooses the grid by itself.
