@@ -545,6 +545,77 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
   EXPECT_LT(sum / cases, 1.001);
 }
 
+// Every chunk once and from the right state, where pairs of SMs make what waits for boundary states: one kernel takes
+// the tickets of free tiles, the other those behind them.
+void check_paired(const PairedPlan& paired, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
+                  const SplitGrid& grid, int32_t missing) {
+  std::mt19937 random(static_cast<uint32_t>(heads * chunks + missing));
+  Batch batch;
+  batch.sms = sms;
+  batch.heads = heads;
+  for (int32_t s = 0; s < sequences; ++s) {
+    batch.sequences.push_back({s * chunks * kSplitChunk, chunks * kSplitChunk - missing, s, s * chunks});
+    for (int32_t head = 0; head < heads; ++head) {
+      std::vector<Map>& maps = batch.maps.emplace_back();
+      for (int32_t c = 0; c < chunks; ++c) maps.push_back({1 + random() % (kPrime - 1), random() % kPrime});
+    }
+  }
+  batch.tokens = static_cast<int64_t>(sequences) * chunks * kSplitChunk;
+  Plan plan;
+  plan.grid = grid;
+  plan.capacity = split_capacity(SplitMode::kAuto, false, batch.tokens, sequences, heads, sms);
+  Tile none{};
+  none.row = -1;
+  EvenSink lists;
+  lists.states.assign(static_cast<size_t>(paired.state_tiles()), none);
+  lists.outputs.assign(static_cast<size_t>(paired.free_tiles() + paired.dependent_tiles()), none);
+  lists.chains.assign(static_cast<size_t>(paired.chains()), {-1, -1});
+  const auto heavy = [](int32_t) { return 0; };
+  for (int32_t i = 0; i < sequences * heads; ++i) {
+    const PlannedSequence& s = batch.sequences[static_cast<size_t>(i / heads)];
+    const HeadPlan head(CutSequence(s, grid), i % heads, grid, SplitMerge{}, plan.capacity.boundaries, heavy);
+    for (int32_t k = 0; k < paired.split.segments; ++k) {
+      for (int32_t n = 0; n < 3; ++n) paired.emit(head, i, k, n, EvenSink::Reference{lists});
+    }
+  }
+  for (size_t t = 0; t < lists.outputs.size(); ++t) {
+    ASSERT_EQ((lists.outputs[t].flags & kTileFromSlot) != 0, t >= static_cast<size_t>(paired.free_tiles()));
+  }
+  plan.state_tiles = lists.states;
+  plan.output_tiles = lists.outputs;
+  plan.chains = lists.chains;
+  check(batch, plan);
+}
+
+// Where no head decays pairs of SMs may make what waits for boundary states: all of it is there at once, and comes
+// behind what does not wait.
+TEST(SplitPlan, PairsTakeWhatWaitsInOneWave) {
+  int32_t paired = 0;
+  for (const int32_t sms : {78, 114, 132}) {
+    for (const int32_t heads : {8, 16, 24, 32, 40, 48, 64}) {
+      for (const int32_t sequences : {1, 2}) {
+        for (const int32_t tokens : {4096, 8192, 16384, 32768}) {
+          const SplitCosts costs(heads / 4, heads);
+          const LengthSummary lengths = alike(sequences, chunks_in(tokens / sequences));
+          const SplitPromise promise = promise_of_plan(lengths, heads, sms, costs, true);
+          if (promise.grid.spacing == 0) continue;
+          const UsualChoices without = usual_choices(lengths, promise.grid, heads, true, sms, costs);
+          EXPECT_EQ(without.paired.segments, 0);
+          const UsualChoices usual = usual_choices(lengths, promise.grid, heads, true, sms, costs, true);
+          EXPECT_TRUE(std::equal(std::begin(usual.of_share), std::end(usual.of_share), without.of_share));
+          if (usual.paired.segments == 0) continue;
+          ++paired;
+          const PairedPlan plan{usual.paired, sequences * heads};
+          EXPECT_LE(2 * plan.dependent_tiles(), sms);
+          check_paired(plan, sequences, heads, sms, chunks_in(tokens / sequences), promise.grid, paired % 3 * 30);
+          if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
+        }
+      }
+    }
+  }
+  EXPECT_GT(paired, 10);
+}
+
 // Lengths that only the device knows: 28672 + 4096 gain 13 to 30 %, 2 x 16384 lose with a cut.
 TEST(SplitPlan, LengthsDecideOnTheDevice) {
   const SplitCosts costs;

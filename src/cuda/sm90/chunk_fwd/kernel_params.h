@@ -27,7 +27,8 @@ struct SplitProgress {
 
 // What the planner leaves for the kernels after it.
 struct SplitCounters {
-  // Of the tiles that write O one kernel takes all, the other has none: whole heads, or halves of V each.
+  // Of the tiles that write O one kernel takes all, the other has none: whole heads, or halves of V each; or whole
+  // heads those that depend on nothing, which halves then count as given out, and halves the others.
   TileList states, outputs, halves;
   SplitProgress progress;
   uint32_t blocks_running;                    // that have had a state tile and may get more

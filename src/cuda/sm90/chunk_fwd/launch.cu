@@ -332,14 +332,15 @@ struct DecidedSplit {
   int32_t least_longest = 0;  // the lengths may be such that nothing is cut: see least_longest()
   SplitGrid grid{};           // of equal lengths, and choices
   UsualChoices choices{};
+  bool by_pairs = false;  // the kernel behind is that of pairs of SMs, and may get what waits for boundary states
 };
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
 // The last one begins with tiles that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call without
-// a split, which finds its tiles if nothing is to be cut. Where the gates decide and two SMs would share a head, that
-// kernel is the last, with a list.
+// a split, which finds its tiles if nothing is to be cut. Where the gates decide and several SMs would share a head, a
+// kernel that does so is the last, with a list.
 cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSplit& decided,
                          const ChunkForwardKernel& kernel, const ChunkForwardKernel& uncut_kernel, int sms,
                          cudaStream_t stream) {
@@ -353,8 +354,10 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.least_longest = decided.least_longest;
   split.clear_blocks = args.cu_seqlens != nullptr && !lengths_first ? kClearBlocks : 0;
   split.costs = SplitCosts(args.num_key_heads, args.num_value_heads);
+  if (decided.by_pairs) split.costs = split.costs.of_pairs();
   split.expected_grid = decided.grid;
   split.usual_choices = decided.choices;
+  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) split.usual_choices.paired = {};
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
@@ -408,7 +411,9 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   if (error != cudaSuccess || !decided.uncut_shared) return error;
   tiles.sizes = &counters->halves;
   tiles.tickets = &start->halves;
-  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles, sms, stream);
+  // A cluster to each tile, or more than find one.
+  const int32_t segments = std::max<int32_t>(split.usual_choices.paired.segments, 2);
+  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles * (segments - 1), sms, stream);
 }
 
 }  // namespace
@@ -460,13 +465,17 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   const SplitPromise unequal = vary ? promise_of_plan(one_long, heads, sms, costs, false) : SplitPromise{};
   // Where unequal lengths would gain, equal ones need not.
   if (promise.pays() || (unequal.pays() && promise.pays(kLeastOfEqual))) {
-    const bool shared = shares_pay(tiles, sms) && !promise.surely();
+    const bool may_share = shares_pay(tiles, sms), uncut_shared = may_share && !promise.surely();
+    const bool by_pairs = may_share && pairs_pay(equal, promise, heads, uncut_shared, sms, costs);
+    const bool shared = uncut_shared || by_pairs;
+    const SplitCosts behind = by_pairs ? costs.of_pairs() : costs;
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
             shared,
             0,
             promise.grid,
-            usual_choices(equal, promise.grid, heads, shared, sms, costs)};
+            usual_choices(equal, promise.grid, heads, shared, sms, behind, by_pairs),
+            by_pairs};
   }
   // The unsplit kernel is not launched once more for gates that ask for no cut: all calls asked in vain would pay.
   const float asking = shares_pay(tiles, sms) ? costs.asking : costs.asking_whole;
@@ -596,7 +605,10 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   if (decided.decision.planned) {
     const ChunkForwardKernel cut_kernel = choose_kernel(
         args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, saved, any_bits);
-    return launch_split(params, decided, cut_kernel, kernel, sms, stream);
+    const bool by_pairs = variant == ChunkForwardVariant::kAuto && decided.by_pairs;
+    const ChunkForwardKernel behind =
+        by_pairs ? choose_kernel(args.type, ChunkForwardVariant::kSplitV, saved, any_bits) : kernel;
+    return launch_split(params, decided, cut_kernel, behind, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {
     const int streams = count_streams(kernel, params.tiles, sms);

@@ -242,6 +242,15 @@ struct PairServiceRole {
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_pair_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
+  // Behind a plan without a tile for it. One cluster waits: a kernel must not end before those it depends on. The
+  // others do not keep the SMs on which they come until then.
+  if (p.list != nullptr && load_now(&p.sizes->tiles) + load_now(&p.sizes->dependent_tiles) == 0) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      asm volatile("griddepcontrol.launch_dependents;");
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+    }
+    return;
+  }
   // By votes, so that the compiler knows them to be the same in all lanes.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);

@@ -498,6 +498,43 @@ __device__ void publish_plan(const SplitWorkspace& ws) {
   *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
 
+// The lists where no head decays and pairs of SMs make what waits for boundary states. Not inlined: it would lie
+// between what other gates ask for.
+__device__ __noinline__ void list_paired_tiles(const SplitKernelParams& p, const CutSequence* cuts, SplitGrid grid) {
+  const int32_t heads = p.args.num_value_heads, thread = static_cast<int32_t>(threadIdx.x);
+  const PairedPlan plan{p.usual_choices.paired, p.args.num_sequences * heads};
+  const SplitWorkspace& ws = p.workspace;
+  if (thread == 0) {
+    *static_cast<volatile uint32_t*>(&ws.start->announced) =
+        (pair_of_sms() << 16 | static_cast<uint32_t>(plan.state_tiles())) + 1;
+  }
+  const auto none = [](int32_t) { return 0; };
+  const int32_t all = plan.heads * plan.split.segments;
+#pragma unroll 1
+  for (int32_t i = thread; i < 3 * all; i += kListThreads) {
+    const int32_t tile = i / all, k = (i - tile * all) / plan.heads, pair = i - tile * all - k * plan.heads;
+    const int32_t sequence = p.by_heads.divide(pair);
+    const HeadPlan head(cuts[sequence], pair - sequence * heads, grid, SplitMerge{}, p.capacity.boundaries, none);
+    plan.emit(head, pair, k, tile, EvenSink{ws});
+  }
+  if (thread == kListThreads - 1) {
+    SplitCounters counters{};
+    counters.states.tiles = plan.state_tiles();
+    counters.outputs.tiles = counters.halves.tiles = plan.free_tiles();
+    counters.halves.dependent_tiles = plan.dependent_tiles();
+    // The free ones are the other kernel's. Pairs take tickets behind the plan.
+    ws.start->halves.ticket = static_cast<uint32_t>(plan.free_tiles());
+    counters.progress.states_left = static_cast<uint32_t>(plan.state_tiles() * kStateWarps);
+    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(plan.chains() * kCombineSlices);
+    counters.planner_pair = pair_of_sms();
+    counters.spacing = grid.spacing;
+    counters.even = 1;
+    *ws.counters = counters;
+  }
+  __syncthreads();  // the lists are there
+  if (thread == 0) publish_plan(ws);
+}
+
 // One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
 __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -735,6 +772,10 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
     }
     if (is_even) {
+      if (heavy == pairs && p.usual_choices.paired.segments != 0) {
+        list_paired_tiles(p, cuts, grid);
+        return;
+      }
       const int32_t before = best.choice;
       if (usual) best.choice = p.usual_choices.choice(heavy, pairs, &best.state_tiles);
       if (!usual || best.choice < 0) {

@@ -131,4 +131,38 @@ struct EvenPlan {
   }
 };
 
+// No head decays, and pairs of SMs make what waits for boundary states. Lists are in the order of segments, of each all
+// heads.
+struct PairedPlan {
+  PairedSplit split;
+  int32_t heads;  // sequences times heads
+
+  FLASH_QLA_HOST_DEVICE int32_t state_tiles() const { return heads * states_of_pieces(split.segments); }
+  FLASH_QLA_HOST_DEVICE int32_t free_tiles() const { return heads; }
+  FLASH_QLA_HOST_DEVICE int32_t dependent_tiles() const { return heads * (split.segments - 1); }
+  FLASH_QLA_HOST_DEVICE int32_t chains() const { return heads; }
+  // The chunk that segment k starts with; of `segments` the end.
+  FLASH_QLA_HOST_DEVICE int32_t start(int32_t k, int32_t chunks) const {
+    return k == 0 ? 0 : split.first + (k - 1) * (chunks - split.first) / (split.segments - 1);
+  }
+
+  // As EvenPlan::emit(), of the rank-th head.
+  template <typename Warmups, typename Sink>
+  FLASH_QLA_HOST_DEVICE void emit(const HeadPlan<Warmups>& plan, int32_t rank, int32_t k, int32_t n,
+                                  const Sink& sink) const {
+    const bool last = k == split.segments - 1;
+    if (n > 0 && (last || (n == 2 && k == 0))) return;
+    const int32_t slot = plan.first_slot() + k;  // of the segment's last state
+    const int32_t first = start(k, plan.cuts.chunks), end = start(k + 1, plan.cuts.chunks);
+    if (n > 0) {
+      const int32_t flags = kTileToSlot | (n == 2 ? kTileTransition : k == 0 ? kTileFromStart : 0);
+      sink.state(k == 0 ? rank : (2 * k - 1) * heads + 2 * rank + n - 1, plan.tile(first, end, 0, slot, flags));
+      return;
+    }
+    const int32_t flags = (k == 0 ? kTileFromStart : kTileFromSlot) | (last ? kTileToEnd : 0);
+    sink.output(k * heads + rank, plan.tile(first, end, 0, k == 0 ? -1 : slot - 1, flags));
+    if (last) sink.chain(rank, TransitionChain{plan.first_slot(), split.segments - 2});
+  }
+};
+
 }  // namespace flash_qla::cuda::sm90

@@ -50,6 +50,10 @@ struct SplitCosts {
   float whole_crowd = 0.236f;  // likewise
   // An unsplit kernel behind a plan that turns out to cut nothing: it starts unevenly, which takes so much of its time.
   float late = 3.0f, late_share = 0.055f;
+  float behind = 2.5f;  // a kernel behind a plan that gives it no tile
+  // Where pairs of SMs make what waits for boundary states: they start late; and how much shorter a first segment is
+  // that ends when these are there, made by one SM beside the state tiles of others.
+  float paired_edge = 8.0f, first_share = 0.92f;
   // Lengths looked at first that turn out to ask for no cut: several SMs to a head find their tiles meanwhile.
   float asking = 8.0f, asking_whole = 14.0f;
 
@@ -64,6 +68,13 @@ struct SplitCosts {
     boundary = (group <= 2 ? boundary_by_gates : boundary) * static_cast<float>(key_heads * ((group + 3) / 4));
   }
 
+  // Where nothing is cut, two SMs to a head, never four.
+  SplitCosts of_pairs() const {
+    SplitCosts costs = *this;
+    costs.relay_step = half_step + 0.25f * half_crowd;
+    costs.relay_edge = half_edge;
+    return costs;
+  }
   FLASH_QLA_HOST_DEVICE float planning(int32_t boundaries) const {
     return plan + boundary * static_cast<float>(boundaries);
   }
@@ -97,6 +108,8 @@ inline constexpr float kMostLossOfAll = 0.08f;
 // always looks well. Coarser ones lose more where more heads decay or fewer.
 inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 2;
 inline constexpr float kLeastOfFiner = 0.015f, kLeastOfCoarser = 0.03f;
+// What pairs of SMs must promise where no head decays.
+inline constexpr float kLeastOfPaired = 0.02f;
 // What is lost if no head decays counts so much beside what a quarter of such heads promises, where lengths are known.
 inline constexpr float kWeightOfAll = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the
@@ -798,6 +811,13 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
   return best;
 }
 
+// No head decays: how heads are cut where pairs of SMs make what waits for boundary states. A head that keeps all of
+// its state may be cut at any chunk, not only where boundaries were looked at.
+struct PairedSplit {
+  int32_t segments = 0;  // of a head; 0: they do not
+  int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
+};
+
 // The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
 // ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.
 struct UsualChoices {
@@ -805,6 +825,7 @@ struct UsualChoices {
   static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
   uint16_t states[kShares + 1] = {};  // state tiles of each of the heads that do not decay
+  PairedSplit paired;                 // where no head decays and that is faster
 
   // Of `heavy` heads among `heads`, and all their state tiles; -1: these are no whole eighths.
   FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads, int32_t* state_tiles) const {
@@ -877,17 +898,71 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
   return promise;
 }
 
+// No head decays, equal lengths: the fastest way to have pairs of SMs, which are faster for few tiles, make what waits
+// for boundary states, all of it at once, and the microseconds that it takes without the planning. They start where SMs
+// are through with state tiles, or with first segments, which one SM makes each: these are as much shorter that they
+// end when the boundary states are there, if their SMs are wanted.
+struct BestPaired {
+  PairedSplit split;
+  float time = 0.0f;  // 0: there are too many such tiles
+};
+inline BestPaired best_paired(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
+                              const SplitCosts& costs) {
+  BestPaired best;
+  const int32_t all = lengths.sequences * heads, chunks = lengths.longest, at_once = std::max(sms - 1, 1);
+  for (int32_t segments = 3; segments <= most && 2 * all * (segments - 1) <= sms; ++segments) {
+    const int32_t dependent = all * (segments - 1), states = all * states_of_pieces(segments);
+    const int32_t waves = (states + at_once - 1) / at_once, idle = sms - (states - (waves - 1) * at_once);
+    const bool wanted = all > idle || 2 * dependent > sms - all;
+    const float chain = costs.combine + costs.combine_step * static_cast<float>(segments - 2);
+    const float ratio = wanted ? costs.first_share : 1.0f, others = static_cast<float>(segments - 1);
+    const float even = static_cast<float>(chunks) / (others + ratio);
+    const int32_t first = std::clamp(chunks - static_cast<int32_t>(even * others + 0.5f), 1, chunks - segments + 1);
+    const int32_t longest = (chunks - first + segments - 2) / (segments - 1);
+    const float state = static_cast<float>(std::max(first, longest)) * costs.state_step + costs.state_edge;
+    const float before = static_cast<float>(waves - 1) * state, ready = before + state + chain;
+    const float free = static_cast<float>(first) * costs.step + costs.tile_edge + costs.first_edge;
+    const float share = static_cast<float>(2 * dependent) / static_cast<float>(sms);
+    const float step = costs.half_step + costs.half_crowd * share * share;
+    const float edge = costs.half_edge + costs.paired_edge;
+    const float work = static_cast<float>(states) * state + static_cast<float>(all) * free;
+    const float late = all > idle ? ready + free : before + free;
+    const float end = std::max((all > idle ? late : ready) + static_cast<float>(longest) * step + edge, late);
+    const float time = end + costs.load * work / static_cast<float>(sms);
+    if (best.time == 0.0f || time < best.time) best = {{segments, first}, time};
+  }
+  return best;
+}
+
+// Whether a kernel of pairs of SMs goes behind a plan: it makes what waits for boundary states if no head decays.
+// uncut_shared: a kernel of several SMs to a head goes there anyway. Else it is one that every call pays for, and must
+// be worth it: a cut would lose to a call without a split, and so much of that is made good.
+inline bool pairs_pay(const LengthSummary& lengths, const SplitPromise& promise, int32_t heads, bool uncut_shared,
+                      int32_t sms, const SplitCosts& costs) {
+  const BestPaired best = best_paired(lengths, pieces_of(lengths.longest, promise.grid), heads, sms, costs);
+  if (best.time == 0.0f) return false;
+  const float planning = costs.planning(boundaries_of(lengths, promise.grid));
+  const float cut = promise.all * unsplit_time(lengths, heads, sms, costs) - planning;
+  if (uncut_shared) return best.time < std::min(cut, time_of_shared(lengths, heads, sms, costs));
+  return promise.all > 1.0f && kWeightOfAll * (cut - best.time) > costs.behind;
+}
+
+// paired: pairs of SMs may make what waits for boundary states.
 inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid& grid, int32_t heads, bool uncut_shared,
-                                  int32_t sms, const SplitCosts& costs) {
+                                  int32_t sms, const SplitCosts& costs, bool paired = false) {
   UsualChoices choices;
-  int32_t guess = 0;
+  BestChoice best;
   for (int32_t share = 0; share <= UsualChoices::kShares; ++share) {
     const int32_t heavy = share * heads / UsualChoices::kShares;
-    guess = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess).choice;
+    best = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, best.choice);
+    const int32_t guess = best.choice;
     const int32_t pieces = joined_pieces(pieces_of(lengths.longest, grid), merge_choice(guess).heavy);
     choices.of_share[share] = static_cast<uint8_t>(guess);
     choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
   }
+  if (!paired) return choices;
+  const BestPaired by_pairs = best_paired(lengths, pieces_of(lengths.longest, grid), heads, sms, costs);
+  if (by_pairs.time > 0.0f && by_pairs.time < best.time * (1.0f - kLeastOfPaired)) choices.paired = by_pairs.split;
   return choices;
 }
 
