@@ -256,9 +256,9 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"even split, all", 2, 8, 1, 8192, states, none, {}, 1}, true},
       {{"even split, none", 2, 8, 1, 8192, states, none, {}, 100}, true},
       // ... and where pairs of SMs make what waits for boundary states.
-      {{"even split, all, pairs", 8, 32, 1, 8192, states, none, {}, 1}, true},
+      {{"even split, all, pairs", 8, 32, 1, 16384, states, none, {}, 1}, true},
       {{"even split, all, pairs, unaligned", 8, 32, 1, 16384, states, none, {16360}, 1}},
-      {{"even split, all, pairs, saved", 8, 32, 1, 8192, states, saved_h, {}, 1}, true},
+      {{"even split, all, pairs, saved", 16, 16, 1, 16384, states, saved_h, {}, 1}, true},
   };
   int64_t number = 0;
   for (const auto& [c, dense] : cases) {
