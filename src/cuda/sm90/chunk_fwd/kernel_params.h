@@ -99,10 +99,11 @@ struct ChunkForwardKernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;        // of 64 rows of V
-  int32_t blocks;              // that work on a tile together: a cluster
-  bool takes_slots = false;    // without a planner: its blocks look for skipped sequences themselves
-  bool stages_states = false;  // initial states come by the copy engine where it can read them (StagedState)
+  int32_t state_groups;               // of 64 rows of V
+  int32_t blocks;                     // that work on a tile together: a cluster
+  bool takes_slots = false;           // without a planner: its blocks look for skipped sequences themselves
+  bool stages_states = false;         // initial states come by the copy engine where it can read them (StagedState)
+  const void* behind_plan = nullptr;  // the function that goes behind a split's plan, if that is another one
 };
 
 ChunkForwardKernel chunk_forward_bf16();

@@ -413,7 +413,9 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.tickets = &start->halves;
   // A cluster to each tile, or more than find one.
   const int32_t segments = std::max<int32_t>(split.usual_choices.paired.segments, 2);
-  return launch_tiles_of(uncut_kernel, tiles, tiles.tiles * (segments - 1), sms, stream);
+  ChunkForwardKernel behind = uncut_kernel;
+  if (behind.behind_plan != nullptr) behind.function = behind.behind_plan;
+  return launch_tiles_of(behind, tiles, tiles.tiles * (segments - 1), sms, stream);
 }
 
 }  // namespace
