@@ -61,6 +61,7 @@ if [[ -n $race ]]; then
   start racecheck backward_one --only "sm90 backward, one"
   for number in 2 9 10 13; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
   for number in 1 6 7 10 14 15 16 17 18 19 20 35; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
+  start racecheck forward_pairs --only "sm90 forward, stale" --only-case 45
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"
   start racecheck forward_checkpoints --only "sm90 forward, checkpoints"
@@ -76,6 +77,7 @@ for name in initcheck memcheck synccheck; do
   start "$name" forward_shared --only "sm90 forward, shared"
   start "$name" forward_checkpoints --only "sm90 forward, checkpoints"
   start "$name" forward_stale --only "sm90 forward, stale"
+  start "$name" forward_pairs --only "sm90 forward, stale" --only-case 45,47
   start "$name" backward_stale --only "sm90 backward, stale"
   start "$name" backward_runs --only "sm90 backward, stale" --only-case 2
   start "$name" batch --only "sm90 forward, batch"
