@@ -76,6 +76,11 @@ template <class Call>
 void repeat_over_stale(const std::string& what, Call& call, const Settings& settings, Checker& checker, Arena& arena,
                        bool even = false) {
   checker.count();
+  // A small run is one under a tool: should it not end, its log says where it was.
+  if (settings.small) {
+    std::printf("%s\n", what.c_str());
+    std::fflush(stdout);
+  }
   arena.reset();
   RepeatedCall<Call> repeated(call, arena);
   if (call.in.shape.dtype == DType::kFloat16) {
