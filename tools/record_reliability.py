@@ -27,7 +27,7 @@ SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?P<options>
 WITHOUT, ALONE = re.compile(r"--kernel-name-exclude kns=(\S+)"), re.compile(r"--kernel-name kns=(\S+)")
 # racecheck sums up in a form of its own.
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
-SECONDS = re.compile(r"^-- (\d+) s$", re.MULTILINE)
+SECONDS = re.compile(r"-- (\d+) s$", re.MULTILINE)  # behind half a line, where a tool was ended
 PYTEST = re.compile(r"^=* ?\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
 HAS, LAUNCHED = (re.compile(rf"^{words} (.+)$", re.MULTILINE) for words in ("the program has", "launched"))
 # "tails of PATH: 3 calls, 1 strided, 2 with tokens after the last sequence; tokens of the last chunk 0 1 64; K 16 128; bf16"
