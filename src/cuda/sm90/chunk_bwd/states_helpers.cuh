@@ -22,9 +22,11 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, State
       const int turn = counted + lane, pair = from / 2 + (kReverse ? -turn : turn);
       const int first = max(2 * pair, kReverse ? to : from), last = min(2 * pair + 1, kReverse ? from : to);
       const int step = work.before + (kReverse ? work.first - first : last - work.first);
-      const bool is_there = turn < pairs && step < static_cast<int>(done);
-      const int next = counted + __popc(__ballot_sync(0xffffffffu, is_there));
-      if (is_there) {
+      // Each lane has asked by itself, so a later one may have been told of more than an earlier one: what is counted
+      // ends before the first that has not seen its pair.
+      const uint32_t missing = ~__ballot_sync(0xffffffffu, turn < pairs && step < static_cast<int>(done));
+      const int next = counted + (missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1);
+      if (turn < next) {
         // A chunk without a second one counts as both.
         const bool alone = (2 * pair + 1) * kChunk >= work.sequence.length;
         const uint32_t by = (alone ? 2 : last - first + 1) * Traits::kHalves;
