@@ -78,10 +78,10 @@ for name in initcheck memcheck synccheck; do
   start "$name" forward_checkpoints --only "sm90 forward, checkpoints"
   start "$name" forward_stale --only "sm90 forward, stale"
   start "$name" forward_pairs --only "sm90 forward, stale" --only-case 45,47
-  # initcheck in parts: as a whole it has not always ended, and nothing told where it was (docs/design/sm90_memory.md).
+  # initcheck a case at a time: what one has written counts as written for those after it.
   if [[ $name == initcheck ]]; then
-    for cases in 0,1,3 5,6,7 8,9,10 11,12,13,14; do
-      start initcheck "backward_stale_${cases%%,*}" --only "sm90 backward, stale" --only-case "$cases"
+    for number in 0 1 3 4 5 6 7 8 9 10 11 12 13 14; do
+      start initcheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"
     done
   else
     start "$name" backward_stale --only "sm90 backward, stale"
