@@ -59,7 +59,7 @@ if [[ -n $race ]]; then
   start racecheck lengths --only "sm90 lengths"
   start racecheck batch --only "sm90 forward, batch"
   start racecheck backward_one --only "sm90 backward, one"
-  for number in 2 9 10 13; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
+  for number in 4 2 11 5 12 6 0 1 14 7 8 3 9 10 13; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
   for number in 1 6 7 10 14 15 16 17 18 19 20 35; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
   start racecheck forward_pairs --only "sm90 forward, stale" --only-case 45
   start racecheck forward_repeats --only "sm90 forward, repeats"
