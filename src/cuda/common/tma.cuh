@@ -35,8 +35,12 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t sm
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the sources of all committed stores have been read: their shared memory may be written again.
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until the sources of all committed stores, or all but the latest kGroups groups of them, have been read: their shared
+// memory may be written again.
+template <int kGroups = 0>
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+}
 
 // Until the stores of all committed groups but the latest kGroups are in memory.
 template <int kGroups>
@@ -69,19 +73,6 @@ __device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(reinterpret_cast<uint64_t>(global)),
                "r"(valid ? 4 : 0)
                : "memory");
-}
-
-// 8 bytes from global to shared memory, both 8-byte aligned.
-__device__ __forceinline__ void copy_async_8(uint32_t smem, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(smem), "l"(reinterpret_cast<uint64_t>(global))
-               : "memory");
-}
-
-// Closes the thread's group of copies since the last; waits until all but the newest kNewest groups have landed.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kNewest>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
 
 // One of the barrier's expected arrivals, once this thread's copies have landed.

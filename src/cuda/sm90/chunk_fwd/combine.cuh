@@ -12,10 +12,11 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each; an auxiliary warp brings the
-// transitions, some ahead, through shared memory. (Straight into registers, one ahead, a transition took 1.15 to 1.4
-// us; with sixteen or 32 columns to a block the products alone take 1.1 or 1.8; a copy of its own rows by each warp is
-// 0.1 us of its 0.6.)
+// The state groups' eight warps carry eight columns (V) of a chain's states, 16 rows each; an auxiliary warp brings
+// transitions and local states, some ahead, through shared memory, and takes the boundary states away. (Transitions
+// straight into registers, one ahead, took 1.15 to 1.4 us; with sixteen or 32 columns to a block the products alone
+// take 1.1 or 1.8. Where the eight warps fetched local states and stored boundary states themselves, a step took 1,140
+// clocks alone: the fence between a state and the products that read it waits for the stores as well.)
 inline constexpr int kCombineWarps = 8;
 inline constexpr int kCombineColumns = 8;
 static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == kStateWarps);
@@ -25,17 +26,21 @@ static_assert(kCombineSlices == kHeadDim / kCombineColumns && kCombineWarps == k
 inline constexpr uint32_t kCombineBarrier = 4, kThroughBarrier = 5, kNextBarrier = 6;
 inline constexpr uint32_t kCombineThreads = 32 * kCombineWarps;
 
-// Local states that are on their way: memory takes about a microsecond.
-inline constexpr int kLocalAhead = 4;
+// Eight columns of a state, as they lie in memory (boundary_place()).
+inline constexpr int kSliceFloats = kHeadDim * kCombineColumns;
 
 template <int kParts>
 struct CombineMemory {
-  static constexpr uint32_t kStages = kParts == 1 ? 4 : 2;  // what there is room for
+  static constexpr int kStages = kParts == 1 ? 4 : 2;  // transitions: what there is room for
+  // Local states, each of which its boundary state takes the place of. A place is used again for the local state
+  // kStates steps on, which comes kStages steps ahead of its time; what it held has left four steps before that.
+  static constexpr int kStates = 8;
+  static constexpr int kStoresUnderWay = kStates - kStages - 1;
   TransitionRows<kParts> transition[kStages][kCombineWarps];
+  float slice[kStates][kSliceFloats];
   // The states before and after a transition, as the products' right operands: by eight rows, of which first the upper
   // parts of all columns, then the lower ones.
   uint32_t state[2][2 * kCombineWarps][2][32];
-  float2 local[kCombineWarps][kLocalAhead][2][32];
   uint64_t full[kStages], free[kStages];
   TransitionChain chain;
   int32_t unit;
@@ -50,42 +55,58 @@ __device__ __forceinline__ uint2 pack_two_parts(float x, float y) {
 }
 
 // A thread's share of sixteen rows and eight columns: [rows 0..7 or 8..15][one of two columns]. With g = lane / 4 and
-// t = lane % 4, row g of the eight and columns 2t and 2t + 1.
+// t = lane % 4, row g of the eight and columns 2t and 2t + 1. Which row of V a column is does not matter to the
+// products: 2t and 2t + 1 are the two rows of one float4, the second half of the lanes the other way round, so that
+// each read or write of a warp meets every bank of shared memory once.
 using CombineShare = float[2][2];
-
-// A boundary state has two rows (K) of a column side by side; neighbours in g have the columns 2t and 2t + 1 of the
-// same rows, and exchange what the other needs. `rows` and back.
-__device__ __forceinline__ void to_share(const float2 (&rows)[2], CombineShare& share, bool odd) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float other = __shfl_xor_sync(0xffffffffu, odd ? rows[i].x : rows[i].y, 4);
-    share[i][0] = odd ? other : rows[i].x;
-    share[i][1] = odd ? rows[i].y : other;
-  }
-}
-__device__ __forceinline__ float2 from_share(const float (&columns)[2], bool odd) {
-  const float other = __shfl_xor_sync(0xffffffffu, odd ? columns[0] : columns[1], 4);
-  return odd ? make_float2(other, columns[1]) : make_float2(columns[0], other);
+__device__ __forceinline__ int share_place(int warp, int lane, int i, int e) {
+  const int g = lane >> 2, t = lane & 3;
+  return 4 * (16 * (2 * warp + i) + 4 * t + (g >> 1)) + (g & 1) + 2 * (e ^ t >> 1);
 }
 
 // Where the eight warps have met at a step's end they have read its transition: a thread says so for all of them.
 inline constexpr bool kAllSayFree = kWarpArrivals != 1;
 inline constexpr uint32_t kFreeArrivals = kAllSayFree ? kCombineThreads : 1;
 
-// The transitions of a chain into their stages, by one warp. stages: that have been used before.
+// A slice of a chain's states, of the first and after each transition.
+__device__ __forceinline__ float* chain_slice(const ChunkForwardKernelParams& p, const TransitionChain& chain,
+                                              int slice, int step) {
+  return reinterpret_cast<float*>(p.boundary_states) +
+         (static_cast<int64_t>(chain.first_slot) + step) * (4 * kBoundaryVectors) + slice * kSliceFloats;
+}
+template <int kParts>
+__device__ __forceinline__ void store_boundary_slice(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
+                                                     const TransitionChain& chain, int slice, int step) {
+  auto& from = memory.slice[step % CombineMemory<kParts>::kStates];
+  if (elect_one()) {
+    bulk_store(chain_slice(p, chain, slice, step), smem_address(from), sizeof(from));
+    tma_store_commit();
+  }
+}
+
+// The transitions and local states of a chain into their stages, and all boundary states but the last out of them, by
+// one warp, whose elected lane is always the same. stages: that have been used before.
 template <int kParts>
 __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
-                                                  const TransitionChain& chain, uint32_t stages) {
-  constexpr uint32_t kStages = CombineMemory<kParts>::kStages;
+                                                  const TransitionChain& chain, int slice, uint32_t stages) {
+  using Memory = CombineMemory<kParts>;
+  constexpr uint32_t kStages = Memory::kStages;
   const auto bring = [&](int step) {
     if (step > chain.transitions || !elect_one()) return;
     const uint32_t stage = (stages + static_cast<uint32_t>(step)) % kStages;
     auto& to = memory.transition[stage];
     const uint32_t full = smem_address(&memory.full[stage]);
-    mbarrier_arrive_expect(full, sizeof(to));
+    const auto bring_local = [&](int i) {
+      auto& local = memory.slice[i % Memory::kStates];
+      bulk_load(smem_address(local), chain_slice(p, chain, slice, i), sizeof(local), full);
+    };
+    mbarrier_arrive_expect(full, sizeof(to) + (step == 1 ? 2 : 1) * sizeof(memory.slice[0]));
+    if (step == 1) bring_local(0);
     bulk_load(smem_address(to),
               static_cast<const char*>(p.transitions) + (static_cast<int64_t>(chain.first_slot) + step) * sizeof(to),
               sizeof(to), full);
+    tma_store_wait_read<Memory::kStoresUnderWay>();
+    bring_local(step);
   };
   // They were written by ordinary stores, seen through the counter that another thread has read.
   fence_proxy_async_all();
@@ -97,41 +118,28 @@ __device__ __forceinline__ void bring_transitions(const ChunkForwardKernelParams
     const uint32_t number = stages + static_cast<uint32_t>(step);
     mbarrier_wait(smem_address(&memory.free[number % kStages]), number / kStages & 1);
     __syncwarp();
+    if (step > 1) store_boundary_slice(p, memory, chain, slice, step - 1);
     bring(step + static_cast<int>(kStages));
   }
 }
 
-// Columns 8 slice .. 8 slice + 7 of all states of a chain. stages: see above.
+// A slice, eight columns, of all states of a chain. stages: see above.
 template <int kParts>
-__device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelParams& p, CombineMemory<kParts>& memory,
-                                                     const TransitionChain& chain, int slice, uint32_t stages, int warp,
-                                                     int lane) {
-  constexpr uint32_t kStages = CombineMemory<kParts>::kStages;
-  const int g = lane >> 2, t = lane & 3;
-  const bool odd = (g & 1) != 0;
-  // Rows 16 warp .. of these columns, in a boundary state's order; eight rows further on 32 places, here of half a
-  // float4 each.
-  constexpr int kState = 2 * kBoundaryVectors, kEightRows = 2 * 32;
-  float2* const states =
-      reinterpret_cast<float2*>(p.boundary_states) + static_cast<int64_t>(chain.first_slot) * kState +
-      2 * boundary_place(slice / 8, slice / 2 % 4, 2 * warp, 4 * (2 * t + (g & 1)) + (g >> 1)) + slice % 2;
-  // A local state; every thread brings, and reads, what it needs itself.
-  const auto bring_local = [&](int step) {
-    if (step <= chain.transitions) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        copy_async_8(smem_address(&memory.local[warp][step % kLocalAhead][i][lane]),
-                     states + step * kState + kEightRows * i);
-      }
-    }
-    copy_async_commit();
+__device__ __forceinline__ void multiply_transitions(CombineMemory<kParts>& memory, const TransitionChain& chain,
+                                                     uint32_t stages, int warp, int lane) {
+  using Memory = CombineMemory<kParts>;
+  constexpr uint32_t kStages = Memory::kStages;
+  const int g = lane >> 2;
+  const auto place_of = [&](int step, int i, int e) -> float& {
+    return memory.slice[step % Memory::kStates][share_place(warp, lane, i, e)];
   };
-  const auto read_local = [&](int step, CombineShare& share) {
-    copy_async_wait<kLocalAhead - 1>();
-    const auto& local = memory.local[warp][step % kLocalAhead];
-    const float2 rows[2] = {local[0][lane], local[1][lane]};
-    to_share(rows, share, odd);
-    bring_local(step + kLocalAhead);
+  const auto read_local = [&](int step, CombineShare& local) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) local[i >> 1][i & 1] = place_of(step, i >> 1, i & 1);
+  };
+  const auto keep = [&](int step, const CombineShare& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) place_of(step, i >> 1, i & 1) = x[i >> 1][i & 1];
   };
   const auto share = [&](int buffer, const CombineShare& x) {
 #pragma unroll
@@ -140,22 +148,20 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
       memory.state[buffer][2 * warp + i][0][lane] = parts.x;
       memory.state[buffer][2 * warp + i][1][lane] = parts.y;
     }
-    fence_proxy_async();  // the products read by the asynchronous proxy
+    fence_proxy_async();  // the products read by the asynchronous proxy, and so is what has been kept
     named_barrier_sync(kCombineBarrier, kCombineThreads);
-  };
-  const auto keep = [&](int step, const CombineShare& x) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) states[step * kState + kEightRows * i] = from_share(x[i], odd);
   };
   // The warp's rows of a transition, in registers.
   struct Rows {
     uint32_t m[4 * kTransitionSteps * kParts];  // by parts, then by 16 columns
     float diagonal[2];
   };
+  const auto wait_for = [&](int step) {
+    const uint32_t number = stages + static_cast<uint32_t>(step);
+    mbarrier_wait(smem_address(&memory.full[number % kStages]), number / kStages & 1);
+  };
   const auto read_transition = [&](int step, Rows& to) {
-    const uint32_t number = stages + static_cast<uint32_t>(step), stage = number % kStages;
-    mbarrier_wait(smem_address(&memory.full[stage]), number / kStages & 1);
-    const TransitionRows<kParts>& rows = memory.transition[stage][warp];
+    const TransitionRows<kParts>& rows = memory.transition[(stages + static_cast<uint32_t>(step)) % kStages][warp];
 #pragma unroll
     for (int k = 0; k < kTransitionSteps; ++k) {
 #pragma unroll
@@ -187,8 +193,12 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     const float diagonal[2] = {now.diagonal[0], now.diagonal[1]};
     CombineShare local;
     read_local(step, local);
-    if (kParts == 1 && step < chain.transitions) read_transition(step + 1, next);
     if (step > 1) keep(step - 1, state);
+    const bool more = step < chain.transitions;
+    if (more) {
+      wait_for(step + 1);
+      if (kParts == 1) read_transition(step + 1, next);
+    }
     wgmma_wait<0>();
     pin(sums);
     pin(now.m);
@@ -198,19 +208,18 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
       x = fmaf(diagonal[e >> 1], x, local[e >> 1][e & 1]) + (sums[4 + e] + sums[e]);
     }
     // Two do not fit beside each other.
-    if (kParts == 2 && step < chain.transitions) read_transition(step + 1, next);
+    if (kParts == 2 && more) read_transition(step + 1, next);
     share(step & 1, state);
     if (kAllSayFree || (warp == 0 && lane == 0)) {
       mbarrier_arrive(smem_address(&memory.free[(stages + static_cast<uint32_t>(step)) % kStages]));
     }
   };
-#pragma unroll
-  for (int i = 0; i < kLocalAhead; ++i) bring_local(i);
-  read_local(0, state);
-  share(0, state);
   // In two parts there are not registers for two transitions: the next one takes the place of this.
   Rows rows[kParts == 1 ? 2 : 1];
   Rows &one = rows[0], &other = rows[kParts == 1 ? 1 : 0];
+  wait_for(1);
+  read_local(0, state);
+  share(0, state);
   read_transition(1, one);
 #pragma unroll 1
   for (int step = 1;; step += 2) {
@@ -220,7 +229,7 @@ __device__ __forceinline__ void multiply_transitions(const ChunkForwardKernelPar
     if (step + 2 > chain.transitions) break;
   }
   keep(chain.transitions, state);
-  copy_async_wait<0>();
+  fence_proxy_async();
 }
 
 template <typename Traits>
@@ -284,15 +293,19 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       named_barrier_arrive(kNextBarrier, kAllThreads);
       if (memory.unit >= units) return;
       const TransitionChain own = memory.chain;
-      bring_transitions(p, memory, own, stages);
+      const int slice = memory.unit % kCombineSlices;
+      bring_transitions(p, memory, own, slice, stages);
       stages += static_cast<uint32_t>(own.transitions);
       __syncwarp();
       named_barrier_sync(kThroughBarrier, kAllThreads);
-      if (lane == 0) {
+      store_boundary_slice(p, memory, own, slice, own.transitions);
+      if (elect_one()) {
+        tma_store_wait_all();
         __threadfence();
         atomicSub(&p.counters->progress.pieces_left, 1u);
-        memory.unit = take(memory.chain);
       }
+      __syncwarp();
+      if (lane == 0) memory.unit = take(memory.chain);
     }
   } else {
     while (true) {
@@ -301,7 +314,7 @@ __device__ __forceinline__ void combine_boundaries(const ChunkForwardKernelParam
       named_barrier_sync(kNextBarrier, kAllThreads);
       if (memory.unit >= units) return;
       const TransitionChain chain = memory.chain;
-      multiply_transitions(p, memory, chain, memory.unit % kCombineSlices, stages, warp, lane);
+      multiply_transitions(memory, chain, stages, warp, lane);
       stages += static_cast<uint32_t>(chain.transitions);
     }
   }
