@@ -39,7 +39,7 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
   static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
-  static constexpr uint32_t kDone = kFullA + 8 * kStages;              // the state groups are through with the chunk
+  static constexpr uint32_t kDone = kFullA + 8 * kStages;  // the state groups are through with the chunk, and A_g is kept
   // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
@@ -67,6 +67,7 @@ struct StateTileAuxRole {
   using Element = typename Traits::Element;
   static constexpr int kAhead = Traits::kStages - 1;  // chunks that are brought, and listed, ahead
   static constexpr int kListThread = 64;              // of the warp that has least to do: it lists a chunk
+  static constexpr int kKeepThread = 32;              // sends A_g to memory where it is kept
   const ChunkForwardKernelParams& p;
   uint32_t group;  // 0 .. 2: of every third chunk
   int thread;      // 0 .. 127
@@ -87,10 +88,19 @@ struct StateTileAuxRole {
       return;
     }
     if (thread == 0) {
-      const bool with_v = !(c.flags & kNoValues);
-      mbarrier_arrive_expect(full, with_v ? Traits::kBytesK + Traits::kBytesV : Traits::kBytesK);
+      const bool with_v = !(c.flags & kNoValues), with_a = (c.flags & kTakesInverse) != 0;
+      mbarrier_arrive_expect(full, Traits::kBytesK + (with_v ? Traits::kBytesV : 0) + (with_a ? kBytesInverse : 0));
       tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
+      if (with_a) {
+        // It was sent kLeastJoint chunks ago or more. This thread has seen the end of the chunk kStages before this one
+        // (kDone), and so of the one kAuxGroups behind that which sent it: the thread that did has waited, before it
+        // said so, until what it had sent for the chunk before was in memory (run()). The copy engine wrote and reads
+        // it, threads and barriers lie between: hence the fence.
+        static_assert(kLeastJoint >= Traits::kStages + Traits::kAuxGroups);
+        fence_proxy_async_all();
+        bulk_load(stage + Traits::kStageA, kept_inverse(p, c), kBytesInverse, full);
+      }
     }
     load_gates<Traits>(p.args, c, gates(m), full, thread);
   }
@@ -107,7 +117,28 @@ struct StateTileAuxRole {
   __device__ uint32_t tile_a(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageA; }
   __device__ uint32_t gates(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageGate; }
 
-  // A_g and the gates of chunk m.
+  // In all lanes of a warp the same, as the compiler can see.
+  __device__ bool has_flags(uint32_t m, int flags) const {
+    return __any_sync(0xffffffffu, record(opaque(m)).flags & flags);
+  }
+
+  // The gates of chunk m by the last warp; the record of a later chunk by kListThread.
+  __device__ void make_gates_and_list(uint32_t m) const {
+    if (number() >= 96) {
+      const uint32_t gate = gates(m), place = 8 * (number() & 31);
+      make_gates<Traits>(
+          p.args, load_shared_f2(gate + Traits::kGateRaw + place),
+          [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, false, gate, gate, number() & 31);
+    }
+    if (number() == kListThread) {
+      constexpr uint32_t kTurns = Traits::kAuxGroups;
+      if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
+      produce_chunk<Traits>(p, m + kAhead);
+      mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
+    }
+  }
+
+  // A_g of chunk m, its gates, and the record of a later chunk.
   __device__ void prepare(uint32_t m) const {
     {
       float kkt[32];
@@ -123,18 +154,7 @@ struct StateTileAuxRole {
         solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
-        if (number() >= 96) {
-          const uint32_t gate = gates(m), place = 8 * (number() & 31);
-          make_gates<Traits>(
-              p.args, load_shared_f2(gate + Traits::kGateRaw + place),
-              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, false, gate, gate, number() & 31);
-        }
-        if (number() == kListThread) {
-          constexpr uint32_t kTurns = Traits::kAuxGroups;
-          if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
-          produce_chunk<Traits>(p, m + kAhead);
-          mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
-        }
+        make_gates_and_list(m);
       }
     }
     __syncwarp();
@@ -159,8 +179,6 @@ struct StateTileAuxRole {
       store_gated<Traits, true>(a[0], diagonal, tile_a(m), gates(m), at());
     }
     fence_proxy_async();
-    __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (opaque(m) % Traits::kStages), number() & 31);
   }
 
   __device__ void run() const {
@@ -170,10 +188,31 @@ struct StateTileAuxRole {
     for (uint32_t m = group;; m += Traits::kAuxGroups) {
       wait_for_stage<Traits>(Traits::kFull, m);
       if (record(m).valid < 0) return;
-      prepare(m);
+      if (has_flags(m, kTakesInverse)) {
+        make_gates_and_list(m);
+      } else {
+        prepare(m);
+      }
       m = opaque(m);
+      __syncwarp();
+      mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStages), number() & 31);
+      if (has_flags(m, kKeepsInverse | kTakesInverse)) {
+        sync(m);  // all of A_g is there; or the record, which nothing else was waited for behind
+        if (number() == kKeepThread && (record(m).flags & kKeepsInverse)) {
+          bulk_store(kept_inverse(p, record(m)), tile_a(m), kBytesInverse);
+        }
+      }
       if (m > 0) wait_for_stage<Traits>(Traits::kDone, m - 1);
       bring(m + kAhead);
+      // The stage may be used again when A_g has been read from there as well, if it is kept. And what the group has
+      // kept before, three chunks ago, is in memory then (bring()): a group of stores for each chunk, if only an empty
+      // one.
+      if (number() == kKeepThread) {
+        tma_store_commit();
+        tma_store_wait_read();
+        tma_store_wait_but<1>();
+        mbarrier_arrive(smem() + Traits::kDone + 8 * (m % Traits::kStages));
+      }
     }
   }
 };
@@ -487,7 +526,7 @@ __device__ __forceinline__ void reset_stream(bool again) {
   for (uint32_t i = 0; i < Traits::kStages; ++i) {
     init(smem() + Traits::kFull + 8 * i, 1 + 128);
     init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
-    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
+    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals + 1);
   }
 #pragma unroll 1
   for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
