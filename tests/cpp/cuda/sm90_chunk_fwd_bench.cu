@@ -689,10 +689,10 @@ bool run_split(Case c) {
               ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
-  std::printf("spacing %d merge %d/%d tiles %d+%d+%d+%d+%d chains %u%s%s\n", plan.spacing, plan.light_merge,
+  std::printf("spacing %d merge %d/%d tiles %d+%d+%d+%d+%d, %d joint, chains %u%s%s\n", plan.spacing, plan.light_merge,
               plan.heavy_merge, plan.states.tiles, plan.outputs.tiles, plan.outputs.dependent_tiles, plan.halves.tiles,
-              plan.halves.dependent_tiles, plan.progress.pieces / kCombineSlices, plan.even == 1 ? " (even)" : "",
-              planned ? "" : " (not planned)");
+              plan.halves.dependent_tiles, plan.joint_tiles, plan.progress.pieces / kCombineSlices,
+              plan.even == 1 ? " (even)" : "", planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();
   return ok;
@@ -980,11 +980,14 @@ std::vector<Case> split_cases() {
                       {16, 32, {8192}, 0.0, Gates::kZero},
                       {2, 8, {4096}, 0.0, Gates::kZero},
                       {2, 8, {8192}, 0.0, Gates::kZero},
+                      {2, 8, {16384}, 0.0, Gates::kZero},
                       {4, 16, {8192}, 0.0, Gates::kZero},
                       {4, 16, {16384}, 0.0, Gates::kZero},
                       {4, 16, {32768}, 0.0, Gates::kZero},
                       {16, 16, {8192}, 0.0, Gates::kZero},
+                      {16, 16, {16384}, 0.0, Gates::kZero},
                       {8, 24, {32768}, 0.0, Gates::kZero},
+                      {8, 24, {16384}, 0.0, Gates::kZero},
                       {2, 8, {32768}, 0.0, Gates::kDecay},
                       {8, 32, {32768}, 0.0, Gates::kDecay},
                       // No bar of their own: the best peer that was recorded.
