@@ -572,13 +572,14 @@ void check_undecayed(const UndecayedPlan& undecayed, int32_t sequences, int32_t 
   batch.sms = sms;
   batch.heads = heads;
   for (int32_t s = 0; s < sequences; ++s) {
-    batch.sequences.push_back({s * chunks * kSplitChunk, chunks * kSplitChunk - missing, s, s * chunks});
+    const int32_t length = chunks * kSplitChunk - missing;
+    batch.sequences.push_back({s * length, length, s, s * chunks});
     for (int32_t head = 0; head < heads; ++head) {
       std::vector<Map>& maps = batch.maps.emplace_back();
       for (int32_t c = 0; c < chunks; ++c) maps.push_back({1 + random() % (kPrime - 1), random() % kPrime});
     }
   }
-  batch.tokens = static_cast<int64_t>(sequences) * chunks * kSplitChunk;
+  batch.tokens = static_cast<int64_t>(sequences) * (chunks * kSplitChunk - missing);
   Plan plan;
   plan.grid = grid;
   plan.capacity = split_capacity(SplitMode::kAuto, false, batch.tokens, sequences, heads, sms);
@@ -610,6 +611,7 @@ void check_undecayed(const UndecayedPlan& undecayed, int32_t sequences, int32_t 
   ASSERT_EQ(joint, undecayed.joint_tiles());
   ASSERT_EQ(joint, undecayed.split.joint ? undecayed.heads * (undecayed.split.segments - 2) : 0);
   ASSERT_EQ(made, undecayed.heads * (2 * undecayed.split.segments - 3));
+  ASSERT_EQ(undecayed.states_left(), made * kStateWarps);
   plan.state_tiles = lists.states;
   plan.output_tiles = lists.outputs;
   plan.chains = lists.chains;

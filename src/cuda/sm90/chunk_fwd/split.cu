@@ -529,8 +529,7 @@ __device__ __noinline__ void list_undecayed_tiles(const SplitKernelParams& p, co
     } else {
       counters.outputs.dependent_tiles = plan.dependent_tiles();
     }
-    counters.progress.states_left =
-        static_cast<uint32_t>((plan.state_tiles() + plan.joint_tiles()) * kStateWarps);
+    counters.progress.states_left = static_cast<uint32_t>(plan.states_left());
     counters.joint_tiles = plan.joint_tiles();
     counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(plan.chains() * kCombineSlices);
     counters.planner_pair = pair_of_sms();

@@ -142,6 +142,8 @@ struct UndecayedPlan {
   FLASH_QLA_HOST_DEVICE int32_t state_tiles() const {
     return heads * states_of_pieces(split.segments) - joint_tiles();  // of each two in one
   }
+  // Last states and transitions that are waited for, by warps.
+  FLASH_QLA_HOST_DEVICE int32_t states_left() const { return (state_tiles() + joint_tiles()) * kStateWarps; }
   FLASH_QLA_HOST_DEVICE int32_t free_tiles() const { return heads; }
   FLASH_QLA_HOST_DEVICE int32_t dependent_tiles() const { return heads * (split.segments - 1); }
   FLASH_QLA_HOST_DEVICE int32_t chains() const { return heads; }

@@ -27,12 +27,12 @@ namespace flash_qla::cuda::sm90 {
 // they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
-  float step = 1.74f;          // a chunk of one head in the kernel that writes O
-  float warm_step = 0.84f;     // ... of a warm-up, without Q, P and O
-  float state_step = 1.48f;    // ... in the kernel that makes states alone
-  float key_share = 0.044f;    // more of all, of a key head to each value head beside one to none
-  float tile_edge = 4.05f;     // a tile's first and last state, and filling the pipeline
-  float state_edge = 2.9f;     // ... of a state tile, which starts from zero
+  float step = 1.74f;        // a chunk of one head in the kernel that writes O
+  float warm_step = 0.84f;   // ... of a warm-up, without Q, P and O
+  float state_step = 1.48f;  // ... in the kernel that makes states alone
+  float key_share = 0.044f;  // more of all, of a key head to each value head beside one to none
+  float tile_edge = 4.05f;   // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.9f;   // ... of a state tile, which starts from zero
   // A joint tile: more of a chunk for the transition, whose A_g is there, and of the tile for saving it.
   float joint_step = 0.85f, joint_edge = 1.0f;
   float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it

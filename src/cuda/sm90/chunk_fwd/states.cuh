@@ -39,7 +39,7 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
   static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
-  static constexpr uint32_t kDone = kFullA + 8 * kStages;  // the state groups are through with the chunk, and A_g is kept
+  static constexpr uint32_t kDone = kFullA + 8 * kStages;  // the state groups are through with the chunk; A_g is kept
   // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
@@ -94,9 +94,9 @@ struct StateTileAuxRole {
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
       if (with_a) {
         // It was sent kLeastJoint chunks ago or more. This thread has seen the end of the chunk kStages before this one
-        // (kDone), and so of the one kAuxGroups behind that which sent it: the thread that did has waited, before it
-        // said so, until what it had sent for the chunk before was in memory (run()). The copy engine wrote and reads
-        // it, threads and barriers lie between: hence the fence.
+        // (kDone), and so of the chunk kAuxGroups behind that whose A_g this is: before the group's kKeepThread arrived
+        // there it waited until what it had sent for the chunk before was in memory (release()). The copy engine wrote
+        // it and reads it, but barriers of threads lie between: hence the fence.
         static_assert(kLeastJoint >= Traits::kStages + Traits::kAuxGroups);
         fence_proxy_async_all();
         bulk_load(stage + Traits::kStageA, kept_inverse(p, c), kBytesInverse, full);
@@ -122,8 +122,43 @@ struct StateTileAuxRole {
     return __any_sync(0xffffffffu, record(opaque(m)).flags & flags);
   }
 
-  // The gates of chunk m by the last warp; the record of a later chunk by kListThread.
-  __device__ void make_gates_and_list(uint32_t m) const {
+  // That kKeepThread is through with a chunk, by that thread: A_g has been read from its stage if it is kept, and what
+  // the thread had sent to memory for chunks before, but for the latest kSent, is there (bring()).
+  template <int kSent>
+  __device__ void release(uint32_t m) const {
+    if constexpr (kSent > 0) tma_store_wait_read();
+    tma_store_wait_but<kSent>();
+    mbarrier_arrive(smem() + Traits::kDone + 8 * (m % Traits::kStages));
+  }
+  // ... of the group's chunk before m, if that is kept: a warp would wait for it at the chunk's end.
+  __device__ void release_kept(uint32_t m) const {
+    if (number() != kKeepThread || m < Traits::kAuxGroups) return;
+    const uint32_t before = m - Traits::kAuxGroups;
+    if (record(before).flags & kKeepsInverse) release<1>(before);
+  }
+
+  // A_g of chunk m, its gates, and the record of a later chunk.
+  __device__ void prepare(uint32_t m) const {
+    const bool takes = has_flags(m, kTakesInverse);  // A_g is there
+    if (takes) {
+      release_kept(m);
+    } else {
+      float kkt[32];
+      const uint64_t k_rows = uniform_descriptor(stage_of<Traits>(m) + Traits::kStageK);
+      start_product<Element>(kkt, k_rows, k_rows);
+      const float beta0 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row);
+      const float beta1 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row + 32);
+      release_kept(m);
+      wgmma_wait<0>();
+      pin(kkt);
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), at());
+      sync(m);  // the diagonal blocks of M are there
+      if (number() < 64) {
+        solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
+      } else {
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
+      }
+    }
     if (number() >= 96) {
       const uint32_t gate = gates(m), place = 8 * (number() & 31);
       make_gates<Traits>(
@@ -136,28 +171,25 @@ struct StateTileAuxRole {
       produce_chunk<Traits>(p, m + kAhead);
       mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
     }
-  }
-
-  // A_g of chunk m, its gates, and the record of a later chunk.
-  __device__ void prepare(uint32_t m) const {
-    {
-      float kkt[32];
-      const uint64_t k_rows = uniform_descriptor(stage_of<Traits>(m) + Traits::kStageK);
-      start_product<Element>(kkt, k_rows, k_rows);
-      const float beta0 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row);
-      const float beta1 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row + 32);
-      wgmma_wait<0>();
-      pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile_a(m), at());
-      sync(m);  // the diagonal blocks of M are there
-      if (number() < 64) {
-        solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
+    __syncwarp();
+    if (!takes) make_inverse(m);
+    m = opaque(m);
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStages), number() & 31);
+    if (has_flags(m, kKeepsInverse | kTakesInverse)) {
+      sync(m);  // all of A_g is there; or the record, which nothing else was waited for behind
+    }
+    if (number() == kKeepThread) {
+      if (record(m).flags & kKeepsInverse) {
+        bulk_store(kept_inverse(p, record(m)), tile_a(m), kBytesInverse);
+        tma_store_commit();
       } else {
-        store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
-        make_gates_and_list(m);
+        release<0>(m);
       }
     }
-    __syncwarp();
+  }
+
+  // A_g of what store_kkt() and solve_diagonal_blocks() have left.
+  __device__ void make_inverse(uint32_t m) const {
     fence_proxy_async();
     sync(m);  // D is there, and the gates
     float a[3][8];
@@ -179,6 +211,7 @@ struct StateTileAuxRole {
       store_gated<Traits, true>(a[0], diagonal, tile_a(m), gates(m), at());
     }
     fence_proxy_async();
+    __syncwarp();
   }
 
   __device__ void run() const {
@@ -187,32 +220,11 @@ struct StateTileAuxRole {
 #pragma unroll 1
     for (uint32_t m = group;; m += Traits::kAuxGroups) {
       wait_for_stage<Traits>(Traits::kFull, m);
-      if (record(m).valid < 0) return;
-      if (has_flags(m, kTakesInverse)) {
-        make_gates_and_list(m);
-      } else {
-        prepare(m);
-      }
+      if (record(m).valid < 0) return;  // no tile ends with a chunk that is kept
+      prepare(m);
       m = opaque(m);
-      __syncwarp();
-      mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStages), number() & 31);
-      if (has_flags(m, kKeepsInverse | kTakesInverse)) {
-        sync(m);  // all of A_g is there; or the record, which nothing else was waited for behind
-        if (number() == kKeepThread && (record(m).flags & kKeepsInverse)) {
-          bulk_store(kept_inverse(p, record(m)), tile_a(m), kBytesInverse);
-        }
-      }
       if (m > 0) wait_for_stage<Traits>(Traits::kDone, m - 1);
       bring(m + kAhead);
-      // The stage may be used again when A_g has been read from there as well, if it is kept. And what the group has
-      // kept before, three chunks ago, is in memory then (bring()): a group of stores for each chunk, if only an empty
-      // one.
-      if (number() == kKeepThread) {
-        tma_store_commit();
-        tma_store_wait_read();
-        tma_store_wait_but<1>();
-        mbarrier_arrive(smem() + Traits::kDone + 8 * (m % Traits::kStages));
-      }
     }
   }
 };
@@ -526,7 +538,7 @@ __device__ __forceinline__ void reset_stream(bool again) {
   for (uint32_t i = 0; i < Traits::kStages; ++i) {
     init(smem() + Traits::kFull + 8 * i, 1 + 128);
     init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
-    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals + 1);
+    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals + 1);  // ... and kKeepThread
   }
 #pragma unroll 1
   for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
