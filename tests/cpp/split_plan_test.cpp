@@ -238,14 +238,32 @@ void check(const Batch& batch, const Plan& plan) {
   ASSERT_LE(static_cast<int64_t>(plan.chains.size()), plan.capacity.chains);
   constexpr uint64_t kUnwritten = ~uint64_t{0};
   std::vector<uint64_t> state(static_cast<size_t>(plan.capacity.slots), kUnwritten), transition(state);
+  std::vector<bool> inverses;
   for (const Tile& t : plan.state_tiles) {
     ASSERT_TRUE(t.slot >= 0 && t.slot < plan.capacity.slots);
     ASSERT_EQ(t.tokens % kSplitChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
     ASSERT_FALSE(t.flags & (kTileFromSlot | kTileToEnd));
-    std::vector<uint64_t>& target = t.flags & kTileTransition ? transition : state;
-    ASSERT_EQ(target[static_cast<size_t>(t.slot)], kUnwritten);
+    const bool joint = (t.flags & kTileJoint) != 0;
+    if (joint) {
+      ASSERT_FALSE(t.flags & (kTileTransition | kTileFromStart));
+      ASSERT_GE(t.tokens, kLeastJoint * kSplitChunk);
+      // Each chunk's A_g has a place of its own, which there is room for.
+      const int64_t chunks = divide_up(batch.tokens, kSplitChunk);
+      inverses.resize(static_cast<size_t>(plan.capacity.inverses), false);
+      for (int32_t c = 0; c < chunks_in(t.tokens); ++c) {
+        const int64_t place = t.head * chunks + t.row / kSplitChunk + c;
+        ASSERT_LT(place, plan.capacity.inverses);
+        ASSERT_FALSE(inverses[static_cast<size_t>(place)]);
+        inverses[static_cast<size_t>(place)] = true;
+      }
+    }
     const Map end = run(batch, t, t.flags & kTileFromStart ? initial_state(t) : 0);
-    target[static_cast<size_t>(t.slot)] = t.flags & kTileTransition ? end.a : end.b;
+    for (const bool is_transition : {false, true}) {
+      if (!joint && is_transition != ((t.flags & kTileTransition) != 0)) continue;
+      std::vector<uint64_t>& target = is_transition ? transition : state;
+      ASSERT_EQ(target[static_cast<size_t>(t.slot)], kUnwritten);
+      target[static_cast<size_t>(t.slot)] = is_transition ? end.a : end.b;
+    }
   }
   for (const TransitionChain& chain : plan.chains) {
     ASSERT_EQ(transition[static_cast<size_t>(chain.first_slot)], kUnwritten);
@@ -545,75 +563,123 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
   EXPECT_LT(sum / cases, 1.001);
 }
 
-// Every chunk once and from the right state, where pairs of SMs make what waits for boundary states: one kernel takes
-// the tickets of free tiles, the other those behind them.
-void check_paired(const PairedPlan& paired, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
-                  const SplitGrid& grid, int32_t missing) {
+// Every chunk once and from the right state, where no head decays and heads are not cut by whole pieces. Lists: what
+// waits comes behind what does not, as pairs of SMs take the tickets behind those of free tiles.
+void check_undecayed(const UndecayedPlan& undecayed, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
+                     const SplitGrid& grid, int32_t missing) {
   std::mt19937 random(static_cast<uint32_t>(heads * chunks + missing));
   Batch batch;
   batch.sms = sms;
   batch.heads = heads;
   for (int32_t s = 0; s < sequences; ++s) {
-    batch.sequences.push_back({s * chunks * kSplitChunk, chunks * kSplitChunk - missing, s, s * chunks});
+    const int32_t length = chunks * kSplitChunk - missing;
+    batch.sequences.push_back({s * length, length, s, s * chunks});
     for (int32_t head = 0; head < heads; ++head) {
       std::vector<Map>& maps = batch.maps.emplace_back();
       for (int32_t c = 0; c < chunks; ++c) maps.push_back({1 + random() % (kPrime - 1), random() % kPrime});
     }
   }
-  batch.tokens = static_cast<int64_t>(sequences) * chunks * kSplitChunk;
+  batch.tokens = static_cast<int64_t>(sequences) * (chunks * kSplitChunk - missing);
   Plan plan;
   plan.grid = grid;
   plan.capacity = split_capacity(SplitMode::kAuto, false, batch.tokens, sequences, heads, sms);
   Tile none{};
   none.row = -1;
   EvenSink lists;
-  lists.states.assign(static_cast<size_t>(paired.state_tiles()), none);
-  lists.outputs.assign(static_cast<size_t>(paired.free_tiles() + paired.dependent_tiles()), none);
-  lists.chains.assign(static_cast<size_t>(paired.chains()), {-1, -1});
+  lists.states.assign(static_cast<size_t>(undecayed.state_tiles()), none);
+  lists.outputs.assign(static_cast<size_t>(undecayed.free_tiles() + undecayed.dependent_tiles()), none);
+  lists.chains.assign(static_cast<size_t>(undecayed.chains()), {-1, -1});
   const auto heavy = [](int32_t) { return 0; };
   for (int32_t i = 0; i < sequences * heads; ++i) {
     const PlannedSequence& s = batch.sequences[static_cast<size_t>(i / heads)];
     const HeadPlan head(CutSequence(s, grid), i % heads, grid, SplitMerge{}, plan.capacity.boundaries, heavy);
-    for (int32_t k = 0; k < paired.split.segments; ++k) {
-      for (int32_t n = 0; n < 3; ++n) paired.emit(head, i, k, n, EvenSink::Reference{lists});
+    for (int32_t k = 0; k < undecayed.split.segments; ++k) {
+      for (int32_t n = 0; n < 3; ++n) undecayed.emit(head, i, k, n, EvenSink::Reference{lists});
     }
   }
   for (size_t t = 0; t < lists.outputs.size(); ++t) {
-    ASSERT_EQ((lists.outputs[t].flags & kTileFromSlot) != 0, t >= static_cast<size_t>(paired.free_tiles()));
+    ASSERT_EQ((lists.outputs[t].flags & kTileFromSlot) != 0, t >= static_cast<size_t>(undecayed.free_tiles()));
   }
+  // Every place has a tile, and as many tiles are joint as are waited for twice: a state of each segment but the last,
+  // a transition of each but that and the first.
+  int32_t joint = 0, made = 0;
+  for (const Tile& t : lists.states) {
+    ASSERT_GE(t.row, 0);
+    joint += (t.flags & kTileJoint) != 0;
+    made += t.flags & kTileJoint ? 2 : 1;
+  }
+  ASSERT_EQ(joint, undecayed.joint_tiles());
+  ASSERT_EQ(joint, undecayed.split.joint ? undecayed.heads * (undecayed.split.segments - 2) : 0);
+  ASSERT_EQ(made, undecayed.heads * (2 * undecayed.split.segments - 3));
+  ASSERT_EQ(undecayed.states_left(), made * kStateWarps);
   plan.state_tiles = lists.states;
   plan.output_tiles = lists.outputs;
   plan.chains = lists.chains;
   check(batch, plan);
 }
 
-// Where no head decays pairs of SMs may make what waits for boundary states: all of it is there at once, and comes
-// behind what does not wait.
-TEST(SplitPlan, PairsTakeWhatWaitsInOneWave) {
-  int32_t paired = 0;
+// Where no head decays pairs of SMs may make what waits for boundary states, all of it at once; or state tiles, all at
+// once, make the transitions as well.
+TEST(SplitPlan, WhatNoHeadDecaysAsksForIsOneWave) {
+  int32_t paired = 0, joint = 0, taken = 0;
   for (const int32_t sms : {78, 114, 132}) {
-    for (const int32_t heads : {8, 16, 24, 32, 40, 48, 64}) {
+    for (const int32_t heads : {2, 8, 16, 24, 32, 40, 48, 64}) {
       for (const int32_t sequences : {1, 2}) {
-        for (const int32_t tokens : {4096, 8192, 16384, 32768}) {
-          const SplitCosts costs(heads / 4, heads);
+        for (const int32_t tokens : {4096, 8192, 16384, 32768, 65536}) {
+          const SplitCosts costs(heads / std::min(heads, 4), heads);
           const LengthSummary lengths = alike(sequences, chunks_in(tokens / sequences));
           const SplitPromise promise = promise_of_plan(lengths, heads, sms, costs, true);
           if (promise.grid.spacing == 0) continue;
+          const int32_t pieces = pieces_of(lengths.longest, promise.grid);
           const UsualChoices without = usual_choices(lengths, promise.grid, heads, true, sms, costs);
-          EXPECT_EQ(without.paired.segments, 0);
+          EXPECT_FALSE(without.undecayed.pairs);
           const UsualChoices usual = usual_choices(lengths, promise.grid, heads, true, sms, costs, true);
           EXPECT_TRUE(std::equal(std::begin(usual.of_share), std::end(usual.of_share), without.of_share));
-          if (usual.paired.segments == 0) continue;
-          ++paired;
-          const PairedPlan plan{usual.paired, sequences * heads};
-          EXPECT_LE(2 * plan.dependent_tiles(), sms);
-          check_paired(plan, sequences, heads, sms, chunks_in(tokens / sequences), promise.grid, paired % 3 * 30);
-          if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
+          const BestUndecayed by_pairs = best_paired(lengths, pieces, heads, sms, costs);
+          const BestUndecayed together = best_joint(lengths, pieces, heads, sms, costs);
+          // The faster of the two, if any.
+          if (usual.undecayed.segments > 0) {
+            ++taken;
+            EXPECT_NE(usual.undecayed.pairs, usual.undecayed.joint);
+            const float own = usual.undecayed.joint ? together.time : by_pairs.time;
+            EXPECT_GT(own, 0.0f);
+            for (const float other : {together.time, by_pairs.time}) EXPECT_TRUE(other == 0.0f || own <= other);
+          }
+          for (const BestUndecayed& best : {by_pairs, together}) {
+            if (best.time == 0.0f) continue;
+            (best.split.joint ? joint : paired) += 1;
+            const UndecayedPlan plan{best.split, sequences * heads};
+            EXPECT_LE(plan.split.segments, pieces);  // slots of boundary states
+            if (best.split.joint) {
+              EXPECT_LT(plan.state_tiles(), sms);
+            } else {
+              EXPECT_LE(2 * plan.dependent_tiles(), sms);
+            }
+            check_undecayed(plan, sequences, heads, sms, chunks_in(tokens / sequences), promise.grid,
+                            (paired + joint) % 3 * 30);
+            if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
+          }
         }
       }
     }
   }
   EXPECT_GT(paired, 10);
+  EXPECT_GT(joint, 30);
+  EXPECT_GT(taken, 30);
+}
+
+// A workspace serves all calls of fewer tokens in the same heads, joint tiles or not.
+TEST(SplitPlan, RoomForKeptInversesGrowsWithTheTokens) {
+  for (const int32_t heads : {1, 8, 33, 65, 66}) {
+    int64_t last = 0;
+    for (int64_t tokens = 0; tokens < 400000; tokens += 999) {
+      const int64_t room = kept_inverses(tokens, heads, 132);
+      ASSERT_GE(room, last);
+      ASSERT_LE(room, 64 * 132);
+      last = room;
+    }
+    EXPECT_EQ(last > 0, heads <= 65);
+  }
 }
 
 // Lengths that only the device knows: 28672 + 4096 gain 13 to 30 %, 2 x 16384 lose with a cut.

@@ -131,6 +131,17 @@ __global__ void count_differences(const uint32_t* a, const uint32_t* b, int64_t 
   if (mine > 0) atomicAdd(differences, mine);
 }
 
+// A sum that tells two sets of results apart, in whatever order its terms come.
+__global__ void add_up(const uint32_t* a, int64_t n, unsigned* sum) {
+  unsigned mine = 0;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const unsigned x = (a[i] ^ static_cast<unsigned>(i) * 2654435761u) * 2246822519u;
+    mine += (x ^ x >> 15) * 3266489917u;
+  }
+  atomicAdd(sum, mine);
+}
+
 struct OracleArgs {
   const void *q, *k, *v, *o;
   const float *g, *beta;
@@ -676,6 +687,13 @@ bool run_split(Case c) {
     CHECK_CUDA(cudaDeviceSynchronize());
     errors[i] = measure<T>(c, p);
   }
+  // Of the results with a split: builds that cut alike have the same.
+  unsigned* sum_of_bits = scratch<unsigned>(1);
+  CHECK_CUDA(cudaMemset(sum_of_bits, 0, 4));
+  add_up<<<264, 256>>>(static_cast<const uint32_t*>(p.args.o), p.tokens * c.hv * 64, sum_of_bits);
+  add_up<<<264, 256>>>(static_cast<const uint32_t*>(p.args.final_state.data), p.state_elements, sum_of_bits);
+  unsigned bits = 0;
+  CHECK_CUDA(cudaMemcpy(&bits, sum_of_bits, 4, cudaMemcpyDeviceToHost));
   SplitCounters plan{};
   if (planned) CHECK_CUDA(cudaMemcpy(&plan, p.args.workspace, sizeof(plan), cudaMemcpyDeviceToHost));
   double worse = 0;
@@ -689,10 +707,10 @@ bool run_split(Case c) {
               ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
-  std::printf("spacing %d merge %d/%d tiles %d+%d+%d+%d+%d chains %u%s%s\n", plan.spacing, plan.light_merge,
-              plan.heavy_merge, plan.states.tiles, plan.outputs.tiles, plan.outputs.dependent_tiles, plan.halves.tiles,
-              plan.halves.dependent_tiles, plan.progress.pieces / kCombineSlices, plan.even == 1 ? " (even)" : "",
-              planned ? "" : " (not planned)");
+  std::printf("bits %08x spacing %d merge %d/%d tiles %d+%d+%d+%d+%d, %d joint, chains %u%s%s\n", bits, plan.spacing,
+              plan.light_merge, plan.heavy_merge, plan.states.tiles, plan.outputs.tiles, plan.outputs.dependent_tiles,
+              plan.halves.tiles, plan.halves.dependent_tiles, plan.joint_tiles, plan.progress.pieces / kCombineSlices,
+              plan.even == 1 ? " (even)" : "", planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();
   return ok;
@@ -980,11 +998,14 @@ std::vector<Case> split_cases() {
                       {16, 32, {8192}, 0.0, Gates::kZero},
                       {2, 8, {4096}, 0.0, Gates::kZero},
                       {2, 8, {8192}, 0.0, Gates::kZero},
+                      {2, 8, {16384}, 0.0, Gates::kZero},
                       {4, 16, {8192}, 0.0, Gates::kZero},
                       {4, 16, {16384}, 0.0, Gates::kZero},
                       {4, 16, {32768}, 0.0, Gates::kZero},
                       {16, 16, {8192}, 0.0, Gates::kZero},
+                      {16, 16, {16384}, 0.0, Gates::kZero},
                       {8, 24, {32768}, 0.0, Gates::kZero},
+                      {8, 24, {16384}, 0.0, Gates::kZero},
                       {2, 8, {32768}, 0.0, Gates::kDecay},
                       {8, 32, {32768}, 0.0, Gates::kDecay},
                       // No bar of their own: the best peer that was recorded.

@@ -92,6 +92,7 @@ struct SplitCase {
   bool forced;
   DType dtype = DType::kBFloat16;
   bool v_first = false, pool = false, keeps = false;
+  bool undecayed = false;  // in no head, and the lengths are those that the host guesses: joint state tiles
 
   ForwardCall draw(Random& random) const {
     Shape s;
@@ -101,7 +102,7 @@ struct SplitCase {
     s.K = s.V = 128;
     s.cu_seqlens = {0};
     for (const int64_t n : lengths) s.cu_seqlens.push_back(s.cu_seqlens.back() + n);
-    s.T = s.cu_seqlens.back() + 10;
+    s.T = s.cu_seqlens.back() + (undecayed ? 0 : 10);
     Features f;
     f.initial_state = f.final_state = true;
     f.v_first = v_first;
@@ -113,7 +114,11 @@ struct SplitCase {
     kept.h = kept.A = kept.g_cumsum = keeps;
     ForwardCall call;
     call.draw(s, f, kept, false, random);
-    mix_gates(call.in.g, random);
+    if (undecayed) {
+      call.in.g.fill([](int64_t, int64_t, int64_t, int64_t) { return 0.0; });
+    } else {
+      mix_gates(call.in.g, random);
+    }
     return call;
   }
 };
@@ -130,13 +135,29 @@ inline int64_t test_sm90_split_repeat(const Settings& settings, Arena& arena) {
       {"forced, pool and checkpoints, [K, V]", 1, 6, mixed, FLASH_QLA_CP_AUTO, true, DType::kFloat16, false, true},
       {"forced, what training keeps", 2, 4, mixed, FLASH_QLA_CP_AUTO, true, DType::kBFloat16, false, false, true},
       {"by length", 2, 4, {4500, 300, 5000}, FLASH_QLA_CP_INVARIANT, false},
-      {"many key heads", 16, 16, {8192}, FLASH_QLA_CP_AUTO, false}};
+      {"many key heads", 16, 16, {8192}, FLASH_QLA_CP_AUTO, false},
+      {"no decay", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false, DType::kBFloat16, false, false, false, true},
+      {"no decay, fp16", 4, 16, {16370}, FLASH_QLA_CP_AUTO, false, DType::kFloat16, true, false, false, true},
+      {"no decay, two sequences",
+       4,
+       8,
+       {8200, 8200},
+       FLASH_QLA_CP_AUTO,
+       false,
+       DType::kBFloat16,
+       false,
+       false,
+       false,
+       true}};
   for (size_t i = 0; i < cases.size(); ++i) {
     if (settings.small && !cases[i].forced) continue;
     Random random(40 + i);
     ForwardCall call = cases[i].draw(random);
     expect_plan(cases[i].name, call, checker);
-    checker.check(cases[i].name, call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
+    ForwardCall whole = call;
+    whole.in.features.cp_mode = FLASH_QLA_CP_OFF;
+    checker.check(cases[i].name, call, "sm90", "cuda_reference", FLASH_QLA_CUDA, 0.0,
+                  cases[i].undecayed ? &whole : nullptr);
     repeat_call(cases[i].name, call, settings.small ? 8 : 1000, random, checker, arena);
   }
   return checker.finish();
@@ -209,11 +230,13 @@ inline int64_t test_sm90_split_soak(const Settings& settings, Arena& arena) {
 // With a split a head's error is at most 1.1 times what it is without (docs/numerics.md).
 inline int64_t test_sm90_split_error(const Settings& settings, Arena& arena) {
   Checker checker("error with and without a split, sm90", settings, arena);
-  const std::vector<SplitCase> cases = {{"one sequence", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false},
-                                        {"three", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_AUTO, false},
-                                        {"three, by length", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_INVARIANT, false},
-                                        {"fp16", 1, 8, {8192}, FLASH_QLA_CP_AUTO, false, DType::kFloat16, true},
-                                        {"many key heads", 16, 16, {8192}, FLASH_QLA_CP_AUTO, false}};
+  const std::vector<SplitCase> cases = {
+      {"one sequence", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false},
+      {"three", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_AUTO, false},
+      {"three, by length", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_INVARIANT, false},
+      {"fp16", 1, 8, {8192}, FLASH_QLA_CP_AUTO, false, DType::kFloat16, true},
+      {"many key heads", 16, 16, {8192}, FLASH_QLA_CP_AUTO, false},
+      {"no decay", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false, DType::kBFloat16, false, false, false, true}};
   for (size_t c = 0; c < cases.size(); ++c) {
     Random random(80 + c);
     ForwardCall split = cases[c].draw(random);

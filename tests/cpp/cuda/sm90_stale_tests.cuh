@@ -71,10 +71,11 @@ inline std::string make_A(BackwardCall& call, const Tensor& o, Arena& arena) {
 constexpr int kStaleRuns = 24;  // over each of kStale: 120 in all find what is wrong in one call of twenty
 
 // kStaleRuns times over each of kStale: the bits that the call has over zeros. Small runs, under tools that see by
-// themselves what is read and was not written, leave memory as it is. even: the call's split must be an even plan.
+// themselves what is read and was not written, leave memory as it is. even: the call's split must be an even plan;
+// joint: and one with joint state tiles.
 template <class Call>
 void repeat_over_stale(const std::string& what, Call& call, const Settings& settings, Checker& checker, Arena& arena,
-                       bool even = false) {
+                       bool even = false, bool joint = false) {
   checker.count();
   // A small run is one under a tool: should it not end, its log says where it was.
   if (settings.small) {
@@ -130,6 +131,7 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     check_cuda(cudaMemcpy(&plan, repeated.workspace(), sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");
     if (plan.even != 1) checker.fail(what, "sm90", "the plan is not an even one");
+    if ((plan.joint_tiles > 0) != joint) checker.fail(what, "sm90", joint ? "no state tile is joint" : "joint tiles");
   }
   if (!arena.intact()) checker.fail(what, "sm90", "memory past the end of a tensor was written");
   check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
@@ -154,6 +156,7 @@ struct StaleCase {
   PoolFeatures pool;
   std::vector<int64_t> lengths;  // instead of drawn ones
   int64_t steady = 0;            // not 0: part_gates() of so many, and the plan must be an even one
+  bool joint = false;            // ... with joint state tiles
 
   // What a tool takes too long for, unless it is asked for by number. Shorter sequences would not be cut.
   bool too_long(bool small) const { return small && (!lengths.empty() || (steady > 0 && tokens > 4096)); }
@@ -248,8 +251,8 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       // Lengths as they are expected: plans of equal sequences, made in few steps.
       {{"split, expected lengths", 2, 8, 1, 8192, states, none, {}}, true},
       // ... in heads that are light or heavy everywhere: the plan is even. That a quarter of them are heavy is what it
-      // is prepared for; half and all of them ask for another choice, which is looked up, and a sixth for one that is
-      // worked out.
+      // is prepared for; half of them ask for another choice, which is looked up, and a sixth for one that is
+      // worked out; where no head decays there may be other ways.
       {{"even split, a quarter, short", 1, 4, 1, 3072, states, none, {}, 4}, true},
       {{"even split, a quarter", 2, 8, 1, 8192, states, none, {}, 4}, true},
       {{"even split, a quarter, two sequences", 4, 16, 2, 16384, states, none, {}, 4}, true},
@@ -258,12 +261,17 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"even split, a quarter, saved", 2, 8, 1, 8192, states, saved_h, {}, 4}, true},
       {{"even split, half", 2, 8, 1, 8192, states, none, {}, 2}, true},
       {{"even split, a sixth", 2, 12, 1, 12288, states, none, {}, 6}, true},
-      {{"even split, all", 2, 8, 1, 8192, states, none, {}, 1}, true},
+      {{"even split, all", 2, 8, 1, 8192, states, none, {}, 1, true}, true},
       {{"even split, none", 2, 8, 1, 8192, states, none, {}, 100}, true},
       // ... and where pairs of SMs make what waits for boundary states.
-      {{"even split, all, pairs", 8, 32, 1, 16384, states, none, {}, 1}, true},
-      {{"even split, all, pairs, unaligned", 8, 32, 1, 16384, states, none, {16360}, 1}},
-      {{"even split, all, pairs, saved", 16, 16, 1, 16384, states, saved_h, {}, 1}, true},
+      {{"even split, all, pairs", 8, 32, 1, 32768, states, none, {}, 1}, true},
+      {{"even split, all, pairs, unaligned", 8, 32, 1, 32768, states, none, {32720}, 1}},
+      {{"even split, all, pairs, saved", 16, 32, 1, 32768, states, saved_h, {}, 1}, true},
+      // ... and a segment's state and transition are one tile.
+      {{"even split, all, short", 1, 8, 1, 6144, states, none, {}, 1, true}, true},
+      {{"even split, all, long segments", 4, 16, 1, 32768, states, none, {}, 1, true}, true},
+      {{"even split, all, two sequences, unaligned", 4, 8, 2, 16384, states, none, {8200, 8200}, 1, true}},
+      {{"even split, all, saved", 2, 8, 1, 16384, states, saved_h, {}, 1, true}, true},
   };
   int64_t number = 0;
   for (const auto& [c, dense] : cases) {
@@ -280,7 +288,7 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
         mix_gates(call.in.g, random);
       }
       const std::string what = "case " + std::to_string(i) + ", " + c.name + describe(call.in.shape, c.features);
-      repeat_over_stale(what, call, settings, checker, arena, c.steady > 0);
+      repeat_over_stale(what, call, settings, checker, arena, c.steady > 0, c.joint);
     }
   }
   if (!settings.small && settings.only_cases.empty()) expect_all_launched(false, checker);

@@ -19,7 +19,7 @@ struct TileTickets {
 
 // How far the boundary states are.
 struct SplitProgress {
-  uint32_t states_left;  // by warps: state tiles whose last state is not in memory yet
+  uint32_t states_left;  // by warps: last states, and transitions, of state tiles that are not in memory yet
   uint32_t pieces_left;  // of chains
   uint32_t pieces;
   uint32_t first_tiles;  // of those that write O: given out before any dependent one
@@ -38,6 +38,7 @@ struct SplitCounters {
   uint32_t even;                              // 1: an even plan; for tests
   uint32_t planner_pair;                      // of SMs, of which the planner holds one; for tests
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
+  int32_t joint_tiles;                        // of the state tiles, those that make a transition as well; for tests
 };
 
 // What there is before the plan. Tickets can be taken then, and the planner says how many state tiles there will be
@@ -90,6 +91,7 @@ struct ChunkForwardKernelParams {
   // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which copy warps bring them
   // (StagedState). At the end, so that kernels that know nothing of it find the rest where they do.
   int32_t staged_initial;
+  void* kept_inverses;  // A_g of joint tiles' chunks: see kept_inverse(); null: there are no such tiles
   CUtensorMap initial;
   CUtensorMap a;  // of kernels with kKeepsA
 };

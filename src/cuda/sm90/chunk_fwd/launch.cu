@@ -357,7 +357,8 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   if (decided.by_pairs) split.costs = split.costs.of_pairs();
   split.expected_grid = decided.grid;
   split.usual_choices = decided.choices;
-  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) split.usual_choices.paired = {};
+  UndecayedSplit& undecayed = split.usual_choices.undecayed;
+  if (undecayed.pairs && (uncut_kernel.blocks != 2 || kernel.blocks != 1)) undecayed = {};
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
@@ -388,6 +389,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
+  tiles.kept_inverses = split.workspace.kept_inverses;
   tiles.chains = split.workspace.chains;
   tiles.counters = counters;
   SplitStart* start = split.workspace.start;
@@ -412,7 +414,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.sizes = &counters->halves;
   tiles.tickets = &start->halves;
   // A cluster to each tile, or more than find one.
-  const int32_t segments = std::max<int32_t>(split.usual_choices.paired.segments, 2);
+  const int32_t segments = undecayed.pairs ? undecayed.segments : 2;
   ChunkForwardKernel behind = uncut_kernel;
   if (behind.behind_plan != nullptr) behind.function = behind.behind_plan;
   return launch_tiles_of(behind, tiles, tiles.tiles * (segments - 1), sms, stream);

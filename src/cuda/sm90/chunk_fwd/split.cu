@@ -498,11 +498,11 @@ __device__ void publish_plan(const SplitWorkspace& ws) {
   *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
 
-// The lists where no head decays and pairs of SMs make what waits for boundary states. Not inlined: it would lie
-// between what other gates ask for.
-__device__ __noinline__ void list_paired_tiles(const SplitKernelParams& p, const CutSequence* cuts, SplitGrid grid) {
+// The lists where no head decays and heads are not cut by whole pieces. Not inlined: it would lie between what other
+// gates ask for.
+__device__ __noinline__ void list_undecayed_tiles(const SplitKernelParams& p, const CutSequence* cuts, SplitGrid grid) {
   const int32_t heads = p.args.num_value_heads, thread = static_cast<int32_t>(threadIdx.x);
-  const PairedPlan plan{p.usual_choices.paired, p.args.num_sequences * heads};
+  const UndecayedPlan plan{p.usual_choices.undecayed, p.args.num_sequences * heads};
   const SplitWorkspace& ws = p.workspace;
   if (thread == 0) {
     *static_cast<volatile uint32_t*>(&ws.start->announced) =
@@ -520,11 +520,17 @@ __device__ __noinline__ void list_paired_tiles(const SplitKernelParams& p, const
   if (thread == kListThreads - 1) {
     SplitCounters counters{};
     counters.states.tiles = plan.state_tiles();
-    counters.outputs.tiles = counters.halves.tiles = plan.free_tiles();
-    counters.halves.dependent_tiles = plan.dependent_tiles();
-    // The free ones are the other kernel's. Pairs take tickets behind the plan.
-    ws.start->halves.ticket = static_cast<uint32_t>(plan.free_tiles());
-    counters.progress.states_left = static_cast<uint32_t>(plan.state_tiles() * kStateWarps);
+    counters.outputs.tiles = plan.free_tiles();
+    if (plan.split.pairs) {
+      counters.halves.tiles = plan.free_tiles();
+      counters.halves.dependent_tiles = plan.dependent_tiles();
+      // The free ones are the other kernel's. Pairs take tickets behind the plan.
+      ws.start->halves.ticket = static_cast<uint32_t>(plan.free_tiles());
+    } else {
+      counters.outputs.dependent_tiles = plan.dependent_tiles();
+    }
+    counters.progress.states_left = static_cast<uint32_t>(plan.states_left());
+    counters.joint_tiles = plan.joint_tiles();
     counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(plan.chains() * kCombineSlices);
     counters.planner_pair = pair_of_sms();
     counters.spacing = grid.spacing;
@@ -772,8 +778,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       }
     }
     if (is_even) {
-      if (heavy == pairs && p.usual_choices.paired.segments != 0) {
-        list_paired_tiles(p, cuts, grid);
+      if (heavy == pairs && p.usual_choices.undecayed.segments != 0) {
+        list_undecayed_tiles(p, cuts, grid);
         return;
       }
       const int32_t before = best.choice;
@@ -938,6 +944,7 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
                                                          : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
   w.transitions = take(rows * kTransitionSteps * slots);
+  w.kept_inverses = capacity.inverses > 0 ? take(static_cast<size_t>(kBytesInverse * capacity.inverses)) : nullptr;
   if (workspace != nullptr) *workspace = w;
   return used;
 }

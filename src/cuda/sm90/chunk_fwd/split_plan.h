@@ -27,12 +27,14 @@ namespace flash_qla::cuda::sm90 {
 // they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
-  float step = 1.74f;          // a chunk of one head in the kernel that writes O
-  float warm_step = 0.84f;     // ... of a warm-up, without Q, P and O
-  float state_step = 1.48f;    // ... in the kernel that makes states alone
-  float key_share = 0.044f;    // more of all, of a key head to each value head beside one to none
-  float tile_edge = 4.05f;     // a tile's first and last state, and filling the pipeline
-  float state_edge = 2.9f;     // ... of a state tile, which starts from zero
+  float step = 1.74f;        // a chunk of one head in the kernel that writes O
+  float warm_step = 0.84f;   // ... of a warm-up, without Q, P and O
+  float state_step = 1.48f;  // ... in the kernel that makes states alone
+  float key_share = 0.044f;  // more of all, of a key head to each value head beside one to none
+  float tile_edge = 4.05f;   // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.9f;   // ... of a state tile, which starts from zero
+  // A joint tile: more of a chunk for the transition, whose A_g is there, and of the tile for saving it.
+  float joint_step = 0.85f, joint_edge = 1.0f;
   float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it
   float first_edge = 4.5f;     // a block's start, before its first tile that writes O
   float combine = 2.4f;        // before the first transition of a chain
@@ -64,6 +66,7 @@ struct SplitCosts {
     step *= scale;
     warm_step *= scale;
     state_step *= scale;
+    joint_step *= scale;
     const int32_t group = heads / key_heads;
     boundary = (group <= 2 ? boundary_by_gates : boundary) * static_cast<float>(key_heads * ((group + 3) / 4));
   }
@@ -108,8 +111,11 @@ inline constexpr float kMostLossOfAll = 0.08f;
 // always looks well. Coarser ones lose more where more heads decay or fewer.
 inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 2;
 inline constexpr float kLeastOfFiner = 0.015f, kLeastOfCoarser = 0.03f;
-// What pairs of SMs must promise where no head decays.
-inline constexpr float kLeastOfPaired = 0.02f;
+// What a plan of its own must promise where no head decays (UndecayedSplit).
+inline constexpr float kLeastOfUndecayed = 0.02f;
+// Chunks of all heads to an SM whose A_g may be kept for joint tiles: 69 MB on a card of 132 SMs. Calls of more have no
+// such tiles.
+inline constexpr int64_t kMostKeptPerSm = 64;
 // What is lost if no head decays counts so much beside what a quarter of such heads promises, where lengths are known.
 inline constexpr float kWeightOfAll = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the
@@ -811,11 +817,13 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
   return best;
 }
 
-// No head decays: how heads are cut where pairs of SMs make what waits for boundary states. A head that keeps all of
-// its state may be cut at any chunk, not only where boundaries were looked at.
-struct PairedSplit {
-  int32_t segments = 0;  // of a head; 0: they do not
+// No head decays: how heads are cut where that is not by whole pieces. A head that keeps all of its state may be cut at
+// any chunk, not only where boundaries were looked at.
+struct UndecayedSplit {
+  int32_t segments = 0;  // of a head; 0: it is by whole pieces
   int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
+  bool pairs = false;    // pairs of SMs make what waits for boundary states
+  bool joint = false;    // a segment's state and transition are one tile
 };
 
 // The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
@@ -825,7 +833,7 @@ struct UsualChoices {
   static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
   uint16_t states[kShares + 1] = {};  // state tiles of each of the heads that do not decay
-  PairedSplit paired;                 // where no head decays and that is faster
+  UndecayedSplit undecayed;           // where no head decays and that is faster
 
   // Of `heavy` heads among `heads`, and all their state tiles; -1: these are no whole eighths.
   FLASH_QLA_HOST_DEVICE int32_t choice(int32_t heavy, int32_t heads, int32_t* state_tiles) const {
@@ -902,13 +910,13 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
 // for boundary states, all of it at once, and the microseconds that it takes without the planning. They start where SMs
 // are through with state tiles, or with first segments, which one SM makes each: these are as much shorter that they
 // end when the boundary states are there, if their SMs are wanted.
-struct BestPaired {
-  PairedSplit split;
+struct BestUndecayed {
+  UndecayedSplit split;
   float time = 0.0f;  // 0: there are too many such tiles
 };
-inline BestPaired best_paired(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
-                              const SplitCosts& costs) {
-  BestPaired best;
+inline BestUndecayed best_paired(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
+                                 const SplitCosts& costs) {
+  BestUndecayed best;
   const int32_t all = lengths.sequences * heads, chunks = lengths.longest, at_once = std::max(sms - 1, 1);
   for (int32_t segments = 3; segments <= most && 2 * all * (segments - 1) <= sms; ++segments) {
     const int32_t dependent = all * (segments - 1), states = all * states_of_pieces(segments);
@@ -929,7 +937,47 @@ inline BestPaired best_paired(const LengthSummary& lengths, int32_t most, int32_
     const float late = all > idle ? ready + free : before + free;
     const float end = std::max((all > idle ? late : ready) + static_cast<float>(longest) * step + edge, late);
     const float time = end + costs.load * work / static_cast<float>(sms);
-    if (best.time == 0.0f || time < best.time) best = {{segments, first}, time};
+    if (best.time == 0.0f || time < best.time) best = {{segments, first, true, false}, time};
+  }
+  return best;
+}
+
+// Chunks of all heads for whose A_g a call has room, by shapes alone. Joint tiles are for few heads: of each three
+// segments at least, and all their state tiles at once.
+FLASH_QLA_HOST_DEVICE constexpr int64_t kept_inverses(int64_t tokens, int32_t heads, int32_t sms) {
+  const int64_t chunks = divide_up(tokens, kSplitChunk) * heads, most = kMostKeptPerSm * sms;
+  return 2 * heads > sms - 1 ? 0 : chunks < most ? chunks : most;
+}
+
+// No head decays, equal lengths: the fastest way to have a segment's state and its transition made one after the other
+// by the same block, all state tiles at once, and the microseconds that it takes without the planning. A first segment
+// has no transition, and may be longer.
+inline BestUndecayed best_joint(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
+                                const SplitCosts& costs) {
+  BestUndecayed best;
+  const int32_t all = lengths.sequences * heads, chunks = lengths.longest;
+  if (all == 0 || lengths.chunks * heads > kept_inverses(lengths.chunks * kSplitChunk, heads, sms)) return best;
+  constexpr int32_t kTried = 3;  // numbers of segments: the more the faster, or nearly so, while they are one wave
+  most = std::min({most, (sms - 1) / all + 1, chunks / kLeastJoint});
+  for (int32_t segments = most; segments >= 3 && segments > most - kTried; --segments) {
+    for (const float longer : {1.0f, 1.25f, 1.5f}) {
+      const int32_t others = segments - 1;
+      const float even = static_cast<float>(chunks) / (static_cast<float>(others) + longer);
+      const int32_t first = chunks - static_cast<int32_t>(even * static_cast<float>(others) + 0.5f);
+      const int32_t least = (chunks - first) / others, longest = (chunks - first + others - 1) / others;
+      if (first < 1 || least < kLeastJoint) continue;
+      const float start = static_cast<float>(first), rest = static_cast<float>(longest);
+      SplitEstimate estimate;
+      estimate.states.add(all, start * costs.state_step + costs.state_edge);
+      estimate.states.add(all * (segments - 2),
+                          rest * (costs.state_step + costs.joint_step) + costs.state_edge + costs.joint_edge);
+      estimate.free[0].add(all, start * costs.step + costs.tile_edge);
+      estimate.dependent[0].add(all * others, rest * costs.step + costs.tile_edge);
+      estimate.transitions = all * (segments - 2);
+      estimate.longest_chain = segments - 2;
+      const float time = time_of_tiles(SplitEstimate{}, estimate, sms, costs, SmGroups{});
+      if (best.time == 0.0f || time < best.time) best = {{segments, first, false, true}, time};
+    }
   }
   return best;
 }
@@ -939,10 +987,14 @@ inline BestPaired best_paired(const LengthSummary& lengths, int32_t most, int32_
 // be worth it: a cut would lose to a call without a split, and so much of that is made good.
 inline bool pairs_pay(const LengthSummary& lengths, const SplitPromise& promise, int32_t heads, bool uncut_shared,
                       int32_t sms, const SplitCosts& costs) {
-  const BestPaired best = best_paired(lengths, pieces_of(lengths.longest, promise.grid), heads, sms, costs);
+  const int32_t pieces = pieces_of(lengths.longest, promise.grid);
+  const BestUndecayed best = best_paired(lengths, pieces, heads, sms, costs);
   if (best.time == 0.0f) return false;
   const float planning = costs.planning(boundaries_of(lengths, promise.grid));
-  const float cut = promise.all * unsplit_time(lengths, heads, sms, costs) - planning;
+  float cut = promise.all * unsplit_time(lengths, heads, sms, costs) - planning;
+  if (const BestUndecayed joint = best_joint(lengths, pieces, heads, sms, costs); joint.time > 0.0f) {
+    cut = std::min(cut, joint.time);
+  }
   if (uncut_shared) return best.time < std::min(cut, time_of_shared(lengths, heads, sms, costs));
   return promise.all > 1.0f && kWeightOfAll * (cut - best.time) > costs.behind;
 }
@@ -960,9 +1012,15 @@ inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid&
     choices.of_share[share] = static_cast<uint8_t>(guess);
     choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
   }
-  if (!paired) return choices;
-  const BestPaired by_pairs = best_paired(lengths, pieces_of(lengths.longest, grid), heads, sms, costs);
-  if (by_pairs.time > 0.0f && by_pairs.time < best.time * (1.0f - kLeastOfPaired)) choices.paired = by_pairs.split;
+  const int32_t pieces = pieces_of(lengths.longest, grid);
+  BestUndecayed undecayed = best_joint(lengths, pieces, heads, sms, costs);
+  if (paired) {
+    const BestUndecayed by_pairs = best_paired(lengths, pieces, heads, sms, costs);
+    if (by_pairs.time > 0.0f && (undecayed.time == 0.0f || by_pairs.time < undecayed.time)) undecayed = by_pairs;
+  }
+  if (undecayed.time > 0.0f && undecayed.time < best.time * (1.0f - kLeastOfUndecayed)) {
+    choices.undecayed = undecayed.split;
+  }
   return choices;
 }
 
@@ -997,6 +1055,7 @@ struct SplitCapacity {
   int64_t state_tiles = 0;   // a heavy boundary takes one, or one and a transition
   int64_t output_tiles = 0;  // one a sequence and head, one more a boundary
   int64_t chains = 0;
+  int64_t inverses = 0;  // chunks of which A_g is kept, for joint tiles
 };
 
 FLASH_QLA_HOST_DEVICE inline SplitCapacity split_capacity(SplitMode mode, bool forced, int64_t tokens,
@@ -1007,6 +1066,7 @@ FLASH_QLA_HOST_DEVICE inline SplitCapacity split_capacity(SplitMode mode, bool f
   c.state_tiles = 2 * c.slots;
   c.output_tiles = static_cast<int64_t>(sequences) * heads + c.slots;
   c.chains = (c.slots + 1) / 2;
+  if (mode == SplitMode::kAuto && !forced) c.inverses = kept_inverses(tokens, heads, sms);
   return c;
 }
 
