@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "split_types.h"
@@ -38,12 +39,12 @@ struct SplitCosts {
   float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it
   float first_edge = 4.5f;     // a block's start, before its first tile that writes O
   float combine = 2.4f;        // before the first transition of a chain
-  float combine_step = 0.52f;  // one transition applied to a boundary state
+  float combine_step = 0.36f;  // one transition applied to a boundary state
   float load = 0.215f;         // of all work, evenly shared: SMs at work hold up each other
   float plan = 15.5f;          // planning
   // ... and more of it for each place where a sequence may be cut: of a key head and up to four value heads, until the
-  // constructor has counted them; less where these are one or two, and all gates are read before keys.
-  float boundary = 0.06f, boundary_by_gates = 0.045f;
+  // constructor has counted them.
+  float boundary = 0.045f;
   // Where nothing is cut: by four SMs to a head, by two, by one.
   float relay_step = 0.945f, relay_edge = 10.2f;
   float half_step = 1.11f, half_edge = 10.0f;
@@ -67,8 +68,7 @@ struct SplitCosts {
     warm_step *= scale;
     state_step *= scale;
     joint_step *= scale;
-    const int32_t group = heads / key_heads;
-    boundary = (group <= 2 ? boundary_by_gates : boundary) * static_cast<float>(key_heads * ((group + 3) / 4));
+    boundary *= static_cast<float>(key_heads * ((heads / key_heads + 3) / 4));
   }
 
   // Where nothing is cut, two SMs to a head, never four.
@@ -106,11 +106,13 @@ inline constexpr float kMostLossOfHeavy = 0.15f;
 // ... and a plan without a cut, which takes a kernel more in every call, where a cut would take so much more than it if
 // no head decays.
 inline constexpr float kMostLossOfAll = 0.08f;
-// Spacings that are tried beside that of kItemsPerSm, where lengths are known beforehand: from that of kMostItemsPerSm
-// on, and then as far on the other side. What each must promise beyond the best before: with many pieces some choice
-// always looks well. Coarser ones lose more where more heads decay or fewer.
-inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 2;
-inline constexpr float kLeastOfFiner = 0.015f, kLeastOfCoarser = 0.03f;
+// Spacings that are tried beside that of kItemsPerSm, where lengths are known beforehand: kFinerGrids of them from that
+// of kMostItemsPerSm on, and kCoarserGrids up to twice as far apart. Coarser ones have fewer boundaries to look at, and
+// fewer ways to join pieces: what half of the heads without decay would take, or none, counts kWeightOfOthers each
+// beside a quarter of them. A grid must promise kLeastOfGrid more than that of kItemsPerSm, for with many pieces some
+// choice always looks well.
+inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 8;
+inline constexpr float kLeastOfGrid = 0.015f, kWeightOfOthers = 0.1f;
 // What a plan of its own must promise where no head decays (UndecayedSplit).
 inline constexpr float kLeastOfUndecayed = 0.02f;
 // Chunks of all heads to an SM whose A_g may be kept for joint tiles: 69 MB on a card of 132 SMs. Calls of more have no
@@ -541,10 +543,12 @@ struct HeadSummary {
 struct TileClass {
   int32_t tiles = 0;
   float work = 0.0f, longest = 0.0f;  // microseconds: of all together, of the longest one
-  FLASH_QLA_HOST_DEVICE void add(int32_t count, float each) {
+  FLASH_QLA_HOST_DEVICE void add(int32_t count, float each) { add(count, each, each); }
+  // each: on average.
+  FLASH_QLA_HOST_DEVICE void add(int32_t count, float each, float longest_of_them) {
     tiles += count;
     work += static_cast<float>(count) * each;
-    if (count > 0 && each > longest) longest = each;
+    if (count > 0 && longest_of_them > longest) longest = longest_of_them;
   }
   FLASH_QLA_HOST_DEVICE void add(const TileClass& other, int32_t times = 1) {
     tiles += times * other.tiles;
@@ -573,22 +577,26 @@ struct SplitEstimate {
     for (int32_t more = 0; more < 2; ++more) {
       const int32_t count = more != 0 ? longer : tiles - longer;
       const float chunks = piece * static_cast<float>(shorter + more);
+      // Pieces that are no whole number of chunks on average differ by one, and the longer ones end last.
+      const float rest = ceilf(chunks - 0.01f) - chunks;
       const float output = chunks * costs.step + warmup * costs.warm_step + costs.tile_edge;
+      const float most = output + rest * costs.step;
       const bool is_long = chunks >= long_tile;
       if (head.heavy == 0) {
-        free[0].add(is_long ? count : 0, output);
-        free[1].add(is_long ? 0 : count, output);
+        free[0].add(is_long ? count : 0, output, most);
+        free[1].add(is_long ? 0 : count, output, most);
         continue;
       }
       // The first segment is free, and its end is reached from the start; of those after it but the last a state and a
       // transition each.
       const int32_t first = more == 0 ? 1 : 0;
-      free[0].add(is_long ? first : 0, output);
-      free[1].add(is_long ? 0 : first, output);
-      dependent[0].add(is_long ? count - first : 0, output);
-      dependent[1].add(is_long ? 0 : count - first, output);
+      free[0].add(is_long ? first : 0, output, most);
+      free[1].add(is_long ? 0 : first, output, most);
+      dependent[0].add(is_long ? count - first : 0, output, most);
+      dependent[1].add(is_long ? 0 : count - first, output, most);
       const int32_t all = states_of_pieces(tiles), of_longer = 2 * longer < all ? 2 * longer : all;
-      states.add(more != 0 ? of_longer : all - of_longer, chunks * costs.state_step + costs.state_edge);
+      const float state = chunks * costs.state_step + costs.state_edge;
+      states.add(more != 0 ? of_longer : all - of_longer, state, state + rest * costs.state_step);
     }
     if (head.heavy == 0 || tiles <= 2) return;
     transitions += tiles - 2;
@@ -843,69 +851,6 @@ struct UsualChoices {
   }
 };
 
-// What a plan promises for sequences of these lengths, and how they would be cut: the time with it, as a share of that
-// without, where a quarter, half or all of the heads do not decay.
-struct SplitPromise {
-  SplitGrid grid;  // none: a plan is not possible
-  float quarter = 0.0f, half = 0.0f;
-  // Of known lengths alone, and with a cut; and what the plan then takes that leaves all heads to several SMs each.
-  float all = 0.0f, all_uncut = 0.0f;
-  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for. When the gates are known the time
-  // of planning is gone, cut or not.
-  bool surely() const { return grid.spacing > 0 && all <= (1.0f + kMostLossOfAll) * all_uncut; }
-  bool pays(float least_gain = kLeastGain) const {
-    const float without_decay = surely() ? all : std::min(all, all_uncut);
-    const float loss_of_all = kWeightOfAll * std::max(without_decay - 1.0f, 0.0f);
-    return grid.spacing > 0 && quarter + loss_of_all <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
-  }
-};
-// known: the plan may take finer pieces, if they give more where a quarter of the heads do not decay; else the device
-// chooses the grid by itself.
-inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs,
-                                    bool known) {
-  SplitPromise promise;
-  promise.grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
-  if (promise.grid.spacing == 0) return promise;
-  const float unsplit = unsplit_time(lengths, heads, sms, costs);
-  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
-  int32_t guess = 0;
-  const auto share = [&](const SplitGrid& grid, int32_t heavy, bool uncut_shared) {
-    const BestChoice best = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess);
-    guess = best.choice;
-    return (costs.planning(boundaries_of(lengths, grid)) + best.time) / unsplit;
-  };
-  promise.quarter = share(promise.grid, heads / 4, shared);
-  if (known) {
-    const auto loss_of_all = [&](const SplitGrid& grid) {
-      return kWeightOfAll * std::max(share(grid, heads, shared) - 1.0f, 0.0f);
-    };
-    const int32_t coarse = promise.grid.spacing;
-    const int32_t finest = std::max(spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms), kMinSpacing);
-    float best = promise.quarter + loss_of_all(promise.grid);
-    for (int32_t i = kFinerGrids; i >= -kCoarserGrids; --i) {
-      SplitGrid grid;
-      const int32_t finer = (coarse - finest) * i / kFinerGrids;
-      grid.set_spacing(i > 0 ? coarse - finer : coarse + std::min(std::max(-finer, -i), coarse - finest));
-      if (grid.spacing == coarse) continue;
-      const float quarter = share(grid, heads / 4, shared);
-      const float most = (1.0f - (i > 0 ? kLeastOfFiner : kLeastOfCoarser)) * best;
-      if (quarter >= most) continue;
-      if (const float value = quarter + loss_of_all(grid); value < most) {
-        promise.grid = grid;
-        promise.quarter = quarter;
-        best = value;
-      }
-    }
-  }
-  promise.half = share(promise.grid, heads / 2, shared);
-  if (known) {
-    promise.all = share(promise.grid, heads, false);
-    const float planning = costs.planning(boundaries_of(lengths, promise.grid));
-    promise.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / unsplit;
-  }
-  return promise;
-}
-
 // No head decays, equal lengths: the fastest way to have pairs of SMs, which are faster for few tiles, make what waits
 // for boundary states, all of it at once, and the microseconds that it takes without the planning. They start where SMs
 // are through with state tiles, or with first segments, which one SM makes each: these are as much shorter that they
@@ -982,6 +927,84 @@ inline BestUndecayed best_joint(const LengthSummary& lengths, int32_t most, int3
   return best;
 }
 
+// What a plan promises for sequences of these lengths, and how they would be cut: the time with it, as a share of that
+// without, where a quarter, half or all of the heads do not decay.
+struct SplitPromise {
+  SplitGrid grid;  // none: a plan is not possible
+  float quarter = 0.0f, half = 0.0f;
+  // Of known lengths alone, and with a cut; and what the plan then takes that leaves all heads to several SMs each.
+  float all = 0.0f, all_uncut = 0.0f;
+  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for. When the gates are known the time
+  // of planning is gone, cut or not.
+  bool surely() const { return grid.spacing > 0 && all <= (1.0f + kMostLossOfAll) * all_uncut; }
+  bool pays(float least_gain = kLeastGain) const {
+    const float without_decay = surely() ? all : std::min(all, all_uncut);
+    const float loss_of_all = kWeightOfAll * std::max(without_decay - 1.0f, 0.0f);
+    return grid.spacing > 0 && quarter + loss_of_all <= 1.0f - least_gain && half <= 1.0f + kMostLossOfHeavy;
+  }
+};
+// known: the plan may take finer pieces, if they give more where a quarter of the heads do not decay; else the device
+// chooses the grid by itself.
+inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const SplitCosts& costs,
+                                    bool known) {
+  SplitPromise promise;
+  promise.grid = choose_grid(SplitMode::kAuto, false, lengths, heads, sms, costs);
+  if (promise.grid.spacing == 0) return promise;
+  const float unsplit = unsplit_time(lengths, heads, sms, costs);
+  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
+  int32_t guess = 0;
+  const auto share = [&](const SplitGrid& grid, int32_t heavy, bool uncut_shared) {
+    const BestChoice best = best_choice(lengths, grid, heads, heavy, uncut_shared, sms, costs, guess);
+    guess = best.choice;
+    return (costs.planning(boundaries_of(lengths, grid)) + best.time) / unsplit;
+  };
+  // No head decays, and something is cut.
+  const auto share_of_all = [&](const SplitGrid& grid, bool uncut_shared) {
+    const float cut = share(grid, heads, uncut_shared);
+    const BestUndecayed joint = best_joint(lengths, pieces_of(lengths.longest, grid), heads, sms, costs);
+    if (joint.time == 0.0f) return cut;
+    return std::min(cut, (costs.planning(boundaries_of(lengths, grid)) + joint.time) / unsplit);
+  };
+  promise.quarter = share(promise.grid, heads / 4, shared);
+  if (known) {
+    // What a grid takes, as a share of what the usual one takes where a quarter of the heads do not decay; with the
+    // other gates beside it, as far as they weigh.
+    const float usual_quarter = promise.quarter;
+    const float usual_half = share(promise.grid, heads / 2, shared), usual_none = share(promise.grid, 0, shared);
+    const auto others = [&](const SplitGrid& grid) {
+      const float half = share(grid, heads / 2, shared), none = share(grid, 0, shared);
+      const float loss_of_all = std::max(share_of_all(grid, shared) - 1.0f, 0.0f);
+      return kWeightOfOthers * (half / usual_half + none / usual_none) + kWeightOfAll * loss_of_all / usual_quarter;
+    };
+    const int32_t usual = promise.grid.spacing;
+    const int32_t finest = std::max(spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms), kMinSpacing);
+    const float usual_others = others(promise.grid);
+    float best = 1.0f - kLeastOfGrid;
+    const auto consider = [&](int32_t spacing) {
+      if (spacing == usual) return;
+      SplitGrid grid;
+      grid.set_spacing(spacing);
+      const float quarter = share(grid, heads / 4, shared), value = quarter / usual_quarter;
+      if (value >= best) return;
+      if (const float all = value + others(grid) - usual_others; all < best) {
+        promise.grid = grid;
+        promise.quarter = quarter;
+        best = all;
+      }
+    };
+    for (int32_t i = kFinerGrids; i > 0; --i) consider(usual - (usual - finest) * i / kFinerGrids);
+    const int32_t step = std::max(usual / kCoarserGrids, 1);
+    for (int32_t spacing = usual + step; spacing <= 2 * usual + 1; spacing += step) consider(spacing);
+  }
+  promise.half = share(promise.grid, heads / 2, shared);
+  if (known) {
+    promise.all = share_of_all(promise.grid, false);
+    const float planning = costs.planning(boundaries_of(lengths, promise.grid));
+    promise.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / unsplit;
+  }
+  return promise;
+}
+
 // Whether a kernel of pairs of SMs goes behind a plan: it makes what waits for boundary states if no head decays.
 // uncut_shared: a kernel of several SMs to a head goes there anyway. Else it is one that every call pays for, and must
 // be worth it: a cut would lose to a call without a split, and so much of that is made good.
@@ -991,10 +1014,7 @@ inline bool pairs_pay(const LengthSummary& lengths, const SplitPromise& promise,
   const BestUndecayed best = best_paired(lengths, pieces, heads, sms, costs);
   if (best.time == 0.0f) return false;
   const float planning = costs.planning(boundaries_of(lengths, promise.grid));
-  float cut = promise.all * unsplit_time(lengths, heads, sms, costs) - planning;
-  if (const BestUndecayed joint = best_joint(lengths, pieces, heads, sms, costs); joint.time > 0.0f) {
-    cut = std::min(cut, joint.time);
-  }
+  const float cut = promise.all * unsplit_time(lengths, heads, sms, costs) - planning;
   if (uncut_shared) return best.time < std::min(cut, time_of_shared(lengths, heads, sms, costs));
   return promise.all > 1.0f && kWeightOfAll * (cut - best.time) > costs.behind;
 }
