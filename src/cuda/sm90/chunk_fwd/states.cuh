@@ -94,9 +94,9 @@ struct StateTileAuxRole {
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
       if (with_a) {
         // It was sent kLeastJoint chunks ago or more. This thread has seen the end of the chunk kStages before this one
-        // (kDone), and so of the chunk kAuxGroups behind that whose A_g this is: before the group's kKeepThread arrived
-        // there it waited until what it had sent for the chunk before was in memory (release()). The copy engine wrote
-        // it and reads it, but barriers of threads lie between: hence the fence.
+        // (kDone), so that the state groups have had A_g of the chunk kAuxGroups behind the one that sent this: and
+        // before that A_g was there (kFullA) kKeepThread of the same group waited until what it had sent was in memory.
+        // The copy engine wrote it and reads it, but barriers of threads lie between: hence the fence.
         static_assert(kLeastJoint >= Traits::kStages + Traits::kAuxGroups);
         fence_proxy_async_all();
         bulk_load(stage + Traits::kStageA, kept_inverse(p, c), kBytesInverse, full);
@@ -122,19 +122,14 @@ struct StateTileAuxRole {
     return __any_sync(0xffffffffu, record(opaque(m)).flags & flags);
   }
 
-  // That kKeepThread is through with a chunk, by that thread: A_g has been read from its stage if it is kept, and what
-  // the thread had sent to memory for chunks before, but for the latest kSent, is there (bring()).
-  template <int kSent>
-  __device__ void release(uint32_t m) const {
-    if constexpr (kSent > 0) tma_store_wait_read();
-    tma_store_wait_but<kSent>();
-    mbarrier_arrive(smem() + Traits::kDone + 8 * (m % Traits::kStages));
-  }
-  // ... of the group's chunk before m, if that is kept: a warp would wait for it at the chunk's end.
+  // By kKeepThread, of the group's chunk before m, if that is kept: A_g has been read from its stage. Not at that
+  // chunk's end: a warp would wait for it there.
   __device__ void release_kept(uint32_t m) const {
     if (number() != kKeepThread || m < Traits::kAuxGroups) return;
     const uint32_t before = m - Traits::kAuxGroups;
-    if (record(before).flags & kKeepsInverse) release<1>(before);
+    if (!(record(before).flags & kKeepsInverse)) return;
+    tma_store_wait_read();
+    mbarrier_arrive(smem() + Traits::kDone + 8 * (before % Traits::kStages));
   }
 
   // A_g of chunk m, its gates, and the record of a later chunk.
@@ -174,6 +169,10 @@ struct StateTileAuxRole {
     __syncwarp();
     if (!takes) make_inverse(m);
     m = opaque(m);
+    // What the group has sent for its chunk before is in memory then (bring()). Not said at kDone: that of a later
+    // chunk may be there sooner, as groups' threads are not in the order of chunks; the state groups are.
+    if (number() == kKeepThread) tma_store_wait_all();
+    __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStages), number() & 31);
     if (has_flags(m, kKeepsInverse | kTakesInverse)) {
       sync(m);  // all of A_g is there; or the record, which nothing else was waited for behind
@@ -183,7 +182,7 @@ struct StateTileAuxRole {
         bulk_store(kept_inverse(p, record(m)), tile_a(m), kBytesInverse);
         tma_store_commit();
       } else {
-        release<0>(m);
+        mbarrier_arrive(smem() + Traits::kDone + 8 * (m % Traits::kStages));
       }
     }
   }
@@ -211,7 +210,6 @@ struct StateTileAuxRole {
       store_gated<Traits, true>(a[0], diagonal, tile_a(m), gates(m), at());
     }
     fence_proxy_async();
-    __syncwarp();
   }
 
   __device__ void run() const {
