@@ -497,8 +497,9 @@ TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   EXPECT_TRUE(pays(16, 48, 1, 32768));
   EXPECT_TRUE(pays(16, 48, 4, 8192));
   EXPECT_TRUE(pays(4, 16, 2, 8192));
-  EXPECT_FALSE(pays(4, 16, 1, 4096));
-  EXPECT_FALSE(pays(2, 8, 2, 4096));
+  // 12 % less with a quarter of the heads without decay, 27 % with none of them, 13 % more with all.
+  EXPECT_TRUE(pays(4, 16, 1, 4096));
+  EXPECT_TRUE(pays(2, 8, 2, 4096));
   for (int32_t heads : {16, 24, 32}) EXPECT_FALSE(pays(heads / 4, heads, 1, 2048)) << heads;
   for (int32_t heads : {24, 32}) EXPECT_FALSE(pays(8, heads, 1, 4096)) << heads;
   for (int32_t tokens : {8192, 16384}) EXPECT_FALSE(pays(16, 48, 1, tokens)) << tokens;

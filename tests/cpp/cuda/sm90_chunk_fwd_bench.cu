@@ -1006,6 +1006,13 @@ std::vector<Case> split_cases() {
                       {16, 16, {16384}, 0.0, Gates::kZero},
                       {8, 24, {32768}, 0.0, Gates::kZero},
                       {8, 24, {16384}, 0.0, Gates::kZero},
+                      {4, 16, {4096}, 0.0, Gates::kZero},
+                      {2, 8, {4096, 4096}, 0.0, Gates::kZero},
+                      {2, 8, {8192}, 0.0, Gates::kDecay},
+                      {4, 16, {4096}, 0.0, Gates::kDecay},
+                      {4, 16, {8192}, 0.0, Gates::kDecay},
+                      {4, 16, {32768}, 0.0, Gates::kDecay},
+                      {16, 16, {8192}, 0.0, Gates::kDecay},
                       {2, 8, {32768}, 0.0, Gates::kDecay},
                       {8, 32, {32768}, 0.0, Gates::kDecay},
                       // No bar of their own: the best peer that was recorded.

@@ -172,8 +172,8 @@ __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot,
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
 }
 
-// Of a boundary state of one head, where the float4 j of 16 of a state group's thread lies: the four values 4j .. 4j + 3
-// of its S^T. What 16 neighbouring lanes have, eight rows of V, lies together: so much the combination takes at a time
+// Of a boundary state of one head, where the float4 j of 16 of a state group's thread lies: its values 4j .. 4j + 3 of
+// S^T. What 16 neighbouring lanes have, eight rows of V, lies together: so much the combination takes at a time
 // (combine.cuh). group: which 64 rows of V.
 __device__ __forceinline__ int boundary_place(int group, int warp, int j, int lane) {
   return (((group * 4 + warp) * 2 + lane / 16) * 16 + j) * 16 + lane % 16;

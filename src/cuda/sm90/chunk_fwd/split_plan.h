@@ -35,7 +35,7 @@ struct SplitCosts {
   float tile_edge = 4.05f;   // a tile's first and last state, and filling the pipeline
   float state_edge = 2.9f;   // ... of a state tile, which starts from zero
   // A joint tile: more of a chunk for the transition, whose A_g is there, and of the tile for saving it.
-  float joint_step = 0.85f, joint_edge = 1.0f;
+  float joint_step = 0.9f, joint_edge = 4.0f;
   float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it
   float first_edge = 4.5f;     // a block's start, before its first tile that writes O
   float combine = 2.4f;        // before the first transition of a chain
