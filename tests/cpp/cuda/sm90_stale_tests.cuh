@@ -268,7 +268,7 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"even split, all, pairs, unaligned", 8, 32, 1, 32768, states, none, {32720}, 1}},
       {{"even split, all, pairs, saved", 16, 32, 1, 32768, states, saved_h, {}, 1}, true},
       // ... and a segment's state and transition are one tile.
-      {{"even split, all, short", 1, 8, 1, 6144, states, none, {}, 1, true}, true},
+      {{"even split, all, short", 1, 16, 1, 6144, states, none, {}, 1, true}, true},
       {{"even split, all, long segments", 4, 16, 1, 32768, states, none, {}, 1, true}, true},
       {{"even split, all, two sequences, unaligned", 4, 8, 2, 16384, states, none, {8200, 8200}, 1, true}},
       {{"even split, all, saved", 2, 8, 1, 16384, states, saved_h, {}, 1, true}, true},
