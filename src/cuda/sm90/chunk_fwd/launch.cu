@@ -494,8 +494,8 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
   return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
 }
 
-// The answer for the last call of this thread is kept: layers of a model ask the same again and again, and the
-// estimates take some microseconds.
+// The answers for this thread's latest kinds of calls are kept, the oldest of which goes first: layers of a model ask
+// the same again and again, and the estimates take a tenth of a millisecond.
 const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
@@ -504,16 +504,23 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
     bool dense;
     bool operator==(const Key&) const = default;
   };
-  thread_local Key last_key{-1, -1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
-  thread_local DecidedSplit last;
+  struct Kept {
+    Key key{-1, -1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
+    DecidedSplit decided;
+  };
+  constexpr size_t kKept = 8;  // lengths, and options, that take turns
+  thread_local Kept kept[kKept];
+  thread_local size_t next = 0;
   const Key key{args.num_tokens,    args.dense_length,    args.num_sequences,
                 args.num_key_heads, args.num_value_heads, sms,
                 args.force_split,   args.split,           args.cu_seqlens == nullptr};
-  if (!(key == last_key)) {
-    last = work_out_split(args, sms);
-    last_key = key;
+  for (const Kept& one : kept) {
+    if (one.key == key) return one.decided;
   }
-  return last;
+  Kept& oldest = kept[next];
+  next = (next + 1) % kKept;
+  oldest = {key, work_out_split(args, sms)};
+  return oldest.decided;
 }
 
 }  // namespace
