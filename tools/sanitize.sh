@@ -62,6 +62,7 @@ if [[ -n $race ]]; then
   for number in 4 2 11 5 12 6 0 1 14 7 8 3 9 10 13; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
   for number in 1 6 7 10 14 15 16 17 18 19 20 35; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
   start racecheck forward_pairs --only "sm90 forward, stale" --only-case 45
+  start racecheck forward_joint --only "sm90 forward, stale" --only-case 48
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"
   start racecheck forward_checkpoints --only "sm90 forward, checkpoints"
@@ -78,6 +79,7 @@ for name in initcheck memcheck synccheck; do
   start "$name" forward_checkpoints --only "sm90 forward, checkpoints"
   start "$name" forward_stale --only "sm90 forward, stale"
   start "$name" forward_pairs --only "sm90 forward, stale" --only-case 45,47
+  start "$name" forward_joint --only "sm90 forward, stale" --only-case 48,51
   # initcheck a case at a time: what one has written counts as written for those after it.
   if [[ $name == initcheck ]]; then
     for number in 0 1 3 4 5 6 7 8 9 10 11 12 13 14; do
