@@ -266,7 +266,7 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       // ... and where pairs of SMs make what waits for boundary states.
       {{"even split, all, pairs", 8, 32, 1, 32768, states, none, {}, 1}, true},
       {{"even split, all, pairs, unaligned", 8, 32, 1, 32768, states, none, {32720}, 1}},
-      {{"even split, all, pairs, saved", 16, 32, 1, 32768, states, saved_h, {}, 1}, true},
+      {{"even split, all, pairs, saved", 16, 32, 1, 24576, states, saved_h, {}, 1}, true},
       // ... and a segment's state and transition are one tile.
       {{"even split, all, short", 1, 16, 1, 6144, states, none, {}, 1, true}, true},
       {{"even split, all, long segments", 4, 16, 1, 32768, states, none, {}, 1, true}, true},
