@@ -971,14 +971,13 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     // other gates beside it, as far as they weigh.
     const float usual_quarter = promise.quarter;
     const float usual_half = share(promise.grid, heads / 2, shared), usual_none = share(promise.grid, 0, shared);
-    const auto others = [&](const SplitGrid& grid) {
-      const float half = share(grid, heads / 2, shared), none = share(grid, 0, shared);
-      const float loss_of_all = std::max(share_of_all(grid, shared) - 1.0f, 0.0f);
+    const auto others = [&](const SplitGrid& grid, float half) {
+      const float none = share(grid, 0, shared), loss_of_all = std::max(share_of_all(grid, shared) - 1.0f, 0.0f);
       return kWeightOfOthers * (half / usual_half + none / usual_none) + kWeightOfAll * loss_of_all / usual_quarter;
     };
     const int32_t usual = promise.grid.spacing;
     const int32_t finest = std::max(spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms), kMinSpacing);
-    const float usual_others = others(promise.grid);
+    const float usual_others = others(promise.grid, usual_half);
     float best = 1.0f - kLeastOfGrid;
     const auto consider = [&](int32_t spacing) {
       if (spacing == usual) return;
@@ -986,7 +985,9 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
       grid.set_spacing(spacing);
       const float quarter = share(grid, heads / 4, shared), value = quarter / usual_quarter;
       if (value >= best) return;
-      if (const float all = value + others(grid) - usual_others; all < best) {
+      const float half = share(grid, heads / 2, shared);
+      if (half > 1.0f + kMostLossOfHeavy) return;  // the call would not be planned
+      if (const float all = value + others(grid, half) - usual_others; all < best) {
         promise.grid = grid;
         promise.quarter = quarter;
         best = all;
