@@ -495,7 +495,7 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
 }
 
 // The answers for this thread's latest kinds of calls are kept, the oldest of which goes first: layers of a model ask
-// the same again and again, and the estimates take a tenth of a millisecond.
+// the same again and again, and the estimates take 20 us, and up to 0.2 ms.
 const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
