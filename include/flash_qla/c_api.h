@@ -91,13 +91,14 @@ typedef struct flash_qla_options {
   int32_t allow_neg_eigval;           /* with use_beta_sigmoid_in_kernel: 2 * sigmoid(beta) */
   int32_t cp_mode;                    /* flash_qla_cp_mode */
   int32_t force_intra_cp;             /* split wherever it is possible (tests) */
-  double cp_tolerance;       /* dropped part of a state, relative to the largest state norm; <= 0: the default */
-  int32_t check_device_data; /* read and check cu_seqlens and indices (waits for the device) */
-  int32_t num_threads;       /* CPU threads; 0: as many as the process may use */
-  const char* path;          /* NULL: chosen by the library; else the name of a path, as explain() prints it */
-  const char* operation;     /* name that error messages begin with; NULL: the operation's own */
-  int32_t device_type;       /* flash_qla_device_type of every tensor */
-  int32_t device_index;      /* CUDA ordinal */
+  double cp_tolerance;                /* dropped part of a state, relative to the largest state norm, at most
+                                         1.2e-7; <= 0: the default, e^-16 */
+  int32_t check_device_data;          /* read and check cu_seqlens and indices (waits for the device) */
+  int32_t num_threads;                /* CPU threads; 0: as many as the process may use */
+  const char* path;                   /* NULL: chosen by the library; else the name of a path, as explain() prints it */
+  const char* operation;              /* name that error messages begin with; NULL: the operation's own */
+  int32_t device_type;                /* flash_qla_device_type of every tensor */
+  int32_t device_index;               /* CUDA ordinal */
 } flash_qla_options;
 
 /* Forward pass, chunked (flash_qla_chunk_forward_*) or token by token (flash_qla_recurrent_*).

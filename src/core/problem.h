@@ -1,6 +1,7 @@
 // A validated call, in numbers: what every path reads instead of working it out again.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "flash_qla/flash_qla.h"
@@ -15,6 +16,18 @@ constexpr double kMinLogDecay = -80.0;
 
 // Added to the sum of squares under the root of the l2 norm (FLA's constant).
 constexpr double kL2NormEps = 1e-6;
+
+// A state before a cut may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up behind it is at
+// most this: e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had
+// (docs/numerics.md). An option asks for less, never for more.
+constexpr float kDecayThreshold = -16.0f;
+constexpr double kLargestTolerance = 1.2e-7;  // of cp_tolerance: what the default promises
+
+inline float decay_threshold(const flash_qla_options& options) {
+  if (!(options.cp_tolerance > 0.0)) return kDecayThreshold;
+  const float asked = static_cast<float>(std::log(options.cp_tolerance));
+  return asked < kDecayThreshold ? asked : kDecayThreshold;
+}
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

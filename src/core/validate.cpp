@@ -154,6 +154,9 @@ class Validator {
     if (options_.cp_mode < FLASH_QLA_CP_OFF || options_.cp_mode > FLASH_QLA_CP_INVARIANT) {
       return value_error("cp_mode (%d) must be 0 (off), 1 (auto) or 2 (invariant)", options_.cp_mode);
     }
+    if (!(options_.cp_tolerance <= kLargestTolerance)) {
+      return value_error("cp_tolerance (%g) must be at most %g", options_.cp_tolerance, kLargestTolerance);
+    }
     if (options_.num_threads < 0) return value_error("num_threads (%d) must not be negative", options_.num_threads);
     if (options_.allow_neg_eigval && !options_.use_beta_sigmoid_in_kernel) {
       return value_error("allow_neg_eigval (True) must come with use_beta_sigmoid_in_kernel (False)");

@@ -335,6 +335,14 @@ struct DecidedSplit {
   bool by_pairs = false;  // the kernel behind is that of pairs of SMs, and may get what waits for boundary states
 };
 
+// joint: A_g may be kept.
+SplitCapacity capacity_of(const ChunkForwardArgs& args, bool joint, int32_t sms) {
+  SplitCapacity capacity =
+      split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  if (!joint) capacity.inverses = 0;
+  return capacity;
+}
+
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
 //   boundaries -> lists -> state tiles and boundary states -> tiles that write O
 // The last one begins with tiles that depend on none of the others, as soon as an SM is free.
@@ -347,8 +355,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   const ChunkForwardArgs& args = params.args;
   SplitKernelParams split{};
   split.args = args;
-  split.capacity =
-      split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  split.capacity = capacity_of(args, decided.choices.undecayed.joint, sms);
   split.uncut_shared = decided.uncut_shared;
   const bool lengths_first = decided.least_longest != 0;
   split.least_longest = decided.least_longest;
@@ -424,15 +431,6 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
 
 size_t chunk_forward_workspace_size(int32_t num_sequences) {
   return kPlanOffset + sizeof(PlannedSequence) * static_cast<size_t>(std::max(num_sequences, 0));
-}
-
-size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms) {
-  // Whatever the lengths and the number of sequences say: a call's workspace serves all smaller ones.
-  const size_t unsplit = chunk_forward_workspace_size(args.num_sequences);
-  if (args.split == SplitMode::kOff || sms == 0) return unsplit;
-  const SplitCapacity capacity =
-      split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  return std::max(unsplit, lay_out_split(args, capacity, nullptr, nullptr));
 }
 
 namespace {
@@ -524,6 +522,15 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
 }
 
 }  // namespace
+
+size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms, bool smaller_too) {
+  const size_t unsplit = chunk_forward_workspace_size(args.num_sequences);
+  if (args.split == SplitMode::kOff || sms == 0) return unsplit;
+  const DecidedSplit& decided = decided_split(args, sms);
+  if (!decided.decision.planned && !smaller_too) return unsplit;
+  const bool joint = decided.choices.undecayed.joint || smaller_too;
+  return std::max(unsplit, lay_out_split(args, capacity_of(args, joint, sms), nullptr, nullptr));
+}
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
 

@@ -114,9 +114,10 @@ enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 
 
 // Of a call without a split.
 size_t chunk_forward_workspace_size(int32_t num_sequences);
-// Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_value_heads,
-// dense_length, cu_seqlens (null or not), split and force_split.
-size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms);
+// Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_key_heads,
+// num_value_heads, dense_length, cu_seqlens (null or not), split and force_split. smaller_too: what serves all calls of
+// no more tokens and sequences, of which some may be planned for a split where this one is not.
+size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms, bool smaller_too = false);
 
 // Whether a call of these shapes is planned on the device for a split (its gates and lengths decide there), and why or
 // why not, as half a sentence. Reads the same members as above.

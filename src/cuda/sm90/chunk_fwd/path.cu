@@ -95,7 +95,8 @@ std::string reject(const Arguments& args, const Problem& p) {
   if (p.B * p.T > kMost || p.N * p.Hv > kMost / 4 || p.chunk_bound > kMost || p.Hv > INT16_MAX) {
     return "needs fewer than 2^31 tokens and chunks, 2^29 sequences times value heads, and 2^15 heads";
   }
-  if (p.varlen && p.N > 0 && args.cu_seqlens.stride[0] != 1) return "needs cu_seqlens without gaps";
+  // A copy brings offsets together that are apart (cudaMemcpy2DAsync), if each has a place of its own.
+  if (p.varlen && p.N > 0 && args.cu_seqlens.stride[0] <= 0) return "needs cu_seqlens with a positive stride";
   for (const Tensor* t : {&args.g_cumsum, &args.A, &args.checkpoints}) {
     if (present(*t) && !contiguous(*t)) return "needs g_cumsum, A and checkpoints contiguous and on 16-byte boundaries";
   }
@@ -123,8 +124,11 @@ class Call {
  public:
   Call(const Arguments& args, const Problem& p, Workspace* workspace) : p_(p) {
     set_sizes(args);
-    kernel_.workspace = workspace->take<char>(
-        static_cast<int64_t>(chunk_forward_workspace_size(kernel_, multiprocessors(args.options.device_index))));
+    take_offsets(args, workspace);
+    // Without tensors a size is asked for that is to serve smaller calls as well.
+    const bool smaller_too = args.q.data == nullptr;
+    kernel_.workspace = workspace->take<char>(static_cast<int64_t>(
+        chunk_forward_workspace_size(kernel_, multiprocessors(args.options.device_index), smaller_too)));
     take_rows(args, workspace);
     take_gates(args, workspace);
     take_states(args, workspace);
@@ -147,6 +151,14 @@ class Call {
   }
 
   Status run(cudaStream_t stream) const {
+    if (offsets_copy_ != nullptr) {
+      const size_t bytes = kernel_.cu_seqlens_are_64_bit ? sizeof(int64_t) : sizeof(int32_t);
+      FLASH_QLA_RETURN_IF_ERROR(
+          cuda_status(cudaMemcpy2DAsync(offsets_copy_, bytes, given_offsets_.data,
+                                        static_cast<size_t>(given_offsets_.stride[0]) * bytes, bytes,
+                                        static_cast<size_t>(p_.N + 1), cudaMemcpyDeviceToDevice, stream),
+                      "copying cu_seqlens"));
+    }
     FLASH_QLA_RETURN_IF_ERROR(launch_prepare(gates_, before_, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_list_starts(kernel_, listed_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
@@ -167,13 +179,18 @@ class Call {
     kernel_.scale = static_cast<float>(p_.scale);
     kernel_.split = static_cast<SplitMode>(args.options.cp_mode);
     kernel_.force_split = args.options.force_intra_cp;
-    if (args.options.cp_tolerance > 0.0) {
-      kernel_.decay_threshold = std::min(kDecayThreshold, static_cast<float>(std::log(args.options.cp_tolerance)));
-    }
-    if (p_.varlen) {
-      kernel_.cu_seqlens = args.cu_seqlens.data;
-      kernel_.cu_seqlens_are_64_bit = dtype(args.cu_seqlens) == DType::kInt64;
-    }
+    kernel_.decay_threshold = decay_threshold(args.options);
+  }
+
+  // The kernels read offsets side by side.
+  void take_offsets(const Arguments& args, Workspace* workspace) {
+    if (!p_.varlen) return;
+    given_offsets_ = args.cu_seqlens;
+    kernel_.cu_seqlens = args.cu_seqlens.data;
+    kernel_.cu_seqlens_are_64_bit = dtype(args.cu_seqlens) == DType::kInt64;
+    if (p_.N == 0 || args.cu_seqlens.stride[0] == 1) return;
+    offsets_copy_ = workspace->take<char>((p_.N + 1) * size_of(dtype(args.cu_seqlens)));
+    if (offsets_copy_ != nullptr) kernel_.cu_seqlens = offsets_copy_;
   }
 
   // The rows of `t` where the copy engine takes them, else those of a copy that `copy` says how to make.
@@ -328,6 +345,8 @@ class Call {
 
   const Problem& p_;
   ChunkForwardArgs kernel_;
+  Tensor given_offsets_{};
+  void* offsets_copy_ = nullptr;  // null: offsets are read where they are; and where only a size is asked for
   GateCopy gates_;
   ListedStates listed_;
   RowCopy before_[kMostRowCopies], after_[kMostRowCopies];

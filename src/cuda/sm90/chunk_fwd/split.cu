@@ -18,6 +18,7 @@ constexpr int kPlanThreads = kClearThreads;
 constexpr int kPlanWarps = kPlanThreads / 32;
 
 __device__ SplitGrid choose_grid(const SplitKernelParams& p, const LengthSummary& lengths) {
+  if (lengths.sequences == 0) return {};
   if (p.least_longest != 0) return even_grid(lengths, p.args.num_value_heads, p.sms, kMinSpacing);
   if (lengths == p.expected_lengths) return p.expected_grid;
   return choose_grid(p.args.split, p.args.force_split != 0, lengths, p.args.num_value_heads, p.sms, p.costs);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "core/problem.h"
+
 namespace flash_qla::cuda::sm90 {
 
 enum class SplitMode : int32_t {
@@ -12,10 +14,6 @@ enum class SplitMode : int32_t {
 };
 
 inline constexpr int32_t kSplitChunk = 64;  // tokens of a chunk
-
-// A start state may be left out once sum g + sum log max(1, |1 - beta |k|^2|) over the warm-up is at most this:
-// e^-16 = 1.1e-7 is below one fp32 rounding of the largest state that the sequence has had (docs/numerics.md).
-inline constexpr float kDecayThreshold = -16.0f;
 
 // One sequence.
 struct PlannedSequence {
