@@ -26,6 +26,13 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank
   return address;
 }
 
+// A number of another block's shared memory (cluster_address()).
+__device__ __forceinline__ float load_cluster_f1(uint32_t address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // Four bytes into a block of the cluster, counted by a barrier of that block once they can be seen there (both
 // cluster_address()). No fence on either side: a release to the whole cluster is one for the whole device, and slow.
 __device__ __forceinline__ void store_cluster_u1(uint32_t address, uint32_t v, uint32_t barrier) {

@@ -76,18 +76,20 @@ struct SequenceInfo {
 
 __host__ __device__ __forceinline__ int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
 
-// Offsets come from the device and may be anything: the result lies within the T tokens.
+// Offset i of the caller, kept within the T tokens: it comes from the device and may be anything.
+__device__ __forceinline__ int32_t given_offset(const ChunkBackwardParams& p, int i) {
+  const int64_t at = i * p.cu_seqlens_stride;
+  const int64_t value = p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[at]
+                                        : static_cast<int64_t>(static_cast<const int32_t*>(p.cu_seqlens)[at]);
+  return static_cast<int32_t>(max(int64_t{0}, min(value, static_cast<int64_t>(p.T))));
+}
+
+// Tokens of sequence n. Of several the plan kernel has left offsets that never go back, so that no two sequences
+// overlap and all chunks together fit the workspace. One needs no such care.
 __device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int n, int32_t* begin, int32_t* length) {
-  int64_t offset[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int64_t at = (static_cast<int64_t>(n) + i) * p.cu_seqlens_stride;
-    const int64_t value = p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[at]
-                                          : static_cast<int64_t>(static_cast<const int32_t*>(p.cu_seqlens)[at]);
-    offset[i] = max(int64_t{0}, min(value, static_cast<int64_t>(p.T)));
-  }
-  *begin = static_cast<int32_t>(offset[0]);
-  *length = static_cast<int32_t>(max(int64_t{0}, offset[1] - offset[0]));
+  const bool one = p.N == 1;
+  *begin = one ? given_offset(p, 0) : p.bounds[n];
+  *length = max(0, (one ? given_offset(p, 1) : p.bounds[n + 1]) - *begin);
 }
 
 // Adds the squares of eight elements of T.
@@ -111,8 +113,6 @@ __device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams&
     s.first_slot = p.N == 1 ? 0 : p.first_slot[n];
     s.first_pair = p.N == 1 ? 0 : p.first_pair[n];
     sequence_range(p, n, &s.token, &s.length);
-    // Only wrong offsets can ask for more chunks than there are slots.
-    s.length = min(s.length, max(0, p.chunk_bound - s.first_slot) * kChunk);
   }
   return s;
 }

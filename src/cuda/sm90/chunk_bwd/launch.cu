@@ -115,6 +115,7 @@ bool has_no_room_for_tiles(const ChunkBackwardParams& p) {
 size_t take_all(ChunkBackwardParams* p, void* base) {
   Workspace workspace(base);
   const int64_t tiles = static_cast<int64_t>(p->chunk_bound) * p->Hv;
+  p->bounds = workspace.take<int32_t>(p->N + 1);
   p->chunk_map = workspace.take<ChunkInfo>(p->chunk_bound);
   p->first_slot = workspace.take<int32_t>(p->N);
   p->total_chunks = workspace.take<int32_t>(1);
@@ -147,6 +148,8 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
   }
   p->small_count = workspace.take<int32_t>(1);
+  p->last_count = workspace.take<int32_t>(1);
+  p->last_items = workspace.take<int32_t>(static_cast<int64_t>(p->N) * p->Hv);
   p->small_tiles = workspace.take<int32_t>(tiles);
   const bool has_room = !has_no_room_for_tiles(*p);
   if (has_room) {
@@ -335,6 +338,8 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
   ChunkBackwardParams p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
   if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;
+  const bool may_be_short = p.exact_short && (p.cu_seqlens != nullptr || p.T <= 2 * kChunk);
+  p.corrects_last = (p.dht.data != nullptr || may_be_short) && (p.dg.data != nullptr || p.dbeta.data != nullptr);
   if (stage.plan) {
     // Chained to what the stream has before it: it waits for that, and only then lets the next kernel begin. A start of
     // its own in the order of the stream takes 9 us longer (docs/design/sm90_backward.md).

@@ -6,6 +6,7 @@
 #include "cuda/sm90/chunk_bwd/exact_products.cuh"
 #include "cuda/sm90/chunk_bwd/gradients.cuh"
 #include "cuda/sm90/chunk_bwd/growths.cuh"
+#include "cuda/sm90/chunk_bwd/last_tokens.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
@@ -87,9 +88,17 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
   }
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
       launch_chained(sm90_chunk_bwd_small_betas_kernel<T>, kSmallBetasBlocks, kSmallBetasThreads, 0, stream, p));
-  if (!p.keeps_exact) return cudaSuccess;
-  return launch_chained(sm90_chunk_bwd_exact_products_kernel<T>, static_cast<unsigned>(p.pair_bound) * p.Hv,
-                        kExactProductsThreads, 0, stream, p);
+  if (p.keeps_exact) {
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_exact_products_kernel<T>,
+                                                  static_cast<unsigned>(p.pair_bound) * p.Hv, kExactProductsThreads, 0,
+                                                  stream, p));
+  }
+  if (!p.corrects_last) return cudaSuccess;
+  constexpr uint32_t kBytes = sizeof(LastTokensMemory<T>);
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_last_tokens_kernel<T>, kBytes));
+  const int clusters = std::min(p.N * p.Hv, std::max(1, multiprocessors / kSlices));
+  return launch_chained<kSlices>(sm90_chunk_bwd_last_tokens_kernel<T>, static_cast<unsigned>(kSlices * clusters),
+                                 kLastTokensThreads, kBytes, stream, p);
 }
 
 template <typename T>

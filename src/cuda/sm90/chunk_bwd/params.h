@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "flash_qla/flash_qla.h"
+#include "core/problem.h"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -58,19 +58,22 @@ struct ChunkBackwardParams {
   // shapes say whether they do, and there are as many as multiprocessors.
   int32_t pass_blocks;
   float scale;
-  float small_beta;  // traits.h; set when the workspace is bound
+  float decay_threshold = kDecayThreshold;  // logarithm of the share of a state that a warm-up may leave out, or less
+  float small_beta;                         // traits.h; set when the workspace is bound
   bool g_is_cumsum;
   bool state_v_first;
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool has_dq_and_dk;
-  bool may_be_exact;  // more of <dS, S> than what tiles of 16 bits have, if the call is small (exact_products.cuh)
-  bool solves_A;      // the caller has no A
-  bool beside;        // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
-  bool fused;         // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
-  bool takes_pieces;  // fused: a block goes on to other pieces of work (states.cuh); set when the workspace is bound
-  bool keeps_exact;   // it is: the passes keep states in fp32 too; set when the workspace is bound
-  bool whole_values;  // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
+  bool may_be_exact;   // more of <dS, S> than what tiles of 16 bits have, if the call is small (exact_products.cuh)
+  bool corrects_last;  // last_tokens.cuh is wanted; set by the launcher
+  bool exact_short;    // dbeta and dg of sequences of one pair in fp32 (last_tokens.cuh)
+  bool solves_A;       // the caller has no A
+  bool beside;         // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
+  bool fused;          // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
+  bool takes_pieces;   // fused: a block goes on to other pieces of work (states.cuh); set when the workspace is bound
+  bool keeps_exact;    // it is: the passes keep states in fp32 too; set when the workspace is bound
+  bool whole_values;   // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
   // dS at the end of a pair of 128 tokens waits in the rows of dq and dk of that pair and key head, which the gradients
   // kernel stores when it is done with it: the first value head's in dq, the second one's in dk. For groups of at most
   // two heads, where dq and dk are there.
@@ -81,7 +84,7 @@ struct ChunkBackwardParams {
   StridedTensor g, beta;        // [B, T, Hv]; absent: 0 and 1
   StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows; scratch when solves_A
   StridedTensor k;              // [B, T, Hq, 128]
-  StridedTensor q, d_o;         // [B, T, Hq, 128], [B, T, Hv, 128]; of small calls alone (keeps_exact)
+  StridedTensor q, d_o;         // [B, T, Hq, 128], [B, T, Hv, 128]; for exact_products.cuh and last_tokens.cuh
   StridedTensor v;              // [B, T, Hv, 128]
   StridedTensor initial_state;  // [N, Hv, 128, 128] by state_v_first, or absent
   StridedTensor dht;            // as initial_state, or absent
@@ -96,6 +99,7 @@ struct ChunkBackwardParams {
   StridedTensor dh0;        // as initial_state, or absent
 
   // Scratch. Tiles are images of swizzled shared memory (traits.h), so that plain bulk copies move them.
+  int32_t* bounds;        // [N + 1] the offsets, each at least the one before; of several sequences with cu_seqlens
   ChunkInfo* chunk_map;   // [chunk_bound]; with cu_seqlens alone
   int32_t* first_slot;    // [N] first chunk slot of each sequence; with cu_seqlens alone
   int32_t* total_chunks;  // [1]; with cu_seqlens alone
@@ -111,8 +115,9 @@ struct ChunkBackwardParams {
   uint32_t* ready;                    // [pair_bound, Hq]
   uint32_t *ready_count, *next_item;  // [1]
   // Of the forward and of the reverse passes: how many pieces of work are taken beyond those that blocks begin with.
-  uint32_t* next_piece;  // [2]
-  int32_t* small_count;  // [1] how many entries small_tiles has
+  uint32_t* next_piece;              // [2]
+  int32_t* small_count;              // [1] how many entries small_tiles has
+  int32_t *last_count, *last_items;  // [1], [N * Hv] (n * Hv + head) of what last_tokens.cuh corrects, in any order
   int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone

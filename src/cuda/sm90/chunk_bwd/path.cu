@@ -36,16 +36,16 @@ bool is_hopper(int device) {
 // Chunks of a forced cut's segments: as many edges as there can be with chunks inside.
 constexpr int32_t kForcedSegment = 2;
 
-// Single inner products of rounded operands are off by several times the bound where they cancel, whatever is done
-// about one operand (docs/numerics.md), and of a few tokens' dbeta and dg a single one may be the largest. In a call of
-// one chunk that is so now and then; in one of up to four, where a final state's gradient as large as the state
-// outweighs all else in the tokens that it reaches. Such calls are left to float32: 0.11 to 0.28 ms on the device in
-// place of 0.04 to 0.05, beside about 0.07 that a call takes on the host. Not where a caller names this path, nor where
-// a sequence's bits must not depend on what is computed beside it, nor where a cut is asked for and there is one.
+// Sequences of one pair of chunks, times value heads, up to which these take fp32 for dbeta and dg: two for each
+// multiprocessor, some 0.1 ms. A call whose sequences must not depend on what is computed beside them takes it always.
+constexpr int64_t kMostExactShort = 264;
+
+// dq and dk of one token have a single inner product of rounded operands for a factor, and a few percent of these are
+// past the bound. So calls of one chunk are left to float32: 0.11 ms on the device in place of 0.04 to 0.05, beside
+// about 0.07 that a call takes on the host. Not where a caller names this path, nor where a sequence's bits must not
+// depend on what is computed beside it.
 bool wants_float32(const Arguments& args, const Problem& p) {
-  const int64_t few_chunks = present(args.dht) ? (args.options.force_intra_cp ? kForcedSegment : 4) : 1;
-  return args.options.path == nullptr && args.options.cp_mode == FLASH_QLA_CP_AUTO &&
-         p.B * p.T <= few_chunks * kChunkSize;
+  return args.options.path == nullptr && args.options.cp_mode == FLASH_QLA_CP_AUTO && p.B * p.T <= kChunkSize;
 }
 
 std::string reject(const Arguments& args, const Problem& p) {
@@ -61,7 +61,7 @@ std::string reject(const Arguments& args, const Problem& p) {
     if (present(*t) && !is_float(dtype(*t))) return "needs gates, states and their gradients in fp32, bf16 or fp16";
   }
   if (!is_hopper(args.options.device_index)) return "needs a GPU of compute capability 9.0";
-  if (wants_float32(args, p)) return "needs more than 64 tokens, 256 where a final state's gradient is given";
+  if (wants_float32(args, p)) return "needs more than 64 tokens";
   return {};
 }
 
@@ -85,12 +85,14 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.chunk_bound = static_cast<int32_t>(p.chunk_bound);
   params.per_sequence = p.varlen ? 0 : static_cast<int32_t>(ceil_div(p.T, kChunkSize));
   params.scale = static_cast<float>(p.scale);
+  params.decay_threshold = decay_threshold(args.options);
   params.g_is_cumsum = args.g_is_cumsum != 0;
   params.state_v_first = args.options.state_v_first != 0;
   params.has_d_o = present(args.d_o);
   params.has_dq_and_dk = present(args.dq) && present(args.dk);
   // As with a sequence's cuts, its bits may then depend on what is computed beside it.
   params.may_be_exact = args.options.cp_mode == FLASH_QLA_CP_AUTO && present(args.dht) && present(args.dg);
+  params.exact_short = args.options.cp_mode != FLASH_QLA_CP_AUTO || p.N * p.Hv <= kMostExactShort;
   if (p.varlen) {
     params.cu_seqlens = args.cu_seqlens.data;
     params.cu_seqlens_64 = dtype(args.cu_seqlens) == DType::kInt64;

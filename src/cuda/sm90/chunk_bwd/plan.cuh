@@ -32,6 +32,7 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   launch_dependents();
   if (threadIdx.x == 0) {
     *p.small_count = 0;
+    *p.last_count = 0;
     *p.ready_count = 0;
     *p.next_item = 0;
     p.next_piece[0] = 0;
@@ -47,10 +48,13 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   const bool packed = p.cu_seqlens != nullptr;
   if (!packed && p.segment_chunks == 0) return;
   __shared__ int3 warp_total[kPlanThreads / 32];
+  __shared__ int32_t warp_bound[kPlanThreads / 32];
   __shared__ int3 carry;
+  __shared__ int32_t last_bound;  // the largest offset so far
   const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
   if (thread == 0) {
     carry = make_int3(0, 0, 0);
+    if (packed && p.N > 1) p.bounds[0] = last_bound = given_offset(p, 0);
     if (p.N == 1) {  // there is nothing to add up, and what runs for the first time takes longest to come
       const int32_t chunks = sequence_info(p, 0).chunks();
       carry = make_int3(chunks, p.segment_chunks > 0 ? segments_of(p, chunks) : 0, pairs_of(chunks));
@@ -60,13 +64,27 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   __syncthreads();
   for (int base = p.N == 1 ? p.N : 0; base < p.N; base += kPlanThreads) {
     const int n = base + thread;
-    int32_t begin = 0, length = 0;
-    if (n < p.N) {
-      if (packed) {
-        sequence_range(p, n, &begin, &length);
-      } else {
-        length = p.T;
+    int32_t length = n < p.N ? p.T : 0;
+    if (packed) {
+      // A running maximum: where offsets go back, a sequence begins where those before it have ended.
+      int32_t bound = n < p.N ? given_offset(p, n + 1) : 0;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t other = __shfl_up_sync(0xffffffffu, bound, step);
+        if (lane >= step) bound = max(bound, other);
       }
+      if (lane == 31) warp_bound[warp] = bound;
+      __syncthreads();
+      int32_t before = last_bound;
+      for (int w = 0; w < warp; ++w) before = max(before, warp_bound[w]);
+      bound = max(bound, before);
+      const int32_t neighbour = __shfl_up_sync(0xffffffffu, bound, 1);
+      if (n < p.N) {
+        p.bounds[n + 1] = bound;
+        length = bound - (lane > 0 ? neighbour : before);
+      }
+      __syncthreads();
+      if (thread == kPlanThreads - 1) last_bound = bound;
     }
     const int32_t chunks = (length + kChunk - 1) / kChunk;
     const int32_t segments = n < p.N && p.segment_chunks > 0 ? segments_of(p, chunks) : 0;
@@ -84,17 +102,13 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     for (int w = 0; w < warp; ++w) before = before + warp_total[w];
     if (n < p.N) {
       if (packed) {
-        p.first_slot[n] = min(before.x + sum.x - chunks, p.chunk_bound);
-        p.first_pair[n] = min(before.z + sum.z - pairs, p.pair_bound);
+        p.first_slot[n] = before.x + sum.x - chunks;
+        p.first_pair[n] = before.z + sum.z - pairs;
       }
-      if (p.segment_chunks > 0) p.first_segment[n] = min(before.y + sum.y - segments, p.segment_bound);
+      if (p.segment_chunks > 0) p.first_segment[n] = before.y + sum.y - segments;
     }
     __syncthreads();
-    // Offsets that overlap could overflow the sums: they need not grow past the bounds.
-    if (thread == kPlanThreads - 1) {
-      carry = make_int3(min(before.x + sum.x, p.chunk_bound), min(before.y + sum.y, p.segment_bound),
-                        min(before.z + sum.z, p.pair_bound));
-    }
+    if (thread == kPlanThreads - 1) carry = before + sum;
     __syncthreads();
   }
   const int3 total = carry;
@@ -107,14 +121,14 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
       const int n = sequence_of(p.first_slot, p.N, slot);
       const SequenceInfo sequence = sequence_info(p, n);
       const int32_t offset = (slot - sequence.first_slot) * kChunk;
-      p.chunk_map[slot] = {sequence.token + offset, max(0, min(kChunk, sequence.length - offset)), n, 0};
+      p.chunk_map[slot] = {sequence.token + offset, min(kChunk, sequence.length - offset), n, 0};
     }
     for (int pair = thread; pair < total.z; pair += kPlanThreads) {
       const int n = sequence_of(p.first_pair, p.N, pair);
       const SequenceInfo sequence = sequence_info(p, n);
       const int32_t chunk = 2 * (pair - sequence.first_pair);
-      p.pair_map[pair] = {sequence.token + chunk * kChunk, max(0, min(2 * kChunk, sequence.length - chunk * kChunk)),
-                          min(sequence.first_slot + chunk, p.chunk_bound - 1), n};
+      p.pair_map[pair] = {sequence.token + chunk * kChunk, min(2 * kChunk, sequence.length - chunk * kChunk),
+                          sequence.first_slot + chunk, n};
     }
   }
   if (p.segment_chunks == 0) return;

@@ -4,7 +4,7 @@
 //   most
 //             exp(sum g + sum log max(1, |1 - beta |k|^2|)) of the state before the window, both sums over the window
 //             (prepare.cuh leaves them for each chunk):
-//             it is taken where that is at most exp(-16) = 1.1e-7, below one fp32 rounding, whatever the keys.
+//             it is taken where that is at most what a call lets go (decay_threshold), whatever the keys.
 //   exact     else. Over a segment both passes are affine in the state that enters, S_out = M S_in + F and
 //             dS_out = M^T dS_in + R, with one M for both. A first round of passes makes F, R (from zeros) and M (from
 //             the identity, without values), the combination below the states at the edges, and a second round starts
@@ -23,7 +23,6 @@ namespace flash_qla::cuda::sm90 {
 
 // Chunks. Beyond it a head costs less the exact way (the first round is three passes over a segment).
 constexpr int kMostWarmup = 8;
-constexpr float kWarmupBound = -16.0f;
 constexpr int kExact = -1;  // in place of a number of chunks
 
 // Where a segment lies.
@@ -132,7 +131,7 @@ __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const S
   for (int w = 1; w <= kMostWarmup; ++w) {
     sum += growths[w - 1];
     // NaN is never small enough. A window that reaches the sequence's end starts from what is given there.
-    if (warmup == kExact && w <= most && (sum <= kWarmupBound || w == most)) warmup = w;
+    if (warmup == kExact && w <= most && (sum <= p.decay_threshold || w == most)) warmup = w;
   }
   return warmup;
 }

@@ -2,10 +2,11 @@
 // dbeta = <Z, error>, error = v - gamma S^T k - sum_{j < i} G_ij (K K^T)_ij V'_j, j from the start of the row's pair of
 // chunks, where S is, and dv = beta Z. Such rows are rare (most blocks look at 64 betas and leave), so this is plain
 // code, a block a row at a time.
-// The kernel is the call's last one, and zeroes the gradients of tokens outside all sequences as well.
+// The kernel comes behind all others but those that correct single heads. It zeroes the gradients of tokens outside all
+// sequences as well, and lists the heads that last_tokens.cuh corrects.
 #pragma once
 
-#include "cuda/sm90/chunk_bwd/device.cuh"
+#include "cuda/sm90/chunk_bwd/last_window.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
@@ -36,10 +37,7 @@ __device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int be
 // The tokens of all sequences, which follow one another.
 __device__ __forceinline__ int2 all_tokens(const ChunkBackwardParams& p) {
   if (p.cu_seqlens == nullptr) return make_int2(0, p.T);
-  int32_t first = 0, last = 0, length = 0;
-  sequence_range(p, 0, &first, &length);
-  sequence_range(p, p.N - 1, &last, &length);
-  return make_int2(first, last + length);
+  return make_int2(given_offset(p, 0), given_offset(p, p.N));
 }
 
 // Eight elements from memory, 16-byte aligned, times as many floats.
@@ -65,6 +63,13 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
   // and these would be spread over the pairs of multiprocessors that are left. Usually there is nothing to zero.
   zero_tokens(p, 0, tokens.x);
   zero_tokens(p, tokens.y, p.T);
+  __shared__ WindowSums window_sums;
+  for (int item = blockIdx.x; p.corrects_last && item < p.N * p.Hv; item += gridDim.x) {
+    const int n = item / p.Hv;
+    const SequenceInfo sequence = sequence_info(p, n);
+    if (sequence.length == 0 || find_window(p, sequence, item - n * p.Hv, window_sums).tokens == 0) continue;
+    if (threadIdx.x == 0) p.last_items[atomicAdd(p.last_count, 1)] = item;
+  }
   __shared__ float key[kDim], coefficient[2 * kChunk], warp_dots[kSmallBetasThreads / 32];
   const int thread = threadIdx.x, count = *p.small_count;
   for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
