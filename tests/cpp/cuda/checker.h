@@ -136,7 +136,7 @@ class Checker {
                 message.c_str());
   }
 
-  // Prints the summary; returns the number of failed checks.
+  // Prints the summary, at its end how many cases each path has computed; returns the number of failed checks.
   int64_t finish() {
     int64_t cases = 0;
     std::string paths;
@@ -146,10 +146,10 @@ class Checker {
       if (about_ != nullptr && path != about_) fail(std::to_string(count) + " cases", about_, "computed by " + path);
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-    std::printf("%s: %lld cases, %lld failed, %.1f s;%s; largest error over its bound:", group_.c_str(),
-                static_cast<long long>(cases), static_cast<long long>(failures_), seconds, paths.c_str());
+    std::printf("%s: %lld cases, %lld failed, %.1f s; largest error over its bound:", group_.c_str(),
+                static_cast<long long>(cases), static_cast<long long>(failures_), seconds);
     for (const auto& [name, ratio] : worst_) std::printf(" %s %.3g", name.c_str(), ratio);
-    std::printf("\n");
+    std::printf(";%s\n", paths.c_str());
     std::fflush(stdout);
     return failures_;
   }

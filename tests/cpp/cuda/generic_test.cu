@@ -3,7 +3,8 @@
 //   cuda_generic, cuda_decode and sm90 against cuda_reference, at the bounds that the library promises;
 // over drawn shapes and options, and over cases that are chosen for their size. Every output and the workspace start as
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
-// past the end of a tensor. Without a GPU it says so and succeeds.
+// past the end of a tensor. Calls with malformed device data (four times --cases of them on Hopper) must return, and
+// leave all other memory as it is. Without a GPU it says so and succeeds.
 //
 //   generic_test [--cases N] [--seed S] [--only-case C,..] [--only NAME] [--gigabytes G] [--small] [--once] [--kernels]
 //
@@ -15,6 +16,7 @@
 
 #include "checker.h"
 #include "launches.h"
+#include "malformed_tests.cuh"
 #include "order_tests.cuh"
 #include "sm90_backward_tests.cuh"
 #include "sm90_lengths_tests.cuh"
@@ -229,8 +231,18 @@ int64_t test_large(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// Which kernels these are: the record of a tool's runs says so (tools/sanitizer_page.py).
+#if defined(FLASH_QLA_RACECHECK)
+constexpr const char* kBuild = "FLASH_QLA_RACECHECK";
+#elif defined(FLASH_QLA_JITTER)
+constexpr const char* kBuild = "FLASH_QLA_JITTER";
+#else
+constexpr const char* kBuild = "plain";
+#endif
+
 int run(const Settings& settings) {
   if (settings.kernels) {
+    std::printf("build: %s\n", kBuild);
     for (const std::string& name : kernels_of_the_program()) std::printf("the program has %s\n", name.c_str());
   }
   int devices = 0;
@@ -295,6 +307,9 @@ int run(const Settings& settings) {
     groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
   }
+  // Last: a call that leads out of bounds ends the program.
+  groups.push_back({"malformed, other sizes", false, [&] { return test_malformed_generic(settings, arena); }});
+  groups.push_back({"malformed, sm90", true, [&] { return test_malformed(settings, arena); }});
   std::set<std::string> told;
   const bool hopper = on_hopper();
   int64_t failures = 0, done = 0;
