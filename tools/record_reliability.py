@@ -9,17 +9,21 @@ Logs, told apart by their content; any number may be given, each after the commi
     what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s")
     what `python -m flash_qla check` prints
     what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."; with
-    cuda_generic_test --kernels it also says which of the library's kernels a run has launched, and with which tails: the record
-    has these by tool, over all of its runs that ended, for the kernels that the first commit's program has
+    cuda_generic_test --kernels it also says which build it is, which of the library's kernels a run has launched, and with which
+    tails: the record has these by tool, over all of its runs that ended, for the kernels that the first commit's program has, each
+    with the build and the commit of the first run that launched it, and a digest of what it was compiled from then
 """
 
 import datetime
+import functools
 import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
+
+from kernel_sources import Sources
 
 CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s", re.MULTILINE)
 CHECK = re.compile(r"^check (?P<set>\w+), (?P<heads>\d+) heads, cuda, .*: (?P<passed>\d+) of (?P<cases>\d+) cases passed, (?P<seconds>\d+) s", re.MULTILINE)
@@ -29,6 +33,7 @@ WITHOUT, ALONE = re.compile(r"--kernel-name-exclude kns=(\S+)"), re.compile(r"--
 SUMMARY = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed.*)", re.MULTILINE)
 SECONDS = re.compile(r"-- (\d+) s$", re.MULTILINE)  # behind half a line, where a tool was ended
 PYTEST = re.compile(r"^=* ?\d+ (?:passed|failed).* in [\d.]+s.*$", re.MULTILINE)
+BUILD = re.compile(r"^build: (\S+)$", re.MULTILINE)
 HAS, LAUNCHED = (re.compile(rf"^{words} (.+)$", re.MULTILINE) for words in ("the program has", "launched"))
 # "tails of PATH: 3 calls, 1 strided, 2 with tokens after the last sequence; tokens of the last chunk 0 1 64; K 16 128; bf16"
 TAILS = re.compile(r"^tails of (?P<path>[^:]+): (?P<calls>\d+) calls, (?P<strided>\d+) strided, (?P<padded>\d+) [^;]*; (?P<sets>.*)$", re.MULTILINE)
@@ -74,10 +79,10 @@ def read_sanitizer(text: str) -> list:
     for start, end in zip(starts, [*(s.start() for s in starts[1:]), len(text)]):
         part = text[start.end() : end]
         summary, seconds = SUMMARY.search(part), SECONDS.search(part)
-        cases = [int(m["cases"]) for m in CASES.finditer(part)]
+        cases, build = [int(m["cases"]) for m in CASES.finditer(part)], BUILD.search(part)
         without, alone = WITHOUT.findall(start["options"]), ALONE.findall(start["options"])
         records.append({
-            "tool": start["tool"], **({"without": without} if without else {}), **({"alone": alone} if alone else {}), "command": start["command"].strip(), "cases": sum(cases),
+            "tool": start["tool"], **({"build": build.group(1)} if build else {}), **({"without": without} if without else {}), **({"alone": alone} if alone else {}), "command": start["command"].strip(), "cases": sum(cases),
             "reports": None if summary is None or not cases or "application returned an error" in part else int(summary.group(1) or summary.group(2)),
             "seconds": None if seconds is None else int(seconds.group(1))})
     return records
@@ -95,11 +100,16 @@ def add_tails(text: str, tails: dict) -> None:
             of_path[name] = sorted({*of_path.get(name, []), *map(int, values.split())})
 
 
+@functools.lru_cache(maxsize=None)
+def sources_of(commit: str) -> Sources:
+    return Sources(commit)
+
+
 def main() -> int:
     out, commit = Path(sys.argv[1]), ""
     report = {"machine": None, "commits": [], "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
     newest = 0.0
-    kernels, reached, tails = {}, defaultdict(set), defaultdict(dict)
+    kernels, reached, tails = {}, defaultdict(dict), defaultdict(dict)
     for argument in sys.argv[2:]:
         if argument.startswith("@"):
             commit = argument[1:]
@@ -124,9 +134,11 @@ def main() -> int:
                 kernels.setdefault(commit, set()).update(HAS.findall(text))
             if len(records) == 1 and records[0]["reports"] is not None:
                 without, alone = records[0].get("without", []), records[0].get("alone", [""])
-                reached[records[0]["tool"]].update(
-                    name for name in LAUNCHED.findall(text)
-                    if not any(part in name for part in without) and any(part in name for part in alone))
+                for name in LAUNCHED.findall(text):
+                    if not any(part in name for part in without) and any(part in name for part in alone):
+                        # The newest run is the first that is given.
+                        run = {"commit": commit, "build": records[0].get("build", "unknown"), "sources": sources_of(commit).digest(name)}
+                        reached[records[0]["tool"]].setdefault(name, run)
                 add_tails(text, tails[records[0]["tool"]])
             continue
         for m in CHECK.finditer(text):
@@ -143,13 +155,13 @@ def main() -> int:
     cases = sum(record["cases"] for record in counted)
     kernels = next(iter(kernels.values()), set())  # of the first commit
     if kernels:
-        report["kernels"] = {name: sorted(tool for tool in reached if name in reached[tool]) for name in sorted(kernels)}
+        report["kernels"] = {name: {tool: reached[tool][name] for tool in sorted(reached) if name in reached[tool]} for name in sorted(kernels)}
         report["tails"] = tails
     report["summary"] = {"cases": cases, "failed": failed, "sanitizer_runs": len(report["sanitizers"]), "sanitizer_runs_with_reports": reports}
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{out}: {cases} cases, {failed} failed; {len(report['sanitizers'])} sanitizer runs, {reports} not clean")
     for tool in sorted(reached):
-        missing = sorted(kernels - reached[tool])
+        missing = sorted(kernels - reached[tool].keys())
         print(f"{tool}: {len(kernels) - len(missing)} of {len(kernels)} kernels" + (f"; not {', '.join(missing)}" if missing else ""))
     return 1 if failed or reports else 0
 

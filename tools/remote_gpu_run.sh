@@ -15,7 +15,7 @@ step() {
 }
 
 run_tests() {
-  step 240 ./cuda_generic_test
+  step 420 ./cuda_generic_test
   step 60 ./cuda_training_test
   step 60 ./sm90_chunk_bwd_bench check
   step 60 ./sm90_chunk_fwd_bench check

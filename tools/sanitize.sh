@@ -8,11 +8,11 @@
 # (-DFLASH_QLA_RACECHECK, src/cuda/common/mbarrier.cuh); without it racecheck leaves the Hopper kernels out, and initcheck reports
 # what the backward's copies have written.
 # FLASH_QLA_SANITIZE: an extended regular expression; only the runs whose "TOOL NAME" it matches ("sm90" are those named
-# backward, split, lengths, batch, single or forward).
+# backward, split, lengths, batch, single, forward or malformed).
 set -uo pipefail
 program=$1 out=$2 end=$((SECONDS + $3)) race=${4:-}
 wanted=${FLASH_QLA_SANITIZE:-.}
-[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|batch|single|forward)'
+[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|batch|single|forward|malformed)'
 failed=$(mktemp)
 workers=$(nproc) running=0
 
@@ -29,6 +29,8 @@ tool() {
     # The tool fails, with an internal error, where one stream's kernels run beside another's.
     [[ $2 == backward* ]] && tool_options+=(--force-blocking-launches)
   fi
+  # What goes past the end of an allocation is not to end in the next one.
+  [[ $2 == malformed* ]] && tool_options+=(--padding 4096)
   # Nor does initcheck see all that the copy engine writes to memory; that build shows it (src/cuda/common/bulk.cuh).
   [[ $1 == initcheck && $2 == backward* && -n $race ]] && run=$race
   local command=("$run" --kernels --small --once "${@:3}")
@@ -70,6 +72,8 @@ if [[ -n $race ]]; then
   for number in 0 1; do start racecheck "backward_segments_$number" --only "sm90 backward, segments" --only-case "$number"; done
   for number in 1 2 3; do start racecheck "split_$number" --only "sm90 split, drawn" --only-case "$number"; done
 fi
+# 32 malformed calls of the Hopper kernels and 4 of others to each seed: 576 in all.
+for seed in {1..16}; do start memcheck "malformed_$seed" --only malformed --cases 8 --seed "$seed"; done
 for name in initcheck memcheck synccheck; do
   start "$name" lengths --only "sm90 lengths"
   start "$name" decode --only decode --cases 160 --only-case $decode_cases
@@ -98,6 +102,7 @@ for name in initcheck memcheck synccheck; do
   start "$name" split --only "sm90 split, drawn" --cases 4
   start "$name" generic_a --only generic --only-case 0,5,9
   start "$name" generic_b --only generic --only-case 11,27,45
+  start "$name" generic_fp32 --only generic --only-case 20,66,78,100,118,124,134,137
   start "$name" oracle --only oracle --cases 12
 done
 for number in 6 9 10 11 20 23 25 27 40 45 66 74 78 88 90 97 99 108 118 120 121 130 134 136 137 142 144; do

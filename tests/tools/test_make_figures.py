@@ -64,15 +64,3 @@ def test_errors_stand_beside_those_of_peers():
 def test_records_without_timings_are_passed_over(tmp_path):
     (tmp_path / "record.json").write_text('{"cases": 3}')
     assert make_figures.load(tmp_path) == {}
-
-
-def test_kernels_that_a_tool_has_not_seen_stand_empty():
-    tails = {"calls": 2, "strided": 0, "tokens after the last sequence": 1, "dtypes": ["bf16"], "tokens of the last chunk": [0, 1, 2, 64], "K": [128]}
-    run = {"commit": "abc", "tool": "memcheck", "command": "test --small", "cases": 2, "reports": None, "seconds": 3}
-    record = {"machine": "a card", "commits": ["abc"], "date": "today", "sanitizers": [run], "kernels": {"a": ["memcheck"], "b": []},
-              "tails": {"memcheck": {"sm90": tails}}}  # fmt: skip
-    text = make_figures.sanitized(record)
-    assert "| reached | 1 | 0 | 0 | 0 |" in text and "| `b` |  |  |  |  |" in text
-    assert "| memcheck | abc | `test --small` | 2 | did not end | 3 |" in text
-    assert "| memcheck | sm90 | 2 | 0 | 1 | bf16 | 0 to 2, 64 |  | 128 |" in text
-    assert make_figures.NOTHING in make_figures.sanitized({})

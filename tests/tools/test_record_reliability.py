@@ -49,7 +49,7 @@ def test_a_sanitizer_whose_program_ran_nothing_is_not_clean(tmp_path):
 
 def seen(tool, launched, tails, end="========= ERROR SUMMARY: 0 errors\n"):
     said = "".join(f"launched {name}\n" for name in launched) + "".join(f"tails of {line}\n" for line in tails)
-    return f"== compute-sanitizer --tool {tool} x\nthe program has a<1>\nthe program has b\na: 8 cases, 0 failed, 1.0 s\n{said}{end}"
+    return f"== compute-sanitizer --tool {tool} x\nbuild: plain\nthe program has a<1>\nthe program has b\na: 8 cases, 0 failed, 1.0 s\n{said}{end}"
 
 
 def test_kernels_and_tails_are_counted_by_tool(tmp_path):
@@ -58,7 +58,9 @@ def test_kernels_and_tails_are_counted_by_tool(tmp_path):
     other = "sm90: 1 calls, 0 strided, 0 with tokens after the last sequence; tokens of the last chunk 1; K 128; bf16"
     report, _ = record(
         tmp_path, seen("memcheck", ["a<1>"], [first, grown]), seen("memcheck", [], [other]), seen("racecheck", ["a<1>", "b"], [], end=""))
-    assert report["kernels"] == {"a<1>": ["memcheck"], "b": []}, "a run that did not end has shown nothing"
+    newest = {"commit": "abc", "build": "plain", "sources": ""}  # no kernels of the library
+    assert report["kernels"] == {"a<1>": {"memcheck": newest}, "b": {}}, "a run that did not end has shown nothing"
+    assert {run["build"] for run in report["sanitizers"]} == {"plain"}
     assert report["tails"]["memcheck"]["sm90"] == {
         "calls": 4, "strided": 1, "tokens after the last sequence": 1, "dtypes": ["bf16", "fp16"], "tokens of the last chunk": [0, 1, 7, 64],
         "K": [128]}
@@ -67,7 +69,7 @@ def test_kernels_and_tails_are_counted_by_tool(tmp_path):
 def test_kernels_that_a_tool_was_told_to_leave_out_are_not_seen(tmp_path):
     options = "--error-exitcode 1 --kernel-name-exclude kns=a< --kernel-name-exclude kns=c --force-blocking-launches"
     report, _ = record(tmp_path, seen("racecheck", ["a<1>", "b"], []).replace("racecheck x", f"racecheck {options} /there/x --once"))
-    assert report["kernels"] == {"a<1>": [], "b": ["racecheck"]}
+    assert {name: list(tools) for name, tools in report["kernels"].items()} == {"a<1>": [], "b": ["racecheck"]}
     assert report["sanitizers"][0]["command"] == "x --once" and report["sanitizers"][0]["without"] == ["a<", "c"]
 
 
@@ -78,4 +80,7 @@ def test_kernels_are_those_of_the_first_commit(tmp_path):
     torn.write_text(seen("racecheck", [], []).replace("0 errors", "1 error").replace("has b", "has b========= Error: Race"))
     out = tmp_path / "out.json"
     subprocess.run([sys.executable, TOOL, out, "@new", torn, new, "@old", old], capture_output=True)
-    assert json.loads(out.read_text())["kernels"] == {"a<1>": ["memcheck"], "b": ["memcheck"]}
+    kernels = json.loads(out.read_text())["kernels"]
+    # Of each the commit of its newest run.
+    assert {name: {tool: run["commit"] for tool, run in tools.items()} for name, tools in kernels.items()} == {
+        "a<1>": {"memcheck": "new"}, "b": {"memcheck": "old"}}

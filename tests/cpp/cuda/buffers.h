@@ -11,6 +11,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/host_tensor.h"
@@ -23,15 +24,24 @@ inline void check_cuda(cudaError_t error, const char* what) {
   std::exit(2);
 }
 
-// Device memory handed out in order and taken back all at once. Every piece is followed by a canary.
+// Device memory handed out in pieces and taken back all at once.
 class Arena {
  public:
+  // Pieces of one allocation of so many bytes, in order, each followed by a canary.
   explicit Arena(size_t bytes) : bytes_(bytes) { check_cuda(cudaMalloc(&base_, bytes), "cudaMalloc"); }
-  ~Arena() { cudaFree(base_); }
+  // Pieces that are allocations of their own: exact ones, so that compute-sanitizer sees every access past their ends,
+  // or between two canaries.
+  enum class Pieces { kExact, kGuarded };
+  explicit Arena(Pieces pieces) : apart_(true), guard_(pieces == Pieces::kGuarded ? kCanary : 0) {}
+  ~Arena() {
+    reset();
+    cudaFree(base_);
+  }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
   void* take(size_t bytes) {
+    if (apart_) return take_apart(bytes);
     const size_t size = (bytes + 255) / 256 * 256 + kCanary;
     if (used_ + size > bytes_) {
       std::fprintf(stderr, "arena: %zu bytes wanted, %zu of %zu taken\n", size, used_, bytes_);
@@ -39,17 +49,16 @@ class Arena {
     }
     char* p = static_cast<char*>(base_) + used_;
     used_ += size;
-    check_cuda(cudaMemset(p + bytes, kPattern, size - bytes), "cudaMemset");
-    pieces_.push_back({p, bytes, size});
+    guard(p + bytes, size - bytes);
     return p;
   }
   // Whether no canary was overwritten.
   bool intact() const {
-    std::vector<uint8_t> tail;
-    for (const Piece& piece : pieces_) {
-      tail.resize(piece.size - piece.bytes);
-      check_cuda(cudaMemcpy(tail.data(), piece.data + piece.bytes, tail.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-      for (uint8_t byte : tail) {
+    std::vector<uint8_t> bytes;
+    for (const auto& [canary, size] : canaries_) {
+      bytes.resize(size);
+      check_cuda(cudaMemcpy(bytes.data(), canary, size, cudaMemcpyDeviceToHost), "cudaMemcpy");
+      for (uint8_t byte : bytes) {
         if (byte != kPattern) return false;
       }
     }
@@ -57,20 +66,36 @@ class Arena {
   }
   void reset() {
     used_ = 0;
-    pieces_.clear();
+    canaries_.clear();
+    for (void* p : allocations_) check_cuda(cudaFree(p), "cudaFree");
+    allocations_.clear();
   }
-  size_t left() const { return bytes_ - used_; }
 
  private:
   static constexpr size_t kCanary = 256;
   static constexpr uint8_t kPattern = 0xa5;
-  struct Piece {
-    char* data;
-    size_t bytes, size;
-  };
-  size_t bytes_, used_ = 0;
+  void* take_apart(size_t bytes) {
+    void* p = nullptr;
+    check_cuda(cudaMalloc(&p, std::max<size_t>(bytes + 2 * guard_, 1)), "cudaMalloc");
+    allocations_.push_back(p);
+    char* const piece = static_cast<char*>(p) + guard_;
+    if (guard_ > 0) {
+      guard(static_cast<char*>(p), guard_);
+      guard(piece + bytes, guard_);
+    }
+    return piece;
+  }
+  void guard(char* p, size_t bytes) {
+    check_cuda(cudaMemset(p, kPattern, bytes), "cudaMemset");
+    canaries_.push_back({p, bytes});
+  }
+
+  size_t bytes_ = 0, used_ = 0;
   void* base_ = nullptr;
-  std::vector<Piece> pieces_;
+  const bool apart_ = false;
+  const size_t guard_ = 0;
+  std::vector<std::pair<const char*, size_t>> canaries_;
+  std::vector<void*> allocations_;
 };
 
 // How a tensor lies in memory.
@@ -119,6 +144,9 @@ class Buffer {
     if (t.ndim > 0) t.data = static_cast<char*>(device_) + offset_ * size_of(dtype(t));
     return t;
   }
+
+  // Where its bytes lie on the device.
+  void* storage() const { return device_; }
 
   // Sets every element to value(i, j, k, l).
   template <class Function>

@@ -245,6 +245,10 @@ struct ForwardCall {
     return recurrent ? Recurrent::run(args, workspace, bytes, stream)
                      : ChunkForward::run(args, workspace, bytes, stream);
   }
+  Status explain(const ForwardArguments& args, char* text, size_t size) const {
+    return recurrent ? flash_qla_recurrent_explain(&args, text, size)
+                     : flash_qla_chunk_forward_explain(&args, text, size);
+  }
 
  private:
   void draw_pool(const Shape& s, const Features& f, const PoolFeatures& pf, Random& random) {
@@ -397,6 +401,9 @@ struct BackwardCall {
   Status run(const BackwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) const {
     return ChunkBackward::run(args, workspace, bytes, stream);
   }
+  Status explain(const BackwardArguments& args, char* text, size_t size) const {
+    return flash_qla_chunk_backward_explain(&args, text, size);
+  }
 
  private:
   // Replaces g by its sum from each chunk's start, clamped, as the forward hands it out.
@@ -419,15 +426,33 @@ struct BackwardCall {
   }
 };
 
-// Runs a call by one path: on the host for FLASH_QLA_CPU, else on the current device with everything that is written
-// poisoned first. Leaves the results in the call's host copies. Returns an empty text, or what went wrong.
+// What explain() says of a call; without one, why not.
 template <class Call>
-std::string run_call(Call& call, const char* path, flash_qla_device_type device, Arena& arena) {
+std::string explained(const Call& call, const typename Call::Arguments& args) {
+  char text[8192] = "";
+  const Status status = call.explain(args, text, sizeof(text));
+  return status.ok() ? text : status.message();
+}
+
+// The path that computes a call, as explain() names it ("path: NAME" is its first line); "none" where it is refused.
+template <class Call>
+std::string path_of(const Call& call, const typename Call::Arguments& args) {
+  const std::string text = explained(call, args), label = "path: ";
+  return text.compare(0, label.size(), label) == 0 ? text.substr(label.size(), text.find('\n') - label.size()) : "none";
+}
+
+// Runs a call by one path: on the host for FLASH_QLA_CPU, else on the current device with everything that is written
+// poisoned first. Leaves the results in the call's host copies. Returns an empty text, or what went wrong. computed_by:
+// set to the path that computes it.
+template <class Call>
+std::string run_call(Call& call, const char* path, flash_qla_device_type device, Arena& arena,
+                     std::string* computed_by = nullptr) {
   const auto finish = [&](const Status& status) { return status.ok() ? std::string() : std::string(status.message()); };
   for (auto [name, buffer] : call.outputs()) buffer->poison();
   if (device == FLASH_QLA_CPU) {
     auto args = call.arguments([](Buffer& b) { return b.present() ? b.host() : Tensor{}; });
     args.options.path = path;
+    if (computed_by != nullptr) *computed_by = path_of(call, args);
     return finish(call.run(args, nullptr, 0));
   }
   Tails::of_paths()[path == nullptr ? "the default path" : path].add(call.in);
@@ -443,6 +468,7 @@ std::string run_call(Call& call, const char* path, flash_qla_device_type device,
   args.options.path = path;
   args.options.device_type = FLASH_QLA_CUDA;
   check_cuda(cudaGetDevice(&args.options.device_index), "cudaGetDevice");
+  if (computed_by != nullptr) *computed_by = path_of(call, args);
   size_t bytes = 0;
   if (const Status status = call.workspace_size(args, &bytes); !status.ok()) return status.message();
   void* workspace = arena.take(bytes);

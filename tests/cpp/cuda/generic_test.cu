@@ -3,7 +3,8 @@
 //   cuda_generic, cuda_decode and sm90 against cuda_reference, at the bounds that the library promises;
 // over drawn shapes and options, and over cases that are chosen for their size. Every output and the workspace start as
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
-// past the end of a tensor. Without a GPU it says so and succeeds.
+// past the end of a tensor. Calls with malformed device data (four times --cases of them on Hopper) must return, and
+// leave all other memory as it is. Without a GPU it says so and succeeds.
 //
 //   generic_test [--cases N] [--seed S] [--only-case C,..] [--only NAME] [--gigabytes G] [--small] [--once] [--kernels]
 //
@@ -15,7 +16,9 @@
 
 #include "checker.h"
 #include "launches.h"
+#include "malformed_tests.cuh"
 #include "order_tests.cuh"
+#include "sm90_backward_tests.cuh"
 #include "sm90_lengths_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
@@ -31,25 +34,25 @@ int64_t test_oracle(const Settings& settings, Arena& arena) {
   Checker forward("forward, cuda_reference against the host", settings, arena);
   const auto draw = [](Random& r) { return draw_forward(DType::kFloat64, kHostLongest, kHostState, r); };
   for_each_case(settings, settings.cases / 3, draw, [&](const std::string& what, const ForwardCall& call) {
-    forward.check(what, call, "cuda_reference", "reference", FLASH_QLA_CPU, 1e-12);
+    forward.check(what, call, "cuda_reference", "reference", FLASH_QLA_CPU, {.exact_bound = 1e-12});
   });
   Checker backward("backward, cuda_reference against the host", settings, arena);
   const auto draw_back = [](Random& r) { return draw_backward(DType::kFloat64, kHostLongest, kHostState, r); };
   for_each_case(settings, settings.cases / 3, draw_back, [&](const std::string& what, const BackwardCall& call) {
-    backward.check(what, call, "cuda_reference", "reference", FLASH_QLA_CPU, 1e-12);
+    backward.check(what, call, "cuda_reference", "reference", FLASH_QLA_CPU, {.exact_bound = 1e-12});
   });
   return forward.finish() + backward.finish();
 }
 
 int64_t test_generic(const Settings& settings, Arena& arena) {
-  Checker forward("forward, cuda_generic", settings, arena);
+  Checker forward("forward, cuda_generic", settings, arena, "cuda_generic");
   const auto draw = [&](Random& r) {
     return draw_forward(draw_dtype(r), settings.longest(), settings.largest_state(), r);
   };
   for_each_case(settings, settings.cases, draw, [&](const std::string& what, const ForwardCall& call) {
     forward.check(what, call, "cuda_generic", "cuda_reference", FLASH_QLA_CUDA);
   });
-  Checker backward("backward, cuda_generic", settings, arena);
+  Checker backward("backward, cuda_generic", settings, arena, "cuda_generic");
   const auto draw_back = [&](Random& r) {
     return draw_backward(draw_dtype(r), settings.longest(), settings.largest_state(), r);
   };
@@ -85,7 +88,7 @@ ForwardCall draw_decode(Random& random) {
 }
 
 int64_t test_decode(const Settings& settings, Arena& arena) {
-  Checker decode("recurrent, cuda_decode", settings, arena);
+  Checker decode("recurrent, cuda_decode", settings, arena, "cuda_decode");
   for_each_case(settings, settings.cases, draw_decode, [&](const std::string& what, const ForwardCall& call) {
     decode.check(what, call, "cuda_decode", "cuda_reference", FLASH_QLA_CUDA);
   });
@@ -94,7 +97,7 @@ int64_t test_decode(const Settings& settings, Arena& arena) {
 
 // NaN in one sequence: the others must not see it, and it must stand where the oracle has it.
 int64_t test_nan(const Settings& settings, Arena& arena) {
-  Checker checker("NaN stays in its sequence", settings, arena);
+  Checker checker("NaN stays in its sequence", settings, arena, "cuda_generic");
   Random random(7);
   Shape s;
   s.T = 200;
@@ -123,7 +126,7 @@ int64_t test_nan(const Settings& settings, Arena& arena) {
 // A sequence's bits depend on nothing but the sequence: not on what else is in the batch, nor on where it is cut.
 int64_t test_invariance(const Settings& settings, Arena& arena, const char* path, int64_t V,
                         const std::vector<int64_t>& cuts) {
-  Checker checker(std::string("bits depend on the sequence alone, ") + path, settings, arena);
+  Checker checker(std::string("bits depend on the sequence alone, ") + path, settings, arena, path);
   Random random(13);
   Shape s;
   s.dtype = DType::kBFloat16;
@@ -139,12 +142,7 @@ int64_t test_invariance(const Settings& settings, Arena& arena, const char* path
   ForwardCall batch;
   batch.draw(s, f, PoolFeatures{}, false, random);
   ForwardCall whole = batch;
-  const auto run = [&](ForwardCall& call) {
-    checker.count();
-    const std::string error = run_call(call, path, FLASH_QLA_CUDA, arena);
-    if (!error.empty()) checker.fail("forward", path, error);
-  };
-  run(whole);
+  checker.run("batch", whole, path);
   // Tokens [begin, end) of the batch as a call of their own, from `state`.
   const auto part = [&](int64_t begin, int64_t end, Buffer state) {
     ForwardCall call = batch;
@@ -156,7 +154,7 @@ int64_t test_invariance(const Settings& settings, Arena& arena, const char* path
     call.in.cu_seqlens = Buffer();
     call.in.initial_state = state;
     call.final_state = batch.final_state.slice(0, 0, 1);
-    run(call);
+    checker.run("forward", call, path);
     return call;
   };
   // The third sequence alone, and cut.
@@ -180,123 +178,8 @@ bool on_hopper() {
   return major == 9;
 }
 
-// The Hopper backward against the oracle: every option, layout and length.
-int64_t test_sm90_backward(const Settings& settings, Arena& arena) {
-  Checker checker("backward, sm90", settings, arena);
-  const auto draw = [&](Random& r) {
-    const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
-    Shape s;
-    do {
-      s = draw_shape(type, settings.longest(), 256 * 256, r);
-    } while (tokens_of(s) == 0);
-    s.K = s.V = 128;
-    Features f = draw_features(type, r);
-    // Without a state before it a lone token's decay acts on nothing: its gradient is the rounding of terms that
-    // cancel.
-    f.initial_state = true;
-    f.force_intra_cp = r.chance(0.3);
-    BackwardCall call;
-    call.draw(s, f, f.g && !f.gate && r.chance(0.3), r.chance(0.9), r.chance(0.5), r);
-    if (r.chance(0.3)) {
-      for (auto [name, buffer] : call.outputs()) {
-        if (r.chance(0.5) && !(f.gate && name == "dg")) *buffer = Buffer();  // a gate's dg measures dA_log's terms
-      }
-    }
-    return call;
-  };
-  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
-    // A few tokens as the library takes them: perhaps not by this path.
-    const bool few = tokens_of(call.in.shape) <= (call.in.features.force_intra_cp ? 128 : 256);
-    checker.check(what, call, few ? nullptr : "sm90", "cuda_reference", FLASH_QLA_CUDA);
-  });
-  return checker.finish();
-}
-
-// Chunk slots are bounded by tokens / 64 + sequences, so these heads together would take 2 GB of scratch: they go in
-// two halves, of which the first is the larger.
-int64_t test_sm90_head_halves(const Settings& settings, Arena& arena) {
-  Checker checker("heads in halves, sm90", settings, arena);
-  Random random(17);
-  Shape s;
-  s.dtype = DType::kBFloat16;
-  s.Hq = 3;
-  s.Hv = 96;
-  s.K = s.V = 128;
-  s.T = 750;
-  for (int64_t t = 0; t <= s.T; t += 3) s.cu_seqlens.push_back(t);
-  for (const bool options : {false, true}) {
-    Features f;
-    f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
-    BackwardCall call;
-    call.draw(s, f, false, true, false, random);
-    checker.check(options ? "all options" : "no options", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
-  }
-  return checker.finish();
-}
-
-// One sequence whose heads nearly fill the card: the serial passes then make what other calls leave to kernels of their
-// own (docs/design/sm90_backward.md).
-int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
-  Checker checker("one sequence of many heads, sm90", settings, arena);
-  Random random(29);
-  Shape s;
-  // Few enough for the oracle's scratch, 8 MB a head, to fit into a small run's memory.
-  s.Hq = settings.small ? 13 : 16;
-  s.Hv = 2 * s.Hq;
-  s.K = s.V = 128;
-  s.T = settings.small ? 129 : 321;
-  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-    for (const bool options : {false, true}) {
-      s.dtype = type;
-      Features f;
-      f.initial_state = !options;
-      f.l2norm = f.gate = f.dt_bias = f.sigmoid = options;
-      BackwardCall call;
-      call.draw(s, f, !options, true, !options, random);
-      checker.check(options ? "all options" : "cumsum and states", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
-    }
-  }
-  return checker.finish();
-}
-
-// Packed sequences, empty ones among them, so many (more than 726 blocks of one half) and so short that a block of the
-// serial passes goes on from one to another (docs/design/sm90_backward.md), and dense ones, fewer, of which a block
-// takes both halves of V.
-int64_t test_sm90_many_sequences(const Settings& settings, Arena& arena) {
-  Checker checker("backward of many sequences, sm90", settings, arena);
-  Random random(37);
-  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-    for (const bool packed : {true, false}) {
-      Shape s;
-      s.dtype = type;
-      s.K = s.V = 128;
-      if (packed) {
-        s.Hq = 2;
-        s.Hv = 8;
-        s.cu_seqlens = {0};
-        for (int n = 0; n < 24; ++n) {
-          const int64_t most = settings.small ? 70 : 400;
-          s.cu_seqlens.push_back(s.cu_seqlens.back() + (random.chance(0.2) ? 0 : random.integer(1, most)));
-        }
-        s.T = s.cu_seqlens.back() + 7;
-      } else {
-        s.Hq = s.Hv = 4;
-        s.B = 10;
-        s.T = settings.small ? 70 : 333;
-      }
-      Features f;
-      f.initial_state = true;
-      f.l2norm = f.sigmoid = !packed;
-      BackwardCall call;
-      call.draw(s, f, packed, true, true, random);
-      checker.check(packed ? "packed" : "dense", call, "sm90", "cuda_reference", FLASH_QLA_CUDA);
-    }
-  }
-  return checker.finish();
-}
-
 int64_t test_large(const Settings& settings, Arena& arena) {
-  Checker checker("large", settings, arena);
+  Checker checker("large", settings, arena, "cuda_generic");
   Random random(11);
   const auto both = [&](const char* what, const Shape& s, Features f) {
     f.initial_state = f.final_state = true;
@@ -348,8 +231,18 @@ int64_t test_large(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+// Which kernels these are: the record of a tool's runs says so (tools/sanitizer_page.py).
+#if defined(FLASH_QLA_RACECHECK)
+constexpr const char* kBuild = "FLASH_QLA_RACECHECK";
+#elif defined(FLASH_QLA_JITTER)
+constexpr const char* kBuild = "FLASH_QLA_JITTER";
+#else
+constexpr const char* kBuild = "plain";
+#endif
+
 int run(const Settings& settings) {
   if (settings.kernels) {
+    std::printf("build: %s\n", kBuild);
     for (const std::string& name : kernels_of_the_program()) std::printf("the program has %s\n", name.c_str());
   }
   int devices = 0;
@@ -401,7 +294,8 @@ int run(const Settings& settings) {
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},
       {"sm90 split, soak", true, [&] { return test_sm90_split_soak(settings, arena); }},
       {"sm90 lengths first", true, [&] { return with_room(test_sm90_lengths_first); }},
-      {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena); }},
+      {"sm90 backward, drawn", true, [&] { return test_sm90_backward(settings, arena, false); }},
+      {"sm90 backward, drawn, few tokens", true, [&] { return test_sm90_backward(settings, arena, true); }},
       {"sm90 backward, segments", true, [&] { return test_sm90_segments(settings, arena); }},
       {"sm90 backward, stale memory", true, [&] { return as_asked(test_sm90_backward_stale); }},
       {"sm90 backward, runs", true, [&] { return test_sm90_runs(settings, arena); }},
@@ -413,6 +307,9 @@ int run(const Settings& settings) {
     groups.push_back({"sm90 forward, large", true, [&] { return test_sm90_large(settings, arena); }});
     groups.push_back({"large", false, [&] { return test_large(settings, arena); }});
   }
+  // Last: a call that leads out of bounds ends the program.
+  groups.push_back({"malformed, other sizes", false, [&] { return test_malformed_generic(settings, arena); }});
+  groups.push_back({"malformed, sm90", true, [&] { return test_malformed(settings, arena); }});
   std::set<std::string> told;
   const bool hopper = on_hopper();
   int64_t failures = 0, done = 0;

@@ -69,7 +69,6 @@ enum class Writer { kKernel, kKernelThatLetsNextStart, kCopies };
 template <class Call>
 void check_orders(const char* name, Call& call, const char* path, const std::vector<int64_t>& stale, Checker& checker,
                   Arena& arena) {
-  checker.count();
   arena.reset();
   cudaStream_t stream, side;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -78,6 +77,7 @@ void check_orders(const char* name, Call& call, const char* path, const std::vec
   check_cuda(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming), "cudaEventCreate");
   check_cuda(cudaEventCreateWithFlags(&join, cudaEventDisableTiming), "cudaEventCreate");
   RepeatedCall<Call> repeated(call, arena, path);
+  checker.count(path_of(call, repeated.arguments()));
   const std::vector<char*> quiet = repeated.take_results(arena);
   Readings readings;
   for (const Reading& r : repeated.take_inputs(arena)) readings.list[readings.count++] = r;

@@ -234,10 +234,8 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
                        Checker& checker, Arena& arena) {
   arena.reset();
   UnequalCall<T> call(size, arena);
-  char text[8192] = "";
-  const Status status = flash_qla_chunk_forward_explain(&call.arguments(), text, sizeof(text));
-  if (!status.ok() || !call.status().ok()) checker.fail(name, "sm90", "refused");
-  if (std::string(text).find("unequal length") == std::string::npos) {
+  if (!call.status().ok()) checker.fail(name, "sm90", call.status().message());
+  if (explained(ForwardCall(), call.arguments()).find("unequal length") == std::string::npos) {
     checker.fail(name, "sm90", "lengths are not asked for first");
   }
   // One long sequence beside short ones, the same in another order, equal ones, the short ones alone, nothing at all.
@@ -262,7 +260,7 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
   std::vector<typename UnequalCall<T>::Results> first;
   std::set<bool> ways;
   for (size_t i = 0; i < lengths.size(); ++i) {
-    checker.count();
+    checker.count(path_of(ForwardCall(), call.arguments()));
     ways.insert(cuts_pay(lengths[i], size.tokens, size.Hq, size.Hv));
     patterns.push_back(call.pattern(lengths[i], static_cast<int>(i)));
     call.set(patterns[i], stream);
@@ -314,7 +312,7 @@ void test_unequal_call(const char* name, const typename UnequalCall<T>::Size& si
 
 // Heads for tiles of whole heads and, where all lengths are equal, for tiles of half heads.
 inline int64_t test_sm90_lengths_first(const Settings& settings, Arena& arena) {
-  Checker checker("lengths first, sm90", settings, arena);
+  Checker checker("lengths first, sm90", settings, arena, "sm90");
   test_unequal_call<__nv_bfloat16>("two sequences, 48 heads", {2, 2, 48, 29696}, settings, checker, arena);
   test_unequal_call<__half>("three sequences, 32 heads, fp16", {3, 2, 32, 45056}, settings, checker, arena);
   if (!settings.small) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm90_forward_tests.cuh"
+#include "sm90_repeat_tests.cuh"
 
 namespace flash_qla::testing {
 
@@ -32,18 +33,15 @@ inline void part_gates(Buffer& g, int64_t every, Random& random) {
 
 // Fails unless explain() says that the call's split is planned on the device.
 inline void expect_plan(const std::string& what, const ForwardCall& call, Checker& checker) {
-  const ForwardArguments args = arguments_for_sm90(call);
-  char text[8192] = "";
-  const Status status = flash_qla_chunk_forward_explain(&args, text, sizeof(text));
-  if (!status.ok()) checker.fail(what, "sm90", status.message());
-  if (std::string(text).find("split: planned") == std::string::npos) checker.fail(what, "sm90", "no split is planned");
+  const std::string text = explained(call, arguments_for_sm90(call));
+  if (text.find("split: planned") == std::string::npos) checker.fail(what, "sm90", "no split is planned: " + text);
 }
 
-// The sequence split against the oracle: cut wherever it is possible, every option, pools with rows that are skipped,
-// checkpoints, h, A and the cumsum. Thousands of tokens with beta up to 2 and no decay take bf16 past its bounds, whole
-// or split: there the split is held to the whole.
+// The sequence split against the oracle and against the same call without a cut: cut wherever it is possible, every
+// option, pools with rows that are skipped, checkpoints, h, A and the cumsum. Thousands of tokens with beta up to 2 and
+// no decay take bf16 past its bounds, whole or split.
 inline int64_t test_sm90_split(const Settings& settings, Arena& arena) {
-  Checker checker("sequence split, sm90", settings, arena);
+  Checker checker("sequence split, sm90", settings, arena, "sm90");
   const auto draw = [&](Random& r) {
     static const std::vector<int64_t> kLengths = {256, 300, 640, 1000, 1537, 2100};
     const DType type = r.chance(0.5) ? DType::kBFloat16 : DType::kFloat16;
@@ -77,7 +75,8 @@ inline int64_t test_sm90_split(const Settings& settings, Arena& arena) {
                   ForwardCall whole = call;
                   whole.in.features.cp_mode = FLASH_QLA_CP_OFF;
                   whole.in.features.force_intra_cp = false;
-                  checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA, 0.0, &whole);
+                  checker.check(what, call, "sm90", "cuda_reference", FLASH_QLA_CUDA,
+                                {.plain = &whole, .emulation = true});
                 });
   if (2 * taken < drawn) checker.fail("can_implement", "sm90", "takes too few calls");
   return checker.finish();
@@ -125,7 +124,7 @@ struct SplitCase {
 
 // A thousand runs of split calls.
 inline int64_t test_sm90_split_repeat(const Settings& settings, Arena& arena) {
-  Checker checker("a thousand runs, sequence split, sm90", settings, arena);
+  Checker checker("a thousand runs, sequence split, sm90", settings, arena, "sm90");
   const std::vector<int64_t> mixed = {1500, 0, 300, 2049, 64, 700};
   const std::vector<SplitCase> cases = {
       {"one long sequence", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false},
@@ -156,8 +155,7 @@ inline int64_t test_sm90_split_repeat(const Settings& settings, Arena& arena) {
     expect_plan(cases[i].name, call, checker);
     ForwardCall whole = call;
     whole.in.features.cp_mode = FLASH_QLA_CP_OFF;
-    checker.check(cases[i].name, call, "sm90", "cuda_reference", FLASH_QLA_CUDA, 0.0,
-                  cases[i].undecayed ? &whole : nullptr);
+    checker.check(cases[i].name, call, "sm90", "cuda_reference", FLASH_QLA_CUDA, {.plain = &whole});
     repeat_call(cases[i].name, call, settings.small ? 8 : 1000, random, checker, arena);
   }
   return checker.finish();
@@ -167,7 +165,7 @@ inline int64_t test_sm90_split_repeat(const Settings& settings, Arena& arena) {
 // boundaries need transitions and how many tiles there are. The results of each pattern are compared with the oracle
 // once, and bit by bit in each replay.
 inline int64_t test_sm90_split_soak(const Settings& settings, Arena& arena) {
-  Checker checker("graph replays with changing lengths and gates, sequence split, sm90", settings, arena);
+  Checker checker("graph replays with changing lengths and gates, sequence split, sm90", settings, arena, "sm90");
   cudaStream_t stream;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   const auto one_long = [](int64_t N) {
@@ -229,7 +227,7 @@ inline int64_t test_sm90_split_soak(const Settings& settings, Arena& arena) {
 
 // With a split a head's error is at most 1.1 times what it is without (docs/numerics.md).
 inline int64_t test_sm90_split_error(const Settings& settings, Arena& arena) {
-  Checker checker("error with and without a split, sm90", settings, arena);
+  Checker checker("error with and without a split, sm90", settings, arena, "sm90");
   const std::vector<SplitCase> cases = {
       {"one sequence", 2, 8, {8192}, FLASH_QLA_CP_AUTO, false},
       {"three", 1, 4, {9000, 300, 5000}, FLASH_QLA_CP_AUTO, false},
@@ -241,11 +239,11 @@ inline int64_t test_sm90_split_error(const Settings& settings, Arena& arena) {
     Random random(80 + c);
     ForwardCall split = cases[c].draw(random);
     expect_plan(cases[c].name, split, checker);
-    checker.count();
     ForwardCall whole = split, expected = split;
     whole.in.features.cp_mode = FLASH_QLA_CP_OFF;
+    checker.run(cases[c].name, split, "sm90");
     for (const auto& [call, path] :
-         {std::pair<ForwardCall*, const char*>{&split, "sm90"}, {&whole, "sm90"}, {&expected, "cuda_reference"}}) {
+         {std::pair<ForwardCall*, const char*>{&whole, "sm90"}, {&expected, "cuda_reference"}}) {
       const std::string error = run_call(*call, path, FLASH_QLA_CUDA, arena);
       if (!error.empty()) checker.fail(cases[c].name, path, error);
     }

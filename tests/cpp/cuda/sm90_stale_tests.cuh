@@ -76,7 +76,6 @@ constexpr int kStaleRuns = 24;  // over each of kStale: 120 in all find what is 
 template <class Call>
 void repeat_over_stale(const std::string& what, Call& call, const Settings& settings, Checker& checker, Arena& arena,
                        bool even = false, bool joint = false) {
-  checker.count();
   // A small run is one under a tool: should it not end, its log says where it was.
   if (settings.small) {
     std::printf("%s\n", what.c_str());
@@ -84,6 +83,7 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
   }
   arena.reset();
   RepeatedCall<Call> repeated(call, arena);
+  checker.count(path_of(call, repeated.arguments()));
   if (call.in.shape.dtype == DType::kFloat16) {
     draw_on_device<__half>(call);
   } else {
@@ -186,7 +186,7 @@ struct StaleCase {
 };
 
 inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
-  Checker checker("forward over stale memory, sm90", settings, arena);
+  Checker checker("forward over stale memory, sm90", settings, arena, "sm90");
   forget_launches();
   Features states;
   states.drawn_on_device = states.initial_state = states.final_state = true;
@@ -296,7 +296,7 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
 }
 
 inline int64_t test_sm90_backward_stale(const Settings& settings, Arena& arena) {
-  Checker checker("backward over stale memory, sm90", settings, arena);
+  Checker checker("backward over stale memory, sm90", settings, arena, "sm90");
   forget_launches();
   Features whole;
   whole.drawn_on_device = whole.initial_state = true;

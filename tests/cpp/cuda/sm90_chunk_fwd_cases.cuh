@@ -1,0 +1,294 @@
+// The calls that sm90_chunk_fwd_bench checks and times.
+#pragma once
+
+#include "sm90_chunk_fwd_problem.cuh"
+
+namespace flash_qla::cuda::sm90::bench {
+
+// The forms in which several SMs work on a head.
+inline constexpr std::pair<const char*, ChunkForwardVariant> kSharedForms[] = {{"split", ChunkForwardVariant::kSplitV},
+                                                                               {"relay", ChunkForwardVariant::kRelay}};
+
+inline std::vector<Case> check_cases() {
+  std::vector<Case> cases;
+  auto add = [&](const char* name, int hq, int hv, std::vector<int> lengths) -> Case& {
+    cases.push_back({});
+    Case& c = cases.back();
+    c.name = name, c.hq = hq, c.hv = hv, c.lengths = std::move(lengths);
+    return c;
+  };
+  add("1x64 no h0", 1, 1, {64}).h0 = false;
+  add("1x64", 1, 1, {64});
+  add("1x128", 1, 1, {128});
+  add("1x256", 1, 2, {256});
+  add("1x1024 dense", 2, 4, {1024}).dense = true;
+  add("2x192 dense", 2, 4, {192, 192}).dense = true;
+  add("mixed", 2, 8, {37, 300, 64, 129, 1});
+  add("mixed long", 2, 4, {1, 63, 64, 65, 127, 129, 300, 1000});
+  {
+    Case& c = add("zero lengths", 2, 4, {0, 70, 0, 0, 128, 0});
+    c.offsets_64 = true, c.padding = 77;
+  }
+  add("all empty", 2, 4, {0, 0, 0});
+  {
+    Case& c = add("v first, pool bf16", 2, 4, {100, 64, 257, 1, 63, 200, 128, 90});
+    c.v_first = true, c.pool = true, c.state_type = ElementType::kBFloat16;
+  }
+  {
+    Case& c = add("pool fp32", 2, 4, {100, 64, 257, 1, 63, 200, 128, 90});
+    c.pool = true;
+  }
+  add("g zero", 2, 4, {500}).gates = Gates::kZero;
+  add("g strong", 2, 8, {500, 129}).gates = Gates::kStrong;
+  add("g extreme", 2, 8, {500, 129}).gates = Gates::kExtreme;
+  add("correlated", 2, 8, {500, 129}).correlated = true;
+  {
+    Case& c = add("NaN neighbours", 2, 4, {100, 64, 30, 100, 129, 64, 1, 65});
+    c.poison_tail = true, c.padding = 40;
+  }
+  {
+    Case& c = add("many tiles", 4, 16, {});
+    for (int i = 0; i < 60; ++i) c.lengths.push_back((i * 37) % 400);
+  }
+  // Few enough sequences that blocks sort them, and deal their tiles (of 132 multiprocessors), or take tickets.
+  add("two tiles to a block", 4, 32, {0, 300, 1, 64, 129, 700, 65, 2}).padding = 33;
+  add("dealt, very unequal", 4, 32, {20, 130, 64, 0, 1500, 5, 300, 1, 70}).padding = 3;
+  for (const bool unequal : {false, true}) {
+    Case& c = add(unequal ? "sorted, tickets, very unequal" : "sorted, tickets", 4, 32, {});
+    for (int i = 0; i < 31; ++i) c.lengths.push_back(unequal && i == 7 ? 2000 : (i * 53) % 300);
+    c.padding = 5;
+  }
+  // Initial states that come ahead of their tiles beside tiles without any, of one chunk and of more, in turns.
+  for (const bool v_first : {false, true}) {
+    Case& c = add(v_first ? "some from zero, v first" : "some from zero", 4, 32, {});
+    for (int i = 0; i < 27; ++i) c.lengths.push_back(i % 2 ? 1 + (i * 37) % 64 : (i * 53) % 300);
+    c.some_from_zero = true, c.v_first = v_first;
+  }
+  add("fp16 mixed", 2, 8, {37, 300, 64, 129, 1}).half = true;
+  // The same where a sequence's bits may depend on the batch: another kernel.
+  for (size_t i = 0, whole = cases.size(); i < whole; ++i) {
+    for (const bool half : {false, true}) {
+      Case c = cases[i];
+      if (half && c.half) continue;
+      c.name = (half ? "any bits, fp16, " : "any bits, ") + c.name;
+      c.half |= half, c.split = SplitMode::kAuto, c.variant = ChunkForwardVariant::kWholeHead;
+      cases.push_back(c);
+      // Kernels of their own as well.
+      const std::string name = c.name;
+      c.name = name + ", A", c.save_a = true;
+      cases.push_back(c);
+      c.name = name + ", A and h", c.save_a = false, c.save = true;
+      cases.push_back(c);
+    }
+    // And with each number of SMs to a head.
+    for (const auto& [form, variant] : kSharedForms) {
+      Case c = cases[i];
+      c.name = form + (", " + c.name);
+      c.variant = variant;
+      cases.push_back(c);
+    }
+  }
+  for (const auto& [form, variant] : kSharedForms) {
+    const std::string name = form;
+    add((name + " mixed").c_str(), 2, 8, {37, 300, 64, 129, 1, 500}).variant = variant;
+    {
+      Case& c = add((name + " NaN, v first").c_str(), 2, 4, {100, 64, 30, 100, 129, 64, 1, 65});
+      c.variant = variant, c.poison_tail = true, c.v_first = true, c.padding = 9;
+    }
+    {
+      Case& c = add(("save, v first, " + name).c_str(), 2, 8, {37, 300, 64, 129, 1});
+      c.save = true, c.v_first = true, c.variant = variant;
+    }
+    {
+      Case& c = add(("fp16 save, " + name).c_str(), 2, 8, {37, 300, 64, 129, 1});
+      c.save = true, c.half = true, c.variant = variant;
+    }
+  }
+  {
+    Case& c = add("save", 2, 8, {37, 300, 64, 129, 1});
+    c.save = true;
+  }
+  for (SplitMode mode : {SplitMode::kAuto, SplitMode::kInvariant}) {
+    const std::string name = mode == SplitMode::kAuto ? "cut, " : "cut by length, ";
+    auto add_cut = [&](const char* what, int hq, int hv, std::vector<int> lengths) -> Case& {
+      Case& c = add((name + what).c_str(), hq, hv, std::move(lengths));
+      c.split = mode, c.force_split = true;
+      return c;
+    };
+    add_cut("1x2048", 2, 8, {2048});
+    add_cut("1x2048 g zero", 2, 8, {2048}).gates = Gates::kZero;
+    add_cut("1x4096 dense", 2, 4, {4096}).dense = true;
+    add_cut("2x1000 dense", 2, 4, {1000, 1000}).dense = true;
+    add_cut("mixed gates", 2, 8, {9000, 300, 5000}).gates = Gates::kMixed;
+    add_cut("decay", 2, 8, {9000, 300, 5000}).gates = Gates::kDecay;
+    add_cut("strong", 2, 8, {3000, 129}).gates = Gates::kStrong;
+    add_cut("extreme", 2, 8, {3000, 129}).gates = Gates::kExtreme;
+    add_cut("fp16", 2, 8, {2037, 300, 64, 1290, 1}).half = true;
+    add_cut("no h0", 2, 8, {2037, 300, 64, 1290, 1}).h0 = false;
+    {
+      Case& c = add_cut("zero lengths, padding", 2, 4, {0, 700, 0, 0, 1280, 0});
+      c.offsets_64 = true, c.padding = 777;
+    }
+    add_cut("all empty", 2, 4, {0, 0, 0});
+    {
+      Case& c = add_cut("v first, pool bf16", 2, 4, {1000, 640, 257, 1, 63, 2000, 128, 900});
+      c.v_first = true, c.pool = true, c.state_type = ElementType::kBFloat16;
+    }
+    {
+      Case& c = add_cut("NaN neighbours", 2, 4, {1000, 640, 300, 1000, 1290, 64, 1, 650});
+      c.poison_tail = true, c.padding = 40;
+    }
+    for (const auto& [form, variant] : kSharedForms) {
+      Case& c = add_cut((std::string(form) + ", v first").c_str(), 2, 4, {1000, 640, 300, 1});
+      c.v_first = true, c.variant = variant;
+    }
+    add_cut("save", 2, 8, {2037, 300, 64, 1290, 1}).save = true;
+    add_cut("many", 4, 16, {}).lengths.assign(60, 333);
+  }
+  for (auto [name, lengths] : {std::pair<const char*, std::vector<int>>{"auto 1x8192", {8192}},
+                               {"auto long and short", {64, 9000, 300, 1, 0, 5000}},
+                               {"auto 20 equal", std::vector<int>(20, 500)}}) {
+    Case& c = add(name, 2, 8, lengths);
+    c.split = SplitMode::kAuto;
+  }
+  // Lengths are looked at first: uncut, with a poisoned tail behind them, and cut.
+  for (auto [name, lengths] : {std::pair<const char*, std::vector<int>>{"asked 2x16384", {16384, 16384}},
+                               {"asked 28672+4096", {28672, 4096}}}) {
+    Case& c = add(name, 8, 24, lengths);
+    c.split = SplitMode::kAuto, c.padding = 77;
+  }
+  {
+    Case& c = add("scale 0", 2, 2, {200});
+    c.scale = 0.0f;
+  }
+  return cases;
+}
+
+// The rows of docs/design/sequence_split.md.
+inline std::vector<Case> split_cases() {
+  struct Row {
+    int hq, hv;
+    std::vector<int> lengths;
+    double bar;
+    Gates gates;
+  };
+  const Gates b = Gates::kBenchmark;
+  const Row rows[] = {{2, 8, {32768}, 0.140, b},
+                      {2, 8, {8192}, 0.065, b},
+                      {2, 8, {2048}, 0.040, b},
+                      {4, 16, {32768}, 0.25, b},
+                      {4, 16, {8192}, 0.090, b},
+                      {8, 24, {32768}, 0.37, b},
+                      {8, 32, {32768}, 0.47, b},
+                      {8, 32, {8192}, 0.145, b},
+                      {8, 32, {2048}, 0.060, b},
+                      {16, 48, {32768}, 0.65, b},
+                      {16, 48, {8192, 8192, 8192, 8192}, 0.50, b},
+                      {16, 64, {32768}, 0.80, b},
+                      {16, 64, {28672, 4096}, 0.80, b},
+                      {2, 8, {32768}, 0.194, Gates::kZero},
+                      {8, 32, {32768}, 0.638, Gates::kZero},
+                      {8, 32, {16384}, 0.0, Gates::kZero},
+                      {8, 32, {8192}, 0.0, Gates::kZero},
+                      {16, 32, {32768}, 0.0, Gates::kZero},
+                      {16, 32, {8192}, 0.0, Gates::kZero},
+                      {2, 8, {4096}, 0.0, Gates::kZero},
+                      {2, 8, {8192}, 0.0, Gates::kZero},
+                      {2, 8, {16384}, 0.0, Gates::kZero},
+                      {4, 16, {8192}, 0.0, Gates::kZero},
+                      {4, 16, {16384}, 0.0, Gates::kZero},
+                      {4, 16, {32768}, 0.0, Gates::kZero},
+                      {16, 16, {8192}, 0.0, Gates::kZero},
+                      {16, 16, {16384}, 0.0, Gates::kZero},
+                      {8, 24, {32768}, 0.0, Gates::kZero},
+                      {8, 24, {16384}, 0.0, Gates::kZero},
+                      {4, 16, {4096}, 0.0, Gates::kZero},
+                      {8, 24, {8192}, 0.0, Gates::kZero},
+                      {2, 8, {4096, 4096}, 0.0, Gates::kZero},
+                      {2, 8, {8192}, 0.0, Gates::kDecay},
+                      {4, 16, {4096}, 0.0, Gates::kDecay},
+                      {8, 24, {8192}, 0.0, Gates::kDecay},
+                      {4, 16, {8192}, 0.0, Gates::kDecay},
+                      {4, 16, {32768}, 0.0, Gates::kDecay},
+                      {16, 16, {8192}, 0.0, Gates::kDecay},
+                      {2, 8, {32768}, 0.0, Gates::kDecay},
+                      {8, 32, {32768}, 0.0, Gates::kDecay},
+                      // No bar of their own: the best peer that was recorded.
+                      {2, 8, {4096}, 0.078, b},
+                      {2, 8, {4096, 4096}, 0.112, b},
+                      {4, 16, {16384}, 0.230, b},
+                      {4, 16, {4096}, 0.106, b},
+                      {4, 16, {1024, 7168}, 0.149, b},
+                      {16, 16, {8192}, 0.152, b},
+                      {16, 16, {4096}, 0.109, b},
+                      {8, 24, {4096}, 0.131, b},
+                      {8, 24, {12288, 4096}, 0.339, b},
+                      {8, 24, {1024, 7168}, 0.211, b},
+                      {8, 32, {28672, 4096}, 0.743, b},
+                      {16, 32, {4096, 28672}, 0.775, b},
+                      {32, 32, {8192}, 0.238, b},
+                      {4, 16, {2048}, 0.080, b},
+                      {8, 32, {4096}, 0.141, b},
+                      {16, 48, {8192}, 0.355, b},
+                      {16, 32, {12288, 4096}, 0.401, b},
+                      {16, 48, {28672, 4096}, 1.249, b},
+                      {16, 48, {16384}, 0.656, b},
+                      {8, 24, {16384, 16384}, 0.598, b},
+                      {8, 24, {28672, 4096}, 0.603, b},
+                      // Where a split has little or nothing to give.
+                      {8, 24, std::vector<int>(4, 2048), 0.098, b},
+                      {4, 16, std::vector<int>(8, 1024), 0.058, b},
+                      {4, 16, {12288, 4096}, 0.0, b},
+                      {4, 16, {8192, 8192}, 0.0, b},
+                      {4, 16, {16384, 16384}, 0.0, b},
+                      {16, 48, {16384, 16384}, 0.0, b},
+                      {16, 48, std::vector<int>(8, 4096), 0.0, b},
+                      {8, 24, std::vector<int>(8, 4096), 0.0, b},
+                      {8, 32, {16384}, 0.0, b},
+                      {8, 24, {8192}, 0.0, b},
+                      {8, 32, {16384, 16384}, 0.0, b},
+                      {8, 32, {4096, 4096}, 0.0, b},
+                      {16, 64, {8192, 8192, 8192, 8192}, 0.0, b},
+                      {16, 64, std::vector<int>(8, 1024), 0.0, b},
+                      {8, 32, {8192, 8192, 8192, 8192}, 0.0, b},
+                      {8, 32, std::vector<int>(8, 1024), 0.0, b},
+                      {2, 8, std::vector<int>(8, 1024), 0.0, b}};
+  std::vector<Case> cases;
+  for (const Row& r : rows) {
+    Case c;
+    c.name = std::to_string(r.hq) + "/" + std::to_string(r.hv) + " ";
+    const bool equal =
+        std::count(r.lengths.begin(), r.lengths.end(), r.lengths[0]) == static_cast<int>(r.lengths.size());
+    if (equal) c.name += std::to_string(r.lengths.size()) + "x" + std::to_string(r.lengths[0]);
+    for (size_t i = 0; !equal && i < r.lengths.size(); ++i) c.name += (i > 0 ? "+" : "") + std::to_string(r.lengths[i]);
+    if (r.gates == Gates::kZero) c.name += " g zero";
+    if (r.gates == Gates::kDecay) c.name += " all decay";
+    c.hq = r.hq, c.hv = r.hv, c.bar_ms = r.bar, c.lengths = r.lengths, c.gates = r.gates;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+inline std::vector<Case> time_cases() {
+  struct Row {
+    int hq, hv, n, length;
+    double bar;
+  };
+  const Row rows[] = {{16, 64, 4, 8192, 0.58},  {16, 64, 8, 4096, 0.60},  {16, 64, 4, 2048, 0.155},
+                      {16, 64, 8, 1024, 0.158}, {16, 64, 1, 32768, 0.95}, {16, 64, 1, 8192, 0.26},
+                      {16, 48, 8, 4096, 0.46},  {8, 32, 4, 8192, 0.295},  {8, 32, 8, 4096, 0.30},
+                      {8, 32, 4, 2048, 0.084},  {8, 32, 8, 1024, 0.086},  {8, 24, 4, 2048, 0.083},
+                      {16, 16, 4, 8192, 0.26},  {4, 16, 8, 1024, 0.047},  {2, 8, 8, 1024, 0.042}};
+  std::vector<Case> cases;
+  for (const Row& r : rows) {
+    Case c;
+    c.name =
+        std::to_string(r.hq) + "/" + std::to_string(r.hv) + " " + std::to_string(r.n) + "x" + std::to_string(r.length);
+    c.hq = r.hq, c.hv = r.hv, c.bar_ms = r.bar;
+    c.lengths.assign(r.n, r.length);
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+}  // namespace flash_qla::cuda::sm90::bench

@@ -1,0 +1,329 @@
+// A model of the sequence split on the host: drawn lengths, gates and cards, the plan that the planner makes of them,
+// and what the kernels make of the plan. A chunk is modelled by an affine map x -> a x + b over a prime field, so that
+// "computed exactly once, from the right state" is an equality: a chunk whose decay lets a start state be left out has
+// a = 0, every other one has a != 0.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "cuda/sm90/chunk_fwd/split_plan.h"
+
+namespace flash_qla::cuda::sm90 {
+
+inline constexpr uint64_t kPrime = 2147483647;
+
+struct Map {
+  uint64_t a, b;
+};
+
+struct Batch {
+  SplitMode mode = SplitMode::kAuto;
+  bool forced = false;
+  bool uncut_shared = false;
+  bool finer = false;     // the finest grid that lengths known beforehand may get
+  bool in_place = false;  // final states overwrite initial ones
+  uint32_t order = 0;     // seed of the order in which free and dependent tiles are taken
+  int32_t sms = 132, heads = 1;
+  int64_t tokens = 0;  // rows of the tensors, padding included
+  std::vector<PlannedSequence> sequences;
+  std::vector<std::vector<Map>> maps;     // [sequence * heads + head][chunk]
+  std::vector<std::vector<float>> decay;  // the same; NaN among them
+
+  int32_t chunks(size_t s) const { return chunks_in(sequences[s].length); }
+  LengthSummary summary() const {
+    LengthSummary lengths;
+    for (size_t s = 0; s < sequences.size(); ++s) {
+      lengths.chunks += chunks(s);
+      lengths.sequences += sequences[s].length > 0;
+      lengths.longest = std::max(lengths.longest, chunks(s));
+    }
+    return lengths;
+  }
+};
+
+// All of a batch but its sequences and what is in them.
+inline Batch draw_options(std::mt19937& random) {
+  auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
+  Batch batch;
+  batch.mode = below(4) == 0 ? SplitMode::kInvariant : SplitMode::kAuto;
+  batch.forced = below(3) == 0;
+  batch.in_place = below(2) == 0;
+  batch.order = static_cast<uint32_t>(random());
+  batch.uncut_shared = below(2) == 0;
+  batch.finer = below(2) == 0;
+  batch.sms = 1 + below(16) * (1 + below(9));
+  batch.heads = 1 + below(5);
+  return batch;
+}
+
+inline void draw_chunks(std::mt19937& random, Batch* batch) {
+  auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
+  for (size_t s = 0; s < batch->sequences.size(); ++s) {
+    for (int32_t head = 0; head < batch->heads; ++head) {
+      const int32_t kind = below(4);  // nothing decays; everything does; runs of both; rarely
+      std::vector<Map> maps;
+      std::vector<float> decay;
+      for (int32_t c = 0; c < batch->chunks(s); ++c) {
+        const bool forgets = kind == 1 || (kind == 2 && (c / 16) % 2 == 0) || (kind == 3 && below(12) == 0);
+        const bool broken = below(200) == 0;
+        maps.push_back({forgets && !broken ? 0 : 1 + random() % (kPrime - 1), random() % kPrime});
+        decay.push_back(broken ? std::numeric_limits<float>::quiet_NaN() : forgets ? -20.0f : 0.05f);
+      }
+      batch->maps.push_back(maps);
+      batch->decay.push_back(decay);
+    }
+  }
+}
+
+inline Batch draw(std::mt19937& random) {
+  auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
+  Batch batch = draw_options(random);
+  const int32_t n = below(6);
+  const int32_t longest = 1 << below(14);
+  int32_t chunk = 0;
+  for (int32_t i = 0; i < n; ++i) {
+    const int32_t length = below(4) == 0 ? 0 : 1 + below(longest);
+    batch.sequences.push_back({static_cast<int32_t>(batch.tokens), length, i, chunk});
+    batch.tokens += length;
+    chunk += chunks_in(length);
+  }
+  batch.tokens += below(3) == 0 ? below(200) : 0;
+  draw_chunks(random, &batch);
+  return batch;
+}
+
+struct Plan {
+  SplitGrid grid;
+  SplitCapacity capacity;
+  SplitMerge merge;
+  std::vector<Tile> state_tiles, output_tiles;  // in the order of their tickets
+  std::vector<TransitionChain> chains;
+  std::vector<uint8_t> warmups;  // [boundary][head]
+};
+
+// Emits the segments of one sequence and head in rounds, as a warp does.
+template <typename Warmups, typename Sink>
+void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
+  SegmentCarry carry;
+  for (int32_t base = 1; base <= plan.cuts.pieces; base += 32) {
+    SegmentRound round;
+    round.base = base;
+    for (int32_t lane = 0; lane < 32; ++lane) {
+      bool ends = false, heavy = false;
+      if (base + lane <= plan.cuts.pieces) plan.classify(base + lane, &ends, &heavy);
+      round.ends |= static_cast<uint32_t>(ends) << lane;
+      round.heavy |= static_cast<uint32_t>(heavy) << lane;
+    }
+    for (int32_t lane = 0; lane < 32; ++lane) {
+      if (round.ends >> lane & 1) plan.emit(round, carry, lane, sink);
+    }
+    plan.advance(round, &carry);
+  }
+}
+
+inline Plan make_plan(const Batch& batch) {
+  Plan plan;
+  plan.grid = choose_grid(batch.mode, batch.forced, batch.summary(), batch.heads, batch.sms, SplitCosts{});
+  if (batch.finer && batch.mode == SplitMode::kAuto && !batch.forced && plan.grid.spacing > 0) {
+    plan.grid.set_spacing(
+        std::max(spacing_of(batch.summary().chunks * batch.heads, kMostItemsPerSm * batch.sms), kMinSpacing));
+  }
+  plan.capacity = split_capacity(batch.mode, batch.forced, batch.tokens, static_cast<int32_t>(batch.sequences.size()),
+                                 batch.heads, batch.sms);
+  // Every boundary is classified; a number that two of them share would show here.
+  plan.warmups.assign(static_cast<size_t>(plan.capacity.slots), 255);
+  for (size_t s = 0; s < batch.sequences.size(); ++s) {
+    const CutSequence cuts(batch.sequences[s], plan.grid);
+    for (int32_t i = 1; i < cuts.pieces; ++i) {
+      const int32_t at = cuts.at(i), number = cuts.number(i, plan.grid);
+      EXPECT_GE(at - (i > 1 ? cuts.at(i - 1) : 0), plan.grid.spacing);
+      // Tokens before the first sequence are counted in the numbers, but not where the spacing is chosen.
+      EXPECT_TRUE(number <= plan.capacity.boundaries || batch.sequences[0].start > 0);
+      if (number >= plan.capacity.boundaries) continue;
+      for (size_t other = 0; other < batch.sequences.size(); ++other) {
+        EXPECT_EQ(CutSequence(batch.sequences[other], plan.grid).find(number, plan.grid), other == s ? i : 0);
+      }
+      for (int32_t head = 0; head < batch.heads; ++head) {
+        const std::vector<float>& decay = batch.decay[s * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
+        uint8_t& warmup = plan.warmups[static_cast<size_t>(number * batch.heads + head)];
+        EXPECT_EQ(warmup, 255);
+        warmup = static_cast<uint8_t>(warmup_chunks(at, warmup_limit(plan.grid), kDecayThreshold,
+                                                    [&](int32_t c) { return decay[static_cast<size_t>(c)]; }));
+      }
+    }
+  }
+  auto warmups_of = [&](int32_t head) {
+    return [&plan, &batch, head](int32_t number) {
+      return static_cast<int32_t>(plan.warmups[static_cast<size_t>(number * batch.heads + head)]);
+    };
+  };
+  if (batch.mode == SplitMode::kAuto && !batch.forced) {
+    const SplitCosts costs;
+    const LengthSummary lengths = batch.summary();
+    SplitEstimate estimates[2][kMerges];  // of heads without a heavy boundary, of those with one
+    for (const PlannedSequence& s : batch.sequences) {
+      for (int32_t head = 0; head < batch.heads; ++head) {
+        const CutSequence cuts(s, plan.grid);
+        HeadSummary summary;
+        summary.chunks = cuts.chunks;
+        summary.pieces = cuts.pieces;
+        for (int32_t i = 1; i < summary.pieces; ++i) {
+          const int32_t number = cuts.number(i, plan.grid);
+          const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
+          summary.heavy += warmup == 0;
+          summary.warmups += warmup;
+        }
+        for (int32_t i = 0; i < kMerges; ++i) {
+          estimates[summary.heavy > 0][i].add(summary, merge_step(i),
+                                              long_tile(lengths.longest, plan.grid, merge_step(i)), costs);
+        }
+      }
+    }
+    const float uncut = batch.uncut_shared ? time_of_shared(lengths, batch.heads, batch.sms, costs) : 0.0f;
+    float best = std::numeric_limits<float>::infinity();
+    for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
+      const float time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
+                                        batch.sms, costs, SmGroups{});
+      if (time < best) {
+        best = time;
+        plan.merge = merge_choice(choice);
+      }
+    }
+  }
+  struct Sink {
+    std::vector<Tile>* tiles;
+    std::vector<TransitionChain>* chains;
+    void tile(const Tile& t) { tiles->push_back(t); }
+    void chain(const TransitionChain& c) { chains->push_back(c); }
+  };
+  std::vector<Tile> tiles;
+  Sink sink{&tiles, &plan.chains};
+  for (const PlannedSequence& s : batch.sequences) {
+    for (int32_t head = 0; head < batch.heads; ++head) {
+      emit_head(
+          HeadPlan(CutSequence(s, plan.grid), head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)),
+          sink);
+    }
+  }
+  std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) {
+    return tile_bucket(a, batch.in_place) < tile_bucket(b, batch.in_place);
+  });
+  std::array<int32_t, kTileLists> lists{};
+  for (const Tile& t : tiles) ++lists[static_cast<size_t>(tile_bucket(t, batch.in_place) / kLengthBuckets)];
+  plan.state_tiles.assign(tiles.begin(), tiles.begin() + lists[0]);
+  // Free and dependent tiles as blocks take them, which depends on when boundary states are there; no dependent one
+  // before the first list is through.
+  auto free = tiles.begin() + lists[0], dependent = free + lists[1] + lists[2];
+  const auto no_free = dependent, first = free + lists[1];
+  std::mt19937 order(batch.order);
+  while (free != no_free || dependent != tiles.end()) {
+    const bool ready = free >= first && dependent != tiles.end() && order() % 2 == 0;
+    plan.output_tiles.push_back(free == no_free || ready ? *dependent++ : *free++);
+  }
+  return plan;
+}
+
+inline uint64_t initial_state(const Tile& t) { return static_cast<uint64_t>(t.sequence * 1000 + t.head + 1); }
+
+inline Map run(const Batch& batch, const Tile& t, uint64_t x) {
+  const std::vector<Map>& maps =
+      batch.maps[static_cast<size_t>(t.sequence) * static_cast<size_t>(batch.heads) + static_cast<size_t>(t.head)];
+  uint64_t a = 1;
+  for (int32_t c = t.position; c < t.position + chunks_in(t.tokens); ++c) {
+    const Map& m = maps[static_cast<size_t>(c)];
+    a = a * m.a % kPrime;
+    x = (m.a * x + m.b) % kPrime;
+  }
+  return {a, x};
+}
+
+// Runs the plan as the kernels do, and compares every state that a chunk's outputs start from with the true one.
+inline void check(const Batch& batch, const Plan& plan) {
+  ASSERT_LE(static_cast<int64_t>(plan.state_tiles.size()), plan.capacity.state_tiles);
+  ASSERT_LE(static_cast<int64_t>(plan.output_tiles.size()), plan.capacity.output_tiles);
+  ASSERT_LE(static_cast<int64_t>(plan.chains.size()), plan.capacity.chains);
+  constexpr uint64_t kUnwritten = ~uint64_t{0};
+  std::vector<uint64_t> state(static_cast<size_t>(plan.capacity.slots), kUnwritten), transition(state);
+  std::vector<bool> inverses;
+  for (const Tile& t : plan.state_tiles) {
+    ASSERT_TRUE(t.slot >= 0 && t.slot < plan.capacity.slots);
+    ASSERT_EQ(t.tokens % kSplitChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
+    ASSERT_FALSE(t.flags & (kTileFromSlot | kTileToEnd));
+    const bool joint = (t.flags & kTileJoint) != 0;
+    if (joint) {
+      ASSERT_FALSE(t.flags & (kTileTransition | kTileFromStart));
+      ASSERT_GE(t.tokens, kLeastJoint * kSplitChunk);
+      // Each chunk's A_g has a place of its own, which there is room for.
+      const int64_t chunks = divide_up(batch.tokens, kSplitChunk);
+      inverses.resize(static_cast<size_t>(plan.capacity.inverses), false);
+      for (int32_t c = 0; c < chunks_in(t.tokens); ++c) {
+        const int64_t place = t.head * chunks + t.row / kSplitChunk + c;
+        ASSERT_LT(place, plan.capacity.inverses);
+        ASSERT_FALSE(inverses[static_cast<size_t>(place)]);
+        inverses[static_cast<size_t>(place)] = true;
+      }
+    }
+    const Map end = run(batch, t, t.flags & kTileFromStart ? initial_state(t) : 0);
+    for (const bool is_transition : {false, true}) {
+      if (!joint && is_transition != ((t.flags & kTileTransition) != 0)) continue;
+      std::vector<uint64_t>& target = is_transition ? transition : state;
+      ASSERT_EQ(target[static_cast<size_t>(t.slot)], kUnwritten);
+      target[static_cast<size_t>(t.slot)] = is_transition ? end.a : end.b;
+    }
+  }
+  for (const TransitionChain& chain : plan.chains) {
+    ASSERT_EQ(transition[static_cast<size_t>(chain.first_slot)], kUnwritten);
+    for (int32_t i = 1; i <= chain.transitions; ++i) {
+      const size_t slot = static_cast<size_t>(chain.first_slot + i);
+      ASSERT_LT(slot, state.size());
+      ASSERT_NE(transition[slot], kUnwritten);
+      ASSERT_NE(state[slot], kUnwritten);
+      state[slot] = (transition[slot] * state[slot - 1] + state[slot]) % kPrime;
+      transition[slot] = kUnwritten;  // used once
+    }
+  }
+  for (uint64_t x : transition) ASSERT_EQ(x, kUnwritten);
+
+  std::vector<std::vector<int>> written(batch.maps.size());
+  for (size_t i = 0; i < written.size(); ++i) written[i].assign(batch.maps[i].size(), 0);
+  std::vector<int> ends(batch.maps.size(), 0);
+  std::vector<bool> overwritten(batch.maps.size(), false);
+  for (const Tile& t : plan.output_tiles) {
+    const PlannedSequence& s = batch.sequences[static_cast<size_t>(t.sequence)];
+    const size_t index = static_cast<size_t>(t.sequence * batch.heads + t.head);
+    ASSERT_EQ(t.row, s.start + t.position * kSplitChunk);
+    ASSERT_EQ(t.chunk, s.first_chunk + t.position);
+    ASSERT_LE(t.row + t.tokens, s.start + s.length);
+    ASSERT_EQ((t.flags & kTileFromStart) != 0, t.position == 0);
+    ASSERT_EQ((t.flags & kTileToEnd) != 0, t.row + t.tokens == s.start + s.length);
+    ends[index] += (t.flags & kTileToEnd) != 0;
+    // The tile that overwrites an initial state waits for those that read it: their tickets must be earlier.
+    ASSERT_FALSE(batch.in_place && (t.flags & kTileFromStart) && overwritten[index]);
+    overwritten[index] = overwritten[index] || (t.flags & kTileToEnd) != 0;
+    uint64_t x = 0, truth = initial_state(t);
+    if (t.flags & kTileFromStart) x = truth;
+    if (t.flags & kTileFromSlot) x = state[static_cast<size_t>(t.slot)];
+    for (int32_t c = 0; c < t.position + chunks_in(t.tokens); ++c) {
+      if (c >= t.position + t.warmup) {
+        ASSERT_EQ(x, truth) << "sequence " << t.sequence << " head " << t.head << " chunk " << c;
+        ++written[index][static_cast<size_t>(c)];
+      }
+      const Map& m = batch.maps[index][static_cast<size_t>(c)];
+      truth = (m.a * truth + m.b) % kPrime;
+      if (c >= t.position) x = (m.a * x + m.b) % kPrime;
+    }
+  }
+  for (const std::vector<int>& head : written) {
+    for (int count : head) ASSERT_EQ(count, 1);
+  }
+  for (int count : ends) ASSERT_EQ(count, 1);
+}
+
+}  // namespace flash_qla::cuda::sm90
