@@ -20,6 +20,7 @@
 
 #include "cuda/sm90/chunk_fwd/params.h"
 #include "cuda/sm90/chunk_fwd/split.h"
+#include "flash_qla/flash_qla.h"
 
 namespace {
 
@@ -1098,6 +1099,7 @@ std::vector<Case> time_cases() {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::printf("%s", flash_qla::build_info().c_str());
   const std::string command = argc > 1 ? argv[1] : "check";
   const std::string filter = argc > 2 ? argv[2] : "";
   const int option = argc > 3 ? std::atoi(argv[3]) : -1;
