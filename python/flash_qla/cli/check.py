@@ -221,7 +221,9 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
         if failure is None and unsplit is not None:
             failure = f"with auto_cp=False {unsplit}"
         failed += failure is not None
-        figures = " ".join(f"{tensor} {'zero' if error is None else f'{error:.1e}'}" for tensor, error in errors.items())
+        figures = " ".join(
+            f"{tensor} {'zero' if error is None else f'{error:.1e}'}" for tensor, error in errors.items()
+        )
         verdict = "[green]ok  [/]" if failure is None else "[red]FAIL[/]"
         console.print(f"{verdict} {i:3d} seed {seed + i}: {case.describe()}: {figures}")
         if failure is not None:

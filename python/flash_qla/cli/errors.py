@@ -1,5 +1,5 @@
-"""The error metric of all checks, that of docs/numerics.md: relative L2 against the oracle, of a whole tensor and of each
-head."""
+"""The error metric of all checks, that of docs/numerics.md: relative L2 against the oracle, of a whole tensor and of
+each head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _HALF_BOUNDS: Dict[str, float] = {
 }
 _FLOAT_BOUND = 1e-5
 
-# A reference whose norm is below this times sqrt(elements) is compared absolutely, at that: it is zero but for rounding.
+# A reference whose norm is below this times sqrt(elements) is compared absolutely, at that: it is zero but for
+# rounding.
 TINY = 1e-6
 
 # Which dimension counts heads.
@@ -77,8 +78,8 @@ def head_errors(name: str, found: torch.Tensor, reference: torch.Tensor) -> List
 def first_failure(
     found: Dict[str, torch.Tensor], reference: Dict[str, torch.Tensor], dtype: torch.dtype
 ) -> Tuple[Dict[str, Optional[float]], Optional[str]]:
-    """Relative L2 error of each tensor (None: it has none), and a sentence on the first one out of bounds (None: all are
-    within)."""
+    """Relative L2 error of each tensor (None: it has none), and a sentence on the first one out of bounds (None: all
+    are within)."""
     errors: Dict[str, Optional[float]] = {}
     failure: Optional[str] = None
     for name in reference:
