@@ -247,7 +247,7 @@ def test_the_results_file_is_whole_after_each_row(bench, monkeypatch, tmp_path):
 
 
 def test_recorded_times_are_kept_apart(bench, tmp_path, capsys):
-    recorded = tmp_path / "recorded.csv"
+    recorded = tmp_path / "x900_recorded.csv"
     recorded.write_text("mode,hq,hv,seqs,other 1.0 ms,third 2.0 ms\nfwd,1,2,30+3,8.0,\nfwd,2,4,30+3,1.0,1.0\n")
     code, report, _ = bench(["fwd"], recorded=recorded)
     assert code == 0
@@ -298,6 +298,11 @@ def test_refuses_unknown_modes_and_machines_without_a_gpu(capsys):
     ):
         assert bench_gpu.run(bench_gpu.Options(**options)) == 2
         assert sentence in capsys.readouterr().out
+
+
+def test_refuses_recorded_times_of_another_machine(bench, capsys, tmp_path):
+    assert bench(["fwd"], recorded=tmp_path / "x901_recorded.csv")[:2] == (2, None)
+    assert "bench: --recorded must be of this machine, x900_*.csv (x901_recorded.csv)" in capsys.readouterr().out
 
 
 def test_refuses_rows_that_no_table_has(bench, capsys):

@@ -53,7 +53,7 @@ def bench(
         False, "--errors-only", help="on a GPU: errors and memory of ours and of the peers, and no times"
     ),
     recorded: Optional[Path] = typer.Option(
-        None, help="on a GPU: other packages' times of an earlier run, as benchmarks/recorded/h200_peers.csv"
+        None, help="on a GPU: other packages' times of an earlier run on it, as benchmarks/recorded/h200_peers.csv"
     ),
     runs: int = typer.Option(15, min=1, help="timed repetitions; the median counts"),
     seconds: Optional[float] = typer.Option(

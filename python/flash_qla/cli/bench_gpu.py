@@ -336,6 +336,9 @@ def _refused(options: Options) -> Optional[str]:
         return "--merge needs --out (no file was named)"
     if not torch.cuda.is_available():
         return "a CUDA GPU must be present (none was found); --cpu measures the CPU path"
+    machine = short_name(torch.cuda.get_device_name())
+    if options.recorded is not None and not options.recorded.name.startswith(f"{machine}_"):
+        return f"--recorded must be of this machine, {machine}_*.csv ({options.recorded.name})"
     return None
 
 
