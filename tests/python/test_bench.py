@@ -47,7 +47,7 @@ def test_a_file_says_how_and_of_which_commit_it_was_measured(bench, tmp_path, ca
     report = json.loads((tmp_path / "results" / "x900_forward.json").read_text())
     assert report["machine"] == "NVIDIA X900" and report["commit"] == flash_qla.build_info()["commit"]
     assert report["protocol"] == bench_protocol.protocol(report["method"])
-    for words in ("L2 cache is not flushed", "clocks are not fixed", "behind 0.3 s", "3 replays", "fp64 oracle"):
+    for words in ("L2 cache is not flushed", "card's clocks are not fixed", "behind 0.3 s", "3 replays", "fp64 oracle"):
         assert words in report["protocol"]
     assert f"commit: {report['commit']}\n" in capsys.readouterr().out
 

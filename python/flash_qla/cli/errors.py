@@ -4,7 +4,7 @@ each head."""
 from __future__ import annotations
 
 import math
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -46,10 +46,15 @@ class Error(NamedTuple):
         return self.value <= (1.0 if self.absolute else limit)
 
 
-def _error(difference: torch.Tensor, reference: torch.Tensor) -> Error:
-    norm, floor = reference.norm().item(), TINY * math.sqrt(reference.numel())
-    off = difference.norm().item()
-    return Error(off / floor, True) if norm < floor else Error(off / norm if norm else 0.0, False)
+def _errors(difference: torch.Tensor, reference: torch.Tensor, kept: Sequence[int]) -> List[Error]:
+    """Of everything that has the same place in the dimensions `kept`; a few operations for all of them."""
+    others = [dim for dim in range(reference.ndim) if dim not in kept]
+    off, norms = (torch.linalg.vector_norm(t, dim=others).flatten().tolist() for t in (difference, reference))
+    floor = TINY * math.sqrt(reference.numel() / max(len(norms), 1))
+    return [
+        Error(d / floor, True) if norm < floor else Error(d / norm if norm else 0.0, False)
+        for d, norm in zip(off, norms)
+    ]
 
 
 def errors_of(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[Error]:
@@ -64,10 +69,10 @@ def errors_of(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[E
     finite = b.isfinite()
     b = b.where(finite, 0.0)
     difference = a.where(finite, 0.0) - b
-    whole, dim = _error(difference, b), _HEAD_DIM[name]
+    whole, dim = _errors(difference, b, []), _HEAD_DIM[name]
     if dim == 0:  # one number a head: no norm to be relative to
-        return [whole] * 2
-    return [whole, *(_error(*head) for head in zip(difference.unbind(dim), b.unbind(dim)))]
+        return whole * 2
+    return whole + _errors(difference, b, [dim])
 
 
 def head_errors(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[float]:
