@@ -31,7 +31,8 @@ def gpu_protocol(method: Method) -> str:
             f"times are medians of {method['replays']} replays of a CUDA graph of {method['fewest_calls']} to "
             f"{method['most_calls']} calls (as many as take {method['graph_ms']} ms), one after another behind "
             f"{method['load_s']} s of such replays in the same queue, the forward's with and without its sequence "
-            "split in turns; the host's work is not in them; the L2 cache is not flushed, the card's clocks are not fixed",
+            "split in turns; the host's work is not in them; the L2 cache is not flushed, the card's clocks are not "
+            "fixed",
             f"flushed: of single calls below {1e3 * method['short_ms']:g} us, {method['flush_mb']} MB written in front",
             f"eager: {method['eager_calls']} calls one after another without a graph, median of "
             f"{method['eager_rounds']}, until the last has returned to the host (host) and until the device is done "
