@@ -1,5 +1,5 @@
-// Which commit a build is of. Its source file is the one that the build writes (commit.cpp.in), so that another commit compiles
-// nothing else anew.
+// Which commit a build is of. Its source file is the one that the build writes (commit.cpp.in), so that another commit
+// compiles nothing else anew.
 #pragma once
 
 namespace flash_qla {
