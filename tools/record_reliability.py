@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Writes benchmarks/results/h200_reliability.json (what ran on a GPU, how often, how long, how it ended) from logs alone.
 
-    record_reliability.py OUT.json @COMMIT LOG... [@EARLIER_COMMIT LOG...]
+    record_reliability.py OUT.json LOG...
 
-Logs, told apart by their content; any number may be given, each after the commit that was run:
-    pytest's --junitxml of tests/python (with the text log of the same name beside it, which says whether the run was cut short),
-    or the text log alone, of which the last line counts
-    what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s")
+Logs, told apart by their content; any number may be given, those of the newest commit first. Each says which commit ran, in a
+line "commit: ..." (build_info() has it); one that does not is refused:
+    pytest's --junitxml of tests/python, with the text log of the same name beside it, which names the commit and says whether
+    the run was cut short; or the text log alone, of which the last line counts. A case's properties "calls", of values like
+    "chunk_forward sm90 bfloat16 3" (operation, path, dtype, how often), say which path has computed it
+    what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s", and behind that
+    "; sm90 120, cuda_generic 30" where a group counts the cases of each path)
     what `python -m flash_qla check` prints
     what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."; with
     cuda_generic_test --kernels it also says which build it is, which of the library's kernels a run has launched, and with which
@@ -25,7 +28,12 @@ from pathlib import Path
 
 from kernel_sources import Sources
 
-CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s", re.MULTILINE)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "flash_qla" / "cli"))
+from results import file_text  # noqa: E402
+
+COMMIT = re.compile(r"^commit: (\S+)$", re.MULTILINE)
+CASES = re.compile(r"^(?P<group>[^=\n][^:\n]*): (?P<cases>\d+) cases, (?P<failed>\d+) failed, (?P<seconds>[\d.]+) s"
+                   r"(?:[^\n]*; (?P<paths>\w+ \d+(?:, \w+ \d+)*)$)?", re.MULTILINE)
 CHECK = re.compile(r"^check (?P<set>\w+), (?P<heads>\d+) heads, cuda, .*: (?P<passed>\d+) of (?P<cases>\d+) cases passed, (?P<seconds>\d+) s", re.MULTILINE)
 SANITIZER = re.compile(r"^== compute-sanitizer --tool (?P<tool>\w+) (?P<options>(?:--[\w-]+ (?:kns=\S+ |\d+ )?)*)(?:\S*/)?(?P<command>.*)$", re.MULTILINE)
 WITHOUT, ALONE = re.compile(r"--kernel-name-exclude kns=(\S+)"), re.compile(r"--kernel-name kns=(\S+)")
@@ -46,21 +54,48 @@ def rung_of(file: str, name: str) -> str:
     return f"rung {int(numbered.group(1))}" if numbered else re.sub(r"^test_(\d+_)?", "", file)
 
 
+def commit_of(log: Path, text: str) -> str:
+    """The one commit that a log names; pytest's XML has it in the text log beside it."""
+    beside = log.with_suffix(".txt")
+    if log.suffix == ".xml":
+        text = beside.read_text(errors="replace") if beside.exists() else ""
+    commits = {*COMMIT.findall(text)} - {"unknown"}
+    if len(commits) != 1:
+        sys.exit(f"{log}: a log must name the commit that ran, in a line \"commit: ...\" ({', '.join(sorted(commits)) or 'none'})")
+    return commits.pop()
+
+
+def count_calls(case: ElementTree.Element, record: dict) -> None:
+    """Counts a case for every path and dtype that has computed a call of it, and apart from that those with a gradient."""
+    calls = [p.get("value").split() for p in case.iter("property") if p.get("name") == "calls"]
+    for name, chosen in (("paths", calls), ("backward", [call for call in calls if call[0] == "chunk_backward"])):
+        for path, dtype in {(call[1], call[2]) for call in chosen}:
+            of_path = record[name].setdefault(path, {})
+            of_path[dtype] = of_path.get(dtype, 0) + 1
+
+
 def read_pytest(text: str) -> list:
-    """One record for each rung or file."""
-    found = defaultdict(lambda: {"cases": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+    """One record for each rung or file. Cases that a path has computed are those that passed."""
+    found = defaultdict(lambda: {"cases": 0, "failed": 0, "skipped": 0, "expected_failures": 0, "seconds": 0.0, "paths": {}, "backward": {},
+                                 "reasons": {}})  # fmt: skip
     for case in ElementTree.fromstring(text).iter("testcase"):
         if not case.get("classname"):  # the interrupt itself, where a run was cut short
             continue
         record = found[rung_of(case.get("classname", "").rpartition(".")[2], case.get("name", ""))]
-        if case.find("skipped") is not None:
-            record["skipped"] += 1
+        skipped = case.find("skipped")
+        if skipped is not None:
+            record["expected_failures" if skipped.get("type") == "pytest.xfail" else "skipped"] += 1
+            reason = skipped.get("message", "")
+            record["reasons"][reason] = record["reasons"].get(reason, 0) + 1
             continue
         record["cases"] += 1
-        record["failed"] += case.find("failure") is not None or case.find("error") is not None
         record["seconds"] += float(case.get("time", 0))
+        if case.find("failure") is not None or case.find("error") is not None:
+            record["failed"] += 1
+        else:
+            count_calls(case, record)
     order = sorted(found, key=lambda name: (not name.startswith("rung"), int(name[5:]) if name.startswith("rung") else 0, name))
-    return [{"what": name, **found[name], "seconds": round(found[name]["seconds"], 1)} for name in order if found[name]["cases"]]
+    return [{"what": name, **found[name], "seconds": round(found[name]["seconds"], 1)} for name in order]
 
 
 def read_pytest_text(text: str) -> list:
@@ -106,23 +141,22 @@ def sources_of(commit: str) -> Sources:
 
 
 def main() -> int:
-    out, commit = Path(sys.argv[1]), ""
+    out = Path(sys.argv[1])
     report = {"machine": None, "commits": [], "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
     newest = 0.0
     kernels, reached, tails = {}, defaultdict(dict), defaultdict(dict)
     for argument in sys.argv[2:]:
-        if argument.startswith("@"):
-            commit = argument[1:]
-            report["commits"].append(commit)
-            continue
         log = Path(argument)
         text = log.read_text(errors="replace")
+        commit = commit_of(log, text)
+        if commit not in report["commits"]:
+            report["commits"].append(commit)
         newest = max(newest, log.stat().st_mtime)
         if log.suffix == ".xml" or (PYTEST.search(text) and not CASES.search(text)):
             beside = log.with_suffix(".txt")
             cut = "KeyboardInterrupt" in (beside.read_text(errors="replace") if beside.exists() else text)
             records = read_pytest(text) if log.suffix == ".xml" else read_pytest_text(text)
-            report["pytest"].append({"commit": commit, "cut_short": cut, "parts": records})
+            report["pytest"] += [{"commit": commit, "cut_short": cut, **record} for record in records]
             continue
         gpu = GPU.search(text)
         report["machine"] = report["machine"] or (gpu and gpu.group(1))
@@ -146,10 +180,11 @@ def main() -> int:
             report["check"].append({"commit": commit, "set": m["set"], "heads": int(m["heads"]), "cases": cases, "failed": cases - int(m["passed"]),
                                     "seconds": int(m["seconds"])})
         for m in CASES.finditer(text):
+            paths = {path: int(count) for path, count in re.findall(r"(\w+) (\d+)", m["paths"] or "")}
             report["programs"].append({"commit": commit, "what": m["group"], "cases": int(m["cases"]), "failed": int(m["failed"]),
-                                       "seconds": float(m["seconds"])})
+                                       "seconds": float(m["seconds"]), **({"paths": paths} if paths else {})})
     report["date"] = datetime.datetime.fromtimestamp(newest, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    counted = [*(part for run in report["pytest"] for part in run["parts"]), *report["programs"], *report["check"]]
+    counted = [*report["pytest"], *report["programs"], *report["check"]]
     failed = sum(record["failed"] for record in counted)
     reports = sum(record["reports"] is None or record["reports"] > 0 for record in report["sanitizers"])
     cases = sum(record["cases"] for record in counted)
@@ -158,7 +193,7 @@ def main() -> int:
         report["kernels"] = {name: {tool: reached[tool][name] for tool in sorted(reached) if name in reached[tool]} for name in sorted(kernels)}
         report["tails"] = tails
     report["summary"] = {"cases": cases, "failed": failed, "sanitizer_runs": len(report["sanitizers"]), "sanitizer_runs_with_reports": reports}
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(file_text(report))
     print(f"{out}: {cases} cases, {failed} failed; {len(report['sanitizers'])} sanitizer runs, {reports} not clean")
     for tool in sorted(reached):
         missing = sorted(kernels - reached[tool].keys())

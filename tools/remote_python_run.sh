@@ -14,10 +14,13 @@ cores=$(nproc)  # before the limits below, which nproc obeys
 # Workers share the cores; the tests' numpy oracle would start a thread for each core in every one of them.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
+# What ran is recorded with the commit that each log names (tools/record_reliability.py).
+commit=$(python3 -c 'import flash_qla; print(flash_qla.build_info()["commit"])')
+
 # step SECONDS LOG COMMAND...: ends a command that hangs (with an interrupt first, so that it can still report).
 step() {
   local begin=$SECONDS code=0
-  echo "== ${*:3}" >"$out/$2"
+  printf '== %s\ncommit: %s\n' "${*:3}" "$commit" >"$out/$2"
   timeout --signal INT --kill-after 5 "$1" "${@:3}" >>"$out/$2" 2>&1 || code=$?
   echo "-- $((SECONDS - begin)) s" >>"$out/$2"
   if ((code != 0)); then
@@ -50,8 +53,10 @@ run_suite() {
 run_bench() {
   # fla's decode compiles in seconds (18 were too few with the first import of PyTorch). Its other kernels, and those of the
   # other packages, take from half a minute to minutes for each head count: their times are set beside ours as recorded.
-  step 44 bench_decode.txt python3 -m flash_qla bench --mode decode --peers "fla=$package/peers/fla" --peer-seconds 28 --runs 15 --out "$out/h200_{mode}.json"
-  step 76 bench.txt python3 -m flash_qla bench --mode fwd,bwd,train --recorded benchmarks/recorded/h200_peers.csv --runs 7 --out "$out/h200_{mode}.json"
+  step 70 bench_decode.txt python3 -m flash_qla bench --mode decode --peers "fla=$package/peers/fla" --peer-seconds 28 --seconds 60 --out "$out/{machine}_{mode}.json"
+  local seconds=${BENCH_SECONDS:-340} recorded=()
+  [[ $(nvidia-smi --query-gpu=name --format=csv,noheader) == *H200* ]] && recorded=(--recorded benchmarks/recorded/h200_peers.csv)
+  step "$((seconds + 20))" bench.txt python3 -m flash_qla bench --mode fwd,bwd,train "${recorded[@]}" --seconds "$seconds" --out "$out/{machine}_{mode}.json"
   grep -hE '^(FAIL|decode:|fwd:|bwd:|train:)' "$out"/bench*.txt | cut -c 1-250
 }
 

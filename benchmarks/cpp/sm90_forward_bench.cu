@@ -218,6 +218,7 @@ int main(int argc, char** argv) {
     std::printf("no GPU: nothing was measured\n");
     return 0;
   }
+  std::printf("%s", flash_qla::build_info().c_str());
   flash_qla::testing::Bench bench(reps);
   command == "cold" ? bench.run_cold() : bench.run_modes(only);
   return 0;

@@ -204,7 +204,7 @@ FLASH_QLA_API flash_qla_status flash_qla_recurrent_explain(const flash_qla_forwa
 FLASH_QLA_API flash_qla_status flash_qla_chunk_backward_explain(const flash_qla_backward_arguments* args, char* text,
                                                                 size_t size);
 
-/* Version, compiled-in paths and the instruction sets and GPUs found, as "key: value" lines. */
+/* Version, commit, compiled-in paths and the instruction sets and GPUs found, as "key: value" lines. */
 FLASH_QLA_API flash_qla_status flash_qla_build_info(char* text, size_t size);
 
 #ifdef __cplusplus

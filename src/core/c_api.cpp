@@ -8,6 +8,7 @@
 #include <limits>
 #include <string>
 
+#include "core/commit.h"
 #include "core/device_check.h"
 #include "core/registry.h"
 #include "core/status.h"
@@ -300,7 +301,8 @@ flash_qla_status flash_qla_chunk_backward_explain(const flash_qla_backward_argum
 flash_qla_status flash_qla_build_info(char* text, size_t size) {
   return guarded("build_info", [&]() -> Status {
     std::string info = "version: " + std::to_string(FLASH_QLA_VERSION_MAJOR) + "." +
-                       std::to_string(FLASH_QLA_VERSION_MINOR) + "." + std::to_string(FLASH_QLA_VERSION_PATCH) + "\n";
+                       std::to_string(FLASH_QLA_VERSION_MINOR) + "." + std::to_string(FLASH_QLA_VERSION_PATCH) + "\n" +
+                       "commit: " + source_commit() + "\n";
     append_names("chunk_forward", chunk_forward_paths(), &info);
     append_names("recurrent", recurrent_paths(), &info);
     append_names("chunk_backward", chunk_backward_paths(), &info);

@@ -175,6 +175,7 @@ def main():
     parser.add_argument("--against", default="oracle", choices=["oracle", "cpu"])
     parser.add_argument("--seconds", type=float, help="stop after this time")
     options = parser.parse_args()
+    print(f"commit: {flash_qla.build_info()['commit']}", flush=True)
     helpers.settings.device, start, failures, done = options.device, time.time(), 0, 0
     for number in [options.case] if options.case is not None else range(options.cases):
         if options.seconds and time.time() - start > options.seconds:

@@ -1,96 +1,38 @@
-"""`python -m flash_qla bench` without a GPU: the CPU computes, a clock that stands still times, scripts play the peers."""
+"""`python -m flash_qla bench` without a GPU: rows, what is checked of them, and the files that they come into."""
 
-import functools
 import json
 import re
-import sys
-import types
 
 import pytest
 import torch
 
 pytest.importorskip("typer")
 
+from bench_helpers import PEER, bench, clock  # noqa: F401  (fixtures among them)
+
 import flash_qla
-from flash_qla.cli import bench_gpu, bench_inputs, bench_peers, bench_processes, results
+from flash_qla.cli import bench_calls, bench_gpu, bench_inputs, bench_protocol, bench_timing, results
 
 pytestmark = pytest.mark.cpu_only
 
-# A peer that answers for its first two rows with a tensor that is off by a tenth, complains about the third, and writes
-# other things too.
-PEER = """
-import json, sys, torch
-rows = json.loads(sys.stdin.readline())
-assert sys.argv[1] == "fla" and int(sys.argv[2]) == 3
-print("Autotuning ...")
-print(json.dumps({"ready": True}), flush=True)
-assert sys.stdin.readline() == "go\\n"
-for i, row in rows:
-    answer = {"peer": "fla", "error": "RuntimeError: no such shape"}
-    if i < 2:
-        answer = {"ms": 5.0 + i, "peak_bytes": 7_000_000, "tensors": f"{sys.argv[3]}/{i}.pt"}
-        state = torch.full((len(row["seqlens"]), row["hv"], 128, 128), float("nan") if i == 1 else 0.0)
-        torch.save({"final_state": state}, answer["tensors"])
-    print(json.dumps({"row": i, "peer": "fla 9.9", **answer}), flush=True)
-"""
-READY = "import json, sys, time\nrows = json.loads(sys.stdin.readline())\nprint(json.dumps({'ready': True}), flush=True)\nsys.stdin.readline()\n"
-CRASH = "raise ModuleNotFoundError('fla is not here')"
-SLOW = "import time\ntime.sleep(60)"
-HANG = READY + """print(json.dumps({"row": 0, "peer": "fla 9.9", "ms": 4.0, "peak_bytes": 1}), flush=True)\ntime.sleep(60)"""
-REFUSES = """import json, sys\nrows = json.loads(sys.stdin.readline())
-print(json.dumps({"row": 1, "peer": "fla", "error": "ValueError: odd"}), flush=True)
-print(json.dumps({"ready": True}), flush=True)\nsys.stdin.readline()"""
-
-
-@pytest.fixture
-def bench(monkeypatch, tmp_path):
-    """Runs the command on rows of a few tokens; returns (exit code, report, CSV lines)."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(bench_gpu, "_sm_count", lambda: 100)
-    monkeypatch.setattr(bench_gpu, "ORACLES", {"cuda": "reference"})
-    monkeypatch.setattr(bench_gpu, "make_inputs", functools.partial(bench_inputs.make_inputs, device="cpu"))
-    monkeypatch.setattr(bench_inputs, "FORWARD_LENGTHS", {"1x70": [70], "30+3": [30, 3], "5x2": [5, 5]})
-    monkeypatch.setattr(bench_inputs, "BACKWARD_LENGTHS", {"70_1seq": [70]})
-    monkeypatch.setattr(bench_inputs, "DECODE_LENGTHS", {"batch2": [1, 1]})
-
-    def graphs_ms(functions, replays, calls=5):
-        for function in functions:
-            function()
-        return [2.0, 2.5][: len(functions)]
-
-    monkeypatch.setattr(bench_gpu, "graphs_ms", graphs_ms)
-    monkeypatch.setattr(bench_gpu, "peak_bytes", lambda function: 3_000_000)
-
-    def run(modes, peer=None, heads="1x2", recorded=None, peer_seconds=20.0, gates=""):
-        out = tmp_path / "results" / "gpu.json"
-        if peer is not None:
-            script = tmp_path / "peer.py"
-            script.write_text(peer)
-            monkeypatch.setattr(bench_processes, "_PEER_SCRIPT", script)
-        peers = "" if peer is None else "fla=/nowhere"
-        code = bench_gpu.run(modes, heads, "", "all", gates, peers, peer_seconds, recorded, 3, out)
-        report = json.loads(out.read_text()) if out.exists() else None
-        lines = out.with_suffix(".csv").read_text().splitlines() if out.exists() else []
-        return code, report, lines
-
-    return run
+TENSORS = {
+    "fwd": {"o", "final_state"}, "decode": {"o", "final_state"}, "bwd": {"dq", "dk", "dv", "dbeta", "dg", "dh0"},
+    "train": {"o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dh0"}}  # fmt: skip
 
 
 def test_every_mode_writes_checked_rows(bench, capsys):
     code, report, lines = bench(["fwd", "bwd", "train", "decode"])
-    assert code == 0
+    assert code == 0 and "left_out" not in report
     rows = report["rows"]
     assert [row["mode"] for row in rows] == ["fwd"] * 3 + ["bwd", "train"] + ["decode"] * 4
     assert len(lines) == len(rows) + 1
-    tensors = {
-        "fwd": {"o", "final_state"}, "decode": {"o", "final_state"}, "bwd": {"dq", "dk", "dv", "dbeta", "dg", "dh0"},
-        "train": {"o", "final_state", "dq", "dk", "dv", "dbeta", "dg", "dh0"}}
     for row in rows:
-        assert set(row["err"]) == set(row["err_worst_head"]) == tensors[row["mode"]]
+        assert set(row["err"]) == set(row["err_worst_head"]) == TENSORS[row["mode"]]
         assert all(0 <= row["err"][name] <= row["err_worst_head"][name] < 1.5e-2 for name in row["err"])
         assert all(row["err_median_head"][name] <= row["err_worst_head"][name] for name in row["err"])
-        assert row["ms"] == 2.0 and row["peak_bytes"] == 3_000_000 and row["peers"] == row["peer_peak_bytes"] == {}
+        assert (row["ms"], row["ms_min"], row["ms_max"]) == (2.0, 1.8, 3.0) and "flushed_ms" not in row
+        assert (row["eager_ms"], row["eager_host_us"], row["peak_bytes"]) == (2.25, 30.0, 3_000_000)
+        assert row["peers"] == row["peer_peak_bytes"] == {}
         assert row.get("unsplit_ms") == (2.5 if row["mode"] == "fwd" else None)
     assert [tuple(row["options"].values()) for row in rows[-4:]] == [
         ("float32", "[V, K]"), ("float32", "[K, V]"), ("bfloat16", "[V, K]"), ("bfloat16", "[K, V]")]
@@ -100,99 +42,183 @@ def test_every_mode_writes_checked_rows(bench, capsys):
         ("fwd", "1x70"), ("fwd", "30+3"), ("fwd", "5x2"), ("bwd", "70_1seq"), ("train", "70_1seq"), ("decode", "batch2")}
 
 
-def test_a_row_whose_check_fails_is_not_written(bench, monkeypatch, capsys):
-    right = bench_gpu._inference
+def test_a_file_says_how_and_of_which_commit_it_was_measured(bench, tmp_path, capsys):
+    _, report, _ = bench(["fwd"], out="{machine}_{mode}.json")
+    report = json.loads((tmp_path / "results" / "x900_forward.json").read_text())
+    assert report["machine"] == "NVIDIA X900" and report["commit"] == flash_qla.build_info()["commit"]
+    assert report["protocol"] == bench_protocol.protocol(report["method"])
+    for words in ("L2 cache is not flushed", "card's clocks are not fixed", "behind 0.3 s", "3 replays", "fp64 oracle"):
+        assert words in report["protocol"]
+    assert f"commit: {report['commit']}\n" in capsys.readouterr().out
+
+
+def test_each_row_of_a_file_has_a_line(bench, tmp_path):
+    _, report, _ = bench(["fwd"])
+    lines = (tmp_path / "results" / "gpu.json").read_text().splitlines()
+    rows = [json.loads(line.rstrip(",")) for line in lines if line.startswith('  {"mode"')]
+    assert rows == report["rows"] and len(lines) == len(rows) + len(report) + 3
+
+
+def test_short_rows_are_timed_with_a_flushed_cache_too(bench, clock):
+    clock.ms = [0.02, 0.03]
+    _, report, _ = bench(["fwd", "decode"])
+    assert {(row["flushed_ms"], row["flushed_ms_min"], row["flushed_ms_max"]) for row in report["rows"]} == {(0.2, 0.1, 0.4)}
+
+
+def wrong_where(monkeypatch, broken):
+    """_inference() whose o is a tenth off where broken(auto_cp, x, number of the call) says so; the oracle's is right."""
+    right, calls = bench_calls._inference, []
 
     def wrong(x, auto_cp=True):
-        o, final_state = right(x)
-        broken = flash_qla._options._path is None and o.shape[1] == 33
-        return (o * 1.1 if broken else o), final_state
+        found = right(x, auto_cp)
+        if flash_qla._options._path is None:
+            calls.append(None)
+            if broken(auto_cp, x, len(calls)):
+                found["o"] = found["o"] * 1.1
+        return found
 
-    monkeypatch.setattr(bench_gpu, "_inference", wrong)
+    monkeypatch.setattr(bench_calls, "_inference", wrong)
+
+
+def test_a_row_whose_check_fails_is_not_written(bench, monkeypatch, capsys):
+    wrong_where(monkeypatch, lambda auto_cp, x, number: x["q"].shape[1] == 33)
     code, report, _ = bench(["fwd"])
     assert code == 1
-    assert [row["seqlens"] for row in report["rows"]] == [[70], [5, 5]]
+    assert [row["seqlens"] for row in report["rows"]] == [[70], [5, 5]] and report["left_out"] == ["fwd 1/2 30+3"]
     assert re.search(r"FAIL fwd 1/2 30\+3: o: relative L2 .* repeat: python -m flash_qla bench", capsys.readouterr().out)
 
 
-def test_a_row_that_raises_leaves_the_others(bench, monkeypatch):
-    right = bench_gpu.graphs_ms
+def test_what_is_not_split_is_checked_before_it_is_timed(bench, monkeypatch, capsys):
+    wrong_where(monkeypatch, lambda auto_cp, x, number: not auto_cp)
+    monkeypatch.setattr(bench_timing, "graphs_ms", None)  # nothing is timed
+    assert bench(["fwd"])[:2] == (1, None)
+    assert "FAIL fwd 1/2 70: auto_cp=False o: relative L2 1.0e-01" in capsys.readouterr().out
 
-    def sometimes(functions, replays):
-        if len(results_so_far) == 1:
-            results_so_far.append(None)
+
+def test_what_the_timed_graph_has_left_is_checked(bench, monkeypatch, capsys):
+    """Right before the times, wrong from the third call on."""
+    wrong_where(monkeypatch, lambda auto_cp, x, number: auto_cp and number > 2)
+    assert bench(["fwd"], seqs="1x70")[:2] == (1, None)
+    assert "FAIL fwd 1/2 70: what the timed graph left: o: relative L2 1.0e-01" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "train", "decode"])
+def test_a_row_whose_graph_cannot_be_checked_is_refused(mode, bench, clock, monkeypatch, capsys):
+    def capture(function):
+        single, graph = clock.capture(function)
+        return single, bench_timing.Graph(graph.graph, graph.calls, {})
+
+    monkeypatch.setattr(bench_timing, "capture", capture)
+    assert bench([mode])[:2] == (1, None)
+    assert re.search("what the timed graph left: .* must be checked \\(not there\\)", capsys.readouterr().out)
+
+
+def test_a_decode_graph_is_held_to_as_many_steps_as_it_has(bench, monkeypatch, capsys):
+    """A state that every step leaves wrong by little adds up, and one that is never written again is found."""
+    right = flash_qla.gated_delta_rule_decode
+
+    def once(q, k, v, g, beta, pool, *args, **options):
+        before, o = pool.clone(), right(q, k, v, g, beta, pool, *args, **options)
+        if flash_qla._options._path is None:
+            calls.append(None)
+            if len(calls) > 2:
+                pool.copy_(before)
+        return o
+
+    calls = []
+    monkeypatch.setattr(flash_qla, "gated_delta_rule_decode", once)
+    assert bench(["decode"])[0] == 1
+    assert re.search("FAIL decode 1/2 batch 2: what the timed graph left: (o|final_state)", capsys.readouterr().out)
+
+
+def test_a_training_step_goes_through_autograd_where_it_is_eager(bench, monkeypatch, capsys):
+    right = bench_calls._autograd_step
+    monkeypatch.setattr(bench_calls, "_autograd_step", lambda x: {**right(x), "dg": right(x)["dg"] * 1.1})
+    assert bench(["train"])[:2] == (1, None)
+    assert "FAIL train 1/2 70: eager dg: relative L2 1.0e-01" in capsys.readouterr().out
+
+
+def test_a_row_that_raises_leaves_the_others(bench, clock, monkeypatch):
+    calls = []
+
+    def sometimes(graphs, replays):
+        calls.append(None)
+        if len(calls) == 2:
             raise RuntimeError("out of memory")
-        results_so_far.append(None)
-        return right(functions, replays)
+        return clock.graphs_ms(graphs, replays)
 
-    results_so_far = []
-    monkeypatch.setattr(bench_gpu, "graphs_ms", sometimes)
+    monkeypatch.setattr(bench_timing, "graphs_ms", sometimes)
     code, report, _ = bench(["fwd"])
     assert code == 1 and [row["seqlens"] for row in report["rows"]] == [[70], [5, 5]]
 
 
-def test_peers_stand_beside_our_rows(bench, capsys):
-    code, report, lines = bench(["fwd"], PEER)
-    assert code == 0
-    assert [row["peers"] for row in report["rows"]] == [{"fla 9.9": 5.0}, {"fla 9.9": 6.0}, {}]
-    assert lines[0].endswith("fla 9.9 ms")
-    assert [row["peer_peak_bytes"] for row in report["rows"]] == [{"fla 9.9": 7_000_000}, {"fla 9.9": 7_000_000}, {}]
-    printed = capsys.readouterr().out
-    assert "peer fla, fwd 1/2 5x2: RuntimeError: no such shape" in printed
-    assert "fwd: 2.74x of fla 9.9 (geometric mean of 2 rows, least 2.50x)" in printed
-    assert "fwd: 1.25x of the same calls without a sequence split (geometric mean of 3 rows, least 1.25x)" in printed
+def test_a_run_that_is_cut_writes_what_it_has_and_says_so(bench, monkeypatch, capsys):
+    right, now = bench_gpu._measure, [0.0]
+
+    def measure(*args):
+        now[0] += 10.0
+        return right(*args)
+
+    monkeypatch.setattr(bench_gpu, "_measure", measure)
+    monkeypatch.setattr(bench_gpu.time, "monotonic", lambda: now[0])
+    code, report, _ = bench(["fwd"], seconds=15.0)
+    assert code == 0 and [row["seqlens"] for row in report["rows"]] == [[70], [30, 3]]
+    assert report["left_out"] == ["fwd 1/2 5x2"]
+    assert "cut after 15 s: 1 of 3 rows not measured" in capsys.readouterr().out
 
 
-def test_peers_are_compared_with_the_same_oracle(bench):
-    _, report, _ = bench(["fwd"], PEER)
-    first, second, third = report["rows"]
-    assert first["peer_err_median_head"] == first["peer_err_worst_head"] == {"fla 9.9": {"final_state": 1.0}}  # zeros
-    assert second["peer_err_worst_head"] == {"fla 9.9": {"final_state": None}}  # NaN where the oracle has none
-    assert third["peer_err_worst_head"] == {}
+def test_what_a_tensor_of_zeros_is_off_by_is_no_relative_error(bench, monkeypatch):
+    right = bench_gpu.make_inputs
+    monkeypatch.setattr(bench_gpu, "make_inputs", lambda row: {**right(row), "dht": torch.zeros(1, 2, 128, 128), "do": right(row)["do"] * 0})
+    _, report, _ = bench(["bwd"])
+    row = report["rows"][0]
+    assert set(row["err"].values()) == set(row["err_median_head"].values()) == set(row["err_worst_head"].values()) == {None}
 
 
-def test_a_process_of_a_peer_has_the_rows_of_one_head_count(bench, monkeypatch):
-    groups = [*bench_processes._groups(["a=/x", "b"], bench_inputs.rows_of("fwd", "1x2,2x4", "1x70,5x2"))]  # the fixture's lengths
-    assert [(item, [i for i, _ in rows]) for item, rows in groups] == [
-        ("a=/x", [0, 1]), ("a=/x", [2, 3]), ("b", [0, 1]), ("b", [2, 3])]
-    code, report, _ = bench(["fwd"], PEER, heads="1x2,2x4")
-    assert code == 0 and [bool(row["peers"]) for row in report["rows"]] == [True, True, False, False, False, False]
+def test_errors_alone_need_no_times(bench, monkeypatch):
+    monkeypatch.setattr(bench_timing, "capture", None)
+    code, report, lines = bench(["fwd", "bwd"], PEER, errors_only=True)
+    assert code == 0 and len(lines) == 5 and not any("ms" in row for row in report["rows"])
+    first = report["rows"][0]
+    assert first["err_worst_head"]["o"] > 0 and first["peak_bytes"] == 3_000_000 and first["peers"] == {}
+    assert first["peer_peak_bytes"] == {"fla 9.9": 7_000_000} and first["peer_err_worst_head"] == {"fla 9.9": {"final_state": 1.0}}
+    assert "nothing was timed" in report["protocol"] and report["method"]["judged"] == {"fla": ""}
 
 
-def test_a_missing_peer_costs_nothing_but_its_column(bench, capsys):
-    code, report, _ = bench(["fwd"], CRASH)
-    assert code == 0 and len(report["rows"]) == 3 and not any(row["peers"] for row in report["rows"])
-    assert "peer fla: ModuleNotFoundError: fla is not here" in capsys.readouterr().out
+def test_rows_of_a_second_call_come_into_the_file(bench):
+    _, first, _ = bench(["fwd"], seqs="1x70,30+3")
+    _, cut, _ = bench(["fwd"], seqs="5x2", merge=True)
+    assert [row["seqlens"] for row in cut["rows"]] == [[70], [30, 3], [5, 5]] and cut["protocol"] == first["protocol"]
+    _, judged, _ = bench(["fwd"], PEER, errors_only=True, merge=True)
+    assert [row["ms"] for row in judged["rows"]] == [2.0] * 3, "times stay where errors alone come in"
+    assert judged["rows"][0]["peer_err_worst_head"] == {"fla 9.9": {"final_state": 1.0}}
+    assert "errors and memory alone of fla" in judged["protocol"] and "3 replays" in judged["protocol"]
+    assert judged["protocol"] == bench_protocol.protocol(judged["method"])
 
 
-def test_a_peer_that_hangs_is_ended_and_keeps_its_answers(bench, monkeypatch, capsys):
-    monkeypatch.setattr(bench_processes, "_SILENCE_S", 1.5)
-    code, report, _ = bench(["fwd"], HANG)
-    assert code == 0 and report["rows"][0]["peers"] == {"fla 9.9": 4.0}
-    assert "peer fla: ended: it took too long" in capsys.readouterr().out
+@pytest.mark.parametrize("what, value", [("commit", "0123456789ab"), ("machine", "NVIDIA X901")])
+def test_rows_of_another_commit_or_machine_do_not(what, value, bench, tmp_path, capsys):
+    bench(["fwd"], seqs="1x70")
+    path = tmp_path / "results" / "gpu.json"
+    report = {**json.loads(path.read_text()), what: value}
+    path.write_text(results.file_text(report))
+    code, unchanged, _ = bench(["fwd"], seqs="5x2", merge=True)
+    assert code == 2 and unchanged == report
+    assert f"must be of the same {what} ({value}, and now" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_a_peer_that_compiles_too_long_is_left_out(bench, capsys):
-    code, report, _ = bench(["fwd"], SLOW, peer_seconds=1.0)
-    assert code == 0 and not any(row["peers"] for row in report["rows"])
-    assert "peer fla: took too long to compile" in capsys.readouterr().out
+def test_rows_of_another_method_do_not(bench, capsys):
+    bench(["fwd"], seqs="1x70")
+    code, report, _ = bench(["fwd"], seqs="5x2", merge=True, runs=5)
+    assert code == 2 and len(report["rows"]) == 1
+    assert "must be measured with the same replays (3, and now 5)" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_peers_may_compile_ahead(bench, monkeypatch, tmp_path, capsys):
-    script, out = tmp_path / "peer.py", tmp_path / "none.json"
-    script.write_text(REFUSES)
-    monkeypatch.setattr(bench_processes, "_PEER_SCRIPT", script)
-    arguments = (["fwd"], "1x2,2x4", "", "all", "", "fla=/nowhere")
-    assert bench_gpu.run(*arguments, 20.0, None, 3, out, compile_only=True) == 0 and not out.exists()
-    assert "2 processes compiled for 6 rows" in capsys.readouterr().out
-    script.write_text(SLOW)
-    assert bench_gpu.run(*arguments, 1.0, None, 3, out, compile_only=True) == 1
-
-
-def test_a_row_that_a_peer_cannot_run_says_why(bench, capsys):
-    code, report, _ = bench(["fwd"], REFUSES)
-    assert code == 0 and not any(row["peers"] for row in report["rows"])
-    assert "peer fla, fwd 1/2 30+3: ValueError: odd" in capsys.readouterr().out
+def test_rows_that_a_merged_run_has_measured_are_no_longer_missing():
+    method = {"device": "cuda", "recorded": False}
+    row = {"mode": "fwd", "hq": 1, "hv": 2, "seqlens": [70], "options": {}}
+    old = {"method": method, "left_out": ["fwd 1/2 70", "fwd 1/2 5"], "rows": []}
+    assert results.merge(old, {"method": method, "rows": [row]})["left_out"] == ["fwd 1/2 5"]
 
 
 def test_gates_are_an_option(bench, capsys):
@@ -210,17 +236,18 @@ def test_the_results_file_is_whole_after_each_row(bench, monkeypatch, tmp_path):
     out, seen = tmp_path / "results" / "gpu.json", []
     right = bench_gpu._measure
 
-    def measure(given, replays):
-        seen.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
-        return right(given, replays)
+    def measure(*args):
+        report = json.loads(out.read_text()) if out.exists() else {"rows": [], "left_out": [1, 2, 3]}
+        seen.append((len(report["rows"]), len(report["left_out"])))
+        return right(*args)
 
     monkeypatch.setattr(bench_gpu, "_measure", measure)
     bench(["fwd"])
-    assert seen == [0, 1, 2]
+    assert seen == [(0, 3), (1, 2), (2, 1)], "and says which rows it lacks"
 
 
 def test_recorded_times_are_kept_apart(bench, tmp_path, capsys):
-    recorded = tmp_path / "recorded.csv"
+    recorded = tmp_path / "x900_recorded.csv"
     recorded.write_text("mode,hq,hv,seqs,other 1.0 ms,third 2.0 ms\nfwd,1,2,30+3,8.0,\nfwd,2,4,30+3,1.0,1.0\n")
     code, report, _ = bench(["fwd"], recorded=recorded)
     assert code == 0
@@ -232,14 +259,13 @@ def test_recorded_times_are_kept_apart(bench, tmp_path, capsys):
 def test_a_file_for_each_mode_and_short_rows_first(bench, monkeypatch, tmp_path):
     monkeypatch.setitem(bench_inputs.SHORT, "fwd", [((1, 2), "5x2")])
     measured, right = [], bench_gpu._measure
-    monkeypatch.setattr(bench_gpu, "_measure", lambda given, replays: measured.append(given["name"]) or right(given, replays))
-    out = tmp_path / "gpu_{mode}.json"
-    assert bench_gpu.run(["fwd", "bwd"], "1x2", "", "all", "", "", 1.0, None, 3, out) == 0
+    monkeypatch.setattr(bench_gpu, "_measure", lambda given, *args: measured.append(given["name"]) or right(given, *args))
+    assert bench(["fwd", "bwd"], out="gpu_{mode}.json")[0] == 0
     assert measured == ["5x2", "1x70", "30+3", "70_1seq"]
-    forward, backward = (json.loads((tmp_path / f"gpu_{name}.json").read_text()) for name in ("forward", "backward"))
+    forward, backward = (json.loads((tmp_path / "results" / f"gpu_{name}.json").read_text()) for name in ("forward", "backward"))
     assert [row["seqlens"] for row in forward["rows"]] == [[70], [30, 3], [5, 5]], "the table's order is not that of measuring"
     assert [row["mode"] for row in backward["rows"]] == ["bwd"]
-    assert (tmp_path / "gpu_forward.csv").exists()
+    assert (tmp_path / "results" / "gpu_forward.csv").exists()
 
 
 def test_short_rows_are_rows():
@@ -249,82 +275,78 @@ def test_short_rows_are_rows():
     assert bench_inputs.rows_of("fwd", "2x8", "", "short")[0]["hv"] == 8
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """The packages' modules, as thin as they may be: our own functions behind their names, orders and layouts."""
-
-    def add(name, **functions):
-        module = types.ModuleType(name)
-        vars(module).update(functions)
-        for i, part in enumerate(parts := name.split(".")):
-            monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), module if i + 1 == len(parts) else types.ModuleType(part))
-
-    def fla_forward(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens):
-        g, A, o, _, state = flash_qla.chunk_gated_delta_rule_fwd(q, k, v, g, beta, scale, initial_state, cu_seqlens)
-        return g, o, A, state, initial_state, None
-
-    def fla_backward(q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens):
-        return *flash_qla.chunk_gated_delta_rule_bwd(q, k, v, g, beta, A, do, dht, scale, initial_state, cu_seqlens), None, None
-
-    def flashinfer(q, k, v, g, beta, scale, initial_state, cu_seqlens, output_final_state, use_cp):
-        o, state = flash_qla.chunk_gated_delta_rule(
-            q[None], k[None], v[None], g.log()[None], beta[None], scale, initial_state, output_final_state, cu_seqlens=cu_seqlens,
-            state_v_first=True)
-        return o[0], state
-
-    def decode(q, k, v, state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, v_first=False, slots=None):
-        gates = dict(A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        slots = torch.arange(len(state)) if slots is None else slots
-        return flash_qla.gated_delta_rule_decode(q, k, v, a, b, state, slots, scale=scale, state_v_first=v_first, **gates), state
-
-    def decode_pool(q, k, v, state, initial_state, initial_state_indices, **rest):
-        return decode(q, k, v, initial_state, **rest, v_first=True, slots=initial_state_indices)
-
-    add("fla.ops.gated_delta_rule", fused_recurrent_gated_delta_rule=flash_qla.fused_recurrent_gated_delta_rule)
-    add("fla.ops.gated_delta_rule.chunk", chunk_gated_delta_rule_fwd=fla_forward, chunk_gated_delta_rule_bwd=fla_backward)
-    sys.modules["fla.ops.gated_delta_rule"].fused_recurrent_gated_delta_rule = flash_qla.fused_recurrent_gated_delta_rule
-    add("flashinfer.gdn_prefill", chunk_gated_delta_rule=flashinfer)
-    add("flashinfer.gdn_decode", gated_delta_rule_decode=decode, gated_delta_rule_decode_pretranspose=decode_pool)
-    monkeypatch.setattr(bench_peers.importlib.metadata, "version", lambda package: "1.0")
-
-
-@pytest.mark.parametrize("mode", ["fwd", "bwd", "train", "decode"])
-@pytest.mark.parametrize("package", ["fla", "flashqla", "flashinfer"])
-def test_tensors_of_peers_are_named_and_laid_out_as_ours(package, mode, bench, stand_ins):
-    rows = bench_inputs.rows_of(mode, "1x2", "")
-    for row in rows if mode == "decode" else rows[:1]:  # decode: every dtype and layout of the states
-        x = bench_inputs.make_inputs(row, device="cpu")
-        exact = bench_gpu._exact(row, x)
-        peers = [*bench_peers.PEERS[package](row, x)]
-        takes_states = row["state_v_first"] or row["state_dtype"] == "float32"
-        counts = {"fla": 1, "flashqla": mode != "decode", "flashinfer": {"fwd": 2, "decode": int(takes_states)}.get(mode, 0)}
-        assert len(peers) == counts[package]
-        for peer in peers:
-            peer.run()  # what a run leaves behind must not be what is compared
-            of_heads = bench_gpu._of_heads(peer.tensors(peer.run()), exact)["worst"]
-            assert set(of_heads) == set(exact) and all(error < 1.5e-2 for error in of_heads.values())
-
-
 def test_rows_for_peers_and_with_other_gates_are_rows():
     for mode, triples in bench_inputs.PEER_ROWS.items():
         rows = bench_inputs.rows_of(mode, "", "", "peers")
         assert {((row["hq"], row["hv"]), row["name"], row["gates"]) for row in rows} == set(triples)
     assert {row["gates"] for row in bench_inputs.rows_of("fwd", "2x8", "1x32768")} == {"mixed", "none", "strong"}
     assert [row["gates"] for row in bench_inputs.rows_of("fwd", "2x8", "1x32768", gates="none")] == ["none"]
+    # A cut that is not worth it where nothing decays.
+    assert {row["gates"] for row in bench_inputs.rows_of("fwd", "4x16", "1x4096")} == {"mixed", "none"}
+    weakest = [("4x16", "1024+7168"), ("16x16", "1024+7168"), ("32x32", "8192x4"), ("16x16", "4096x8"), ("16x32", "8192x4")]
+    assert all(bench_inputs.rows_of("fwd", heads, name, "peers") for heads, name in weakest)
 
 
 def test_refuses_unknown_modes_and_machines_without_a_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    arguments = ("", "", "all", "", "", 1.0, None, 1, None)
-    assert bench_gpu.run(["fwd", "sideways"], *arguments) == 2
-    assert "--mode must be of fwd, bwd, train, decode (sideways)" in capsys.readouterr().out
-    assert bench_gpu.run(["fwd"], *arguments) == 2
-    assert "a CUDA GPU must be present" in capsys.readouterr().out
+    for options, sentence in (
+        (dict(modes=["fwd", "sideways"]), "--mode must be of fwd, bwd, train, decode (sideways)"),
+        (dict(modes=["fwd"], gates="mixed,odd"), "--gates must be of mixed, none, strong (odd)"),
+        (dict(modes=["fwd"], merge=True), "--merge needs --out (no file was named)"),
+        (dict(modes=["fwd"]), "a CUDA GPU must be present"),
+    ):
+        assert bench_gpu.run(bench_gpu.Options(**options)) == 2
+        assert sentence in capsys.readouterr().out
 
 
-def test_report_of_a_copied_tree_names_its_commit(monkeypatch, tmp_path):
-    module = tmp_path / "python" / "flash_qla" / "cli" / "results.py"
-    monkeypatch.setattr(results, "__file__", str(module))
-    (tmp_path / "COMMIT").write_text("0123abc\n")
-    assert results.make_report("p", [], cuda=False)["commit"] == "0123abc"
+def test_refuses_recorded_times_of_another_machine(bench, capsys, tmp_path):
+    assert bench(["fwd"], recorded=tmp_path / "x901_recorded.csv")[:2] == (2, None)
+    assert "bench: --recorded must be of this machine, x900_*.csv (x901_recorded.csv)" in capsys.readouterr().out
+
+
+def test_refuses_rows_that_no_table_has(bench, capsys):
+    assert bench(["fwd"], seqs="9999x9")[:2] == (2, None)
+    assert "bench: --heads, --seqs and --gates must leave a row of the table (none is left)" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bench_cpu(monkeypatch, tmp_path):
+    """`bench --cpu` on a few tokens, beside a peer that computes nothing; returns (exit code, report)."""
+    module = pytest.importorskip("flash_qla.cli.bench_cpu")
+    monkeypatch.setattr(module, "TOKENS", 70)
+    monkeypatch.setattr(module, "HEADS", 2)
+    monkeypatch.setattr(module, "_transformers_function", lambda: ("peer 1.0", lambda *x: (sum(t.sum() for t in x) + x[2], None)))
+
+    def run(runs=2):
+        out = tmp_path / "cpu.json"
+        code = module.run(runs, out)
+        return code, json.loads(out.read_text()) if out.exists() else None
+
+    return run
+
+
+def test_rows_of_the_cpu_are_checked_and_have_their_spread(bench_cpu):
+    code, report = bench_cpu()
+    assert code == 0 and [row["mode"] for row in report["rows"]] == ["fwd", "train"]
+    for row in report["rows"]:
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"] and max(row["err"].values()) < 1e-5
+        assert row["peer_ms_min"]["peer 1.0"] <= row["peers"]["peer 1.0"] <= row["peer_ms_max"]["peer 1.0"]
+    assert report["commit"] == flash_qla.build_info()["commit"]
+    assert report["protocol"] == bench_protocol.protocol(report["method"]) and "2 runs" in report["protocol"]
+
+
+def test_what_was_timed_last_on_the_cpu_is_checked(bench_cpu, monkeypatch, capsys):
+    right, calls = flash_qla.chunk_gated_delta_rule, []
+
+    def last_is_wrong(*inputs):
+        o, final_state = right(*inputs)
+        if flash_qla._options._path is not None:
+            return o, final_state
+        calls.append(None)
+        return (o * 1.1 if len(calls) == 4 else o), final_state  # behind one that is checked, one that warms up, one timed
+
+    monkeypatch.setattr(flash_qla, "chunk_gated_delta_rule", last_is_wrong)
+    code, report = bench_cpu()
+    assert code == 1 and [row["mode"] for row in report["rows"]] == ["train"]
+    assert "FAIL fwd: o: relative L2 1.0e-01" in capsys.readouterr().out

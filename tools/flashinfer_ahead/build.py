@@ -33,6 +33,7 @@ from cutlass.base_dsl.runtime import cuda as cuda_helpers
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "python" / "flash_qla" / "cli"))
 import bench_inputs
+import bench_processes
 
 # What is copied of FlashInfer: the files that choose and launch kernels, and those that they import.
 SOURCES = [
@@ -169,6 +170,7 @@ def main() -> None:
     shutil.copytree(HERE / "stand_in", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
         shutil.copy(source / name, package / name)
+    (folder / bench_processes.NOTE).write_text("kernels compiled ahead, launched by its own Python with stand-ins for what that imports\n")
     for info in site.glob("flashinfer_python-*.dist-info"):
         (folder / info.name).mkdir(exist_ok=True)
         shutil.copy(info / "METADATA", folder / info.name)

@@ -39,7 +39,7 @@ def bench(
     mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode"),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
-    short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, minutes in all"),
+    short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, a minute in all"),
     peer_rows: bool = typer.Option(False, "--peer-rows", help="on a GPU: the rows chosen for peers that compile long"),
     gates: str = typer.Option("", help="on a GPU: any of mixed,none,strong (decay)"),
     peers: str = typer.Option(
@@ -49,12 +49,23 @@ def bench(
     compile_only: bool = typer.Option(
         False, "--compile-only", help="on a GPU: let the peers compile into their caches, and measure nothing"
     ),
+    errors_only: bool = typer.Option(
+        False, "--errors-only", help="on a GPU: errors and memory of ours and of the peers, and no times"
+    ),
     recorded: Optional[Path] = typer.Option(
-        None, help="on a GPU: other packages' times of an earlier run, as benchmarks/recorded/h200_peers.csv"
+        None, help="on a GPU: other packages' times of an earlier run on it, as benchmarks/recorded/h200_peers.csv"
     ),
     runs: int = typer.Option(15, min=1, help="timed repetitions; the median counts"),
+    seconds: Optional[float] = typer.Option(
+        None, min=1.0, help="on a GPU: begin no row later than this; the files name the rows that they lack"
+    ),
+    merge: bool = typer.Option(
+        False, "--merge", help="on a GPU: put the rows into the files that are there, of the same machine and commit"
+    ),
     out: Optional[Path] = typer.Option(
-        None, help="results file to write (.json), with a .csv and a .png beside it; on a GPU {mode} stands for the mode"
+        None,
+        help="results file to write (.json), with a .csv and a .png beside it; on a GPU {machine} stands for the GPU "
+        "(h200) and {mode} for the mode",
     ),
 ) -> None:
     """Measure, each row after a correctness check; a row whose check fails is not written and the exit code is 1.
@@ -65,12 +76,26 @@ def bench(
         from .bench_cpu import run
 
         raise typer.Exit(run(runs, out))
+    from .bench_gpu import Options
     from .bench_gpu import run as run_gpu
 
-    choice = "peers" if peer_rows else "short" if short else "all"
-    modes = mode.split(",")
-    code = run_gpu(modes, heads, seqs, choice, gates, peers, peer_seconds, recorded, runs, out, compile_only)
-    raise typer.Exit(code)
+    options = Options(
+        modes=mode.split(","),
+        heads=heads,
+        seqs=seqs,
+        choice="peers" if peer_rows else "short" if short else "all",
+        gates=gates,
+        peers=[item for item in peers.split(",") if item],
+        peer_seconds=peer_seconds,
+        recorded=recorded,
+        runs=runs,
+        errors_only=errors_only,
+        compile_only=compile_only,
+        merge=merge,
+        out=out,
+        **({} if seconds is None else {"seconds": seconds}),
+    )
+    raise typer.Exit(run_gpu(options))
 
 
 @app.command()

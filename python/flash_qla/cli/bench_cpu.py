@@ -21,11 +21,6 @@ from .results import Row, label, make_report, write
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 1, 4096, 8, 128
 
-PROTOCOL = (
-    "float32, batch 1; forward, and forward + backward through autograd; runs of both implementations in turns, "
-    "medians; before the times, every tensor of ours checked against the fp64 reference"
-)
-
 _INPUTS = ("q", "k", "v", "g", "beta")
 
 Function = Callable[..., Tuple[torch.Tensor, Optional[torch.Tensor]]]
@@ -56,9 +51,9 @@ def _transformers_function() -> Tuple[str, Function]:
     return f"transformers {transformers.__version__}", inspect.unwrap(module.torch_chunk_gated_delta_rule)
 
 
-def _forward(function: Function, x: Dict[str, torch.Tensor]) -> torch.Tensor:
+def _forward(function: Function, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     with torch.inference_mode():
-        return function(*(x[n] for n in _INPUTS))[0]
+        return {"o": function(*(x[n] for n in _INPUTS))[0]}
 
 
 def _train(function: Function, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
@@ -68,30 +63,37 @@ def _train(function: Function, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Te
     return {"o": o.detach(), **{f"d{n}": d for n, d in zip(_INPUTS, gradients)}}
 
 
-def _check(mode: str, x: Dict[str, torch.Tensor]) -> Tuple[Dict[str, float], Optional[str]]:
-    found = {"o": _forward(_ours, x)} if mode == "fwd" else _train(_ours, x)
-    exact_inputs = {n: t.double() for n, t in x.items()}
+_STEPS = {"fwd": _forward, "train": _train}
+
+
+def _exact(mode: str, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     with flash_qla.use_path("reference"):
-        exact = {"o": _forward(_ours, exact_inputs)} if mode == "fwd" else _train(_ours, exact_inputs)
-    return first_failure(found, exact, torch.float32)
+        return _STEPS[mode](_ours, {n: t.double() for n, t in x.items()})
 
 
 def _ours(*inputs: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     return flash_qla.chunk_gated_delta_rule(*inputs)
 
 
-def _median_ms(calls: List[Callable[[], object]], runs: int, progress: Progress) -> List[float]:
-    """Medians of interleaved runs, after one of each that warms up."""
+def _timed(
+    calls: List[Callable[[], Dict[str, torch.Tensor]]], runs: int, progress: Progress
+) -> Tuple[List[List[float]], Dict[str, torch.Tensor]]:
+    """Milliseconds of interleaved runs, after one of each that warms up, and what the first call's last run has
+    returned."""
     times: List[List[float]] = [[] for _ in calls]
+    left: Dict[str, torch.Tensor] = {}
     task = progress.add_task("timing", total=(runs + 1) * len(calls))
     for run, (i, call) in itertools.product(range(runs + 1), enumerate(calls)):
         start = time.perf_counter()
-        call()
+        found = call()
         if run > 0:
             times[i].append(1e3 * (time.perf_counter() - start))
+        if i == 0:
+            left = found
+        del found
         progress.advance(task)
     progress.remove_task(task)
-    return [statistics.median(t) for t in times]
+    return times, left
 
 
 def run(runs: int, out: Optional[Path]) -> int:
@@ -101,33 +103,42 @@ def run(runs: int, out: Optional[Path]) -> int:
     x = _make_inputs()
     rows: List[Row] = []
     failed = False
-    console.print(f"{PROTOCOL}\n{torch.get_num_threads()} threads, {runs} runs")
-    for mode, step in (("fwd", _forward), ("train", _train)):
-        errors, failure = _check(mode, x)
+    report = make_report({"device": "cpu", "runs": runs}, cuda=False)
+    console.print(f"commit: {report['commit']}\n{report['machine']}; {report['protocol']}")
+    for mode, step in _STEPS.items():
+        exact = _exact(mode, x)
+        errors, failure = first_failure(step(_ours, x), exact, torch.float32)
+        if failure is None:
+            with Progress(console=console, transient=True) as progress:
+                times, left = _timed([lambda: step(_ours, x), lambda: step(theirs, x)], runs, progress)
+            failure = first_failure(left, exact, torch.float32)[1]
         if failure is not None:
             failed = True
             console.print(f"FAIL {mode}: {failure}")
             continue
-        with Progress(console=console, transient=True) as progress:
-            ms, peer_ms = _median_ms([lambda: step(_ours, x), lambda: step(theirs, x)], runs, progress)
+        ms, peer_ms = (round(statistics.median(of), 3) for of in times)
         row: Row = {
             "mode": mode,
             "hq": HEADS,
             "hv": HEADS,
             "seqlens": [TOKENS],
             "options": {"dtype": "float32"},
-            "ms": round(ms, 3),
+            "ms": ms,
+            "ms_min": round(min(times[0]), 3),
+            "ms_max": round(max(times[0]), 3),
             # Time of one chunk of one head, on all threads together.
             "step_us": round(1e3 * ms / (BATCH * HEADS * TOKENS / 64), 2),
             "roofline": None,
             "err": errors,
-            "peers": {peer: round(peer_ms, 3)},
+            "peers": {peer: peer_ms},
+            "peer_ms_min": {peer: round(min(times[1]), 3)},
+            "peer_ms_max": {peer: round(max(times[1]), 3)},
         }
         rows.append(row)
-        worst = max(errors.values())
+        worst = max(filter(None, errors.values()), default=0.0)
         console.print(f"{label(row)}, K = V = {HEAD_DIM}: {ms:.1f} ms, {peer} {peer_ms:.1f} ms: {peer_ms / ms:.2f}x "
                       f"(worst error {worst:.1e})  repeat: python -m flash_qla bench --cpu --runs {runs}")  # fmt: skip
     if out is not None and rows:
-        write(out, make_report(PROTOCOL, rows, cuda=False))
+        write(out, {**report, "rows": rows})
         console.print(f"wrote {out}")
     return 1 if failed else 0

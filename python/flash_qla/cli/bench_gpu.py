@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -12,118 +14,124 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-import flash_qla
-
-from .bench_inputs import GATES, HEAD_DIM, graphs_ms, make_inputs, peak_bytes, recorded_times, rows_of
-from .bench_processes import prepare_peers, run_peers
-from .check import ORACLES
+from . import bench_timing
+from .bench_calls import Call, Tensors, bound_ms, calls_of, chunks, eager_call, exact
+from .bench_inputs import GATES, make_inputs, recorded_times, rows_of
+from .bench_processes import Peer, notes, prepare_peers
 from .errors import first_failure, head_errors
-from .results import Row, geometric_mean, label, make_report, peer_names, ratios, save, write
-
-PROTOCOL = (
-    "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
-    "final state out; median of CUDA graph replays of 5 calls, the forward's with and without its sequence split in "
-    "turns; every tensor checked against the fp64 oracle before it is timed; peers compiled ahead or beside each other, "
-    "then timed one after another on the same inputs, their tensors compared with the same oracle; fla runs its own "
-    "kernels (FLA_FLASH_QLA=0), as its autotuner chose them while the others compiled; recorded times are of an "
-    "earlier run"
+from .results import (
+    Report,
+    Row,
+    geometric_mean,
+    label,
+    load,
+    make_report,
+    merge,
+    peer_names,
+    ratios,
+    save,
+    short_name,
+    title,
+    why_not_merge,
+    write,
 )
 
 _MODES = ("fwd", "bwd", "train", "decode")
 _FILE_NAMES = {"fwd": "forward", "bwd": "backward", "train": "train", "decode": "decode"}
 
-# Sustained memory bandwidth (bytes/s) and dense bfloat16 rate (FLOP/s) by GPU: a copy kernel and a long GEMM reach
-# them.
-_RATES: Dict[str, Tuple[float, float]] = {"H200": (4.3e12, 790e12)}
+# Rows below this are timed with a flushed L2 cache as well: theirs may hold all that they read.
+_SHORT_MS = 0.05
 
-# FLOP of one chunk and value head at K = V = 128, the products of docs/math.md counted once each.
-_FLOP_FORWARD, _FLOP_BACKWARD = 10.66e6, 24.1e6
+# What a row has of other packages, by their names.
+_OF_OTHERS = ("peers", "peer_ms_min", "peer_ms_max", "peer_peak_bytes", "peer_err_median_head", "peer_err_worst_head")
 
-_CHUNK = 64
-
-
-def _bound_ms(row: Dict[str, Any]) -> Optional[float]:
-    """The roofline: no kernel is faster than its smallest traffic or its products. None for an unknown GPU."""
-    name = torch.cuda.get_device_name()
-    rates = next((r for gpu, r in _RATES.items() if gpu in name), None)
-    if rates is None:
-        return None
-    hq, hv, tokens, count = row["hq"], row["hv"], sum(row["seqlens"]), len(row["seqlens"])
-    state = HEAD_DIM * HEAD_DIM * hv * count * (2 if row["state_dtype"] == "bfloat16" else 4)
-    vector = 2 * HEAD_DIM  # bytes of one head's row of q, k, v, o or a gradient
-    chunks = tokens / _CHUNK * hv
-    saved = 2 * _CHUNK * hv + 4 * hv  # A and the cumsum, a token
-    forward = (tokens * (2 * vector * hq + 2 * vector * hv + 8 * hv) + 2 * state, _FLOP_FORWARD * chunks)
-    backward = (tokens * (4 * vector * hq + 3 * vector * hv + 16 * hv + saved) + 3 * state, _FLOP_BACKWARD * chunks)
-    moved, computed = {
-        "fwd": forward,
-        "decode": forward,
-        "bwd": backward,
-        "train": (forward[0] + backward[0] + tokens * saved, forward[1] + backward[1]),
-    }[row["mode"]]
-    return 1e3 * max(moved / rates[0], computed / rates[1])
+# How often ours and each other package take their turns on a row.
+_TURNS = 3
 
 
-def _forward(x: Dict[str, torch.Tensor]) -> Tuple[torch.Tensor, ...]:
-    return flash_qla.chunk_gated_delta_rule_fwd(
-        *(x[n] for n in ("q", "k", "v", "g", "beta")), initial_state=x["h0"], cu_seqlens=x["cu_seqlens"]
-    )
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asks for. `choice`: "all", "short" or "peers", as rows_of() says; `peers`: items as
+    prepare_peers() takes them."""
+
+    modes: Sequence[str]
+    heads: str = ""
+    seqs: str = ""
+    choice: str = "all"
+    gates: str = ""
+    peers: Sequence[str] = ()
+    peer_seconds: float = 600.0
+    recorded: Optional[Path] = None
+    runs: int = 15
+    seconds: float = math.inf
+    errors_only: bool = False
+    compile_only: bool = False
+    merge: bool = False
+    out: Optional[Path] = None
+
+    @property
+    def replays(self) -> int:
+        return 0 if self.errors_only else self.runs
+
+    def method(self) -> Dict[str, Any]:
+        """What bench_protocol.py makes a sentence of."""
+        method: Dict[str, Any] = {"device": "cuda"}
+        if not self.errors_only:
+            method.update(
+                replays=self.runs,
+                fewest_calls=bench_timing.FEWEST_CALLS,
+                most_calls=bench_timing.MOST_CALLS,
+                graph_ms=bench_timing.GRAPH_MS,
+                load_s=bench_timing.LOAD_S,
+                short_ms=_SHORT_MS,
+                flush_mb=bench_timing.FLUSH_BYTES >> 20,
+                eager_calls=bench_timing.EAGER_CALLS,
+                eager_rounds=bench_timing.EAGER_ROUNDS,
+            )
+        if self.peers:
+            method["judged" if self.errors_only else "peers"] = notes(self.peers)
+            if not self.errors_only:
+                method["turns"] = _TURNS
+        return {**method, "recorded": self.recorded is not None}
 
 
-def _backward(x: Dict[str, torch.Tensor], g: Any, A: Any) -> Tuple[torch.Tensor, ...]:
-    return flash_qla.chunk_gated_delta_rule_bwd(
-        x["q"], x["k"], x["v"], g, x["beta"], A, x["do"], x["dht"], initial_state=x["h0"], cu_seqlens=x["cu_seqlens"]
-    )
+class _Judge:
+    """What the oracle says of a row."""
+
+    def __init__(self, given: Row, x: Tensors) -> None:
+        self._given, self._x, self.tensors = given, x, exact(given, x)
+
+    def failure(self, call: Call, found: Tensors, steps: int = 1) -> Optional[str]:
+        """What is wrong with what a call has returned, after so many steps if it changes something in place; None if
+        nothing."""
+        right = self.tensors if steps == 1 else exact(self._given, self._x, steps)
+        missing = [name for name in right if name not in found]
+        wrong = first_failure(found, right, torch.bfloat16)[1] if not missing else None
+        if missing:
+            wrong = f"{', '.join(missing)} must be checked (not there)"
+        return wrong and f"{call.name} {wrong}".lstrip()
+
+    def heads(self, found: Tensors) -> Dict[str, Dict[str, Optional[float]]]:
+        """Median and worst of the heads' relative errors, by tensor; None where no head has one, or where NaN or
+        infinities stand in other places than the oracle's."""
+        heads = {name: head_errors(name, found[name], right) for name, right in self.tensors.items() if name in found}
+        picks: Dict[str, Callable[[List[float]], float]] = {"median": statistics.median, "worst": max}
+        return {
+            which: {name: e if of and math.isfinite(e := pick(of)) else None for name, of in heads.items()}
+            for which, pick in picks.items()
+        }
 
 
-def _inference(x: Dict[str, torch.Tensor], auto_cp: bool = True) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    with torch.inference_mode():
-        return flash_qla.chunk_gated_delta_rule(
-            *(x[n] for n in ("q", "k", "v", "g", "beta")),
-            initial_state=x["h0"],
-            output_final_state=True,
-            cu_seqlens=x["cu_seqlens"],
-            auto_cp=auto_cp,
-        )
-
-
-def _decode(given: Row, x: Dict[str, torch.Tensor], pool: torch.Tensor) -> Callable[[], torch.Tensor]:
-    tensors = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    slots = torch.arange(len(pool), device=pool.device)
-    return lambda: flash_qla.gated_delta_rule_decode(*tensors, pool, slots, state_v_first=given["state_v_first"])
-
-
-def _results(given: Row, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """What is compared with the oracle."""
-    mode = given["mode"]
-    if mode == "decode":
-        pool = x["h0"].clone()
-        return {"o": _decode(given, x, pool)(), "final_state": pool}
-    if mode == "fwd":
-        o, final_state = _inference(x)
-        return {"o": o, "final_state": final_state}
-    g, A, o, _, final_state = _forward(x)
-    dq, dk, dv, db, dg, dh0 = _backward(x, g, A)
-    gradients = {"dq": dq, "dk": dk, "dv": dv, "dbeta": db, "dg": dg, "dh0": dh0}
-    return gradients if mode == "bwd" else {"o": o, "final_state": final_state, **gradients}
-
-
-def _timed(given: Row, x: Dict[str, torch.Tensor]) -> List[Callable[[], Any]]:
-    """The call of a row; of a forward then the same without its sequence split."""
-    mode = given["mode"]
-    if mode == "decode":
-        return [_decode(given, x, x["h0"].clone())]
-    if mode == "fwd":
-        return [lambda: _inference(x), lambda: _inference(x, auto_cp=False)]
-    if mode == "bwd":
-        g, A, *_ = _forward(x)
-        return [lambda: _backward(x, g, A)]
-
-    def step() -> None:
-        g, A, *_ = _forward(x)
-        _backward(x, g, A)
-
-    return [step]
+def _graph_failure(judge: _Judge, call: Call, graph: bench_timing.Graph) -> Optional[str]:
+    """What is wrong with what the timed graph has left. What its calls change in place is put back first, and the graph
+    replayed once more."""
+    steps = 1
+    if call.restore is not None:
+        call.restore()
+        graph.graph.replay()
+        steps = graph.calls
+    wrong = judge.failure(call, graph.results, steps)
+    return wrong and f"what the timed graph left: {wrong}"
 
 
 def _options(given: Row) -> Dict[str, str]:
@@ -133,62 +141,116 @@ def _options(given: Row) -> Dict[str, str]:
     return {"state_dtype": given["state_dtype"], "state_layout": "[V, K]" if given["state_v_first"] else "[K, V]"}
 
 
-def _exact(given: Row, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """The fp64 oracle's tensors of a row."""
-    with flash_qla.use_path(ORACLES["cuda"]):
-        return _results(given, {n: t.double() if t.is_floating_point() else t for n, t in x.items()})
+def _times(name: str, ms: Sequence[float]) -> Row:
+    """Median, least and most under this name."""
+    values = {name: statistics.median(ms), f"{name}_min": min(ms), f"{name}_max": max(ms)}
+    return {key: round(value, 5) for key, value in values.items()}
 
 
-def _of_heads(found: Dict[str, torch.Tensor], exact: Dict[str, torch.Tensor]) -> Dict[str, Dict[str, Optional[float]]]:
-    """Median and worst of the heads' errors, by tensor; None for one that stands where the oracle has other NaN or
-    infinities."""
-    heads = {name: head_errors(name, found[name], exact[name]) for name in exact if name in found}
-    both = {"median": statistics.median, "worst": max}
-    return {
-        which: {name: e if math.isfinite(e := pick(of_heads)) else None for name, of_heads in heads.items()}
-        for which, pick in both.items()
-    }
+class _OtherPackages:
+    """Their processes, and what those say of a row."""
+
+    def __init__(self, ready: Sequence[Peer], console: Console) -> None:
+        self._ready, self._console = ready, console
+
+    def turn(
+        self,
+        place: int,
+        given: Row,
+        number: int,
+        last: bool,
+        row: Row,
+        times: Dict[str, List[float]],
+        judge: _Judge,
+    ) -> None:
+        """Each process that can run `given`, the row at `place`, runs it, one after another. What they say goes into
+        `row` and `times`."""
+
+        def take(answer: Row) -> None:
+            peer = answer["peer"]
+            if "error" in answer:
+                self._console.print(f"peer {peer}, {label(given)}: {answer['error']}")
+                return
+            times.setdefault(peer, []).extend(answer["ms"])
+            if "peak_bytes" in answer:
+                row["peer_peak_bytes"][peer] = answer["peak_bytes"]
+            if "tensors" in answer:
+                file = Path(answer["tensors"])
+                device = next(iter(judge.tensors.values())).device
+                for which, errors in judge.heads(torch.load(file, map_location=device)).items():
+                    row[f"peer_err_{which}_head"][peer] = errors
+                file.unlink()
+
+        for peer in self._ready:
+            if place in peer.rows:
+                trouble = peer.turn(place, number, last, take)
+                if trouble is not None:
+                    self._console.print(f"peer {peer.name}: {trouble}")
 
 
-def _measure(given: Row, replays: int) -> Tuple[Optional[Row], Optional[str]]:
-    """One row, checked and then timed; or None and what the check found."""
+def _measure(
+    given: Row, place: int, replays: int, others: Optional[_OtherPackages]
+) -> Tuple[Optional[Row], Optional[str]]:
+    """One row: checked, timed, and what was timed checked again; or None and what a check found. Without replays
+    nothing is timed."""
     x = make_inputs(given)
-    found = _results(given, x)
-    exact = _exact(given, x)
-    errors, failure = first_failure(found, exact, torch.bfloat16)
-    heads = _of_heads(found, exact)
-    del found, exact
-    # What is timed gets memory of its own, not pieces of what the oracle's larger tensors have left.
-    torch.cuda.empty_cache()
+    calls = calls_of(given, x)
+    eager = eager_call(given, x, calls[0])
+    judge = _Judge(given, x)
+    found = calls[0].run()
+    errors, failure = first_failure(found, judge.tensors, torch.bfloat16)
+    heads = judge.heads(found)
+    del found
+    for call in (*calls[1:], *([] if eager is calls[0] else [eager])):
+        failure = failure or judge.failure(call, call.run())
     if failure is not None:
         return None, failure
-    calls = _timed(given, x)
-    peak = peak_bytes(calls[0])
-    ms, *others = graphs_ms(calls, replays)
-    bound = _bound_ms(given)
+    # What is timed gets memory of its own, not pieces of what the oracle's larger tensors have left.
+    torch.cuda.empty_cache()
+    case = {name: given[name] for name in ("mode", "hq", "hv", "seqlens")}
     row: Row = {
-        "mode": given["mode"],
-        "hq": given["hq"],
-        "hv": given["hv"],
-        "seqlens": given["seqlens"],
-        "options": _options(given),
-        "ms": round(ms, 4),
-        "peak_bytes": peak,
-        # Time of one chunk of one value head on one multiprocessor, the card taken as full.
-        "step_us": round(1e3 * ms * _sm_count() / (given["hv"] * _chunks(given["seqlens"])), 3),
-        "roofline": None if bound is None else round(bound / ms, 3),
+        "peak_bytes": bench_timing.peak_bytes(calls[0].run),
         "err": errors,
         "err_median_head": heads["median"],
         "err_worst_head": heads["worst"],
-        "peers": {},
-        "peer_peak_bytes": {},
-        "peer_err_median_head": {},
-        "peer_err_worst_head": {},
+        **{name: {} for name in _OF_OTHERS},
         "recorded": {},
     }
-    if others:
-        row["unsplit_ms"] = round(others[0], 4)  # auto_cp=False
-    return row, None
+    captured = [bench_timing.capture(call.run) for call in calls] if replays else []
+    singles, graphs = [single for single, _ in captured], [graph for _, graph in captured]
+    ours: List[List[float]] = [[] for _ in graphs]
+    theirs: Dict[str, List[float]] = {}
+    turns = _TURNS if others is not None and replays else 1
+    for turn in range(turns):
+        for of_graph, ms in zip(ours, bench_timing.graphs_ms(graphs, replays) if graphs else []):
+            of_graph += ms
+        if others is not None:
+            others.turn(place, given, turn, turn == turns - 1, row, theirs, judge)
+    if not graphs:
+        return {**case, "options": _options(given), **row}, None
+    times = _times("ms", ours[0])
+    if times["ms"] < _SHORT_MS:
+        times.update(_times("flushed_ms", bench_timing.flushed_ms(singles[0], replays)))
+    for call, single, graph in zip(calls, singles, graphs):
+        failure = failure or _graph_failure(judge, call, graph)
+        if call is calls[0] and "flushed_ms" in times:
+            failure = failure or _graph_failure(judge, call, single)
+    if failure is not None:
+        return None, failure
+    if len(ours) > 1:
+        times.update(_times("unsplit_ms", ours[1]))  # auto_cp=False
+    for peer, ms in theirs.items():
+        row["peers"][peer], row["peer_ms_min"][peer], row["peer_ms_max"][peer] = _times("ms", ms).values()
+    host_us, eager_ms = bench_timing.eager_times(eager.run)
+    bound = bound_ms(given)
+    times.update(
+        eager_ms=round(eager_ms, 5),
+        eager_host_us=round(host_us, 1),
+        # Time of one chunk of one value head on one multiprocessor, the card taken as full.
+        step_us=round(1e3 * times["ms"] * _sm_count() / (given["hv"] * chunks(given["seqlens"])), 3),
+        roofline=None if bound is None else round(bound / times["ms"], 3),
+    )
+    return {**case, "options": _options(given), **times, **row}, None
 
 
 def _repeat(given: Row) -> str:
@@ -197,14 +259,22 @@ def _repeat(given: Row) -> str:
 
 
 def _describe(row: Row) -> str:
-    options = "".join(f" {key} {value}" for key, value in row["options"].items())
-    share = "" if row["roofline"] is None else f" {100 * row['roofline']:.0f}% of roofline"
-    return f"{label(row)}{options}: {row['ms']:.4f} ms{share}, {row['peak_bytes'] / 1e6:.0f} MB"
+    """A row in a line, with what stands beside it."""
+    words = [f"{title(row)}:"]
+    if "ms" in row:
+        words.append(f"{row['ms']:.4f} ms ({row['ms_min']:.4f} to {row['ms_max']:.4f})")
+        words += [] if row["roofline"] is None else [f"{100 * row['roofline']:.0f}% of roofline"]
+        words.append(f"eager {row['eager_ms']:.4f} ms, host {row['eager_host_us']:.0f} us")
+    words.append(f"{row['peak_bytes'] / 1e6:.0f} MB")
+    for kind, note in (("peers", ""), ("recorded", " recorded")):
+        words += [f"{peer} {ms:.4f}{note} ({ms / row['ms']:.2f}x)" for peer, ms in row[kind].items() if "ms" in row]
+    worst, head = (max(filter(None, row[key].values()), default=0.0) for key in ("err", "err_worst_head"))
+    return " ".join(words) + f" worst error {worst:.1e} (of a head {head:.1e})"
 
 
 def _print_summary(rows: Sequence[Row], console: Console) -> None:
     for mode in dict.fromkeys(row["mode"] for row in rows):
-        of_mode = [row for row in rows if row["mode"] == mode]
+        of_mode = [row for row in rows if row["mode"] == mode and "ms" in row]
         for kind, note in (("peers", ""), ("recorded", ", its times recorded earlier")):
             for peer in peer_names(of_mode, kind):
                 found = ratios(of_mode, peer, kind)
@@ -216,139 +286,138 @@ def _print_summary(rows: Sequence[Row], console: Console) -> None:
                           f"mean of {len(gains)} rows, least {min(gains):.2f}x)")  # fmt: skip
 
 
-def run(
-    modes: Sequence[str],
-    heads: str,
-    seqs: str,
-    choice: str,
-    gates: str,
-    peers: str,
-    peer_seconds: float,
-    recorded: Optional[Path],
-    replays: int,
-    out: Optional[Path],
-    compile_only: bool = False,
-) -> int:
-    """Measures and prints; returns the exit code. `choice`: "all", "short" or "peers", as rows_of() says. The results
-    are complete after each row, and the rows of the short run come first: a run that is cut short loses the rest alone.
-    With "{mode}" in the name of `out` every mode has a file of its own: h200_{mode}.json gives h200_forward.json.
+class _Files:
+    """The results files of a run. "{machine}" and "{mode}" in the name of `out` stand for what they say: with the
+    latter every mode has a file of its own. Rows come in the order of `wanted`; those that are not there, because the
+    run was cut or their check failed, are named."""
 
-    compile_only: the peers compile for the rows, into the caches that they keep on disk, and nothing is measured."""
-    console = Console(highlight=False, soft_wrap=True)
-    unknown = [mode for mode in modes if mode not in _MODES]
-    if unknown:
-        console.print(f"bench: --mode must be of {', '.join(_MODES)} ({unknown[0]})")
-        return 2
-    if not torch.cuda.is_available():
-        console.print("bench: a CUDA GPU must be present (none was found); --cpu measures the CPU path")
-        return 2
-    wrong = [kind for kind in filter(None, gates.split(",")) if kind not in GATES]
-    if wrong:
-        console.print(f"bench: --gates must be of {', '.join(GATES)} ({wrong[0]})")
-        return 2
-    wanted = [row for mode in modes for row in rows_of(mode, heads, seqs, choice, gates)]
-    if compile_only:
-        with tempfile.TemporaryDirectory() as folder:
-            ready, troubles = prepare_peers(
-                peers.split(","), wanted, replays, peer_seconds, Path(folder), lambda row: console.print(str(row))
-            )
-        for peer in ready:
-            peer.end()
-        for trouble in troubles:
-            console.print(trouble)
-        console.print(f"{len(ready)} processes compiled for {len(wanted)} rows")
-        return 1 if troubles else 0
-    places = {id(row): place for place, row in enumerate(wanted)}  # in the tables
-    earlier = {} if recorded is None else recorded_times(recorded)
-    console.print(f"{torch.cuda.get_device_name()}; {PROTOCOL}")
-    given: List[Row] = []  # of those in `rows`
-    rows: List[Row] = []
-    report = make_report(PROTOCOL, rows, cuda=True)
+    def __init__(self, options: Options, wanted: Sequence[Row]) -> None:
+        self._out, self._wanted = options.out, wanted
+        self.report = make_report(options.method(), cuda=True)
+        self.rows: Dict[int, Row] = {}  # by place in `wanted`
+        self._old: Dict[Path, Report] = {}
+        self.why_not: Optional[str] = None  # the rows cannot come into the files that are there
+        for path in self._paths() if options.merge else ():
+            if path.exists():
+                self._old[path] = load(path)
+                trouble = why_not_merge(self._old[path], self.report)
+                self.why_not = self.why_not or (trouble and f"{path} {trouble}")
 
-    def keep(put: Callable[[Path, Dict[str, Any]], None] = save) -> List[Path]:
-        in_order = [row for _, row in sorted(zip((places[id(g)] for g in given), rows), key=lambda pair: pair[0])]
-        files: Dict[Path, List[Row]] = {}
-        for row in in_order if out is not None else ():
-            files.setdefault(Path(str(out).replace("{mode}", _FILE_NAMES[row["mode"]])), []).append(row)
-        for path, part in files.items():
-            put(path, {**report, "rows": part})
-        return list(files)
+    def _paths(self) -> Dict[Path, List[int]]:
+        """Each file with its rows' places."""
+        paths: Dict[Path, List[int]] = {}
+        for place, row in enumerate(self._wanted) if self._out is not None else ():
+            name = str(self._out).replace("{machine}", short_name(self.report["machine"]))
+            paths.setdefault(Path(name.replace("{mode}", _FILE_NAMES[row["mode"]])), []).append(place)
+        return paths
 
-    failed = False
-    with Progress(console=console, transient=True) as progress:
-        for row_given in progress.track(sorted(wanted, key=lambda row: not row["short"]), description="rows"):
-            try:
-                row, failure = _measure(row_given, replays)
-            except Exception as error:  # the rows after this one are worth having
-                row, failure = None, f"{type(error).__name__}: {error}"
-            if row is None:
-                failed = True
-                console.print(f"FAIL {label(row_given)}: {failure}  repeat: {_repeat(row_given)}")
+    def keep(self, put: Callable[[Path, Report], None] = save) -> List[Path]:
+        """Writes the files that have rows; returns their names."""
+        written = []
+        for path, places in self._paths().items():
+            rows = [self.rows[place] for place in places if place in self.rows]
+            if not rows:
                 continue
-            if not row["options"]:
-                row["recorded"] = earlier.get((row["mode"], row["hq"], row["hv"], row_given["name"]), {})
-            given.append(row_given)
-            rows.append(row)
-            keep()
-            earlier_times = row["recorded"].items()
-            beside = "".join(f" {peer} {ms:.4f} recorded ({ms / row['ms']:.2f}x)" for peer, ms in earlier_times)
-            console.print(f"{_describe(row)}{beside} worst error {max(row['err'].values()):.1e} (of a head "
-                          f"{max(row['err_worst_head'].values()):.1e})  repeat: {_repeat(row_given)}")  # fmt: skip
-        if peers:
-            torch.cuda.empty_cache()  # they share the GPU's memory
-            task = progress.add_task("peers", total=None)
-            oracle = _Oracle(given)
+            missing = [self._wanted[place] for place in places if place not in self.rows]
+            left_out = [title({**row, "options": _options(row)}) for row in missing]
+            report = {**self.report, **({"left_out": left_out} if left_out else {}), "rows": rows}
+            put(path, merge(self._old[path], report) if path in self._old else report)
+            written.append(path)
+        return written
 
-            def take(answer: Row) -> None:
-                row, peer = rows[answer["row"]], answer["peer"]
-                progress.update(task, description=f"{peer}, {label(row)}")
-                if "error" in answer:
-                    console.print(f"peer {peer}, {label(row)}: {answer['error']}")
-                    return
-                row["peers"][peer] = round(answer["ms"], 4)
-                row["peer_peak_bytes"][peer] = answer["peak_bytes"]
-                keep()
-                console.print(f"{_describe(row)}, {peer} {answer['ms']:.4f} ({answer['ms'] / row['ms']:.2f}x), "
-                              f"{answer['peak_bytes'] / 1e6:.0f} MB")  # fmt: skip
 
-            def compare(answer: Row) -> None:
-                row, peer = rows[answer["row"]], answer["peer"]
-                heads_of_peer = oracle.errors(answer["row"], Path(answer["tensors"]))
-                row["peer_err_median_head"][peer] = heads_of_peer["median"]
-                row["peer_err_worst_head"][peer] = heads_of_peer["worst"]
-                keep()
+def _refused(options: Options) -> Optional[str]:
+    """What is wrong with the options or the machine; None if nothing."""
+    for what, values, known in (("--mode", options.modes, _MODES), ("--gates", options.gates.split(","), GATES)):
+        unknown = [value for value in values if value and value not in known]
+        if unknown:
+            return f"{what} must be of {', '.join(known)} ({unknown[0]})"
+    if options.merge and options.out is None:
+        return "--merge needs --out (no file was named)"
+    if not torch.cuda.is_available():
+        return "a CUDA GPU must be present (none was found); --cpu measures the CPU path"
+    machine = short_name(torch.cuda.get_device_name())
+    if options.recorded is not None and not options.recorded.name.startswith(f"{machine}_"):
+        return f"--recorded must be of this machine, {machine}_*.csv ({options.recorded.name})"
+    return None
 
-            with tempfile.TemporaryDirectory() as folder:
-                for trouble in run_peers(peers.split(","), given, replays, peer_seconds, Path(folder), take, compare):
-                    console.print(trouble)
-    _print_summary(rows, console)
-    for path in keep(write):
+
+def run(options: Options) -> int:
+    """Measures and prints; returns the exit code. The results are whole after each row, and the rows of the short run
+    come first: a run that is cut loses the rest alone, and its files name them."""
+    end = time.monotonic() + options.seconds
+    console = Console(highlight=False, soft_wrap=True)
+    trouble = _refused(options)
+    if trouble is not None:
+        console.print(f"bench: {trouble}")
+        return 2
+    wanted = [
+        row
+        for mode in options.modes
+        for row in rows_of(mode, options.heads, options.seqs, options.choice, options.gates)
+    ]
+    files = _Files(options, wanted)
+    trouble = files.why_not if wanted else "--heads, --seqs and --gates must leave a row of the table (none is left)"
+    if trouble is not None:
+        console.print(f"bench: {trouble}")
+        return 2
+    console.print(f"commit: {files.report['commit']}\n{files.report['machine']}; {files.report['protocol']}")
+    with tempfile.TemporaryDirectory() as folder:
+        ready, troubles = prepare_peers(
+            options.peers, wanted, options.replays, options.peer_seconds, Path(folder),
+            lambda answer: console.print(f"peer {answer['peer']}, {label(wanted[answer['row']])}: {answer['error']}"),
+        )  # fmt: skip
+        for sentence in troubles:
+            console.print(sentence)
+        try:
+            if options.compile_only:
+                console.print(f"{len(ready)} processes compiled for {len(wanted)} rows")
+                return 1 if troubles else 0
+            failed = _measure_all(
+                options, wanted, files, _OtherPackages(ready, console) if ready else None, end, console
+            )
+        finally:
+            for peer in ready:
+                peer.end()
+    _print_summary([row for _, row in sorted(files.rows.items())], console)
+    for path in files.keep(write):
         console.print(f"wrote {path}")
     return 1 if failed else 0
 
 
-class _Oracle:
-    """What the rows' exact tensors say of other packages' ones. Keeps those of the row that was asked for last."""
-
-    def __init__(self, given: Sequence[Row]) -> None:
-        self._given = given
-        self._place: Optional[int] = None
-        self._tensors: Dict[str, torch.Tensor] = {}
-
-    def errors(self, place: int, found: Path) -> Dict[str, Dict[str, Optional[float]]]:
-        """As _of_heads(), of the tensors by name in the file `found`, which goes."""
-        if place != self._place:
-            self._tensors = {}
-            self._tensors = _exact(self._given[place], make_inputs(self._given[place]))
-            self._place = place
-        device = next(iter(self._tensors.values())).device
-        of_heads = _of_heads(torch.load(found, map_location=device), self._tensors)
-        found.unlink()
-        return of_heads
-
-
-def _chunks(lengths: Sequence[int]) -> int:
-    return sum(-(-n // _CHUNK) for n in lengths)
+def _measure_all(
+    options: Options,
+    wanted: Sequence[Row],
+    files: _Files,
+    others: Optional[_OtherPackages],
+    end: float,
+    console: Console,
+) -> bool:
+    """Rows of `wanted` come into `files` until the time `end`. Returns whether one failed."""
+    earlier = {} if options.recorded is None else recorded_times(options.recorded)
+    failed = False
+    with Progress(console=console, transient=True) as progress:
+        in_order = sorted(enumerate(wanted), key=lambda pair: not pair[1]["short"])
+        for done, (place, given) in enumerate(progress.track(in_order, description="rows")):
+            if time.monotonic() > end:
+                console.print(
+                    f"cut after {options.seconds:g} s: {len(wanted) - done} of {len(wanted)} rows not measured"
+                )
+                break
+            try:
+                row, failure = _measure(given, place, options.replays, others)
+            except Exception as error:  # the rows after this one are worth having
+                row, failure = None, f"{type(error).__name__}: {error}"
+            if row is None:
+                failed = True
+                console.print(f"FAIL {label(given)}: {failure}  repeat: {_repeat(given)}")
+                continue
+            if not row["options"]:
+                row["recorded"] = earlier.get((row["mode"], row["hq"], row["hv"], given["name"]), {})
+            files.rows[place] = row
+            files.keep()
+            console.print(f"{_describe(row)}  repeat: {_repeat(given)}")
+    return failed
 
 
 def _sm_count() -> int:

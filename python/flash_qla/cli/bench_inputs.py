@@ -1,13 +1,12 @@
-"""Rows, inputs and timing of the GPU bench. This file needs torch alone: bench_peers.py uses it in another process."""
+"""Rows and inputs of the GPU bench. This file needs torch alone: bench_peers.py uses it in another process."""
 
 from __future__ import annotations
 
 import csv
 import itertools
 import math
-import statistics
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -84,12 +83,19 @@ GATED: Dict[str, List[Tuple[Heads, str, str]]] = {
 }
 
 # Where other packages are compared that compile their kernels for each head count, half a minute to minutes each: the
-# short rows, and other gates where a split or a plan may choose otherwise for them.
+# short rows, other gates where a split or a plan may choose otherwise for them, and the rows in which the fastest of
+# their recorded times were nearest to ours.
 PEER_ROWS: Dict[str, List[Tuple[Heads, str, str]]] = {
     mode: [(heads, name, "mixed") for heads, name in rows] for mode, rows in SHORT.items()
 }
 PEER_ROWS["fwd"] += [((16, 64), "1024x8", "none"), ((16, 64), "1024x8", "strong"), *GATED["fwd"]]
+PEER_ROWS["fwd"] += [(heads, "1024+7168", "mixed") for heads in ((4, 16), (16, 16))]
+PEER_ROWS["fwd"] += [((16, 32), "8192x4", "mixed"), ((32, 32), "8192x4", "mixed"), ((16, 16), "4096x8", "mixed")]
 PEER_ROWS["bwd"] += [((16, 32), "8k_1seq", "none"), ((16, 32), "8k_1seq", "strong")]
+
+# Calls that are planned as if a split were worth it where no head decays, and are slower for it.
+GATED["fwd"] += [((4, 16), "1x4096", "none"), ((8, 24), "1x8192", "none"), ((8, 32), "1x8192", "none")]
+GATED["fwd"] += [((2, 8), "4096+4096", "none")]
 
 
 def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str = "") -> List[Dict[str, Any]]:
@@ -182,51 +188,3 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
         "dht": normal(count, hv, HEAD_DIM, HEAD_DIM) / 8,
         "cu_seqlens": edges.to(torch.int32),
     }
-
-
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """Bytes on the GPU that a call takes at its highest beside its inputs: results, what is kept for later, scratch."""
-    function()  # whatever is made once, at first calls
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = function()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del result
-    return peak
-
-
-def graph_ms(function: Callable[[], Any], replays: int, calls: int = 5) -> float:
-    """Median time of one call in milliseconds: a CUDA graph of several calls, replayed and timed with events."""
-    return graphs_ms([function], replays, calls)[0]
-
-
-def graphs_ms(functions: Sequence[Callable[[], Any]], replays: int, calls: int = 5) -> List[float]:
-    """As graph_ms() for several functions whose graphs take turns, so that all see the same state of the GPU."""
-    graphs = [_capture(function, calls) for function in functions]
-    times: List[List[float]] = [[] for _ in graphs]
-    for i in range(-1, replays):
-        for graph, of_graph in zip(graphs, times):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if i >= 0:  # the first round warms up
-                of_graph.append(begin.elapsed_time(end) / calls)
-    return [statistics.median(of_graph) for of_graph in times]
-
-
-def _capture(function: Callable[[], Any], calls: int) -> Any:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # compiles and plans whatever is made at first calls
-            function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    return graph

@@ -1,11 +1,13 @@
-"""Times another package on the bench's rows, in a process of its own: some of them share our import name.
+"""Runs another package on the bench's rows, in a process of its own: some of them share our import name.
 
     python bench_peers.py <fla | flashqla | flashinfer> <replays> <folder>
 
-The first line of stdin has the rows as JSON, [[index, row], ...]. Each is run once, which compiles what it needs; then
-comes the line {"ready": true}, and once stdin has a second line, when nothing else computes, the rows are timed. For
-each a line {"row": index, "peer": name and version, "peak_bytes": memory beside the inputs, "ms": time, "tensors": file
-in <folder> with the results by name}, or {"row": index, "peer": name, "error": why not}.
+The first line of stdin has the rows as JSON, [[index, row], ...]. Each is run once, which compiles what it needs, and
+says {"row": index, "peer": name, "error": why not} where it cannot be run; then comes the line {"ready": true}. Each
+further line of stdin, {"row": index, "turn": number, "last": true or false}, asks for a turn: a line for each way of
+calling the package, {"row": index, "peer": name and version, "ms": times of a call}, with "peak_bytes", its memory
+beside the inputs, in turn 0 and with "tensors", a file in <folder> with the results by name, in the last; then {"row":
+index, "done": true}. Without replays (0) there are no times.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator
+from typing import Any, Callable, Dict, Iterator, List
 
 import torch
 
 if __package__:
-    from .bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes
+    from . import bench_timing
+    from .bench_inputs import HEAD_DIM, make_inputs
 else:  # run as a script, without this package
-    from bench_inputs import HEAD_DIM, graph_ms, make_inputs, peak_bytes
+    import bench_timing
+    from bench_inputs import HEAD_DIM, make_inputs
 
 Inputs = Dict[str, Any]
 SCALE = HEAD_DIM**-0.5
@@ -165,33 +169,59 @@ def _say(line: Dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)
 
 
+class _Row:
+    """A row whose turns have begun: the ways of calling the package on its tensors, and their graphs."""
+
+    def __init__(self, package: str, row: Dict[str, Any], timed: bool) -> None:
+        self.peers: List[Peer] = [*PEERS[package](row, make_inputs(row))]
+        self.peak_bytes = [bench_timing.peak_bytes(peer.run) for peer in self.peers]
+        self.graphs = [bench_timing.capture(peer.run)[1] for peer in self.peers] if timed else []
+
+
+def _turn(package: str, asked: Dict[str, Any], row: _Row, replays: int, folder: Path) -> None:
+    times = bench_timing.graphs_ms(row.graphs, replays) if row.graphs else [[] for _ in row.peers]
+    for peer, ms, peak in zip(row.peers, times, row.peak_bytes):
+        answer = {"row": asked["row"], "peer": peer.name, "ms": ms}
+        if asked["turn"] == 0:
+            answer["peak_bytes"] = peak
+        if asked["last"]:
+            answer["tensors"] = str(folder / f"{package} {asked['row']} {len(list(folder.iterdir()))}.pt")
+            found = peer.tensors(peer.run())
+            torch.save({name: tensor.cpu() for name, tensor in found.items()}, answer["tensors"])
+        _say(answer)
+
+
 def main() -> None:
     package, replays, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    rows, failed = json.loads(sys.stdin.readline()), set()
-    for i, row in rows:
+    rows = dict(json.loads(sys.stdin.readline()))
+
+    def refuse(i: int, error: Exception) -> None:
+        _say({"row": i, "peer": package, "error": f"{type(error).__name__}: {error}"[:300]})
+
+    for i, row in rows.items():
         try:
             for peer in PEERS[package](row, make_inputs(row)):
                 peer.run()
             torch.cuda.synchronize()
         except Exception as error:  # a row that a peer cannot run stays empty, and says why
-            failed.add(i)
-            _say({"row": i, "peer": package, "error": f"{type(error).__name__}: {error}"[:300]})
+            refuse(i, error)
     torch.cuda.empty_cache()
     _say({"ready": True})
-    sys.stdin.readline()
-    for i, row in rows:
-        if i in failed:
-            continue
+    begun: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
         try:
-            for peer in PEERS[package](row, make_inputs(row)):
-                answer = {"row": i, "peer": peer.name, "peak_bytes": peak_bytes(peer.run)}
-                answer["ms"] = graph_ms(peer.run, replays)
-                answer["tensors"] = str(folder / f"{package} {i} {len(list(folder.iterdir()))}.pt")
-                found = peer.tensors(peer.run())
-                torch.save({name: tensor.cpu() for name, tensor in found.items()}, answer["tensors"])
-                _say(answer)
+            if asked["turn"] == 0:
+                begun = None
+                torch.cuda.empty_cache()
+                begun = _Row(package, rows[asked["row"]], replays > 0)
+            _turn(package, asked, begun, replays, folder)
+            if asked["last"]:
+                begun = None
+                torch.cuda.empty_cache()  # the memory is for others' rows now
         except Exception as error:
-            _say({"row": i, "peer": package, "error": f"{type(error).__name__}: {error}"[:300]})
+            refuse(asked["row"], error)
+        _say({"row": asked["row"], "done": True})
 
 
 if __name__ == "__main__":

@@ -18,15 +18,28 @@ Row = Dict[str, Any]
 
 _PEER_SCRIPT = Path(__file__).with_name("bench_peers.py")
 
-# A peer's process that says nothing for this long while it is timed is ended: a row takes a few seconds.
+# A peer's process that says nothing for this long in its turn is ended: a row takes a few seconds.
 _SILENCE_S = 60.0
 
+# What is special about a package in such a folder, in a sentence for the results' protocol.
+NOTE = "bench_note.txt"
 
-class _Peer:
-    """A process of bench_peers.py. It compiles what its rows need; once told to, it times them."""
+
+def notes(items: Sequence[str]) -> Dict[str, str]:
+    """The packages of `items` ("name" or "name=folder"), each with the notes that its folders have."""
+    found = {}
+    for name, _, path in (item.partition("=") for item in items):
+        files = (Path(folder) / NOTE for folder in path.split(os.pathsep) if folder)
+        found[name] = " ".join(file.read_text().strip() for file in files if file.exists())
+    return found
+
+
+class Peer:
+    """A process of bench_peers.py. It compiles what its rows need; once told to, it runs and times them."""
 
     def __init__(self, item: str, rows: Sequence[Tuple[int, Row]], replays: int, folder: Path) -> None:
         self.name, _, path = item.partition("=")
+        self.rows = {i for i, _ in rows}
         self._complaints = tempfile.TemporaryFile("w+")
         # Without this package, whose import name one of them shares; and fla with its own kernels, which it would leave
         # for any flash_qla that it can import.
@@ -67,27 +80,35 @@ class _Peer:
 
     def prepare(self, end: float, refused: Callable[[Row], None]) -> Optional[str]:
         """Until it is ready, at most to the time `end`. Returns what went wrong, or None; rows that it cannot run go to
-        `refused`."""
+        `refused`, and are no longer among its rows."""
         try:
             for answer in self._answers(lambda: end - time.monotonic()):
                 if "ready" in answer:
                     return None
+                self.rows.discard(answer["row"])
                 refused(answer)
         except queue.Empty:
             self.end()
             return "took too long to compile"
         return self._complaint() or "ended before it was ready"
 
-    def measure(self, take: Callable[[Row], None]) -> Optional[str]:
-        """Times its rows, alone on the GPU: take(answer) for each. Returns what went wrong, or None."""
-        self._write("go")
+    def turn(self, row: int, number: int, last: bool, take: Callable[[Row], None]) -> Optional[str]:
+        """One turn on a row, alone on the GPU: take(answer) for each way of calling the package. Returns what went
+        wrong with the process, which then has no rows any more, or None."""
+        self._write(json.dumps({"row": row, "turn": number, "last": last}))
         try:
             for answer in self._answers(lambda: _SILENCE_S):
+                if "done" in answer:
+                    return None
+                if "error" in answer:
+                    self.rows.discard(row)
                 take(answer)
         except queue.Empty:
+            self.rows.clear()
             self.end()
             return "ended: it took too long"
-        return self._complaint()
+        self.rows.clear()
+        return self._complaint() or "ended in its turn"
 
     def _complaint(self) -> Optional[str]:
         """The last line that it complained with, of a process that has closed its output; None if all went well."""
@@ -118,19 +139,19 @@ def prepare_peers(
     seconds: float,
     folder: Path,
     refused: Callable[[Row], None],
-) -> Tuple[List[_Peer], List[str]]:
+) -> Tuple[List[Peer], List[str]]:
     """The packages `items` ("name" or "name=folder") compile for the rows `given`, beside each other, at most `seconds`
     long. Returns the processes that are ready, and sentences on what went wrong; rows that a package cannot run go to
     `refused`."""
     end = time.monotonic() + seconds
     troubles: List[str] = []
 
-    def start(group: Tuple[str, List[Tuple[int, Row]]]) -> Optional[_Peer]:
+    def start(group: Tuple[str, List[Tuple[int, Row]]]) -> Optional[Peer]:
         item, rows = group
         if time.monotonic() >= end:
             troubles.append(f"peer {item.partition('=')[0]}: no time was left to compile")
             return None
-        peer = _Peer(item, rows, replays, folder)
+        peer = Peer(item, rows, replays, folder)
         trouble = peer.prepare(end, refused)
         if trouble is not None:
             troubles.append(f"peer {peer.name}: {trouble}")
@@ -138,36 +159,3 @@ def prepare_peers(
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return [peer for peer in pool.map(start, _groups(items, given)) if peer is not None], troubles
-
-
-def run_peers(
-    items: Sequence[str],
-    given: Sequence[Row],
-    replays: int,
-    seconds: float,
-    folder: Path,
-    take: Callable[[Row], None],
-    compare: Callable[[Row], None],
-) -> List[str]:
-    """Times packages on the rows `given`: they compile as prepare_peers() says; then one process after another times
-    its rows, alone on the GPU. take(answer) as each comes; compare(answer), which may use the GPU, once its process has
-    ended. Returns sentences on what went wrong."""
-    ready, troubles = prepare_peers(items, given, replays, seconds, folder, take)
-    try:
-        for peer in ready:
-            answers: List[Row] = []
-
-            def keep(answer: Row) -> None:
-                take(answer)
-                if "tensors" in answer:
-                    answers.append(answer)
-
-            trouble = peer.measure(keep)
-            if trouble is not None:
-                troubles.append(f"peer {peer.name}: {trouble}")
-            for answer in answers:
-                compare(answer)
-    finally:
-        for peer in ready:
-            peer.end()
-    return troubles

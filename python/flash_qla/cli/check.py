@@ -150,7 +150,9 @@ def _rounded_l2norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return normalised + (normalised.to(dtype).to(x.dtype) - normalised).detach()
 
 
-def compute(case: Case, x: Dict[str, Optional[torch.Tensor]], dtype: Optional[torch.dtype]) -> Dict[str, torch.Tensor]:
+def compute(
+    case: Case, x: Dict[str, Optional[torch.Tensor]], dtype: Optional[torch.dtype], auto_cp: bool = True
+) -> Dict[str, torch.Tensor]:
     """Results and gradients. `dtype` is the oracle's: all floating-point inputs are cast to it first, and the norm of q
     and k, which rounds to their own dtype, is taken outside."""
     norm_outside = dtype is not None and case.l2norm
@@ -173,6 +175,7 @@ def compute(case: Case, x: Dict[str, Optional[torch.Tensor]], dtype: Optional[to
         use_beta_sigmoid_in_kernel=case.activations,
         state_v_first=case.state_v_first,
         cu_seqlens=x["cu_seqlens"],
+        auto_cp=auto_cp,
     )
     outputs = [o] if final_state is None else [o, final_state]
     gradients = torch.autograd.grad(outputs, list(leaves.values()), [x["do"], x["dht"]][: len(outputs)])
@@ -185,7 +188,7 @@ def compute(case: Case, x: Dict[str, Optional[torch.Tensor]], dtype: Optional[to
 
 
 def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, only: Optional[int]) -> int:
-    """Runs a set of cases; returns the exit code."""
+    """Runs a set of cases, each with and without a sequence split; returns the exit code."""
     console = Console(highlight=False, soft_wrap=True)
     oracle_dtypes = {"float64": torch.float64, "float32": torch.float32}
     for what, value, known in (
@@ -200,18 +203,27 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
         console.print("check: --device cuda needs a GPU and a PyTorch with CUDA (torch.cuda.is_available() is False)")
         return 2
     cases = SETS[name](_CPU_TOKENS if device == "cpu" else 8 * _CPU_TOKENS)
+    if only is not None and not 0 <= only < len(cases):
+        console.print(f"check: --only must be from 0 to {len(cases) - 1}, the cases of {name} ({only})")
+        return 2
+    console.print(f"commit: {flash_qla.build_info()['commit']}")
     failed = 0
     start = time.perf_counter()
     for i, case in enumerate(cases):
         if only is not None and i != only:
             continue
         x = make_inputs(case, num_heads, device, seed + i)
-        found = compute(case, x, None)
         with flash_qla.use_path(ORACLES[device]):
             reference = compute(case, x, oracle_dtypes[ref_dtype])
-        errors, failure = first_failure(found, reference, case.dtype)
+        errors, failure = first_failure(compute(case, x, None), reference, case.dtype)
+        # Nothing is cut here, by kernels that may be others.
+        _, unsplit = first_failure(compute(case, x, None, auto_cp=False), reference, case.dtype)
+        if failure is None and unsplit is not None:
+            failure = f"with auto_cp=False {unsplit}"
         failed += failure is not None
-        figures = " ".join(f"{tensor} {error:.1e}" for tensor, error in errors.items())
+        figures = " ".join(
+            f"{tensor} {'zero' if error is None else f'{error:.1e}'}" for tensor, error in errors.items()
+        )
         verdict = "[green]ok  [/]" if failure is None else "[red]FAIL[/]"
         console.print(f"{verdict} {i:3d} seed {seed + i}: {case.describe()}: {figures}")
         if failure is not None:

@@ -1,9 +1,10 @@
-"""The error metric of all checks: relative L2 against the oracle, of a whole tensor and of each head."""
+"""The error metric of all checks, that of docs/numerics.md: relative L2 against the oracle, of a whole tensor and of
+each head."""
 
 from __future__ import annotations
 
 import math
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -16,8 +17,9 @@ _HALF_BOUNDS: Dict[str, float] = {
 }
 _FLOAT_BOUND = 1e-5
 
-# A tensor whose norm is below this times sqrt(elements) is compared absolutely, at this: it is zero but for rounding.
-_TINY = 1e-6
+# A reference whose norm is below this times sqrt(elements) is compared absolutely, at that: it is zero but for
+# rounding.
+TINY = 1e-6
 
 # Which dimension counts heads.
 _HEAD_DIM: Dict[str, int] = {
@@ -32,51 +34,70 @@ def bound(name: str, dtype: torch.dtype) -> float:
     return _HALF_BOUNDS[name] if dtype in (torch.bfloat16, torch.float16) else _FLOAT_BOUND
 
 
-def _relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
-    size = math.sqrt(max(reference.numel(), 1))
-    norm = reference.norm().item()
-    return difference.norm().item() / (norm if not norm < _TINY * size else size)
+class Error(NamedTuple):
+    """Of a tensor or a head: relative L2, or where the reference is next to nothing `absolute`, in units of the norm
+    below which it is that."""
+
+    value: float
+    absolute: bool
+
+    def within(self, limit: float) -> bool:
+        """`limit` is for relative errors; absolute ones may be 1."""
+        return self.value <= (1.0 if self.absolute else limit)
 
 
-def _parts(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Difference and reference of the whole tensor, then of each head; empty where NaN or infinity stand in other places,
-    or the shapes differ."""
+def _errors(difference: torch.Tensor, reference: torch.Tensor, kept: Sequence[int]) -> List[Error]:
+    """Of everything that has the same place in the dimensions `kept`; a few operations for all of them."""
+    others = [dim for dim in range(reference.ndim) if dim not in kept]
+    off, norms = (torch.linalg.vector_norm(t, dim=others).flatten().tolist() for t in (difference, reference))
+    floor = TINY * math.sqrt(reference.numel() / max(len(norms), 1))
+    return [
+        Error(d / floor, True) if norm < floor else Error(d / norm if norm else 0.0, False)
+        for d, norm in zip(off, norms)
+    ]
+
+
+def errors_of(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[Error]:
+    """Errors of the whole tensor, then of each head: at least two. Infinite where NaN or infinities stand in other
+    places, or the shapes differ."""
+    nowhere = [Error(math.inf, False)] * 2
     if found.shape != reference.shape:
-        return []
+        return nowhere
     a, b = found.detach().double(), reference.detach().double()
-    if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
-        return []
+    if not all(torch.equal(test(a), test(b)) for test in (torch.isnan, torch.isposinf, torch.isneginf)):
+        return nowhere
     finite = b.isfinite()
     b = b.where(finite, 0.0)
     difference = a.where(finite, 0.0) - b
-    dim = _HEAD_DIM[name]
+    whole, dim = _errors(difference, b, []), _HEAD_DIM[name]
     if dim == 0:  # one number a head: no norm to be relative to
-        return [(difference, b)] * 2
-    return [(difference, b), *zip(difference.unbind(dim), b.unbind(dim))]
-
-
-def relative_l2(name: str, found: torch.Tensor, reference: torch.Tensor) -> Tuple[float, float]:
-    """Errors of the whole tensor and of its worst head. Infinite where NaN or infinity stand in other places, or the
-    shapes differ."""
-    errors = [_relative(*part) for part in _parts(name, found, reference)]
-    return (errors[0], max(errors[1:], default=0.0)) if errors else (math.inf, math.inf)
+        return whole * 2
+    return whole + _errors(difference, b, [dim])
 
 
 def head_errors(name: str, found: torch.Tensor, reference: torch.Tensor) -> List[float]:
-    """Error of each head, at least one number; infinite as relative_l2()."""
-    return [_relative(*part) for part in _parts(name, found, reference)][1:] or [math.inf]
+    """The relative error of each head that has one; infinite as errors_of()."""
+    return [error.value for error in errors_of(name, found, reference)[1:] if not error.absolute]
 
 
 def first_failure(
     found: Dict[str, torch.Tensor], reference: Dict[str, torch.Tensor], dtype: torch.dtype
-) -> Tuple[Dict[str, float], Optional[str]]:
-    """Relative L2 error of each tensor, and a sentence on the first one out of bounds (None: all are within)."""
-    errors: Dict[str, float] = {}
+) -> Tuple[Dict[str, Optional[float]], Optional[str]]:
+    """Relative L2 error of each tensor (None: it has none), and a sentence on the first one out of bounds (None: all
+    are within)."""
+    errors: Dict[str, Optional[float]] = {}
     failure: Optional[str] = None
     for name in reference:
-        whole, head = relative_l2(name, found[name], reference[name])
-        errors[name] = whole
+        whole, *heads = errors_of(name, found[name], reference[name])
+        errors[name] = None if whole.absolute else whole.value
         limit = bound(name, dtype)
-        if failure is None and not max(whole, head) <= limit:
-            failure = f"{name}: relative L2 {whole:.1e}, worst head {head:.1e}, bound {limit:.1e}"
+        for part, error in (("", whole), *((f" head {i}", head) for i, head in enumerate(heads))):
+            if failure is None and not error.within(limit):
+                failure = f"{name}{part}: {_describe(error, limit)}"
     return errors, failure
+
+
+def _describe(error: Error, limit: float) -> str:
+    if error.absolute:
+        return f"error {error.value * TINY:.1e} (root mean square) of a reference that is zero, bound {TINY:.1e}"
+    return f"relative L2 {error.value:.1e}, bound {limit:.1e}"

@@ -251,6 +251,7 @@ int run(const Settings& settings) {
     return 0;
   }
   std::printf("%s\n", build_info().c_str());
+  std::fflush(stdout);  // a tool that ends this program must leave the commit in its log
   // initcheck pays for every megabyte.
   Arena arena(settings.small ? size_t{256} << 20 : static_cast<size_t>(settings.gigabytes) << 30);
   // A call that asks for its lengths is never small, and the oracle's backward takes 8 MB for each sequence and head.

@@ -24,6 +24,7 @@
 
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
+#include "flash_qla/flash_qla.h"
 
 namespace {
 
@@ -1138,6 +1139,7 @@ std::vector<Case> check_cases() {
 
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
+  std::printf("%s", flash_qla::build_info().c_str());
   const std::string mode = argc > 1 ? argv[1] : "check";
   const std::string wanted = argc > 2 ? argv[2] : "";
   bool good = true;

@@ -301,6 +301,7 @@ bool run_soak(int count) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::printf("%s", flash_qla::build_info().c_str());
   const std::string command = argc > 1 ? argv[1] : "check";
   const std::string filter = argc > 2 ? argv[2] : "";
   const int option = argc > 3 ? std::atoi(argv[3]) : -1;

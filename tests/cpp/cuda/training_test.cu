@@ -394,5 +394,6 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: training_test [--repeats N]\n");
     return 2;
   }
+  std::printf("%s", flash_qla::build_info().c_str());
   return flash_qla::testing::run(repeats);
 }

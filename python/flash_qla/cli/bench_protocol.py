@@ -1,0 +1,69 @@
+"""The sentence in a results file on how its rows were measured, made from the file's "method": a test makes it again
+from every file. This file needs nothing but Python."""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+Method = Dict[str, Any]
+
+_INPUTS = (
+    "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
+    "final state out; the same tensors in every call"
+)
+_CHECKED = "every tensor of ours checked against the fp64 oracle in the same run"
+
+
+def cpu_protocol(method: Method) -> str:
+    """Of `bench --cpu`."""
+    return (
+        "float32, batch 1; forward, and forward + backward through autograd; "
+        f"{method['runs']} runs of both implementations in turns, behind one of each that is not timed; medians; "
+        "every tensor of ours checked against the fp64 reference, of a call before the times and of the last timed one"
+    )
+
+
+def gpu_protocol(method: Method) -> str:
+    """Of `bench` on a GPU. A method without "replays" has no times."""
+    parts = [_INPUTS]
+    if "replays" in method:
+        parts += [
+            f"times are medians of {method['replays']} replays of a CUDA graph of {method['fewest_calls']} to "
+            f"{method['most_calls']} calls (as many as take {method['graph_ms']} ms), one after another behind "
+            f"{method['load_s']} s of such replays in the same queue, the forward's with and without its sequence "
+            "split in turns; the host's work is not in them; the L2 cache is not flushed, the card's clocks are not "
+            "fixed",
+            f"flushed: of single calls below {1e3 * method['short_ms']:g} us, {method['flush_mb']} MB written in front",
+            f"eager: {method['eager_calls']} calls one after another without a graph, median of "
+            f"{method['eager_rounds']}, until the last has returned to the host (host) and until the device is done "
+            "(wall); a training step through autograd",
+            f"{_CHECKED}: of every kind of call before it is timed, and of what its timed graph has left",
+        ]
+    else:
+        parts += ["errors and memory alone: nothing was timed", _CHECKED]
+    if method.get("peers"):
+        parts.append(
+            "other packages: in processes of their own on the same inputs, compiled before anything was timed, in "
+            f"{method['turns']} turns with ours row by row, each under such a load of its own; medians over all turns, "
+            f"ours too; their tensors compared with the same oracle{_notes(method['peers'])}"
+        )
+    if method.get("judged"):
+        parts.append(
+            f"errors and memory alone of {', '.join(sorted(method['judged']))}, on the same inputs against the same "
+            f"oracle{_notes(method['judged'])}"
+        )
+    if "fla" in {**method.get("peers", {}), **method.get("judged", {})}:
+        parts.append("fla runs its own kernels (FLA_FLASH_QLA=0)")
+    if method.get("recorded"):
+        parts.append("recorded times are of an earlier run, or published by other packages' authors")
+    return "; ".join(parts)
+
+
+def protocol(method: Method) -> str:
+    return gpu_protocol(method) if method["device"] == "cuda" else cpu_protocol(method)
+
+
+def _notes(packages: Dict[str, str]) -> str:
+    """What is special about how the packages run here, of those that say so."""
+    notes = [f"{name}: {note}" for name, note in sorted(packages.items()) if note]
+    return f" ({'; '.join(notes)})" if notes else ""
