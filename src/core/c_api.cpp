@@ -25,9 +25,7 @@ struct ChunkForwardOp {
     return validate_forward(a, ForwardKind::kChunked, name, need_data, p);
   }
   static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
-    FLASH_QLA_RETURN_IF_ERROR(check_sequences(a.cu_seqlens, a.options, name, p, stream));
-    FLASH_QLA_RETURN_IF_ERROR(check_pool(a, name, p, stream));
-    return check_checkpoint_rows(a, name, p, stream);
+    return check_forward_data(a, name, p, stream);
   }
 };
 
@@ -39,8 +37,7 @@ struct RecurrentOp {
     return validate_forward(a, ForwardKind::kRecurrent, name, need_data, p);
   }
   static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
-    FLASH_QLA_RETURN_IF_ERROR(check_sequences(a.cu_seqlens, a.options, name, p, stream));
-    return check_pool(a, name, p, stream);
+    return check_forward_data(a, name, p, stream);
   }
 };
 
@@ -52,7 +49,7 @@ struct ChunkBackwardOp {
     return validate_backward(a, name, need_data, p);
   }
   static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
-    return check_sequences(a.cu_seqlens, a.options, name, p, stream);
+    return check_backward_data(a, name, p, stream);
   }
 };
 

@@ -113,5 +113,37 @@ TEST(DeviceData, IsCheckedByTheEnvironment) {
   EXPECT_TRUE(c.dq.untouched());
 }
 
+TEST(DeviceData, ChunkStatesThatAreTooFewAreRefused) {
+  // Two sequences of one chunk each; h has a row for one.
+  Case c(1, 20, 1, 2, 3, 4, {0, 10, 20});
+  Buffer<double> h({1, 2, 3, 4});
+  ForwardArguments args = c.forward();
+  args.h = h.view();
+  args.options.check_device_data = 1;
+  EXPECT_STREQ(run<ChunkForward>(args).message(),
+               "chunk_forward: h.shape[0] (1) must be at least 2, the chunks of cu_seqlens");
+  EXPECT_TRUE(h.untouched() && c.o.untouched());
+  args.options.check_device_data = 0;
+  for (const std::string& path : cpu_paths()) {
+    args.options.path = path.c_str();
+    EXPECT_TRUE(run<ChunkForward>(args).ok());
+  }
+}
+
+TEST(DeviceData, IndicesOf64BitsAreReadWhole) {
+  // A double has no room for this one: it would round to a slot that is even further past the pool.
+  constexpr int64_t kIndex = (int64_t{1} << 60) + 1;
+  Case c(1, 5);
+  Buffer<double> pool({4, 2, 3, 4});
+  ForwardArguments args = c.forward();
+  args.initial_state = args.final_state = {};
+  args.state_pool = pool.view();
+  args.initial_state_indices = tensor(&kIndex, DType::kInt64, {1});
+  args.options.check_device_data = 1;
+  EXPECT_STREQ(run<ChunkForward>(args).message(),
+               "chunk_forward: initial_state_indices[0] (1152921504606846977) must be below state_pool.shape[0] (4)");
+  EXPECT_TRUE(pool.untouched() && c.o.untouched());
+}
+
 }  // namespace
 }  // namespace flash_qla
