@@ -90,20 +90,13 @@ struct BackwardMember {
 };
 
 const BackwardMember kBackwardMembers[] = {
-    {"q", &flash_qla_backward_arguments::q},
-    {"k", &flash_qla_backward_arguments::k},
-    {"v", &flash_qla_backward_arguments::v},
-    {"g", &flash_qla_backward_arguments::g},
-    {"beta", &flash_qla_backward_arguments::beta},
-    {"initial_state", &flash_qla_backward_arguments::initial_state},
-    {"do", &flash_qla_backward_arguments::d_o},
-    {"dht", &flash_qla_backward_arguments::dht},
-    {"dq", &flash_qla_backward_arguments::dq},
-    {"dk", &flash_qla_backward_arguments::dk},
-    {"dv", &flash_qla_backward_arguments::dv},
-    {"dg", &flash_qla_backward_arguments::dg},
-    {"dbeta", &flash_qla_backward_arguments::dbeta},
-    {"dh0", &flash_qla_backward_arguments::dh0},
+    {"q", &flash_qla_backward_arguments::q},         {"k", &flash_qla_backward_arguments::k},
+    {"v", &flash_qla_backward_arguments::v},         {"g", &flash_qla_backward_arguments::g},
+    {"beta", &flash_qla_backward_arguments::beta},   {"initial_state", &flash_qla_backward_arguments::initial_state},
+    {"do", &flash_qla_backward_arguments::d_o},      {"dht", &flash_qla_backward_arguments::dht},
+    {"dq", &flash_qla_backward_arguments::dq},       {"dk", &flash_qla_backward_arguments::dk},
+    {"dv", &flash_qla_backward_arguments::dv},       {"dg", &flash_qla_backward_arguments::dg},
+    {"dbeta", &flash_qla_backward_arguments::dbeta}, {"dh0", &flash_qla_backward_arguments::dh0},
 };
 
 void expect_refused(const Status& s, const std::string& message) {
@@ -204,7 +197,8 @@ TEST(Limits, SizesWhoseProductsWrapAreRefused) {
   constexpr int64_t kTokens = int64_t{1} << 58;
   ForwardArguments args;
   args.q = args.k = args.v = args.o = tensor(nullptr, DType::kFloat32, {1, kTokens, 4, 16});
-  expect_refused(ChunkForward::run(args, nullptr, 0), "chunk_forward: q.shape[0] * q.shape[1] (1 * 288230376151711744)");
+  expect_refused(ChunkForward::run(args, nullptr, 0),
+                 "chunk_forward: q.shape[0] * q.shape[1] (1 * 288230376151711744)");
   expect_refused(Recurrent::run(args, nullptr, 0), "recurrent: q.shape[0] * q.shape[1] (1 * 288230376151711744)");
 
   // The tokens are few, and the slots of the pool are not.
@@ -255,8 +249,8 @@ void expect_limits() {
   bytes = 77;
   for (const int64_t most : {int64_t{FLASH_QLA_MAX_TOKENS} + 1, int64_t{1} << 40, INT64_MAX}) {
     const Status tokens = timed_size<Op, Arguments>(most, 1, &bytes);
-    EXPECT_NE(std::string(tokens.message()).find("q.shape[0] * q.shape[1] (1 * " + std::to_string(most) +
-                                                 ") must be at most 2147483647 tokens"),
+    EXPECT_NE(std::string(tokens.message())
+                  .find("q.shape[0] * q.shape[1] (1 * " + std::to_string(most) + ") must be at most 2147483647 tokens"),
               std::string::npos)
         << tokens.message();
     if (most == INT64_MAX) continue;  // cu_seqlens has one element more
