@@ -35,11 +35,9 @@ inline bool has_elements(const Tensor& t) {
   return present(t) && t.data != nullptr && std::find(t.shape, t.shape + t.ndim, 0) == t.shape + t.ndim;
 }
 
-// Whether two tensors share a byte. Apart are those of separate ranges, and columns of one wider matrix: elements that
-// no distance between rows brings together.
-inline bool share_memory(const Tensor& a, const Tensor& b) {
-  if (!has_elements(a) || !has_elements(b)) return false;
-  const ByteRange all_a = byte_range(a, 0), all_b = byte_range(b, 0);
+// Whether two tensors, whose elements lie in `all_a` and `all_b`, share a byte. Apart are those of separate ranges, and
+// columns of one wider matrix: elements that no distance between rows brings together.
+inline bool share_memory(const Tensor& a, const ByteRange& all_a, const Tensor& b, const ByteRange& all_b) {
   if (all_a.begin + all_a.size <= all_b.begin || all_b.begin + all_b.size <= all_a.begin) return false;
   for (const Tensor* t : {&a, &b}) {
     for (int32_t i = 0; i < t->ndim; ++i) {

@@ -1,6 +1,7 @@
 #include "core/validate.h"
 
 #include <cmath>
+#include <iterator>
 #include <string>
 
 #include "core/overlap.h"
@@ -111,15 +112,6 @@ class Validator {
     if (role == Role::kOutput && repeats_memory(t.tensor)) {
       return value_error("%s.stride (some elements overlap) must give each element its own memory: it is written",
                          t.name);
-    }
-    return Status();
-  }
-
-  Status apart(const Named& written, std::initializer_list<Named> others) const {
-    for (const Named& t : others) {
-      if (share_memory(written.tensor, t.tensor)) {
-        return value_error("%s must not share memory with %s (they overlap)", written.name, t.name);
-      }
     }
     return Status();
   }
@@ -386,33 +378,48 @@ Status validate_checkpoints(const Validator& check, const flash_qla_forward_argu
 
 // What a caller hands over to be written shares no memory with what is read, nor with each other.
 Status validate_memory(const Validator& check, const flash_qla_forward_arguments& args) {
-  const Named pool{"state_pool", args.state_pool}, checkpoints{"checkpoints", args.checkpoints};
-  for (const Named& written : {Named{"o", args.o}, pool, checkpoints}) {
-    if (!present(written.tensor)) continue;
-    FLASH_QLA_RETURN_IF_ERROR(check.apart(written, {{"q", args.q},
-                                                    {"k", args.k},
-                                                    {"v", args.v},
-                                                    {"g", args.g},
-                                                    {"beta", args.beta},
-                                                    {"A_log", args.A_log},
-                                                    {"dt_bias", args.dt_bias},
-                                                    {"cu_seqlens", args.cu_seqlens},
-                                                    {"initial_state", args.initial_state},
-                                                    {"initial_state_indices", args.initial_state_indices},
-                                                    {"final_state_indices", args.final_state_indices},
-                                                    {"has_initial_state", args.has_initial_state},
-                                                    {"num_accepted_tokens", args.num_accepted_tokens},
-                                                    {"checkpoint_cu_starts", args.checkpoint_cu_starts},
-                                                    {"checkpoint_offsets", args.checkpoint_offsets},
-                                                    {"checkpoint_indices", args.checkpoint_indices}}));
+  const Named written[] = {{"state_pool", args.state_pool}, {"checkpoints", args.checkpoints}, {"o", args.o}};
+  const Named others[] = {{"q", args.q},
+                          {"k", args.k},
+                          {"v", args.v},
+                          {"g", args.g},
+                          {"beta", args.beta},
+                          {"A_log", args.A_log},
+                          {"dt_bias", args.dt_bias},
+                          {"cu_seqlens", args.cu_seqlens},
+                          {"initial_state", args.initial_state},
+                          {"initial_state_indices", args.initial_state_indices},
+                          {"final_state_indices", args.final_state_indices},
+                          {"has_initial_state", args.has_initial_state},
+                          {"num_accepted_tokens", args.num_accepted_tokens},
+                          {"checkpoint_cu_starts", args.checkpoint_cu_starts},
+                          {"checkpoint_offsets", args.checkpoint_offsets},
+                          {"checkpoint_indices", args.checkpoint_indices},
+                          {"final_state", args.final_state},
+                          {"g_cumsum", args.g_cumsum},
+                          {"A", args.A},
+                          {"h", args.h}};
+  constexpr size_t kMost = std::size(others) + std::size(written);
+  const Named* placed[kMost];  // those with elements, and where these lie
+  ByteRange ranges[kMost];
+  size_t count = 0;
+  for (const Named& t : others) {
+    if (!has_elements(t.tensor)) continue;
+    ranges[count] = byte_range(t.tensor, 0);
+    placed[count++] = &t;
   }
-  FLASH_QLA_RETURN_IF_ERROR(check.apart({"o", args.o}, {pool,
-                                                        checkpoints,
-                                                        {"final_state", args.final_state},
-                                                        {"g_cumsum", args.g_cumsum},
-                                                        {"A", args.A},
-                                                        {"h", args.h}}));
-  return check.apart(checkpoints, {pool});
+  for (const Named& t : written) {
+    if (!has_elements(t.tensor)) continue;
+    const ByteRange range = byte_range(t.tensor, 0);
+    for (size_t i = 0; i < count; ++i) {
+      if (share_memory(t.tensor, range, placed[i]->tensor, ranges[i])) {
+        return check.value_error("%s must not share memory with %s (they overlap)", t.name, placed[i]->name);
+      }
+    }
+    ranges[count] = range;
+    placed[count++] = &t;
+  }
+  return Status();
 }
 
 Status validate_A(const Validator& check, const Tensor& A, const Tensor& k, Role role, const Problem& p) {
