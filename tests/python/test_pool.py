@@ -1,5 +1,7 @@
 """Serving calls: states in a pool by index, skipped rows, checkpoints, draft tokens."""
 
+import contextlib
+
 import helpers
 import numpy as np
 import oracle
@@ -317,3 +319,80 @@ def test_unaligned_pool_of_one_slot():
     want_o, want_pool, _ = expected(x, before, [0])
     helpers.compare({"o": o, "pool": pool}, {"o": want_o, "pool": want_pool}, torch.float32)
     assert not flat[0]
+
+
+# What serving calls write is modified in place: autograd must not take the old values for the new ones.
+
+def step(name):
+    """A call that writes the tensors of written_by(name)."""
+    if name == "decode":
+        x = rows(torch.float32)
+        return lambda pool, out, checkpoints: decode(x, pool, [2, 5, 7, 1], out=out)
+    x = packed(torch.float32)
+    return lambda pool, out, checkpoints: prefill(x, pool, [2, 5, 7, 1], out=out, checkpoint_every=64, checkpoints=checkpoints,
+                                                  checkpoint_cu_starts=tensor([0, 1, 1, 1, 3]))
+
+
+def written_by(name):
+    v = {"decode": rows, "prefill": packed}[name](torch.float32).v
+    return dict(pool=make_pool(2, 48, 32), out=torch.zeros_like(v), checkpoints=make_pool(2, 48, 32, slots=3))
+
+
+def each_written():
+    return [("decode", "pool"), ("decode", "out"), ("prefill", "pool"), ("prefill", "out"), ("prefill", "checkpoints")]
+
+
+@pytest.mark.parametrize("mode", ["eager", "no_grad", "inference_mode", "compiled", "compiled by aot_eager"])
+@pytest.mark.parametrize("name,read", each_written())
+def test_a_gradient_through_values_that_a_call_overwrote_is_refused(name, read, mode):
+    call, tensors = step(name), written_by(name)
+    w = torch.ones((), device=helpers.settings.device, requires_grad=True)
+    y = (w * tensors[read]).sum()  # keeps the values of the tensor for w's gradient
+    if mode.startswith("compiled"):
+        backend = mode.rpartition(" ")[2] if " " in mode else "eager"
+        torch._dynamo.reset()
+        torch.compile(call, fullgraph=True, backend=backend)(**tensors)
+    else:
+        with {"eager": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[mode]():
+            call(**tensors)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_tensors_of_inference_mode_are_written_without_a_version():
+    with torch.inference_mode():
+        tensors = written_by("decode")
+        step("decode")(**tensors)
+        assert tensors["out"].any()
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_calls_that_compute_nothing_raise_no_version(name):
+    tensors = written_by(name)
+    with pytest.raises(TypeError):
+        step(name)(**tensors | dict(pool=tensors["pool"].int()))
+    x = rows(torch.float32)
+    flash_qla.explain(x.q, x.k, x.v, x.g, x.beta, tensors["pool"], tensor([2, 5, 7, 1]), op="gated_delta_rule_decode")
+    assert {key: t._version for key, t in tensors.items()} == {key: t._version for key, t in written_by(name).items()}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("leaf", ["q", "v", "pool"])
+def test_backward_is_refused(leaf, given):
+    x, pool = rows(torch.float32), make_pool(2, 48, 32)
+    leaf = pool.requires_grad_() if leaf == "pool" else getattr(x, leaf).requires_grad_()
+    out = torch.zeros(8, *x.v.shape[1:], device=pool.device)[::2] if given else None
+    o = decode(x, pool, [2, 5, 7, 1], out=out)
+    assert (o is out) == given
+    with pytest.raises(NotImplementedError, match="^gated_delta_rule_decode: .*chunk_gated_delta_rule"):
+        (o.sum() + 2 * leaf.sum()).backward()
+
+
+def test_an_out_that_wants_its_own_gradient_is_refused():
+    x, pool = rows(torch.float32), make_pool(2, 48, 32)
+    x.q.requires_grad_()
+    before, out = pool.clone(), torch.zeros_like(x.v).requires_grad_()
+    with pytest.raises(ValueError, match=r"^gated_delta_rule_decode: out \(a leaf that requires a gradient\)"):
+        decode(x, pool, [2, 5, 7, 1], out=out)
+    assert_bitwise("pool", pool, before)
+    assert not out.any()
