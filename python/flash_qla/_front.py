@@ -49,7 +49,9 @@ def check_host_offsets(operation: str, q: Any, cu_seqlens: Any, cu_seqlens_cpu: 
     under torch.compile, and not while a graph is captured, where the native check refuses the call."""
     if cu_seqlens is None or cu_seqlens_cpu is None or os.environ.get("FLASH_QLA_CHECK") != "1":
         return
-    if torch_front is not None and (torch_front.is_traced() or torch.cuda.is_current_stream_capturing()):
+    if torch_front is not None and torch_front.is_traced():
+        return
+    if getattr(cu_seqlens, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         return
     offsets = host_offsets(operation, q.shape, cu_seqlens, cu_seqlens_cpu)
     for i, (host, device) in enumerate(zip(offsets, cu_seqlens.tolist())):
