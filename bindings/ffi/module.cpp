@@ -7,6 +7,7 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <string>
@@ -56,7 +57,13 @@ std::string dtype_text(DLDataType type) {
   return ffi::DLDataTypeToString(type);
 }
 
-int32_t dtype_of(const char* operation, const char* name, DLDataType type) {
+// What an argument's dtype must be, in the words of the refusal. The library refuses what it knows and this argument
+// does not take; here what it does not know at all.
+constexpr const char* kInputs = "float32, bfloat16, float16 or float64";
+constexpr const char* kFloats = "float32, bfloat16 or float16";
+constexpr const char* kIndices = "int32 or int64";
+
+int32_t dtype_of(const char* operation, const char* name, DLDataType type, const char* rule) {
   if (type.lanes == 1) {
     if (type.code == kDLFloat && type.bits == 32) return FLASH_QLA_FLOAT32;
     if (type.code == kDLFloat && type.bits == 16) return FLASH_QLA_FLOAT16;
@@ -67,8 +74,7 @@ int32_t dtype_of(const char* operation, const char* name, DLDataType type) {
     if (type.code == kDLBool && type.bits == 8) return FLASH_QLA_BOOL;
   }
   const std::string given = dtype_text(type);
-  TVM_FFI_THROW(TypeError) << operation << ": " << name << ".dtype (" << given
-                           << ") must be float32, bfloat16, float16, float64, int32, int64 or bool";
+  TVM_FFI_THROW(TypeError) << operation << ": " << name << ".dtype (" << given << ") must be " << rule;
   TVM_FFI_UNREACHABLE();
 }
 
@@ -89,7 +95,7 @@ class Call {
     }
   }
 
-  flash_qla_tensor tensor(const char* name, const ffi::TensorView& view) const {
+  flash_qla_tensor tensor(const char* name, const ffi::TensorView& view, const char* rule = kFloats) const {
     if (!same_device(view.device(), device_)) {
       TVM_FFI_THROW(TypeError) << operation_ << ": " << name << "'s device (" << describe(view.device())
                                << ") must be that of q (" << describe(device_) << ")";
@@ -101,7 +107,7 @@ class Call {
     }
     t.data = static_cast<char*>(view.data_ptr()) + view.byte_offset();
     t.ndim = view.ndim();
-    t.dtype = dtype_of(operation_, name, view.dtype());
+    t.dtype = dtype_of(operation_, name, view.dtype(), rule);
     for (int32_t i = 0; i < t.ndim; ++i) {
       t.shape[i] = view.size(i);
       t.stride[i] = view.stride(i);
@@ -109,8 +115,8 @@ class Call {
     return t;
   }
 
-  flash_qla_tensor tensor(const char* name, const OptionalTensor& view) const {
-    return view.has_value() ? tensor(name, view.value()) : flash_qla_tensor{};
+  flash_qla_tensor tensor(const char* name, const OptionalTensor& view, const char* rule = kFloats) const {
+    return view.has_value() ? tensor(name, view.value(), rule) : flash_qla_tensor{};
   }
 
   void* stream() const { return stream_; }
@@ -205,26 +211,26 @@ ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Opt
   fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
   const Call call(operation.c_str(), &args.options, q);
-  args.q = call.tensor("q", q);
-  args.k = call.tensor("k", k);
-  args.v = call.tensor("v", v);
+  args.q = call.tensor("q", q, kInputs);
+  args.k = call.tensor("k", k, kInputs);
+  args.v = call.tensor("v", v, kInputs);
   args.g = call.tensor("g", g);
   args.beta = call.tensor("beta", beta);
   args.A_log = call.tensor("A_log", A_log);
   args.dt_bias = call.tensor("dt_bias", dt_bias);
-  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens);
+  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens, kIndices);
   args.initial_state = call.tensor("initial_state", initial_state);
   args.state_pool = call.tensor("state_pool", state_pool);
-  args.initial_state_indices = call.tensor("initial_state_indices", initial_state_indices);
-  args.final_state_indices = call.tensor("final_state_indices", final_state_indices);
-  args.has_initial_state = call.tensor("has_initial_state", has_initial_state);
-  args.num_accepted_tokens = call.tensor("num_accepted_tokens", num_accepted_tokens);
+  args.initial_state_indices = call.tensor("initial_state_indices", initial_state_indices, kIndices);
+  args.final_state_indices = call.tensor("final_state_indices", final_state_indices, kIndices);
+  args.has_initial_state = call.tensor("has_initial_state", has_initial_state, "bool");
+  args.num_accepted_tokens = call.tensor("num_accepted_tokens", num_accepted_tokens, kIndices);
   args.null_index = null_index;
   args.checkpoint_every = checkpoint_every;
   args.checkpoints = call.tensor("checkpoints", checkpoints);
-  args.checkpoint_cu_starts = call.tensor("checkpoint_cu_starts", checkpoint_cu_starts);
-  args.checkpoint_offsets = call.tensor("checkpoint_offsets", checkpoint_offsets);
-  args.checkpoint_indices = call.tensor("checkpoint_indices", checkpoint_indices);
+  args.checkpoint_cu_starts = call.tensor("checkpoint_cu_starts", checkpoint_cu_starts, kIndices);
+  args.checkpoint_offsets = call.tensor("checkpoint_offsets", checkpoint_offsets, kIndices);
+  args.checkpoint_indices = call.tensor("checkpoint_indices", checkpoint_indices, kIndices);
   args.o = call.tensor("o", o);
   args.final_state = call.tensor("final_state", final_state);
   args.g_cumsum = call.tensor("g_cumsum", g_cumsum);
@@ -254,14 +260,14 @@ ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::Stri
   fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
   const Call call(operation.c_str(), &args.options, q);
-  args.q = call.tensor("q", q);
-  args.k = call.tensor("k", k);
-  args.v = call.tensor("v", v);
+  args.q = call.tensor("q", q, kInputs);
+  args.k = call.tensor("k", k, kInputs);
+  args.v = call.tensor("v", v, kInputs);
   args.g = call.tensor("g", g);
   args.beta = call.tensor("beta", beta);
   args.A_log = call.tensor("A_log", A_log);
   args.dt_bias = call.tensor("dt_bias", dt_bias);
-  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens);
+  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens, kIndices);
   args.initial_state = call.tensor("initial_state", initial_state);
   args.g_is_cumsum = g_is_cumsum;
   args.A = call.tensor("A", A);
@@ -285,69 +291,122 @@ flash_qla_tensor shape_only(int32_t dtype, std::initializer_list<int64_t> shape)
   return flash_qla::tensor(nullptr, static_cast<flash_qla::DType>(dtype), shape);
 }
 
-// Scratch bytes of a call that does not exist yet, with max_tokens packed tokens in max_seqs sequences.
-// `call`: "prefill", "decode", "forward" (h and A and the cumsum saved) or "backward".
+// An input as no path reads it in place: nothing side by side, and every stride beyond all limits.
+flash_qla_tensor far_apart(flash_qla_tensor t) {
+  for (int32_t i = 0; i < t.ndim; ++i) t.stride[i] = int64_t{1} << 40;
+  return t;
+}
+
+// An output likewise, whose elements have memory of their own.
+flash_qla_tensor with_gaps(flash_qla_tensor t) {
+  for (int32_t i = 0; i < t.ndim; ++i) t.stride[i] *= 2;
+  return t;
+}
+
+// The largest scratch of calls that the arguments of workspace_size() below leave open.
+class LargestWorkspace {
+ public:
+  // One more call. The first is refused with an exception. Of others it is the path chosen by name that may not take
+  // them.
+  template <class Arguments>
+  void add(const Arguments& args, flash_qla_status (*workspace_size)(const Arguments*, size_t*)) {
+    size_t bytes = 0;
+    const flash_qla_status status = workspace_size(&args, &bytes);
+    if (status.code != FLASH_QLA_NOT_IMPLEMENTED || !asked_) raise_if_refused(status);
+    asked_ = true;
+    bytes_ = std::max(bytes_, bytes);
+  }
+  int64_t bytes() const { return static_cast<int64_t>(bytes_); }
+
+ private:
+  bool asked_ = false;
+  size_t bytes_ = 0;
+};
+
+// Scratch bytes of a call that does not exist yet, with max_tokens packed tokens in max_seqs sequences, of which
+// checkpoint_offsets are listed. `call`: "prefill", "decode", "forward" (h and A and the cumsum saved) or "backward".
+// `contiguous`: tensors have no gaps, and begin where the copy engine takes them.
 int64_t workspace_size(ffi::String operation, ffi::Optional<ffi::String> path, ffi::Optional<double> scale,
                        bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
                        bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode, bool force_intra_cp,
                        ffi::Optional<double> cp_tolerance, int64_t num_threads, ffi::String call, bool cuda,
-                       int64_t device_index, DLDataType dtype, DLDataType state_dtype, int64_t checkpoint_every,
-                       int64_t max_tokens, int64_t max_seqs, int64_t Hq, int64_t Hv, int64_t K, int64_t V) {
-  const int32_t type = dtype_of(operation.c_str(), "dtype", dtype);
-  const int32_t state_type = dtype_of(operation.c_str(), "state_dtype", state_dtype);
+                       int64_t device_index, DLDataType dtype, DLDataType gate_dtype, DLDataType state_dtype,
+                       bool contiguous, int64_t checkpoint_every, int64_t checkpoint_offsets, int64_t max_tokens,
+                       int64_t max_seqs, int64_t Hq, int64_t Hv, int64_t K, int64_t V) {
+  const int32_t type = dtype_of(operation.c_str(), "dtype", dtype, kInputs);
+  const int32_t gate_type = dtype_of(operation.c_str(), "gate_dtype", gate_dtype, kInputs);
+  const int32_t state_type = dtype_of(operation.c_str(), "state_dtype", state_dtype, kInputs);
   const int32_t accumulator = type == FLASH_QLA_FLOAT64 ? FLASH_QLA_FLOAT64 : FLASH_QLA_FLOAT32;
   const OptionalName path_name(path);
-  const auto fill = [&](auto& args) {
-    fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-                 use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
-    args.options.device_type = cuda ? FLASH_QLA_CUDA : FLASH_QLA_CPU;
-    args.options.device_index = static_cast<int32_t>(device_index);
-    args.q = args.k = shape_only(type, {1, max_tokens, Hq, K});
-    args.v = shape_only(type, {1, max_tokens, Hv, V});
-    args.g = args.beta = shape_only(accumulator, {1, max_tokens, Hv});
-    if (use_gate_in_kernel) args.A_log = args.dt_bias = shape_only(accumulator, {Hv});
-    args.cu_seqlens = shape_only(FLASH_QLA_INT32, {max_seqs + 1});
-  };
   const auto states = [&](int32_t state, int64_t rows) {
     return state_v_first ? shape_only(state, {rows, Hv, V, K}) : shape_only(state, {rows, Hv, K, V});
   };
-  size_t bytes = 0;
-  if (call == "backward") {
-    flash_qla_backward_arguments args;
-    flash_qla_backward_arguments_init(&args);
+  LargestWorkspace largest;
+  // The layouts of the caller's tensors: without gaps; with them, but for cu_seqlens, in whose gaps a path may differ.
+  for (int layout = 0; layout < (contiguous ? 1 : 3); ++layout) {
+    const auto input = [&](const flash_qla_tensor& t) { return layout == 0 ? t : far_apart(t); };
+    const auto fill = [&](auto& args) {
+      fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel,
+                   use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp,
+                   cp_tolerance, num_threads);
+      args.options.device_type = cuda ? FLASH_QLA_CUDA : FLASH_QLA_CPU;
+      args.options.device_index = static_cast<int32_t>(device_index);
+      args.q = args.k = input(shape_only(type, {1, max_tokens, Hq, K}));
+      args.v = input(shape_only(type, {1, max_tokens, Hv, V}));
+      args.g = args.beta = input(shape_only(gate_type, {1, max_tokens, Hv}));
+      if (use_gate_in_kernel) args.A_log = args.dt_bias = shape_only(accumulator, {Hv});
+      args.cu_seqlens = shape_only(FLASH_QLA_INT32, {max_seqs + 1});
+      if (layout == 2) args.cu_seqlens = far_apart(args.cu_seqlens);
+    };
+    const flash_qla_tensor keys = shape_only(type, {1, max_tokens, Hq, K});
+    const flash_qla_tensor values = shape_only(type, {1, max_tokens, Hv, V});
+    const flash_qla_tensor A = shape_only(type, {1, max_tokens, Hv, FLASH_QLA_CHUNK_SIZE});
+    if (call == "backward") {
+      // What is absent may take more: A is computed again, and gradients that nobody wants have no memory to use.
+      for (int absent = 0; absent < 16; ++absent) {
+        if ((absent & 8) != 0 && use_gate_in_kernel) continue;  // a cumsum has no raw gate
+        flash_qla_backward_arguments args;
+        flash_qla_backward_arguments_init(&args);
+        fill(args);
+        args.g_is_cumsum = (absent & 8) != 0;
+        args.initial_state = args.dht = input(states(state_type, max_seqs));
+        args.dh0 = states(state_type, max_seqs);
+        args.d_o = input(values);
+        if ((absent & 1) == 0) args.A = input(A);
+        if ((absent & 2) == 0) args.dq = args.dk = keys;
+        if ((absent & 4) == 0) args.dv = values;
+        args.dg = args.dbeta = shape_only(gate_type, {1, max_tokens, Hv});
+        args.dA_log = args.A_log;
+        args.ddt_bias = args.dt_bias;
+        largest.add(args, flash_qla_chunk_backward_workspace_size);
+      }
+      continue;
+    }
+    flash_qla_forward_arguments args;
+    flash_qla_forward_arguments_init(&args);
     fill(args);
-    args.initial_state = args.dht = args.dh0 = states(state_type, max_seqs);
-    args.A = shape_only(type, {1, max_tokens, Hv, FLASH_QLA_CHUNK_SIZE});
-    args.dq = args.dk = args.q;
-    args.d_o = args.dv = args.v;
-    args.dg = args.dbeta = args.g;
-    args.dA_log = args.A_log;
-    args.ddt_bias = args.dt_bias;
-    raise_if_refused(flash_qla_chunk_backward_workspace_size(&args, &bytes));
-    return static_cast<int64_t>(bytes);
+    args.o = layout == 0 ? values : with_gaps(values);
+    if (call == "forward") {
+      args.initial_state = input(states(state_type, max_seqs));
+      args.final_state = states(accumulator, max_seqs);
+      args.g_cumsum = shape_only(accumulator, {1, max_tokens, Hv});
+      args.A = A;
+      args.h = states(type, max_tokens / FLASH_QLA_CHUNK_SIZE + max_seqs);
+    } else {
+      args.state_pool = states(state_type, max_seqs);
+      args.initial_state_indices = shape_only(FLASH_QLA_INT32, {max_seqs});
+    }
+    if (checkpoint_every > 0) {
+      args.checkpoint_every = checkpoint_every;
+      args.checkpoints = states(state_type, max_tokens / checkpoint_every);
+      args.checkpoint_cu_starts = shape_only(FLASH_QLA_INT32, {max_seqs + 1});
+    }
+    if (checkpoint_offsets > 0) {
+      args.checkpoint_offsets = args.checkpoint_indices = shape_only(FLASH_QLA_INT32, {checkpoint_offsets});
+    }
+    largest.add(args, call == "decode" ? flash_qla_recurrent_workspace_size : flash_qla_chunk_forward_workspace_size);
   }
-  flash_qla_forward_arguments args;
-  flash_qla_forward_arguments_init(&args);
-  fill(args);
-  args.o = args.v;
-  if (call == "forward") {
-    args.initial_state = states(state_type, max_seqs);
-    args.final_state = states(accumulator, max_seqs);
-    args.g_cumsum = shape_only(accumulator, {1, max_tokens, Hv});
-    args.A = shape_only(type, {1, max_tokens, Hv, FLASH_QLA_CHUNK_SIZE});
-    args.h = states(type, max_tokens / FLASH_QLA_CHUNK_SIZE + max_seqs);
-  } else {
-    args.state_pool = states(state_type, max_seqs);
-    args.initial_state_indices = shape_only(FLASH_QLA_INT32, {max_seqs});
-  }
-  if (checkpoint_every > 0) {
-    args.checkpoint_every = checkpoint_every;
-    args.checkpoints = states(state_type, max_tokens / checkpoint_every);
-    args.checkpoint_cu_starts = shape_only(FLASH_QLA_INT32, {max_seqs + 1});
-  }
-  raise_if_refused(call == "decode" ? flash_qla_recurrent_workspace_size(&args, &bytes)
-                                    : flash_qla_chunk_forward_workspace_size(&args, &bytes));
-  return static_cast<int64_t>(bytes);
+  return largest.bytes();
 }
 
 ffi::String build_info() {

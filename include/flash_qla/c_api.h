@@ -1,6 +1,6 @@
 /* The C interface of flash_qla: Gated Delta Network attention on the CPU and on NVIDIA GPUs.
  *
- * Every operation is three calls on one arguments structure:
+ * Every operation is three calls on one arguments structure, which its init function has filled with defaults:
  *     flash_qla_<op>_can_implement(&args)                       is this call legal, and if not, why
  *     flash_qla_<op>_workspace_size(&args, &bytes)              scratch that run() needs, of any alignment
  *     flash_qla_<op>_run(&args, workspace, bytes, stream)       does it, in the stream
@@ -36,6 +36,9 @@ extern "C" {
 /* Largest number of draft tokens that one decode call takes. */
 #define FLASH_QLA_MAX_DRAFT_TOKENS 16
 
+/* Most tokens (B * T) and most sequences of a call. */
+#define FLASH_QLA_MAX_TOKENS INT32_MAX
+
 typedef enum flash_qla_code {
   FLASH_QLA_OK = 0,
   FLASH_QLA_INVALID_VALUE = 1,   /* a shape, size or combination that the contract forbids */
@@ -62,7 +65,7 @@ typedef enum flash_qla_dtype {
 
 typedef enum flash_qla_device_type { FLASH_QLA_CPU = 0, FLASH_QLA_CUDA = 1 } flash_qla_device_type;
 
-#define FLASH_QLA_MAX_DIMS 4
+#define FLASH_QLA_MAX_DIMS 6
 
 /* A strided view of somebody else's memory. A zeroed structure (ndim 0) is an absent tensor. */
 typedef struct flash_qla_tensor {
@@ -70,7 +73,7 @@ typedef struct flash_qla_tensor {
                  and workspace_size, which look at no memory */
   int64_t shape[FLASH_QLA_MAX_DIMS];  /* elements */
   int64_t stride[FLASH_QLA_MAX_DIMS]; /* elements, any value; 0 repeats (inputs only) */
-  int32_t ndim;                       /* 1 .. 4; 0: absent */
+  int32_t ndim;                       /* 1 .. FLASH_QLA_MAX_DIMS; 0: absent */
   int32_t dtype;                      /* flash_qla_dtype */
 } flash_qla_tensor;
 
@@ -105,6 +108,7 @@ typedef struct flash_qla_options {
  * B sequences of T tokens, or with cu_seqlens N sequences packed in B = 1. Hv is a multiple of Hq.
  * States are [.., K, V], or [.., V, K] with state_v_first. "float" is float32, bfloat16 or float16. */
 typedef struct flash_qla_forward_arguments {
+  size_t struct_size; /* sizeof(flash_qla_forward_arguments), set by the init function; another one is refused */
   flash_qla_options options;
 
   /* inputs */
@@ -124,7 +128,8 @@ typedef struct flash_qla_forward_arguments {
   flash_qla_tensor final_state_indices;   /* [N]; absent: the initial ones. Recurrent: also [N, T], a slot per token */
   flash_qla_tensor has_initial_state;     /* [N] bool, optional; false: start from zero, the slot is not read */
   flash_qla_tensor num_accepted_tokens;   /* [N] int32 or int64 in 1..S: the column of initial_state_indices to read */
-  int64_t null_index;                     /* an index <= this, or past the pool, skips that read or write */
+  int64_t null_index; /* an initial index <= this, or past the pool, skips the sequence: zero output, nothing read or
+                         written (not where has_initial_state is false); such a final index skips that write alone */
 
   /* states for prefix caches (chunked forward only) */
   int64_t checkpoint_every;              /* 0, or a multiple of 64: the state after every n-th token of a sequence */
@@ -146,6 +151,7 @@ typedef struct flash_qla_forward_arguments {
 
 /* Backward pass of the chunked forward. Absent outputs are not computed. */
 typedef struct flash_qla_backward_arguments {
+  size_t struct_size; /* sizeof(flash_qla_backward_arguments), set by the init function; another one is refused */
   flash_qla_options options;
 
   /* inputs of the forward pass */
@@ -171,7 +177,8 @@ typedef struct flash_qla_backward_arguments {
   flash_qla_tensor ddt_bias; /* [Hv] float (float64), with use_gate_in_kernel and dt_bias */
 } flash_qla_backward_arguments;
 
-/* Fills in the defaults: everything absent or off, scale K^-1/2, auto CP, null_index -1, device CPU. */
+/* Fills in the defaults: the structure's size, everything absent or off, scale K^-1/2, auto CP, null_index -1, device
+ * CPU. Does nothing with NULL. */
 FLASH_QLA_API void flash_qla_forward_arguments_init(flash_qla_forward_arguments* args);
 FLASH_QLA_API void flash_qla_backward_arguments_init(flash_qla_backward_arguments* args);
 

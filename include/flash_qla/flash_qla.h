@@ -54,10 +54,10 @@ inline Tensor tensor(const void* data, DType dtype, std::initializer_list<int64_
   if (t.ndim > FLASH_QLA_MAX_DIMS) return t;
   int32_t i = 0;
   for (int64_t n : shape) t.shape[i++] = n;
-  int64_t stride = 1;
+  uint64_t stride = 1;  // unsigned: a shape that is too large wraps here, and is refused by the call
   for (i = t.ndim - 1; i >= 0; --i) {
-    t.stride[i] = stride;
-    stride *= t.shape[i];
+    t.stride[i] = static_cast<int64_t>(stride);
+    stride *= static_cast<uint64_t>(t.shape[i]);
   }
   return t;
 }

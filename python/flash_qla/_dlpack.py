@@ -1,8 +1,9 @@
 """The low-level calls on numpy arrays and other DLPack tensors: no PyTorch, no gradients.
 
 Results are numpy arrays for numpy inputs. For another array type they come from its own namespace (the Python array
-API's `x.__array_namespace__()`, or the package it is from), so they are arrays of that type, on its device. CUDA work
-of arrays that are not torch's is queued on the default stream.
+API's `x.__array_namespace__()`, or the package it is from), so they are arrays of that type, on its device: new ones,
+also where the package's arrays are immutable. Such an array is never written otherwise: a call that was to write one of
+the caller's is refused. CUDA work of arrays that are not torch's is queued on the default stream.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ def _view(x: Any) -> Any:
         if isinstance(x, numpy.ndarray) and not x.flags.writeable:
             return tvm_ffi.from_dlpack(x.copy())
         raise
+
+
+# Packages whose arrays are immutable, which DLPack does not say: their __dlpack__() hands out plain memory.
+_IMMUTABLE = frozenset(("jax", "jaxlib"))
+
+
+def _written_view(operation: str, name: str, x: Any) -> Any:
+    """The native module's view of an array that a caller hands over to be written."""
+    if type(x).__module__.partition(".")[0] in _IMMUTABLE:
+        raise ValueError(f"{operation}: {name} (an immutable {type(x).__name__}) must be writeable")
+    try:
+        return None if x is None else tvm_ffi.from_dlpack(x)
+    except BufferError:  # what numpy and others raise where memory may only be read
+        raise ValueError(f"{operation}: {name} (a read-only array) must be writeable") from None
 
 
 def _views(arrays: Sequence[Any]) -> List[Any]:
@@ -124,12 +139,15 @@ def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Seque
     checkpoint_indices."""
     q, v = inputs[0], inputs[2]
     arrays = Arrays(options[0], q)
-    for name, written in (("state_pool", states[0]), ("checkpoints", states[7]), ("out", out)):
-        if isinstance(written, numpy.ndarray) and not written.flags.writeable:
-            raise ValueError(f"{options[0]}: {name} (a read-only array) must be writeable")
+    written = {0: "state_pool", 7: "checkpoints"}
+    views: List[Any] = []
+    for i, x in enumerate(states):
+        if i in written:
+            views.append(_written_view(options[0], written[i], x))
+        else:
+            views.append(x if isinstance(x, int) else _view(x))
     o = arrays.empty(v.shape, arrays.dtype) if out is None else out
-    views = [x if isinstance(x, int) else _view(x) for x in states]
-    o_view = tvm_ffi.from_dlpack(o)
+    o_view = _written_view(options[0], "out", out) if out is not None else tvm_ffi.from_dlpack(o)
     absent = (None,) * 4
     _ffi.forward(arrays.allocate, (recurrent, *options, 0, *_views(inputs), None, *views, o_view, *absent))
     return o

@@ -48,23 +48,25 @@ def explaining() -> Iterator[List[str]]:
         _state.texts = None
 
 
-def _call(function: Callable[..., Any], allocate: Callable[[int], Any], arguments: tuple) -> None:
+def _call(function: Callable[..., Any], allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """Whether the call was made: False within explaining()."""
     texts: Optional[List[str]] = getattr(_state, "texts", None)
     if texts is not None:
         texts.append(function(_EXPLAIN, *arguments, None))
-        return
+        return False
     missing_bytes = function(_RUN, *arguments, None)
     if missing_bytes:  # tvm-ffi knows no allocator of the framework that the tensors are from
         function(_RUN, *arguments, allocate(missing_bytes))
+    return True
 
 
 # `arguments` is one tuple: with some forty of them, each time that they are spread and collected again can be measured.
 
 
-def forward(allocate: Callable[[int], Any], arguments: tuple) -> None:
-    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's
-    device."""
-    _call(_forward, allocate, arguments)
+def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's device.
+    False within explaining(): nothing was computed."""
+    return _call(_forward, allocate, arguments)
 
 
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:

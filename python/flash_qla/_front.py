@@ -1,8 +1,11 @@
-"""Which front end a call goes to, and the type checks that both share."""
+"""Which front end a call goes to, and the checks that both share."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, Sequence
+
+from ._shapes import host_offsets
 
 try:
     import torch
@@ -18,9 +21,6 @@ if torch is not None:
     torch_front = _torch
     _USUAL = _torch.PLAIN_TYPES
 
-
-# The inputs that all operations share, in the order of the native calls.
-INPUT_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
 
 def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> bool:
     """True for a call on torch tensors, False for one on DLPack arrays; TypeError for a mixture or anything else.
@@ -42,3 +42,18 @@ def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> boo
         if value is None:
             raise TypeError(f"{operation}: {name} (None) must be a tensor or an array")
     return on_torch
+
+
+def check_host_offsets(operation: str, q: Any, cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
+    """With FLASH_QLA_CHECK=1, refuses a cu_seqlens_cpu that differs from cu_seqlens. Reads the device and waits: not
+    under torch.compile, and not while a graph is captured, where the native check refuses the call."""
+    if cu_seqlens is None or cu_seqlens_cpu is None or os.environ.get("FLASH_QLA_CHECK") != "1":
+        return
+    if torch_front is not None and torch_front.is_traced():
+        return
+    if getattr(cu_seqlens, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+        return
+    offsets = host_offsets(operation, q.shape, cu_seqlens, cu_seqlens_cpu)
+    for i, (host, device) in enumerate(zip(offsets, cu_seqlens.tolist())):
+        if host != device:
+            raise ValueError(f"{operation}: cu_seqlens_cpu[{i}] ({host}) must be cu_seqlens[{i}] ({device})")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Sequence, Tuple
 
+from ._options import integer
+
 # FLASH_QLA_CHUNK_SIZE of c_api.h: part of the layout of A and h, so it cannot change without breaking callers.
 CHUNK_SIZE = 64
+
+# Types of __dlpack_device__() whose memory the host reads.
+_DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3
 
 
 def extents(shape: Sequence[int]) -> Tuple[int, int, int, int]:
@@ -39,7 +44,40 @@ def a_shape(v_shape: Sequence[int]) -> Tuple[int, int, int, int]:
     return (*gate_shape(v_shape), CHUNK_SIZE)
 
 
-def chunk_rows(q_shape: Sequence[int], cu_seqlens: Any, cu_seqlens_cpu: Any) -> int:
+def _on_host(x: Any) -> bool:
+    device = getattr(x, "device", None)
+    if hasattr(device, "type"):  # torch's, meta among them
+        return device.type == "cpu"
+    return not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] in (_DLPACK_CPU, _DLPACK_CUDA_HOST)
+
+
+def host_offsets(operation: str, q_shape: Sequence[int], cu_seqlens: Any, cu_seqlens_cpu: Any) -> List[int]:
+    """cu_seqlens_cpu as a list, once it is one that cu_seqlens may have: [N + 1], from 0, never falling, up to T."""
+    if not _on_host(cu_seqlens_cpu):
+        raise ValueError(f"{operation}: cu_seqlens_cpu.device ({cu_seqlens_cpu.device}) must be the host")
+    given = cu_seqlens_cpu.tolist() if hasattr(cu_seqlens_cpu, "tolist") else cu_seqlens_cpu
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{operation}: cu_seqlens_cpu ({type(cu_seqlens_cpu).__name__}) must be a vector or a list")
+    offsets = [integer(operation, f"cu_seqlens_cpu[{i}]", value) for i, value in enumerate(given)]
+    expected = sequence_count(q_shape, cu_seqlens.shape) + 1
+    if len(offsets) != expected:
+        raise ValueError(f"{operation}: cu_seqlens_cpu.shape[0] ({len(offsets)}) must be that of cu_seqlens ({expected})")
+    if offsets[0] != 0:
+        raise ValueError(f"{operation}: cu_seqlens_cpu[0] ({offsets[0]}) must be 0")
+    for i, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+        if end < begin:
+            raise ValueError(
+                f"{operation}: cu_seqlens_cpu[{i + 1}] ({end}) must not be below cu_seqlens_cpu[{i}] ({begin})"
+            )
+    tokens = extents(q_shape)[1]
+    if offsets[-1] > tokens:
+        raise ValueError(
+            f"{operation}: cu_seqlens_cpu[{len(offsets) - 1}] ({offsets[-1]}) must not be above q.shape[1] ({tokens})"
+        )
+    return offsets
+
+
+def chunk_rows(operation: str, q_shape: Sequence[int], cu_seqlens: Any, cu_seqlens_cpu: Any) -> int:
     """Rows of h: one per chunk, counted sequence by sequence. Packed sequences without host offsets get the capacity
     floor(T / 64) + N, which no set of lengths exceeds."""
     batch, tokens = extents(q_shape)[:2]
@@ -47,5 +85,5 @@ def chunk_rows(q_shape: Sequence[int], cu_seqlens: Any, cu_seqlens_cpu: Any) -> 
         return batch * -(-tokens // CHUNK_SIZE)
     if cu_seqlens_cpu is None:
         return tokens // CHUNK_SIZE + sequence_count(q_shape, cu_seqlens.shape)
-    offsets: List[int] = list(cu_seqlens_cpu.tolist() if hasattr(cu_seqlens_cpu, "tolist") else cu_seqlens_cpu)
+    offsets = host_offsets(operation, q_shape, cu_seqlens, cu_seqlens_cpu)
     return sum(-(-(end - begin) // CHUNK_SIZE) for begin, end in zip(offsets, offsets[1:]))

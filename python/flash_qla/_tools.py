@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict, Union
+from typing import Any, Callable, Dict, Tuple, Union
 
 from . import _ffi
 from ._front import torch_front
-from ._options import make_options
+from ._options import integer, make_options
 from .ops import gated_delta_rule as operations
 
 # workspace_size: what each operation's call looks like to the native function (bindings/ffi/module.cpp).
@@ -43,6 +43,8 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
         raise ValueError(f"explain: op ({name}) must be one of: {', '.join(_CALLS)}")
     with _ffi.explaining() as texts:
         getattr(operations, name)(*args, **kwargs)
+    if not texts:
+        raise ValueError(f"explain: op ({name}) must be given tensors with memory (a FakeTensor has none)")
     text = texts[0].rstrip("\n")
     if name == "chunk_gated_delta_rule" and torch_front is not None:
         given = inspect.signature(operations.chunk_gated_delta_rule).bind(*args, **kwargs).arguments
@@ -62,9 +64,12 @@ def workspace_size(
     V: int,
     *,
     dtype: Any = "bfloat16",
+    gate_dtype: Any = "float32",
     state_dtype: Any = "float32",
+    contiguous: bool = False,
     device: Any = "cuda",
     checkpoint_every: int = 0,
+    checkpoint_offsets: int = 0,
     state_v_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
@@ -75,18 +80,25 @@ def workspace_size(
 ) -> int:
     """Bytes of scratch that the largest call of an operation allocates, before any tensor exists.
 
-    Enough for every call of at most `max_tokens` tokens in at most `max_seqs` sequences. Scratch is per call and
-    stream: it comes from the framework's allocator and goes back to it when the call has been queued.
+    Enough for every call of at most `max_tokens` tokens in at most `max_seqs` sequences, packed or not, whatever optional
+    tensors it has. Scratch is per call and stream: it comes from the framework's allocator and goes back to it when the
+    call has been queued. On the CPU it is for PyTorch's present number of threads.
 
     Args:
-        op: an operation of this package or its name.
+        op: an operation of this package or its name; chunk_gated_delta_rule_bwd stands for the backward pass of
+            chunk_gated_delta_rule, too.
         max_tokens: tokens of a call, all sequences together.
         max_seqs: sequences of a call.
         Hq, Hv: key heads, value heads. K, V: their dimensions.
         dtype: of q, k, v: a name, numpy or torch dtype.
+        gate_dtype: of g and beta.
         state_dtype: of initial states, pools and checkpoints.
+        contiguous: True promises that all tensors are contiguous and begin on 16-byte boundaries, and that gradients
+            of o have q's dtype. False: they may have any strides, and there is room for copies of those that a kernel
+            cannot read in place.
         device: "cpu", "cuda", "cuda:1" or a torch.device.
         checkpoint_every: as gated_delta_rule_prefill().
+        checkpoint_offsets: listed tokens of a gated_delta_rule_prefill() call.
         state_v_first, use_*, allow_neg_eigval, auto_cp, force_intra_cp: as chunk_gated_delta_rule().
 
     Returns:
@@ -98,9 +110,10 @@ def workspace_size(
     name = op if isinstance(op, str) else op.__name__
     if name not in _CALLS:
         raise ValueError(f"workspace_size: op ({name}) must be one of: {', '.join(_CALLS)}")
-    kind, _, index = str(device).partition(":")
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f'workspace_size: device ({device}) must be "cpu" or "cuda"')
+    cuda, index = _device("workspace_size", device)
+    sizes = {"max_tokens": max_tokens, "max_seqs": max_seqs, "Hq": Hq, "Hv": Hv, "K": K, "V": V}
+    sizes.update(checkpoint_every=checkpoint_every, checkpoint_offsets=checkpoint_offsets)
+    sizes = {key: integer("workspace_size", key, value, 0, 2**62) for key, value in sizes.items()}
     options = make_options(
         name,
         None,
@@ -112,15 +125,31 @@ def workspace_size(
         auto_cp,
         force_intra_cp,
     )
-    # fmt: off
-    return _ffi.workspace_size(*options, 0, _CALLS[name], kind == "cuda", int(index or 0), _dtype_name(dtype),
-                               _dtype_name(state_dtype), checkpoint_every, max_tokens, max_seqs, Hq, Hv, K, V)
-    # fmt: on
+    dtypes = (
+        _float_name("workspace_size", key, value)
+        for key, value in (("dtype", dtype), ("gate_dtype", gate_dtype), ("state_dtype", state_dtype))
+    )
+    arguments = (_CALLS[name], cuda, index, *dtypes, bool(contiguous))
+    arguments += (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"), *sizes.values())
+    # Calls on torch tensors take torch's number of threads, others (0) as many as the process may use.
+    threads = (0,) if cuda or torch_front is None else (0, torch_front.cpu_threads())
+    return max(_ffi.workspace_size(*options, number, *arguments) for number in threads)
 
 
-def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype: bfloat16 for "bfloat16", torch.bfloat16 or numpy.dtype("bfloat16")."""
-    return dtype.__name__ if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
+def _device(operation: str, device: Any) -> Tuple[bool, int]:
+    """Whether a device is a CUDA device, and its ordinal."""
+    kind, colon, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (index.isascii() and index.isdecimal())):
+        raise ValueError(f'{operation}: device ({device}) must be "cpu", "cuda" or "cuda:" and a number')
+    return kind == "cuda", integer(operation, "device", int(index or 0), 0, 2**31 - 1)
+
+
+def _float_name(operation: str, name: str, dtype: Any) -> str:
+    """The name of a floating-point dtype: bfloat16 for "bfloat16", torch.bfloat16 or numpy.dtype("bfloat16")."""
+    text = dtype.__name__ if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
+    if text not in ("float32", "bfloat16", "float16", "float64"):
+        raise TypeError(f"{operation}: {name} ({dtype}) must be float32, bfloat16, float16 or float64")
+    return text
 
 
 def build_info() -> Dict[str, str]:

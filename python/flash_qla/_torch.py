@@ -11,10 +11,11 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _ffi
-from ._options import Options
+from ._options import BACKWARD_NAMES, INPUT_NAMES, POOL_NAMES, Options
 from ._shapes import a_shape, gate_shape, sequence_count, state_shape
 
 _OPTIONS = (
@@ -45,9 +46,12 @@ def _allocator(like: Tensor) -> Callable[[int], Tensor]:
     return lambda size: torch.empty(size, dtype=torch.uint8, device=like.device)
 
 
+cpu_threads = torch.get_num_threads
+
+
 def _threads(like: Tensor) -> int:
     """CPU threads for a call: PyTorch's own setting. It has no meaning on a GPU."""
-    return torch.get_num_threads() if like.is_cpu else 0
+    return cpu_threads() if like.is_cpu else 0
 
 
 def _accumulator(q: Tensor) -> torch.dtype:
@@ -160,7 +164,12 @@ def _pool_forward(arguments: tuple) -> None:
     q = arguments[12]
     # `recurrent` and the options are followed by the thread count, the inputs by initial_state, the rest by the outputs
     # that are not wanted.
-    _ffi.forward(_allocator(q), (*arguments[:12], _threads(q), *arguments[12:20], None, *arguments[20:], *_NO_OUTPUTS))
+    made = _ffi.forward(
+        _allocator(q), (*arguments[:12], _threads(q), *arguments[12:20], None, *arguments[20:], *_NO_OUTPUTS)
+    )
+    if made:  # autograd has to know that what was written is not what it was
+        pool, checkpoints, o = arguments[20], arguments[27], arguments[31]
+        increment_version((pool, o) if checkpoints is None else (pool, o, checkpoints))
 
 
 def _pool_forward_fake(recurrent: bool, *arguments: Any) -> None:
@@ -219,23 +228,60 @@ _define(
 _ops = torch.ops.flash_qla
 
 
-def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
-    """True for an ordinary eager call: no compiler, dispatch mode (FakeTensorMode), function transform, tensor subclass
-    or meta tensor wants to see the operator."""
+def is_traced() -> bool:
+    """True where a compiler, a dispatch mode (FakeTensorMode) or a function transform wants to see the operator."""
     return (
-        not torch.compiler.is_compiling()
-        and PLAIN_TYPES.issuperset(map(type, tensors))
-        and not is_in_torch_dispatch_mode()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not tensors[0].is_meta  # type: ignore[union-attr]
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
+    """True for an ordinary eager call on plain tensors with memory."""
+    if is_traced() or not PLAIN_TYPES.issuperset(map(type, tensors)) or tensors[0].is_meta:  # type: ignore[union-attr]
+        return False
+    # Only the dispatcher sees to a sign that is not in memory (the imaginary part of a conjugate). In serving calls,
+    # whose time on the host counts, it is looked for from q to beta.
+    for t in tensors[:5] if len(tensors) == len(POOL_NAMES) else tensors:
+        if t is not None and t.is_neg():
+            return False
+    return True
+
+
+# The tensors of each operator as its callers know them.
+_NAMES = {
+    "chunk_forward": INPUT_NAMES,
+    "recurrent": INPUT_NAMES,
+    "pool_forward": POOL_NAMES,
+    "chunk_backward": BACKWARD_NAMES,
+}
+
+
+def _refuse_without_memory(operation: str, names: Sequence[str], tensors: Sequence[Optional[Tensor]]) -> None:
+    """Raises ValueError for the first tensor that lies on no device of ours, or not in strided memory."""
+    for name, t in zip(names, tensors):
+        if t is None:
+            continue
+        if t.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{operation}: {name}.device ({t.device}) must be cpu or cuda")
+        if t.layout is not torch.strided or t.is_nested:
+            layout = "nested" if t.is_nested else str(t.layout).partition(".")[2]
+            raise ValueError(f"{operation}: {name}.layout ({layout}) must be strided: a dense tensor")
 
 
 def _compute(name: str, tensors: Sequence[Optional[Tensor]], arguments: tuple) -> Any:
     """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of
     a call. `tensors` begins with q. No gradient is recorded."""
+    operation = arguments[1 if name == "pool_forward" else 0]
     if _nobody_watches(tensors):
-        return _implementations[name](arguments)
+        try:
+            return _implementations[name](arguments)
+        except (RuntimeError, BufferError):  # it may be the tensor's fault that it has no view: say so in our form
+            _refuse_without_memory(operation, _NAMES[name], tensors)
+            raise
+    if not is_traced():
+        _refuse_without_memory(operation, _NAMES[name], tensors)
     with torch.no_grad():
         return getattr(_ops, name)(*arguments)
 
@@ -255,11 +301,15 @@ def _wants_gradient(tensors: Sequence[Optional[Tensor]]) -> bool:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Passes a result of `inputs` on; asking for a gradient through it raises NotImplementedError."""
+    """Passes a result of `inputs` on; asking for a gradient through it raises NotImplementedError. `in_place`: the
+    result is in a tensor of the caller's, and what comes back is that tensor."""
 
     @staticmethod
-    def forward(ctx: Any, message: str, x: Tensor, *inputs: Optional[Tensor]) -> Tensor:
+    def forward(ctx: Any, message: str, in_place: bool, x: Tensor, *inputs: Optional[Tensor]) -> Tensor:
         ctx.message = message
+        if in_place:
+            ctx.mark_dirty(x)
+            return x
         return x.view_as(x)
 
     @staticmethod
@@ -267,11 +317,11 @@ class _NotDifferentiable(torch.autograd.Function):
         raise NotImplementedError(ctx.message)
 
 
-def _forward_only(operation: str, o: Tensor, inputs: Sequence[Optional[Tensor]]) -> Tensor:
+def _forward_only(operation: str, x: Tensor, inputs: Sequence[Optional[Tensor]], in_place: bool = False) -> Tensor:
     if not _wants_gradient(inputs):
-        return o
+        return x
     message = f"{operation}: backward (called) is not offered: use chunk_gated_delta_rule where gradients are needed"
-    return _NotDifferentiable.apply(message, o, *inputs)
+    return _NotDifferentiable.apply(message, in_place, x, *inputs)
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
@@ -299,7 +349,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         found = _compute("chunk_backward", tensors, (*ctx.options, *inputs, False, A, do, dht, False, wanted))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
             message = f"{ctx.options[0]}: second derivatives are not supported"
-            found = [_NotDifferentiable.apply(message, gradient, *inputs, do, dht) for gradient in found]
+            found = [_NotDifferentiable.apply(message, False, gradient, *inputs, do, dht) for gradient in found]
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
 
@@ -403,7 +453,8 @@ def recurrent(
     q, k, v = _autocast(q, k, v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     found = _compute("recurrent", inputs, (*options, *inputs, output_final_state))
-    return _forward_only(options[0], found[0], inputs), found[1] if output_final_state else None
+    o = _forward_only(options[0], found[0], inputs)
+    return o, _forward_only(options[0], found[1], inputs) if output_final_state else None
 
 
 def pool(
@@ -412,6 +463,9 @@ def pool(
     """gated_delta_rule_prefill() and gated_delta_rule_decode() on tensors. `inputs`: q .. cu_seqlens; `states`:
     state_pool .. checkpoint_indices."""
     q, v = inputs[0], inputs[2]
+    sources = (*inputs, states[0])
+    if out is not None and out.requires_grad and out.is_leaf and _wants_gradient(sources):
+        raise ValueError(f"{options[0]}: out (a leaf that requires a gradient) must not be written in place")
     o = _output_like(q, v) if out is None else out  # type: ignore[arg-type]
     _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), (recurrent, *options, *inputs, *states, o))
-    return _forward_only(options[0], o, inputs) if out is None else o
+    return _forward_only(options[0], o, sources, out is not None)

@@ -26,9 +26,7 @@ struct ChunkForwardOp {
     return validate_forward(a, ForwardKind::kChunked, name, need_data, p);
   }
   static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
-    FLASH_QLA_RETURN_IF_ERROR(check_sequences(a.cu_seqlens, a.options, name, p, stream));
-    FLASH_QLA_RETURN_IF_ERROR(check_pool(a, name, p, stream));
-    return check_checkpoint_rows(a, name, p, stream);
+    return check_forward_data(a, name, p, stream);
   }
 };
 
@@ -40,8 +38,7 @@ struct RecurrentOp {
     return validate_forward(a, ForwardKind::kRecurrent, name, need_data, p);
   }
   static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
-    FLASH_QLA_RETURN_IF_ERROR(check_sequences(a.cu_seqlens, a.options, name, p, stream));
-    return check_pool(a, name, p, stream);
+    return check_forward_data(a, name, p, stream);
   }
 };
 
@@ -53,7 +50,7 @@ struct ChunkBackwardOp {
     return validate_backward(a, name, need_data, p);
   }
   static Status check_data(const Arguments& a, const char* name, const Problem& p, void* stream) {
-    return check_sequences(a.cu_seqlens, a.options, name, p, stream);
+    return check_backward_data(a, name, p, stream);
   }
 };
 
@@ -118,8 +115,20 @@ flash_qla_status guarded(const char* name, Function&& function) noexcept {
   }
 }
 
-flash_qla_status missing_arguments(const char* name) {
-  return make_status(FLASH_QLA_INVALID_VALUE, "%s: args (NULL) must be given", name).c_status();
+// guarded(), for arguments that are there and laid out as this library has them. `function` takes the operation's name.
+template <class Op, class Function>
+flash_qla_status guarded_call(const typename Op::Arguments* args, Function&& function) noexcept {
+  if (args == nullptr) {
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: args (NULL) must be given", Op::kName).c_status();
+  }
+  if (args->struct_size != sizeof(*args)) {  // nothing else in the structure can be trusted
+    return make_status(FLASH_QLA_INVALID_VALUE,
+                       "%s: args.struct_size (%zu) must be %zu: start from the init function of this version",
+                       Op::kName, args->struct_size, sizeof(*args))
+        .c_status();
+  }
+  const char* name = operation_name<Op>(*args);
+  return guarded(name, [&] { return function(name); });
 }
 
 // Paths want their scratch aligned like this (registry.h); callers bring what malloc or an allocator gives them. So
@@ -152,9 +161,7 @@ void* aligned(void* workspace) {
 
 template <class Op>
 flash_qla_status can_implement(const typename Op::Arguments* args) {
-  if (args == nullptr) return missing_arguments(Op::kName);
-  const char* name = operation_name<Op>(*args);
-  return guarded(name, [&]() -> Status {
+  return guarded_call<Op>(args, [&](const char* name) -> Status {
     Problem problem;
     FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
     const Path<typename Op::Arguments>* path;
@@ -164,9 +171,7 @@ flash_qla_status can_implement(const typename Op::Arguments* args) {
 
 template <class Op>
 flash_qla_status workspace_size(const typename Op::Arguments* args, size_t* bytes) {
-  if (args == nullptr) return missing_arguments(Op::kName);
-  const char* name = operation_name<Op>(*args);
-  return guarded(name, [&]() -> Status {
+  return guarded_call<Op>(args, [&](const char* name) -> Status {
     if (bytes == nullptr) return make_status(FLASH_QLA_INVALID_VALUE, "%s: bytes (NULL) must be given", name);
     Problem problem;
     FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
@@ -180,9 +185,7 @@ flash_qla_status workspace_size(const typename Op::Arguments* args, size_t* byte
 
 template <class Op>
 flash_qla_status run(const typename Op::Arguments* args, void* workspace, size_t bytes, void* stream) {
-  if (args == nullptr) return missing_arguments(Op::kName);
-  const char* name = operation_name<Op>(*args);
-  return guarded(name, [&]() -> Status {
+  return guarded_call<Op>(args, [&](const char* name) -> Status {
     Problem problem;
     FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, true, &problem));
     const Path<typename Op::Arguments>* path;
@@ -209,9 +212,7 @@ Status copy_text(const std::string& from, char* text, size_t size, const char* n
 
 template <class Op>
 flash_qla_status explain(const typename Op::Arguments* args, char* text, size_t size) {
-  if (args == nullptr) return missing_arguments(Op::kName);
-  const char* name = operation_name<Op>(*args);
-  return guarded(name, [&]() -> Status {
+  return guarded_call<Op>(args, [&](const char* name) -> Status {
     Problem problem;
     FLASH_QLA_RETURN_IF_ERROR(Op::validate(*args, name, false, &problem));
     const Path<typename Op::Arguments>* path;
@@ -246,13 +247,17 @@ using namespace flash_qla;  // this file defines the C functions of that namespa
 extern "C" {
 
 void flash_qla_forward_arguments_init(flash_qla_forward_arguments* args) {
+  if (args == nullptr) return;
   *args = flash_qla_forward_arguments{};
+  args->struct_size = sizeof(*args);
   args->options = default_options();
   args->null_index = -1;
 }
 
 void flash_qla_backward_arguments_init(flash_qla_backward_arguments* args) {
+  if (args == nullptr) return;
   *args = flash_qla_backward_arguments{};
+  args->struct_size = sizeof(*args);
   args->options = default_options();
 }
 

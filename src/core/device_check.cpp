@@ -1,5 +1,6 @@
 #include "core/device_check.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <unordered_map>
@@ -18,31 +19,202 @@ long long as_ll(int64_t x) { return static_cast<long long>(x); }
 struct Integers {
   std::vector<int64_t> values;
   int64_t columns = 1;
+  bool given() const { return !values.empty(); }
+  int64_t rows() const { return static_cast<int64_t>(values.size()) / columns; }
   int64_t at(int64_t i, int64_t j = 0) const { return values[static_cast<size_t>(i * columns + j)]; }
 };
 
-Status read_integers(const Tensor& t, const flash_qla_options& options, void* stream, Integers* out) {
-  out->columns = t.ndim > 1 ? t.shape[1] : 1;
-  out->values.clear();
-  const DeviceAccess* access = nullptr;
-  for (const DeviceAccess* a : device_accesses()) {
-    if (a->device == options.device_type) access = a;
-  }
-  if (access == nullptr) return Status();  // dispatch refuses the call for want of a path
-  const int64_t bytes = size_of(dtype(t));
-  for (int64_t i = 0; i < t.shape[0]; ++i) {
-    for (int64_t j = 0; j < out->columns; ++j) {
-      const int64_t offset = i * t.stride[0] + (t.ndim > 1 ? j * t.stride[1] : 0);
-      unsigned char raw[8] = {};
-      FLASH_QLA_RETURN_IF_ERROR(access->copy_to_host(raw, static_cast<const char*>(t.data) + offset * bytes,
-                                                     static_cast<size_t>(bytes), options.device_index, stream));
-      Tensor one = t;
-      one.data = raw;
-      out->values.push_back(static_cast<int64_t>(load(one, 0)));
+// The check of one call. A member that reads something stands before those that use it.
+class DataCheck {
+ public:
+  DataCheck(const char* operation, const flash_qla_options& options, const Problem& p, void* stream)
+      : operation_(operation), options_(options), p_(p), stream_(stream) {
+    for (const DeviceAccess* access : device_accesses()) {
+      if (access->device == options.device_type) access_ = access;
     }
   }
-  return Status();
-}
+
+  // Whether the device's memory can be read now.
+  Status possible() const {
+    if (!access_->is_capturing(stream_)) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE,
+                       "%s: FLASH_QLA_CHECK (1) must be off while the stream is captured into a graph: the check reads "
+                       "device memory and waits",
+                       operation_);
+  }
+
+  Status sequences(const Tensor& cu_seqlens) {
+    if (!p_.varlen) return Status();
+    FLASH_QLA_RETURN_IF_ERROR(read(cu_seqlens, &cu_));
+    if (cu_.at(0) != 0) {
+      return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[0] (%lld) must be 0", operation_, as_ll(cu_.at(0)));
+    }
+    for (int64_t n = 0; n < p_.N; ++n) {
+      if (cu_.at(n + 1) < cu_.at(n)) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: cu_seqlens[%lld] (%lld) must not be below cu_seqlens[%lld] (%lld)", operation_,
+                           as_ll(n + 1), as_ll(cu_.at(n + 1)), as_ll(n), as_ll(cu_.at(n)));
+      }
+    }
+    if (cu_.at(p_.N) > p_.T) {
+      return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[%lld] (%lld) must not be above q.shape[1] (%lld)",
+                         operation_, as_ll(p_.N), as_ll(cu_.at(p_.N)), as_ll(p_.T));
+    }
+    return Status();
+  }
+
+  Status chunk_states(const Tensor& h) const {
+    if (!present(h) || !p_.varlen) return Status();
+    int64_t chunks = 0;
+    for (int64_t n = 0; n < p_.N; ++n) chunks += ceil_div(length(n), kChunkSize);
+    if (h.shape[0] >= chunks) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: h.shape[0] (%lld) must be at least %lld, the chunks of cu_seqlens",
+                       operation_, as_ll(h.shape[0]), as_ll(chunks));
+  }
+
+  // Which rows are skipped, and which slots the others read.
+  Status starts(const flash_qla_forward_arguments& args) {
+    starts_.assign(static_cast<size_t>(p_.N), kFromZero);
+    if (!present(args.state_pool)) return Status();
+    slots_ = args.state_pool.shape[0];
+    null_index_ = args.null_index;
+    Integers initial, has, accepted;
+    FLASH_QLA_RETURN_IF_ERROR(read(args.initial_state_indices, &initial));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.has_initial_state, &has));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.num_accepted_tokens, &accepted));
+    for (int64_t n = 0; n < p_.N; ++n) {
+      const int64_t column = accepted.given() ? accepted.at(n) - 1 : 0;
+      if (column < 0 || column >= initial.columns) {
+        return make_status(FLASH_QLA_INVALID_VALUE, "%s: num_accepted_tokens[%lld] (%lld) must be from 1 to %lld",
+                           operation_, as_ll(n), as_ll(column + 1), as_ll(initial.columns));
+      }
+      if (has.given() && has.at(n) == 0) continue;
+      const int64_t index = initial.at(n, column);
+      FLASH_QLA_RETURN_IF_ERROR(in_pool("initial_state_indices", n, index));
+      starts_[static_cast<size_t>(n)] = index > null_index_ ? index : kSkipped;
+    }
+    return Status();
+  }
+
+  Status slots(const flash_qla_forward_arguments& args) {
+    if (!present(args.state_pool)) return Status();
+    const bool own = present(args.final_state_indices);
+    const Tensor& final_tensor = own ? args.final_state_indices : args.initial_state_indices;
+    const char* final_name = own ? "final_state_indices" : "initial_state_indices";
+    Integers final;
+    FLASH_QLA_RETURN_IF_ERROR(read(final_tensor, &final));
+    const int64_t columns = final_tensor.ndim > 1 ? std::min(final.columns, p_.T) : 1;
+    for (int64_t n = 0; n < p_.N; ++n) {
+      for (int64_t t = 0; t < columns && !skipped(n); ++t) {
+        FLASH_QLA_RETURN_IF_ERROR(write(final_name, n, final.at(n, t), n));
+      }
+    }
+    FLASH_QLA_RETURN_IF_ERROR(listed(args));
+    for (int64_t n = 0; n < p_.N; ++n) {
+      const int64_t slot = starts_[static_cast<size_t>(n)];
+      const auto found = writer_.find(slot);
+      if (found != writer_.end() && found->second != n) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: initial_state_indices[%lld] (%lld) must not name a slot that another row writes",
+                           operation_, as_ll(n), as_ll(slot));
+      }
+    }
+    return Status();
+  }
+
+  Status checkpoint_rows(const flash_qla_forward_arguments& args) const {
+    if (args.checkpoint_every <= 0) return Status();
+    Integers starts;
+    FLASH_QLA_RETURN_IF_ERROR(read(args.checkpoint_cu_starts, &starts));
+    for (int64_t n = 0; n < p_.N; ++n) {
+      const int64_t rows = skipped(n) ? 0 : length(n) / args.checkpoint_every;
+      if (rows == 0) continue;
+      if (starts.at(n) < 0 || starts.at(n + 1) - starts.at(n) < rows || starts.at(n + 1) > args.checkpoints.shape[0]) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: checkpoint_cu_starts[%lld] (%lld) must leave %lld rows of checkpoints (%lld in all)",
+                           operation_, as_ll(n), as_ll(starts.at(n)), as_ll(rows), as_ll(args.checkpoints.shape[0]));
+      }
+    }
+    return Status();
+  }
+
+ private:
+  static constexpr int64_t kFromZero = -1, kSkipped = -2;  // in place of the slot that a row reads
+
+  int64_t length(int64_t n) const { return p_.varlen ? cu_.at(n + 1) - cu_.at(n) : p_.T; }
+  bool skipped(int64_t n) const { return starts_[static_cast<size_t>(n)] == kSkipped; }
+
+  // All of a tensor in one copy, or one a column where columns lie apart. Nothing of one that is absent.
+  Status read(const Tensor& t, Integers* out) const {
+    if (!present(t)) return Status();
+    out->columns = t.ndim > 1 ? t.shape[1] : 1;
+    out->values.assign(static_cast<size_t>(t.shape[0] * out->columns), 0);
+    if (!out->given()) return Status();
+    const bool together = out->columns == 1 || t.stride[1] == 1;
+    const int64_t size = size_of(dtype(t)), width = together ? out->columns : 1;
+    std::vector<unsigned char> raw(static_cast<size_t>(t.shape[0] * width * size));
+    Tensor copy = t;
+    copy.data = raw.data();
+    copy.ndim = 1;
+    copy.stride[0] = 1;
+    for (int64_t j = 0; j < out->columns; j += width) {
+      const auto* column = static_cast<const char*>(t.data) + (t.ndim > 1 ? j * t.stride[1] : 0) * size;
+      FLASH_QLA_RETURN_IF_ERROR(access_->copy_to_host(raw.data(), column, t.stride[0] * size, width * size, t.shape[0],
+                                                      options_.device_index, stream_));
+      for (int64_t i = 0; i < t.shape[0] * width; ++i) {
+        const int64_t value = dtype(t) == DType::kBool ? raw[static_cast<size_t>(i)] : load_index(copy, i);
+        out->values[static_cast<size_t>(i / width * out->columns + j + i % width)] = value;
+      }
+    }
+    return Status();
+  }
+
+  Status in_pool(const char* name, int64_t i, int64_t index) const {
+    if (index <= null_index_ || (index >= 0 && index < slots_)) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must be %s state_pool.shape[0] (%lld)", operation_,
+                       name, as_ll(i), as_ll(index), index < 0 ? "null_index at most, or from 0 to below" : "below",
+                       as_ll(slots_));
+  }
+
+  // Row `row` writes slot `index`, which entry i of `name` says.
+  Status write(const char* name, int64_t i, int64_t index, int64_t row) {
+    FLASH_QLA_RETURN_IF_ERROR(in_pool(name, i, index));
+    if (index <= null_index_ || writer_.emplace(index, row).second) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must not name a slot that is written twice",
+                       operation_, name, as_ll(i), as_ll(index));
+  }
+
+  // Listed tokens: those of sequences that are not skipped write their slots.
+  Status listed(const flash_qla_forward_arguments& args) {
+    if (!present(args.checkpoint_offsets)) return Status();
+    Integers offsets, slots;
+    FLASH_QLA_RETURN_IF_ERROR(read(args.checkpoint_offsets, &offsets));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.checkpoint_indices, &slots));
+    for (int64_t m = 0; m < offsets.rows(); ++m) {
+      const int64_t offset = offsets.at(m);
+      if (offset < 1 || offset > p_.B * p_.T) {
+        return make_status(FLASH_QLA_INVALID_VALUE, "%s: checkpoint_offsets[%lld] (%lld) must be from 1 to %lld tokens",
+                           operation_, as_ll(m), as_ll(offset), as_ll(p_.B * p_.T));
+      }
+      // The sequence of the token before the position.
+      const auto& cu = cu_.values;
+      const int64_t n =
+          p_.varlen ? std::lower_bound(cu.begin(), cu.end(), offset) - cu.begin() - 1 : (offset - 1) / p_.T;
+      if (n < p_.N && !skipped(n)) FLASH_QLA_RETURN_IF_ERROR(write("checkpoint_indices", m, slots.at(m), n));
+    }
+    return Status();
+  }
+
+  const char* operation_;
+  const flash_qla_options& options_;
+  const Problem& p_;
+  void* stream_;
+  const DeviceAccess* access_ = nullptr;  // a path has been chosen: its device has one
+  Integers cu_;
+  std::vector<int64_t> starts_;  // [N] the slot that a row reads, kFromZero or kSkipped
+  int64_t slots_ = 0, null_index_ = -1;
+  std::unordered_map<int64_t, int64_t> writer_;  // the row that writes a slot
+};
 
 }  // namespace
 
@@ -52,115 +224,22 @@ bool wants_device_check(const flash_qla_options& options) {
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
-Status check_sequences(const Tensor& cu_seqlens, const flash_qla_options& options, const char* operation,
-                       const Problem& p, void* stream) {
-  if (!p.varlen) return Status();
-  Integers cu;
-  FLASH_QLA_RETURN_IF_ERROR(read_integers(cu_seqlens, options, stream, &cu));
-  if (cu.at(0) != 0) {
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[0] (%lld) must be 0", operation, as_ll(cu.at(0)));
-  }
-  for (int64_t n = 0; n < p.N; ++n) {
-    if (cu.at(n + 1) < cu.at(n)) {
-      return make_status(FLASH_QLA_INVALID_VALUE,
-                         "%s: cu_seqlens[%lld] (%lld) must not be below cu_seqlens[%lld] (%lld)", operation,
-                         as_ll(n + 1), as_ll(cu.at(n + 1)), as_ll(n), as_ll(cu.at(n)));
-    }
-  }
-  if (cu.at(p.N) > p.T) {
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[%lld] (%lld) must not be above q.shape[1] (%lld)",
-                       operation, as_ll(p.N), as_ll(cu.at(p.N)), as_ll(p.T));
-  }
-  return Status();
+Status check_forward_data(const flash_qla_forward_arguments& args, const char* operation, const Problem& problem,
+                          void* stream) {
+  DataCheck check(operation, args.options, problem, stream);
+  FLASH_QLA_RETURN_IF_ERROR(check.possible());
+  FLASH_QLA_RETURN_IF_ERROR(check.sequences(args.cu_seqlens));
+  FLASH_QLA_RETURN_IF_ERROR(check.chunk_states(args.h));
+  FLASH_QLA_RETURN_IF_ERROR(check.starts(args));
+  FLASH_QLA_RETURN_IF_ERROR(check.slots(args));
+  return check.checkpoint_rows(args);
 }
 
-Status check_pool(const flash_qla_forward_arguments& args, const char* operation, const Problem& p, void* stream) {
-  if (!present(args.state_pool)) return Status();
-  const int64_t slots = args.state_pool.shape[0];
-  Integers initial, final, has, accepted, offsets, checkpoint_slots;
-  FLASH_QLA_RETURN_IF_ERROR(read_integers(args.initial_state_indices, args.options, stream, &initial));
-  const Tensor& final_tensor =
-      present(args.final_state_indices) ? args.final_state_indices : args.initial_state_indices;
-  FLASH_QLA_RETURN_IF_ERROR(read_integers(final_tensor, args.options, stream, &final));
-  if (present(args.has_initial_state)) {
-    FLASH_QLA_RETURN_IF_ERROR(read_integers(args.has_initial_state, args.options, stream, &has));
-  }
-  if (present(args.num_accepted_tokens)) {
-    FLASH_QLA_RETURN_IF_ERROR(read_integers(args.num_accepted_tokens, args.options, stream, &accepted));
-  }
-  if (present(args.checkpoint_offsets)) {
-    FLASH_QLA_RETURN_IF_ERROR(read_integers(args.checkpoint_offsets, args.options, stream, &offsets));
-    FLASH_QLA_RETURN_IF_ERROR(read_integers(args.checkpoint_indices, args.options, stream, &checkpoint_slots));
-  }
-
-  // Who writes each slot: a row's number, or N + m for checkpoint m.
-  std::unordered_map<int64_t, int64_t> writer;
-  const auto in_pool = [&](const char* name, int64_t i, int64_t index) {
-    if (index < slots) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must be below state_pool.shape[0] (%lld)",
-                       operation, name, as_ll(i), as_ll(index), as_ll(slots));
-  };
-  const auto write = [&](const char* name, int64_t i, int64_t index, int64_t who) {
-    FLASH_QLA_RETURN_IF_ERROR(in_pool(name, i, index));
-    if (slot_or_skip(index, args.null_index, slots) < 0) return Status();
-    if (!writer.emplace(index, who).second) {
-      return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must not name a slot that is written twice",
-                         operation, name, as_ll(i), as_ll(index));
-    }
-    return Status();
-  };
-  const int64_t columns = final_tensor.ndim > 1 ? std::min<int64_t>(final.columns, p.T) : 1;
-  const char* final_name = present(args.final_state_indices) ? "final_state_indices" : "initial_state_indices";
-  for (int64_t n = 0; n < p.N; ++n) {
-    for (int64_t t = 0; t < columns; ++t) FLASH_QLA_RETURN_IF_ERROR(write(final_name, n, final.at(n, t), n));
-  }
-  for (size_t m = 0; m < offsets.values.size(); ++m) {
-    const int64_t i = static_cast<int64_t>(m), offset = offsets.at(i);
-    if (offset < 1 || offset > p.T) {
-      return make_status(FLASH_QLA_INVALID_VALUE,
-                         "%s: checkpoint_offsets[%lld] (%lld) must be from 1 to q.shape[1] (%lld)", operation, as_ll(i),
-                         as_ll(offset), as_ll(p.T));
-    }
-    FLASH_QLA_RETURN_IF_ERROR(write("checkpoint_indices", i, checkpoint_slots.at(i), p.N + i));
-  }
-  for (int64_t n = 0; n < p.N; ++n) {
-    int64_t column = 0;
-    if (!accepted.values.empty()) {
-      column = accepted.at(n) - 1;
-      if (column < 0 || column >= initial.columns) {
-        return make_status(FLASH_QLA_INVALID_VALUE, "%s: num_accepted_tokens[%lld] (%lld) must be from 1 to %lld",
-                           operation, as_ll(n), as_ll(accepted.at(n)), as_ll(initial.columns));
-      }
-    }
-    if (!has.values.empty() && has.at(n) == 0) continue;
-    const int64_t index = initial.at(n, column);
-    FLASH_QLA_RETURN_IF_ERROR(in_pool("initial_state_indices", n, index));
-    const auto found = writer.find(index);
-    if (slot_or_skip(index, args.null_index, slots) >= 0 && found != writer.end() && found->second != n) {
-      return make_status(FLASH_QLA_INVALID_VALUE,
-                         "%s: initial_state_indices[%lld] (%lld) must not name a slot that another row writes",
-                         operation, as_ll(n), as_ll(index));
-    }
-  }
-  return Status();
-}
-
-Status check_checkpoint_rows(const flash_qla_forward_arguments& args, const char* operation, const Problem& p,
-                             void* stream) {
-  if (args.checkpoint_every <= 0) return Status();
-  Integers starts, cu;
-  FLASH_QLA_RETURN_IF_ERROR(read_integers(args.checkpoint_cu_starts, args.options, stream, &starts));
-  if (p.varlen) FLASH_QLA_RETURN_IF_ERROR(read_integers(args.cu_seqlens, args.options, stream, &cu));
-  for (int64_t n = 0; n < p.N; ++n) {
-    const int64_t length = p.varlen ? cu.at(n + 1) - cu.at(n) : p.T;
-    const int64_t rows = length / args.checkpoint_every;
-    if (starts.at(n) < 0 || starts.at(n + 1) - starts.at(n) < rows || starts.at(n + 1) > args.checkpoints.shape[0]) {
-      return make_status(FLASH_QLA_INVALID_VALUE,
-                         "%s: checkpoint_cu_starts[%lld] (%lld) must leave %lld rows of checkpoints (%lld in all)",
-                         operation, as_ll(n), as_ll(starts.at(n)), as_ll(rows), as_ll(args.checkpoints.shape[0]));
-    }
-  }
-  return Status();
+Status check_backward_data(const flash_qla_backward_arguments& args, const char* operation, const Problem& problem,
+                           void* stream) {
+  DataCheck check(operation, args.options, problem, stream);
+  FLASH_QLA_RETURN_IF_ERROR(check.possible());
+  return check.sequences(args.cu_seqlens);
 }
 
 }  // namespace flash_qla

@@ -92,7 +92,8 @@ inline std::vector<Sequence> host_sequences(const Tensor& cu_seqlens, const Prob
   return sequences;
 }
 
-// The pool slot of an index, or -1 where it is null or past the pool: such a read or write is skipped.
+// The pool slot of an index, or -1 where it is null or past the pool: a row that starts there is skipped, a write to it
+// is left out.
 inline int64_t slot_or_skip(int64_t index, int64_t null_index, int64_t slots) {
   return index > null_index && index >= 0 && index < slots ? index : -1;
 }

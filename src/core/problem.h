@@ -31,7 +31,7 @@ inline float decay_threshold(const flash_qla_options& options) {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline bool present(const Tensor& t) { return t.ndim > 0; }
+inline bool present(const Tensor& t) { return t.ndim != 0; }
 inline DType dtype(const Tensor& t) { return static_cast<DType>(t.dtype); }
 inline bool is_float(DType d) { return d == DType::kFloat32 || d == DType::kBFloat16 || d == DType::kFloat16; }
 inline bool is_index(DType d) { return d == DType::kInt32 || d == DType::kInt64; }

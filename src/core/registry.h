@@ -45,8 +45,12 @@ const std::vector<const BackwardPath*>& chunk_backward_paths();
 // What the core needs of a device and cannot do itself. Registered beside the paths.
 struct DeviceAccess {
   flash_qla_device_type device;
-  // Copies to the host and waits: only under check_device_data.
-  Status (*copy_to_host)(void* host, const void* device, size_t bytes, int device_index, void* stream);
+  // Copies `rows` rows of `width` bytes, `pitch` bytes apart on the device, to the host and waits: only under
+  // check_device_data.
+  Status (*copy_to_host)(void* host, const void* device, int64_t pitch, int64_t width, int64_t rows, int device_index,
+                         void* stream);
+  // Whether the stream is being captured into a graph, in which nothing can be copied and waited for.
+  bool (*is_capturing)(void* stream);
   // One "key: value" line a fact, for build_info().
   std::string (*describe)();
 };

@@ -1,8 +1,10 @@
 #include "core/validate.h"
 
 #include <cmath>
+#include <iterator>
 #include <string>
 
+#include "core/overlap.h"
 #include "core/status.h"
 
 namespace flash_qla {
@@ -94,14 +96,22 @@ class Validator {
   }
 
   Status memory(const Named& t, Role role) const {
-    int64_t elements = 1;
-    for (int32_t i = 0; i < t.tensor.ndim; ++i) elements *= t.tensor.shape[i];
-    if (elements == 0) return Status();
+    int64_t bytes = size_of(dtype(t.tensor));
+    bool fits = true;
+    for (int32_t i = 0; i < t.tensor.ndim; ++i) {
+      if (t.tensor.shape[i] == 0) return Status();
+      fits = fits && !__builtin_mul_overflow(bytes, t.tensor.shape[i], &bytes);
+    }
+    if (!fits) return value_error("%s.shape (2^63 bytes or more in all) must fit into memory", t.name);
     if (need_data_ && t.tensor.data == nullptr) return value_error("%s.data (NULL) must point to memory", t.name);
     for (int32_t i = 0; role == Role::kOutput && i < t.tensor.ndim; ++i) {
       if (t.tensor.shape[i] > 1 && t.tensor.stride[i] == 0) {
         return value_error("%s.stride[%d] (0) must not be zero: it is written", t.name, i);
       }
+    }
+    if (role == Role::kOutput && repeats_memory(t.tensor)) {
+      return value_error("%s.stride (some elements overlap) must give each element its own memory: it is written",
+                         t.name);
     }
     return Status();
   }
@@ -197,6 +207,10 @@ Status Validator::sizes(const Named& q, const Named& k, const Named& v, const Te
   p->dtype = dtype(q.tensor);
   p->B = q.tensor.shape[0];
   p->T = q.tensor.shape[1];
+  if (p->B > 0 && p->T > FLASH_QLA_MAX_TOKENS / p->B) {
+    return value_error("q.shape[0] * q.shape[1] (%lld * %lld) must be at most %d tokens", as_ll(p->B), as_ll(p->T),
+                       FLASH_QLA_MAX_TOKENS);
+  }
   p->Hq = q.tensor.shape[2];
   p->K = q.tensor.shape[3];
   p->Hv = v.tensor.shape[2];
@@ -230,11 +244,17 @@ Status Validator::sizes(const Named& q, const Named& k, const Named& v, const Te
     }
     if (p->B != 1) return value_error("q.shape[0] (%lld) must be 1 with cu_seqlens", as_ll(p->B));
     FLASH_QLA_RETURN_IF_ERROR(memory(cu, Role::kInput));
-    p->N = cu_seqlens.shape[0] - 1;
-    p->chunk_bound = p->T / kChunkSize + p->N;
-  } else {
-    p->N = p->B;
-    p->chunk_bound = p->B * ceil_div(p->T, kChunkSize);
+  }
+  p->N = p->varlen ? cu_seqlens.shape[0] - 1 : p->B;
+  if (p->N > FLASH_QLA_MAX_TOKENS) {
+    return value_error("%s (%lld) must be at most %d sequences", p->varlen ? "cu_seqlens.shape[0] - 1" : "q.shape[0]",
+                       as_ll(p->N), FLASH_QLA_MAX_TOKENS);
+  }
+  p->chunk_bound = p->varlen ? p->T / kChunkSize + p->N : p->B * ceil_div(p->T, kChunkSize);
+  // What every size that a path works out is a small multiple of.
+  constexpr int64_t kMostElements = int64_t{1} << 56;
+  if (p->Hv > kMostElements / (p->K * p->V * (p->B * p->T + p->N + 1))) {
+    return value_error("v.shape[2] (%lld) must not be above 2^56 / (K V (tokens + sequences + 1))", as_ll(p->Hv));
   }
   return Status();
 }
@@ -279,10 +299,11 @@ Status validate_pool(const Validator& check, const flash_qla_forward_arguments& 
   FLASH_QLA_RETURN_IF_ERROR(check.forbid({"final_state", args.final_state}, "must not come with state_pool"));
   FLASH_QLA_RETURN_IF_ERROR(check.state_shape(pool, Role::kOutput, {-1, ""}, p));
   FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(pool, p));
-  for (int i = 3, expected = 1; i > 0; expected *= static_cast<int>(pool.tensor.shape[i]), --i) {
+  int64_t expected = 1;
+  for (int i = 3; i > 0; expected *= pool.tensor.shape[i], --i) {
     if (pool.tensor.shape[i] > 1 && pool.tensor.stride[i] != expected) {
-      return check.value_error("state_pool.stride[%d] (%lld) must be %d: each slot is contiguous", i,
-                               Validator::as_ll(pool.tensor.stride[i]), expected);
+      return check.value_error("state_pool.stride[%d] (%lld) must be %lld: each slot is contiguous", i,
+                               Validator::as_ll(pool.tensor.stride[i]), Validator::as_ll(expected));
     }
   }
 
@@ -358,6 +379,52 @@ Status validate_checkpoints(const Validator& check, const flash_qla_forward_argu
   return Status();
 }
 
+// What a caller hands over to be written shares no memory with what is read, nor with each other.
+Status validate_memory(const Validator& check, const flash_qla_forward_arguments& args) {
+  const Named written[] = {{"state_pool", args.state_pool}, {"checkpoints", args.checkpoints}, {"o", args.o}};
+  const Named others[] = {{"q", args.q},
+                          {"k", args.k},
+                          {"v", args.v},
+                          {"g", args.g},
+                          {"beta", args.beta},
+                          {"A_log", args.A_log},
+                          {"dt_bias", args.dt_bias},
+                          {"cu_seqlens", args.cu_seqlens},
+                          {"initial_state", args.initial_state},
+                          {"initial_state_indices", args.initial_state_indices},
+                          {"final_state_indices", args.final_state_indices},
+                          {"has_initial_state", args.has_initial_state},
+                          {"num_accepted_tokens", args.num_accepted_tokens},
+                          {"checkpoint_cu_starts", args.checkpoint_cu_starts},
+                          {"checkpoint_offsets", args.checkpoint_offsets},
+                          {"checkpoint_indices", args.checkpoint_indices},
+                          {"final_state", args.final_state},
+                          {"g_cumsum", args.g_cumsum},
+                          {"A", args.A},
+                          {"h", args.h}};
+  constexpr size_t kMost = std::size(others) + std::size(written);
+  const Named* placed[kMost];  // those with elements, and where these lie
+  ByteRange ranges[kMost];
+  size_t count = 0;
+  for (const Named& t : others) {
+    if (!has_elements(t.tensor)) continue;
+    ranges[count] = byte_range(t.tensor, 0);
+    placed[count++] = &t;
+  }
+  for (const Named& t : written) {
+    if (!has_elements(t.tensor)) continue;
+    const ByteRange range = byte_range(t.tensor, 0);
+    for (size_t i = 0; i < count; ++i) {
+      if (share_memory(t.tensor, range, placed[i]->tensor, ranges[i])) {
+        return check.value_error("%s must not share memory with %s (they overlap)", t.name, placed[i]->name);
+      }
+    }
+    ranges[count] = range;
+    placed[count++] = &t;
+  }
+  return Status();
+}
+
 Status validate_A(const Validator& check, const Tensor& A, const Tensor& k, Role role, const Problem& p) {
   const Named t{"A", A};
   FLASH_QLA_RETURN_IF_ERROR(check.shape(
@@ -404,7 +471,7 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
       return check.value_error("checkpoint_every (%lld) must be left to the chunked forward",
                                Validator::as_ll(args.checkpoint_every));
     }
-    return Status();
+    return validate_memory(check, args);
   }
   FLASH_QLA_RETURN_IF_ERROR(
       check.forbid({"num_accepted_tokens", args.num_accepted_tokens}, "must be left to the recurrent forward"));
@@ -419,7 +486,7 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
     FLASH_QLA_RETURN_IF_ERROR(check.state_shape(h, Role::kOutput, rows, *p));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(h, dtype(args.k), "that of k"));
   }
-  return Status();
+  return validate_memory(check, args);
 }
 
 Status validate_backward(const flash_qla_backward_arguments& args, const char* operation, bool need_data, Problem* p) {

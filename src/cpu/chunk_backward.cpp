@@ -273,11 +273,10 @@ std::string accept(const Arguments&, const Problem&) { return {}; }
 
 template <class T>
 size_t size_for(const Arguments& args, const Problem& p) {
-  Arena arena(nullptr);
-  Shared<T>(&arena, args, p);
-  const int64_t threads = thread_count(args.options.num_threads, p.N * p.Hv);
-  for (int64_t i = 0; i < threads; ++i) Scratch<T>(&arena, p);
-  return arena.used();
+  Arena shared(nullptr), of_thread(nullptr);
+  Shared<T>(&shared, args, p);
+  Scratch<T>(&of_thread, p);
+  return shared.used() + of_thread.used() * static_cast<size_t>(thread_count(args.options.num_threads, p.N * p.Hv));
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {

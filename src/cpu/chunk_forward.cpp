@@ -178,10 +178,9 @@ std::string accept(const Arguments&, const Problem&) { return {}; }
 
 template <class T>
 size_t size_for(const Arguments& args, const Problem& p) {
-  Arena arena(nullptr);
-  const int64_t threads = thread_count(args.options.num_threads, p.N * p.Hv);
-  for (int64_t i = 0; i < threads; ++i) Scratch<T>(&arena, p);
-  return arena.used();
+  Arena of_thread(nullptr);
+  Scratch<T>(&of_thread, p);
+  return of_thread.used() * static_cast<size_t>(thread_count(args.options.num_threads, p.N * p.Hv));
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {

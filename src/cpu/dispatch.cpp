@@ -27,10 +27,15 @@ const KernelTable& choose_table() {
   return kKernelsPlain;
 }
 
-Status copy_to_host(void* host, const void* device, size_t bytes, int, void*) {
-  if (bytes > 0) std::memcpy(host, device, bytes);
+Status copy_to_host(void* host, const void* device, int64_t pitch, int64_t width, int64_t rows, int, void*) {
+  for (int64_t i = 0; i < rows; ++i) {
+    std::memcpy(static_cast<char*>(host) + i * width, static_cast<const char*>(device) + i * pitch,
+                static_cast<size_t>(width));
+  }
   return Status();
 }
+
+bool is_capturing(void*) { return false; }
 
 std::string describe() {
   return std::string("cpu: instruction set ") + kernel_table().name + ", " + std::to_string(available_threads()) +
@@ -46,6 +51,6 @@ const KernelTable& kernel_table() {
 
 }  // namespace cpu
 
-const DeviceAccess kCpuAccess = {FLASH_QLA_CPU, cpu::copy_to_host, cpu::describe};
+const DeviceAccess kCpuAccess = {FLASH_QLA_CPU, cpu::copy_to_host, cpu::is_capturing, cpu::describe};
 
 }  // namespace flash_qla

@@ -8,7 +8,7 @@ namespace flash_qla::cpu {
 
 void fill_zero(const Tensor& t, int dim, int64_t begin, int64_t end) {
   if (!present(t)) return;
-  int64_t first[FLASH_QLA_MAX_DIMS] = {0, 0, 0, 0}, last[FLASH_QLA_MAX_DIMS] = {1, 1, 1, 1};
+  int64_t first[4] = {0, 0, 0, 0}, last[4] = {1, 1, 1, 1};
   for (int32_t i = 0; i < t.ndim; ++i) last[i] = t.shape[i];
   first[dim] = std::max<int64_t>(begin, 0);
   last[dim] = std::min(end, last[dim]);

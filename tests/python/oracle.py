@@ -305,6 +305,6 @@ def pooled(q, k, v, g, beta, pool, initial_indices, final_indices=None, *, cu_se
                 pool[final_indices[n]] = final[n]
     rows = taken[len(snapshots):len(snapshots) + len(boundaries)]
     for i, (n, _) in enumerate(listed):
-        if _usable(int(checkpoint_indices[i]), null_index, slots):
+        if not skipped[n] and _usable(int(checkpoint_indices[i]), null_index, slots):
             pool[int(checkpoint_indices[i])] = taken[len(snapshots) + len(boundaries) + i]
     return o, pool, rows

@@ -4,13 +4,16 @@ A message reads "operation: argument rule (what was given)" in some order of the
 argument and which given value must appear.
 """
 
+import functools
 import re
 from types import SimpleNamespace
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import make_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_qla
 
@@ -114,6 +117,18 @@ def other(t, **extents):
     return zeros(*shape, dtype=t.dtype)
 
 
+def host_offsets_case(name, offsets, argument, *given, exception=Value):
+    return case(f"host offsets {name}", lambda a: tokens(1) | dict(cu_seqlens=cu([0, 10, 70]), cu_seqlens_cpu=offsets),
+                exception, argument, *given, of=FWD)
+
+
+def in_one_buffer(a, name):
+    """`out` and the tensor `name`, the latter in the first elements of the former."""
+    t = getattr(a, name)
+    out = torch.cat([t.flatten(), a.out.flatten()])
+    return {"out": out[: a.out.numel()].view(a.out.shape), name: out[: t.numel()].view(t.shape)}
+
+
 CASES = [
     # shapes of q, k, v
     *case("heads", lambda a: dict(v=other(a.v, d2=3), g=other(a.g, d2=3), beta=other(a.beta, d2=3)), Value, "v.shape[2]", "(3)", "(2)"),
@@ -165,9 +180,12 @@ CASES = [
     *case("beta a float", lambda a: dict(beta=0.5), Type, "beta", "float"),
     *case("beta an int", lambda a: dict(beta=1), Type, "beta", "int"),
     *case("scale text", lambda a: dict(scale="0.5"), Type, "scale", "str"),
+    *case("scale NaN", lambda a: dict(scale=float("nan")), Value, "scale", "nan"),
+    *case("scale NaN of numpy", lambda a: dict(scale=np.float32("nan")), Value, "scale", "nan"),
     # packed sequences
     *case("packed batch", lambda a: dict(cu_seqlens=cu([0, 10, 70])), Value, "q.shape[0]", "(2)", "cu_seqlens", of=VARLEN),
     *case("offsets dtype", lambda a: dict(cu_seqlens=zeros(3)), Type, "cu_seqlens.dtype", "float32", of=(*VARLEN, *PREFILL)),
+    *case("offsets of 16 bits", lambda a: dict(cu_seqlens=cu([0, 10, 70], torch.int16)), Type, "cu_seqlens.dtype", "int16", "be int32 or int64", of=(*VARLEN, *PREFILL)),
     *case("offsets ndim", lambda a: dict(cu_seqlens=cu([[0, 10, 70]])), Value, "cu_seqlens.ndim", "(2)", of=(*VARLEN, *PREFILL)),
     *case("no offsets", lambda a: dict(cu_seqlens=cu([])), Value, "cu_seqlens.shape[0]", "(0)", of=(*VARLEN, *PREFILL)),
     *case("offsets a list", lambda a: dict(cu_seqlens=[0, 10]), Type, "cu_seqlens", "list", of=(*VARLEN, *PREFILL)),
@@ -187,6 +205,13 @@ CASES = [
     *case("tolerance NaN", lambda a: dict(cp_tolerance=float("nan")), Value, "cp_tolerance", "nan", of=CHUNK),
     *case("several cards", lambda a: dict(cp_context=SimpleNamespace(group=None, pre_num_ranks=1, post_num_ranks=0, cu_seqlens=None)),
           Missing, "cp_context", "2 ranks", of=(*CHUNK, *FWD, *BWD)),
+    # offsets on the host
+    *host_offsets_case("too few", [0, 70], "cu_seqlens_cpu.shape[0]", "(2)", "(3)"),
+    *host_offsets_case("not from zero", [1, 10, 70], "cu_seqlens_cpu[0]", "(1)"),
+    *host_offsets_case("that go back", [0, 60, 50], "cu_seqlens_cpu[2]", "(50)", "(60)"),
+    *host_offsets_case("past the tokens", [0, 10, 71], "cu_seqlens_cpu[2]", "(71)", "(70)"),
+    *host_offsets_case("of several rows", [[0, 10, 70]], "cu_seqlens_cpu[0]", "list", exception=Type),
+    *host_offsets_case("a number", 70, "cu_seqlens_cpu", "int", exception=Type),
     # the low-level backward
     *case("A width", lambda a: dict(A=other(a.A, d3=32)), Value, "A.shape[3]", "(32)", "(64)", of=BWD),
     *case("A heads", lambda a: dict(A=other(a.A, d2=2)), Value, "A.shape[2]", "(2)", of=BWD),
@@ -215,6 +240,20 @@ CASES = [
     *case("out shape", lambda a: dict(out=other(a.out, d3=16)), Value, "o", "(16)", "(8)", of=POOL),
     *case("out dtype", lambda a: dict(out=a.out.bfloat16()), Type, "o", "bfloat16", of=POOL),
     *case("out expanded", lambda a: dict(out=a.out[..., :1].expand_as(a.out)), Value, "o", "(0)", of=POOL),
+    *case("out is v", lambda a: dict(out=a.v), Value, "o", "memory with v", of=POOL),
+    *(c for name in ("q", "k", "v", "g", "beta", "state_pool")
+      for c in case(f"out over {name}", lambda a, name=name: in_one_buffer(a, name), Value, "o", f"memory with {name}", of=POOL)),
+    *case("out over itself", lambda a: dict(out=a.out.flatten()[: a.out.numel() // 2 + V].as_strided(a.out.shape, (0, HV * V // 2, V, 1))),
+          Value, "o.stride", "overlap", of=PREFILL),
+    *case("checkpoints in the pool", lambda a: dict(checkpoints=a.state_pool[:2]), Value, "checkpoints", "memory with state_pool", of=PREFILL),
+    *case("pool over v", lambda a: dict(v=a.state_pool.flatten()[: T * HV * V].view(1, T, HV, V)) | {name: getattr(a, name)[:, :T] for name in ("q", "k", "g", "beta", "out")},
+          Value, "state_pool", "memory with v", of=PREFILL),
+    *case("null index of 71 bits", lambda a: dict(null_index=2**70), Value, "null_index", 2**70, of=POOL),
+    *case("null index a float", lambda a: dict(null_index=-1.0), Type, "null_index", "float", of=POOL),
+    *case("null index a tensor", lambda a: dict(null_index=cu(-1)), Type, "null_index", "Tensor", of=POOL),
+    *case("indices of 16 bits", lambda a: dict(initial_state_indices=a.initial_state_indices.to(torch.int16)), Type, "initial_state_indices.dtype", "int16", "be int32 or int64", of=POOL),
+    *case("final indices of 8 bits", lambda a: dict(final_state_indices=a.final_state_indices.to(torch.uint8)), Type, "final_state_indices.dtype", "uint8", "be int32 or int64", of=POOL),
+    *case("has of 8 bits", lambda a: dict(has_initial_state=cu([1, 0], torch.uint8)), Type, "has_initial_state.dtype", "uint8", "be bool", of=PREFILL),
     *case("drafts", lambda a: tokens(N, 17) | dict(out=None, final_state_indices=None, initial_state_indices=cu([0, 1]), num_accepted_tokens=None),
           Value, "q.shape[1]", "(17)", "16", of=DECODE),
     *case("columns without counts", lambda a: dict(num_accepted_tokens=None), Value, "num_accepted_tokens", "None", of=DECODE),
@@ -226,6 +265,7 @@ CASES = [
           Value, "initial_state_indices.shape[1]", "(1)", "(2)", of=DECODE),
     # checkpoints
     *case("every 100", lambda a: dict(checkpoint_every=100), Value, "checkpoint_every", "(100)", "64", of=PREFILL),
+    *case("every a float", lambda a: dict(checkpoint_every=64.0), Type, "checkpoint_every", "float", of=PREFILL),
     *case("every -64", lambda a: dict(checkpoint_every=-64), Value, "checkpoint_every", "(-64)", of=PREFILL),
     *case("no checkpoints", lambda a: dict(checkpoints=None), Value, "checkpoints", "None", of=PREFILL),
     *case("no starts", lambda a: dict(checkpoint_cu_starts=None), Value, "checkpoint_cu_starts", "None", of=PREFILL),
@@ -259,12 +299,91 @@ def test_unknown_path_is_refused():
         flash_qla.chunk_gated_delta_rule(**chunk_arguments())
 
 
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("device", ["meta"])
-def test_tensors_of_other_devices_are_refused(device):
-    arguments = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in chunk_arguments().items()}
-    o, final_state = flash_qla.chunk_gated_delta_rule(**arguments)  # meta tensors have shapes alone, as FakeTensor
-    assert o.shape == (B, T, HV, V) and final_state.shape == (N, HV, K, V) and o.device.type == "meta"
+# A tensor argument of an operation at a time.
+EACH_TENSOR = [(operation, name) for operation, arguments in OPERATIONS.items()
+               for name, value in arguments().items() if isinstance(value, torch.Tensor)]
+
+
+def refuse_replaced(operation, replaced, argument, rule):
+    """The call with some tensors replaced by others without memory of the usual kind is refused; nothing changed."""
+    arguments = OPERATIONS[operation]()
+    before = {name: t.clone() for name, t in arguments.items() if isinstance(t, torch.Tensor) and name not in replaced}
+    for call in (getattr(flash_qla, operation), functools.partial(flash_qla.explain, op=operation)):
+        with pytest.raises(ValueError) as caught:
+            call(**arguments | replaced)
+        assert str(caught.value).startswith(f"{operation}: {argument}{rule}"), str(caught.value)
+    for name, t in before.items():
+        helpers.assert_bitwise(name, arguments[name], t)
+
+
+@pytest.mark.parametrize("operation,name", EACH_TENSOR)
+def test_a_tensor_on_a_device_without_memory_is_refused(operation, name):
+    refuse_replaced(operation, {name: OPERATIONS[operation]()[name].to("meta")}, name, ".device (meta) must be ")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_tensors_that_are_all_on_a_device_without_memory_are_refused(operation):
+    arguments = OPERATIONS[operation]()
+    replaced = {name: t.to("meta") for name, t in arguments.items() if isinstance(t, torch.Tensor)}
+    refuse_replaced(operation, replaced, "q", ".device (meta) must be ")
+
+
+def test_recorded_calls_on_a_device_without_memory_are_refused():
+    arguments = chunk_arguments()
+    refuse_replaced("chunk_gated_delta_rule", {"k": arguments["k"].to("meta").requires_grad_()}, "k", ".device (meta) must be ")
+
+
+@pytest.mark.parametrize("operation,name", EACH_TENSOR)
+def test_a_sparse_tensor_is_refused(operation, name):
+    refuse_replaced(operation, {name: OPERATIONS[operation]()[name].to_sparse()}, name, ".layout (sparse_coo) must be strided")
+
+
+def test_fake_tensors_have_shapes_alone():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for device in (helpers.settings.device, "meta"):
+            q, v = torch.empty(B, T, HQ, K, device=device), torch.empty(B, T, HV, V, device=device)
+            o, final_state = flash_qla.chunk_gated_delta_rule(q, q, v, None, None, output_final_state=True)
+            assert o.shape == (B, T, HV, V) and final_state.shape == (N, HV, K, V) and o.device.type == device
+            with pytest.raises(ValueError, match=r"^explain: op \(chunk_gated_delta_rule\) must be given tensors with memory"):
+                flash_qla.explain(q, q, v, None, None)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_sign_that_is_not_in_memory_counts(operation, name):
+    # The imaginary part of a conjugate is a view of the positive numbers, with a mark.
+    arguments = OPERATIONS[operation]()
+    arguments |= {key: torch.rand_like(value) for key, value in arguments.items() if key in ("A", "do", "dht")}
+    marked = torch.complex(arguments[name], arguments[name]).conj().imag
+    assert marked.is_neg()
+    marked_first = {}
+    for kind, value in (("marked", marked), ("plain", marked.resolve_neg())):
+        given = {key: t.clone() if key in WRITTEN else t for key, t in arguments.items()} | {name: value}
+        found = getattr(flash_qla, operation)(**given)
+        results = {f"result {i}": t for i, t in enumerate(found if isinstance(found, tuple) else (found,)) if t is not None}
+        results |= {key: given[key] for key in WRITTEN if key in given}
+        if kind == "marked":
+            marked_first = results
+        else:
+            for key, t in results.items():
+                helpers.assert_bitwise(key, marked_first[key], t)
+
+
+@pytest.mark.parametrize("name", ["do", "dht"])
+def test_a_gradients_sign_that_is_not_in_memory_counts(name):
+    arguments = bwd_arguments()
+    marked = torch.complex(torch.rand_like(arguments[name]), torch.rand_like(arguments[name])).conj().imag
+    pairs = zip(flash_qla.chunk_gated_delta_rule_bwd(**arguments | {name: marked}),
+                flash_qla.chunk_gated_delta_rule_bwd(**arguments | {name: marked.resolve_neg()}))
+    for i, (a, b) in enumerate(pairs):
+        helpers.assert_bitwise(f"gradient {i}", a, b)
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_host_offsets_on_a_device_are_refused(device):
+    arguments = fwd_arguments() | tokens(1) | dict(cu_seqlens=cu([0, 10, 70]), cu_seqlens_cpu=cu([0, 10, 70]).to(device))
+    with pytest.raises(ValueError, match=rf"^chunk_gated_delta_rule_fwd: cu_seqlens_cpu.device \({device}.*\) must be the host"):
+        flash_qla.chunk_gated_delta_rule_fwd(**arguments)
 
 
 @pytest.mark.cuda
@@ -300,5 +419,18 @@ def test_explain_and_workspace_size_refuse_what_the_call_refuses():
         flash_qla.workspace_size("gated_delta_rule_decode", 16, 16, 2, 3, 64, 64, device=helpers.settings.device)
     with pytest.raises(ValueError, match=r"^workspace_size: op \(attention\)"):
         flash_qla.workspace_size("attention", 16, 16, 2, 4, 64, 64)
+    for changed, exception, words in [
+            (dict(max_tokens=10.5), TypeError, r"max_tokens must be an integer \(float\)"),
+            (dict(max_tokens=-1), ValueError, r"max_tokens must be from 0 .*\(-1\)"),
+            (dict(max_seqs=2**70), ValueError, rf"max_seqs must be from 0 .*\({2**70}\)"),
+            (dict(checkpoint_offsets=-1), ValueError, r"checkpoint_offsets must be from 0 .*\(-1\)"),
+            (dict(dtype="bloat16"), TypeError, r"dtype \(bloat16\) must be "),
+            (dict(gate_dtype=torch.int32), TypeError, r"gate_dtype \(torch.int32\) must be "),
+            (dict(device="cuda:x"), ValueError, r"device \(cuda:x\) must be "),
+            (dict(device="cuda:-1"), ValueError, r"device \(cuda:-1\) must be "),
+            (dict(device="tpu"), ValueError, r"device \(tpu\) must be ")]:
+        legal = dict(max_tokens=16, max_seqs=16, Hq=2, Hv=4, K=64, V=64, device="cpu")
+        with pytest.raises(exception, match="^workspace_size: " + words):
+            flash_qla.workspace_size("gated_delta_rule_decode", **legal | changed)
     with pytest.raises(ValueError, match=r"^explain: op \(attention\)"):
         flash_qla.explain(**chunk_arguments(), op="attention")

@@ -4,9 +4,12 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import pytest
+import torch
 
 import flash_qla
 
@@ -155,3 +158,64 @@ def test_importing_opens_no_device_and_takes_no_torch_extension():
         "assert not any(m.startswith(('triton', 'torch._inductor', 'torch.utils.cpp_extension')) for m in sys.modules), 'a compiler was imported'\n"
         "print('clean')")
     assert "clean" in done.stdout, done.stderr[-2000:]
+
+
+def path_taken():
+    x = helpers.make_inputs(T=3, Hq=1, Hv=1, K=16, grads=False)
+    return flash_qla.explain(x.q, x.k, x.v, x.g, x.beta).splitlines()[0].removeprefix("path: ")
+
+
+def test_use_path_is_of_one_thread():
+    with ThreadPoolExecutor(2) as threads:
+        outside = path_taken()
+        assert outside != "reference"
+        with flash_qla.use_path("reference"):
+            assert path_taken() == "reference"
+            assert threads.submit(path_taken).result() == outside
+            inside, leave = threading.Event(), threading.Event()
+
+            def nested():
+                with flash_qla.use_path("no such path"):
+                    inside.set()
+                    leave.wait(60)
+                return path_taken()
+
+            other = threads.submit(nested)
+            inside.wait(60)
+            assert path_taken() == "reference"
+            with flash_qla.use_path(None):
+                assert path_taken() == outside
+            leave.set()
+            assert other.result() == outside
+            assert path_taken() == "reference"
+        assert path_taken() == outside
+
+
+def test_a_backward_pass_takes_the_path_of_its_forward_pass():
+    x = helpers.make_inputs(T=70, Hq=1, Hv=1, K=16)
+    q = x.q.requires_grad_()
+    with flash_qla.use_path("reference"):
+        o = flash_qla.chunk_gated_delta_rule(q, x.k, x.v, x.g, x.beta)[0]
+        with ThreadPoolExecutor(1) as thread:
+            inside = thread.submit(torch.autograd.grad, o, q, x.do, retain_graph=True).result()[0]
+    helpers.assert_bitwise("dq", torch.autograd.grad(o, q, x.do)[0], inside)
+    plain = torch.autograd.grad(flash_qla.chunk_gated_delta_rule(q, x.k, x.v, x.g, x.beta)[0], q, x.do)[0]
+    assert not torch.equal(inside, plain), "two paths that differ in no bit cannot tell which was taken"
+
+
+def test_a_compiled_call_follows_use_path():
+    x = helpers.make_inputs(T=70, Hq=1, Hv=1, K=16, grads=False)
+
+    def call(q):
+        return flash_qla.chunk_gated_delta_rule(q, x.k, x.v, x.g, x.beta)[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    plain = call(x.q)
+    helpers.assert_bitwise("o", compiled(x.q), plain)
+    with flash_qla.use_path("reference"):
+        reference = call(x.q)
+        helpers.assert_bitwise("o", compiled(x.q), reference)
+        with ThreadPoolExecutor(1) as thread:
+            helpers.assert_bitwise("o", thread.submit(compiled, x.q).result(), plain)
+    helpers.assert_bitwise("o", compiled(x.q), plain)
+    assert not torch.equal(plain, reference)

@@ -71,7 +71,7 @@ def wrong_where(monkeypatch, broken):
 
     def wrong(x, auto_cp=True):
         found = right(x, auto_cp)
-        if flash_qla._options._path is None:
+        if flash_qla._options.chosen_path() is None:
             calls.append(None)
             if broken(auto_cp, x, len(calls)):
                 found["o"] = found["o"] * 1.1

@@ -101,6 +101,60 @@ def test_read_only_outputs_are_refused(name):
     assert all((array == 1).all() for array in written.values())
 
 
+class Immutable:
+    """An array as JAX has them: DLPack hands out its memory, and nothing says that it must not be written."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class ReadOnly(Immutable):
+    """An array of another package that says so itself."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("read-only")
+
+
+Immutable.__module__ = "jaxlib._jax"
+
+
+@pytest.mark.parametrize("kind,words", [(Immutable, "an immutable Immutable"), (ReadOnly, "a read-only array")])
+@pytest.mark.parametrize("name", ["state_pool", "out", "checkpoints"])
+def test_immutable_outputs_are_refused(name, kind, words):
+    x = draw(B=1, T=130)
+    arrays = dict(state_pool=np.ones((2, 2, 8, 16), np.float32), out=np.ones((1, 130, 2, 8), np.float32),
+                  checkpoints=np.ones((2, 2, 8, 16), np.float32))
+    written = arrays | {name: kind(arrays[name])}
+    arguments = dict(initial_state_indices=np.array([1]), cu_seqlens=np.array([0, 130]), checkpoint_every=64,
+                     checkpoint_cu_starts=np.array([0, 2]))
+    with pytest.raises(ValueError, match=rf"^gated_delta_rule_prefill: {name} \({words}\) must be writeable"):
+        flash_qla.gated_delta_rule_prefill(**x, **written, **arguments)
+    assert all((array == 1).all() for array in arrays.values())
+    flash_qla.gated_delta_rule_prefill(**x, **arrays, **arguments)
+    assert not any((array == 1).all() for array in arrays.values())
+
+
+def test_jax_arrays_are_read_and_not_written():
+    jnp = pytest.importorskip("jax.numpy")
+    x = draw()
+    plain, state = flash_qla.chunk_gated_delta_rule(**x, output_final_state=True)
+    inputs = {name: jnp.asarray(array) for name, array in x.items()}
+    o, final_state = flash_qla.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert type(o) is type(inputs["q"])
+    np.testing.assert_array_equal(np.asarray(o), plain)
+    np.testing.assert_array_equal(np.asarray(final_state), state)
+    pool = jnp.zeros((4, 2, 8, 16))
+    with pytest.raises(ValueError, match=r"^gated_delta_rule_prefill: state_pool \(an immutable ArrayImpl\)"):
+        flash_qla.gated_delta_rule_prefill(**inputs, state_pool=pool, initial_state_indices=jnp.array([1, 2]), cu_seqlens=None)
+    assert not pool.any()
+
+
 def test_errors_have_the_same_form():
     x = draw()
     with pytest.raises(ValueError, match=r"^chunk_gated_delta_rule_fwd: k.shape\[3\] \(15\) must be q.shape\[3\] \(16\)"):
@@ -111,6 +165,24 @@ def test_errors_have_the_same_form():
         flash_qla.chunk_gated_delta_rule_fwd(**x | dict(k=[1.0]))
     with pytest.raises(TypeError, match=r"^chunk_gated_delta_rule_fwd: "):
         flash_qla.chunk_gated_delta_rule_fwd(**x | dict(q=x["q"].astype(np.complex64)))
+    with pytest.raises(TypeError, match=r"^chunk_gated_delta_rule_fwd: cu_seqlens.dtype \(int16\) must be int32 or int64"):
+        flash_qla.chunk_gated_delta_rule_fwd(**x, cu_seqlens=np.array([0, 70], np.int16))
+    with pytest.raises(ValueError, match=r"^chunk_gated_delta_rule_fwd: scale must not be NaN \(nan\)"):
+        flash_qla.chunk_gated_delta_rule_fwd(**x, scale=np.nan)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "state_pool"])
+def test_an_out_that_overlaps_is_refused(name):
+    x = draw(B=2, T=1, K=16, V=16)
+    pool = np.ones((4, 2, 16, 16), np.float32)
+    buffer = np.concatenate([(x | dict(state_pool=pool))[name].ravel(), np.ones(2 * 2 * 16, np.float32)])
+    shape = (x | dict(state_pool=pool))[name].shape
+    arguments = x | dict(state_pool=pool) | {name: buffer[:-64].reshape(shape)}
+    before = buffer.copy()
+    with pytest.raises(ValueError, match=rf"^gated_delta_rule_decode: o must not share memory with {name} \(they overlap\)"):
+        flash_qla.gated_delta_rule_decode(**arguments, initial_state_indices=np.array([1, 2]), out=buffer[-65:-1].reshape(2, 1, 2, 16))
+    np.testing.assert_array_equal(buffer, before)
+    flash_qla.gated_delta_rule_decode(**arguments, initial_state_indices=np.array([1, 2]), out=buffer[-64:].reshape(2, 1, 2, 16))
 
 
 def test_mixing_torch_and_numpy_is_refused():

@@ -75,8 +75,20 @@ def test_channel_decay_is_not_there_yet(name):
         recurrent(x, **{name: torch.zeros_like(x.q)})
 
 
-def test_backward_is_refused():
+@pytest.mark.parametrize("name", ["q", "initial_state"])
+@pytest.mark.parametrize("loss", ["o", "final_state", "both"])
+def test_backward_is_refused(loss, name):
     x = make_inputs(T=2, K=32)
-    o, _ = recurrent(x.replace(q=x.q.requires_grad_()))
+    leaf = getattr(x, name).requires_grad_()
+    results = dict(zip(("o", "final_state"), recurrent(x)))
+    # Another term of the loss, so that a result that was silently detached would leave a gradient without an error.
+    total = (leaf * 2).sum() + sum(results[key].sum() for key in results if loss in (key, "both"))
     with pytest.raises(NotImplementedError, match="^fused_recurrent_gated_delta_rule: .*chunk_gated_delta_rule"):
-        o.sum().backward()
+        total.backward()
+
+
+def test_results_are_detached_where_nothing_wants_a_gradient():
+    x = make_inputs(T=2, K=32)
+    assert not any(t.requires_grad for t in recurrent(x))
+    with torch.no_grad():
+        assert not any(t.requires_grad for t in recurrent(x.replace(q=x.q.requires_grad_())))

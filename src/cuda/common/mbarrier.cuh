@@ -2,9 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#ifdef FLASH_QLA_WATCHDOG
-#include <cstdio>
-#endif
 
 namespace flash_qla::cuda {
 
@@ -16,12 +13,12 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
 // Before a barrier's memory is used for anything else, another barrier among it; nobody waits for it any more.
 __device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -90,31 +87,10 @@ __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
   return done != 0;
 }
 
-#ifdef FLASH_QLA_WATCHDOG
-// Debug builds: a wait that never ends is reported (shared-memory address, parity, place) and given up, so that the
-// kernel ends.
-static __device__ unsigned watchdog_reports = 0;
-
-static __device__ __noinline__ void watchdog_fire(uint32_t barrier, uint32_t parity) {
-  if (atomicAdd(&watchdog_reports, 1u) < 24u) {
-    printf("stuck: barrier 0x%x parity %u block %d thread %d\n", barrier, parity, blockIdx.x, threadIdx.x);
-  }
-}
-#endif
-
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   jitter();
-#ifdef FLASH_QLA_WATCHDOG
-  for (uint32_t polls = 0; !mbarrier_try_wait(barrier, parity); ++polls) {
-    if (polls > (1u << 16)) {
-      watchdog_fire(barrier, parity);
-      break;
-    }
-  }
-#else
   while (!mbarrier_try_wait(barrier, parity)) {
   }
-#endif
   jitter();
 }
 

@@ -10,13 +10,29 @@ namespace flash_qla {
 namespace cuda {
 namespace {
 
-Status copy_to_host(void* host, const void* device, size_t bytes, int device_index, void* cuda_stream) {
+Status copy_to_host(void* host, const void* device, int64_t pitch, int64_t width, int64_t rows, int device_index,
+                    void* cuda_stream) {
   const DeviceGuard guard(device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const cudaStream_t stream = static_cast<cudaStream_t>(cuda_stream);
-  FLASH_QLA_RETURN_IF_ERROR(
-      cuda_status(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync"));
+  // One copy takes rows that do not overlap, up to a largest pitch. Others (repeated ones) go one by one.
+  constexpr int64_t kLargestPitch = INT32_MAX;
+  const int64_t at_once = pitch >= width && pitch <= kLargestPitch ? rows : 1;
+  for (int64_t row = 0; row < rows; row += at_once) {
+    FLASH_QLA_RETURN_IF_ERROR(
+        cuda_status(cudaMemcpy2DAsync(static_cast<char*>(host) + row * width, static_cast<size_t>(width),
+                                      static_cast<const char*>(device) + row * pitch,
+                                      static_cast<size_t>(at_once == 1 ? width : pitch), static_cast<size_t>(width),
+                                      static_cast<size_t>(at_once), cudaMemcpyDeviceToHost, stream),
+                    "cudaMemcpy2DAsync"));
+  }
   return cuda_status(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess ||
+         status != cudaStreamCaptureStatusNone;
 }
 
 // 13000 -> "13.0"
@@ -44,6 +60,6 @@ std::string describe() {
 }  // namespace
 }  // namespace cuda
 
-const DeviceAccess kCudaAccess = {FLASH_QLA_CUDA, cuda::copy_to_host, cuda::describe};
+const DeviceAccess kCudaAccess = {FLASH_QLA_CUDA, cuda::copy_to_host, cuda::is_capturing, cuda::describe};
 
 }  // namespace flash_qla

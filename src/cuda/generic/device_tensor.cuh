@@ -13,8 +13,8 @@
 namespace flash_qla::cuda {
 
 struct DeviceTensor {
-  void* data;  // NULL: absent, or without elements
-  int64_t stride[FLASH_QLA_MAX_DIMS];
+  void* data;         // NULL: absent, or without elements
+  int64_t stride[4];  // no tensor of a call has more dimensions
   int32_t dtype;
   int32_t quads;  // rows of the last dimension may be read four elements at a time
 };

@@ -5,32 +5,19 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from ... import _dlpack
-from ..._front import INPUT_NAMES, is_torch, torch_front
-from ..._options import make_options
+from ..._front import is_torch, torch_front
+from ..._options import POOL_NAMES, integer, make_options
 
 __all__ = ["gated_delta_rule_decode", "gated_delta_rule_prefill"]
 
 
-# The tensors of a call, and where two numbers stand among those of its states.
-_NAMES = (
-    *INPUT_NAMES[:8],
-    "state_pool",
-    "initial_state_indices",
-    "final_state_indices",
-    "has_initial_state",
-    "num_accepted_tokens",
-    "checkpoints",
-    "checkpoint_cu_starts",
-    "checkpoint_offsets",
-    "checkpoint_indices",
-    "out",
-)
+# Where two numbers stand among the states of a call.
 _NUMBERS_AT = 5  # null_index, checkpoint_every
 
 
 def _run(operation: str, recurrent: bool, options: Any, inputs: tuple, states: tuple, out: Any) -> Any:
     tensors = (*inputs, *states[:_NUMBERS_AT], *states[_NUMBERS_AT + 2 :], out)
-    if is_torch(operation, _NAMES, tensors):
+    if is_torch(operation, POOL_NAMES, tensors):
         return torch_front.pool(recurrent, options, inputs, states, out)
     return _dlpack.pool(options, recurrent, inputs, states, out)
 
@@ -66,8 +53,10 @@ def gated_delta_rule_prefill(
 ) -> Any:
     """Prefill of packed sequences whose states live in a pool: slots are read and written in place. Forward only.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence and the
-    in-kernel options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind; on CUDA, work on other arrays
+    than torch's is queued on the default stream. The recurrence and the in-kernel options are those of
+    chunk_gated_delta_rule(); so is the source, arXiv 2412.06464. What is written (state_pool, out, checkpoints) shares
+    no memory with anything else; autograd takes it for modified in place.
 
     Args:
         q, k: [1, T, Hq, K]; v: [1, T, Hv, V]; g, beta: [1, T, Hv] or None: as chunk_gated_delta_rule().
@@ -94,8 +83,10 @@ def gated_delta_rule_prefill(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule(). With FLASH_QLA_CHECK=1 in the
-        environment, ValueError too for a slot past the pool, written twice, or written by one sequence and read by
-        another.
+            environment, ValueError too for a slot that a sequence which is not skipped would read or write past the
+            pool, that is written twice, or written by one sequence and read by another; the check reads the indices and
+            waits, so it refuses a stream that is captured into a graph.
+        NotImplementedError: a gradient is asked for, in backward.
     """
     operation = "gated_delta_rule_prefill"
     options = make_options(
@@ -114,8 +105,8 @@ def gated_delta_rule_prefill(
         final_state_indices,
         has_initial_state,
         None,
-        int(null_index),
-        int(checkpoint_every),
+        integer(operation, "null_index", null_index),
+        integer(operation, "checkpoint_every", checkpoint_every),
         checkpoints,
         checkpoint_cu_starts,
         checkpoint_offsets,
@@ -148,8 +139,10 @@ def gated_delta_rule_decode(
 ) -> Any:
     """One decode step of N sequences, of one token or of up to 16 draft tokens, on states in a pool. Forward only.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence and the
-    in-kernel options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind; on CUDA, work on other arrays
+    than torch's is queued on the default stream. The recurrence and the in-kernel options are those of
+    chunk_gated_delta_rule(); so is the source, arXiv 2412.06464. What is written (state_pool, out, checkpoints) shares
+    no memory with anything else; autograd takes it for modified in place.
 
     Args:
         q, k: [N, T, Hq, K], T from 1 to 16; v: [N, T, Hv, V]; g, beta: [N, T, Hv] or None.
@@ -184,7 +177,7 @@ def gated_delta_rule_decode(
         final_state_indices,
         None,
         num_accepted_tokens,
-        int(null_index),
+        integer(operation, "null_index", null_index),
         0,
         None,
         None,

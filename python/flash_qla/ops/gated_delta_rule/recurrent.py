@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from ... import _dlpack
-from ..._front import INPUT_NAMES, is_torch, torch_front
-from ..._options import make_options
+from ..._front import is_torch, torch_front
+from ..._options import INPUT_NAMES, make_options
 
 __all__ = ["fused_recurrent_gated_delta_rule"]
 
@@ -33,8 +33,9 @@ def fused_recurrent_gated_delta_rule(
 ) -> Tuple[Any, Optional[Any]]:
     """The gated delta rule token by token, for decode and short steps: forward only. Parameters in FLA's order.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind. The recurrence, shapes, dtypes
-    and options are those of chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind; on CUDA, work on other arrays
+    than torch's is queued on the default stream. The recurrence, shapes, dtypes and options are those of
+    chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
 
     Args:
         q, k: [B, T, Hq, K]. v: [B, T, Hv, V]. g, beta: [B, T, Hv]; g None: no decay; beta None: ones.
@@ -46,7 +47,7 @@ def fused_recurrent_gated_delta_rule(
         final_state: [N, Hv, K, V] float32, or None without output_final_state.
 
     Raises:
-        NotImplementedError: gk or gv is given; or a gradient is asked for, in backward.
+        NotImplementedError: gk or gv is given; or a gradient of o or final_state is asked for, in backward.
         ValueError, TypeError: as chunk_gated_delta_rule().
     """
     operation = "fused_recurrent_gated_delta_rule"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple, Union
 
 from .... import _dlpack
-from ...._front import INPUT_NAMES, is_torch, torch_front
-from ...._options import make_options, refuse_head_first
+from ...._front import check_host_offsets, is_torch, torch_front
+from ...._options import BACKWARD_NAMES, INPUT_NAMES, make_options, refuse_head_first
 from ...._shapes import chunk_rows
 from .cp import FLACPContext, FlashQLACPContext, build_cp_context
 from .cp.context import apply_context
@@ -74,7 +74,8 @@ def chunk_gated_delta_rule(
         state_v_first: states are laid out [N, Hv, V, K].
         cu_seqlens: [N + 1] int32 or int64 on q's device: offsets of N sequences packed in B = 1. Lengths of zero are
             allowed; tokens after the last offset give zeros.
-        cu_seqlens_cpu, chunk_indices: accepted, no effect: plans are made on the device.
+        cu_seqlens_cpu, chunk_indices: accepted, no effect: plans are made on the device. With FLASH_QLA_CHECK=1 a
+            cu_seqlens_cpu that differs from cu_seqlens is refused.
         cp_context: a context of build_cp_context(), FLA or FlashQLA, of one card; its cu_seqlens replace the call's.
         auto_cp: whether a sequence may be cut into segments computed side by side. True: planned from the whole batch.
             False: a sequence's bits depend on nothing but the sequence. "invariant": planned from its length alone.
@@ -112,7 +113,9 @@ def chunk_gated_delta_rule(
         cp_tolerance,
     )
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    if is_torch(operation, INPUT_NAMES, inputs):
+    on_torch = is_torch(operation, INPUT_NAMES, inputs)
+    check_host_offsets(operation, q, cu_seqlens, cu_seqlens_cpu)
+    if on_torch:
         return torch_front.chunk(options, *inputs, bool(output_final_state))
     return _dlpack.forward(options, False, inputs, bool(output_final_state))
 
@@ -137,7 +140,8 @@ def chunk_gated_delta_rule_fwd(
 ) -> Tuple[Any, ...]:
     """Forward pass with what the backward pass and state caches need. No gradients are recorded.
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind; on CUDA, work on other arrays
+    than torch's is queued on the default stream.
 
     Args:
         q, k, v, g, beta, scale, initial_state, cu_seqlens, auto_cp, state_v_first, cp_context: see
@@ -147,7 +151,8 @@ def chunk_gated_delta_rule_fwd(
         enable_fwd_cp_cache: None: five values are returned. True or False: six, the last one the cache that some
             callers hand to the backward pass; this library needs none, so it is None.
         is_train: accepted, no effect: forward and backward plan alike.
-        cu_seqlens_cpu: [N + 1] offsets on the host (a CPU tensor, array or list): h then has exactly one row per chunk.
+        cu_seqlens_cpu: [N + 1] offsets on the host (a CPU tensor, array or list), those of cu_seqlens (which
+            FLASH_QLA_CHECK=1 verifies): h then has exactly one row per chunk.
 
     Returns:
         g: [B, T, Hv] float32, natural-log decay (clamped at -80 per token) summed from each chunk's start; chunks have
@@ -168,7 +173,8 @@ def chunk_gated_delta_rule_fwd(
     options = make_options(operation, scale, state_v_first, auto_cp=auto_cp, force_intra_cp=force_intra_cp)
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     on_torch = is_torch(operation, INPUT_NAMES, inputs)
-    rows = chunk_rows(q.shape, cu_seqlens, cu_seqlens_cpu) if output_h else None
+    check_host_offsets(operation, q, cu_seqlens, cu_seqlens_cpu)
+    rows = chunk_rows(operation, q.shape, cu_seqlens, cu_seqlens_cpu) if output_h else None
     if on_torch:
         found = torch_front.chunk_fwd(
             options, q, k, v, g, beta, cu_seqlens, initial_state, bool(output_final_state), rows
@@ -197,7 +203,8 @@ def chunk_gated_delta_rule_bwd(
 ) -> Tuple[Any, ...]:
     """Gradients of chunk_gated_delta_rule_fwd().
 
-    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind.
+    Takes torch tensors, numpy arrays or other DLPack arrays, and returns the same kind; on CUDA, work on other arrays
+    than torch's is queued on the default stream.
 
     Args:
         q, k, v, beta, scale, initial_state, cu_seqlens, state_v_first, auto_cp, cp_context: as given to the forward
@@ -220,6 +227,6 @@ def chunk_gated_delta_rule_bwd(
     cu_seqlens, force_intra_cp = apply_context(operation, cp_context, cu_seqlens, False)
     options = make_options(operation, scale, state_v_first, auto_cp=auto_cp, force_intra_cp=force_intra_cp)
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
-    if is_torch(operation, (*INPUT_NAMES, "A", "do", "dht"), (*inputs, A, do, dht)):
+    if is_torch(operation, BACKWARD_NAMES, (*inputs, A, do, dht)):
         return torch_front.chunk_bwd(options, q, k, v, g, beta, A, do, dht, cu_seqlens, initial_state)
     return _dlpack.chunk_bwd(options, inputs, A, do, dht)
