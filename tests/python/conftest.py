@@ -1,7 +1,7 @@
 """Options of the Python tests: the same files run on every device and on every path.
 
     pytest tests/python                                     # CPU, the path that the library chooses
-    pytest tests/python --device cuda --path cuda_generic   # one path by name
+    pytest tests/python --device cuda --path cuda_generic   # one path by name: what it does not compute is skipped
     pytest tests/python --runslow                           # soaks and sizes that take minutes
 """
 
@@ -30,13 +30,20 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device (graphs, streams, sanitizers)")
     config.addinivalue_line("markers", "slow: takes minutes; run with --runslow")
     config.addinivalue_line("markers", "early: seconds long, run first: with many workers nobody then waits for it alone at the end")
+    config.addinivalue_line(
+        "markers", "path(name, operations=.., planned=False): about one path: skipped where a run has no calls on it, and fails if another "
+        "path has computed something; planned: and if a call with auto_cp was not planned for a sequence split")
     config.addinivalue_line("markers", "cpu_only: about the host alone, independent of --device")
     if config.option.durations is None:
         config.option.durations = 12  # the suite has a time budget: always show where it goes
     import helpers
+    import paths_plugin
 
     helpers.settings.device = config.getoption("--device")
     helpers.settings.path = config.getoption("--path")
+    paths = paths_plugin.Paths(config)
+    paths.watch()
+    config.pluginmanager.register(paths, "paths")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,6 +63,12 @@ def device():
     import helpers
 
     return helpers.settings.device
+
+
+@pytest.fixture
+def paths(request):
+    """The record of this test's calls (paths_plugin.py)."""
+    return request.config.pluginmanager.get_plugin("paths")
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,16 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE_DTYPES = {"cpu": [*FLOATS, torch.float64], "cuda": FLOATS}
 
 
+def with_cuda(cases, more):
+    """The cases of a parametrisation: `more` are there to reach paths that a GPU alone has."""
+    return [*cases, *more] if settings.device == "cuda" else list(cases)
+
+
+def dtypes():
+    """The dtypes of the ladder's cases: on a GPU fp16 has kernels of its own."""
+    return with_cuda([torch.float32, torch.bfloat16], [torch.float16])
+
+
 def dtype_name(value):
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
@@ -64,9 +74,10 @@ def to_numpy(x):
 
 def relative_error(got, want):
     """||got - want|| / ||want||, and an absolute comparison in its place where the reference is next to nothing."""
-    norm = float(np.linalg.norm(want))
-    floor = ABSOLUTE * np.sqrt(want.size)
-    error = float(np.linalg.norm(got - want))
+    got, want = torch.as_tensor(got), torch.as_tensor(want)
+    norm = torch.linalg.vector_norm(want).item()
+    floor = ABSOLUTE * want.numel() ** 0.5
+    error = torch.linalg.vector_norm(got - want).item()
     return (error / floor, True) if norm < floor else (error / norm, False)
 
 
@@ -76,28 +87,34 @@ STORED = 1.2
 
 
 def assert_close(name, got, want, bound, head_axis=None, where=""):
-    """Compares a tensor with its fp64 reference: NaN and infinity positions, then the whole, then head by head."""
+    """Compares a tensor with its fp64 reference: NaN and infinity positions, then the whole, then head by head.
+
+    Where the reference is a tensor it is compared on its own device.
+    """
     dtype = got.dtype if isinstance(got, torch.Tensor) else torch.float64
-    got = to_numpy(got) if isinstance(got, torch.Tensor) else np.asarray(got, dtype=np.float64)
-    assert got.shape == want.shape, f"{where}{name}: shape {got.shape}, expected {want.shape}"
-    if want.size == 0:
+    want = torch.as_tensor(want).detach().double()
+    got = torch.as_tensor(got).detach().to(want.device, torch.float64)
+    assert got.shape == want.shape, f"{where}{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if want.numel() == 0:
         return 0.0
-    for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        differing = np.argwhere(test(got) != test(want))
-        assert not len(differing), (
-            f"{where}{name}: {kind} at other places than the reference in {len(differing)} of {want.size} values, "
-            f"first at {tuple(int(i) for i in differing[0])}: {got[tuple(differing[0])]} for {want[tuple(differing[0])]}")
-    finite = np.isfinite(want)
-    got, want = np.where(finite, got, 0.0), np.where(finite, want, 0.0)
+    for kind, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        differing = (test(got) != test(want)).nonzero().tolist()
+        if differing:
+            first = tuple(differing[0])
+            raise AssertionError(
+                f"{where}{name}: {kind} at other places than the reference in {len(differing)} of {want.numel()} values, "
+                f"first at {first}: {got[first].item()} for {want[first].item()}")
+    finite = want.isfinite()
+    got, want = got.where(finite, 0.0), want.where(finite, 0.0)
     parts = [("", got, want)]
     if head_axis is not None and want.shape[head_axis] > 1:
-        parts += [(f" head {i}", got.take(i, head_axis), want.take(i, head_axis)) for i in range(want.shape[head_axis])]
+        parts += [(f" head {i}", a, b) for i, (a, b) in enumerate(zip(got.unbind(head_axis), want.unbind(head_axis)))]
     worst = 0.0
     for part, a, b in parts:
         error, absolute = relative_error(a, b)
         limit = 1.0 if absolute else bound
         if error > limit and not absolute:
-            limit = max(limit, STORED * relative_error(to_numpy(torch.from_numpy(b).to(dtype)), b)[0])
+            limit = max(limit, STORED * relative_error(b.to(dtype).double(), b)[0])
         worst = max(worst, error / limit * bound)
         assert error <= limit, (
             f"{where}{name}{part}: error {error * ABSOLUTE if absolute else error:.3e} ({'absolute' if absolute else 'relative L2'}) "
@@ -265,6 +282,21 @@ def reference(x: Inputs, grads=True):
     return result
 
 
+def library_reference(x: Inputs, grads=True):
+    """As reference(), by the library's own token recurrence in fp64 on the device of x, as float64 tensors there.
+
+    For sizes that take numpy a minute; test_two_oracles.py holds it to numpy. In-kernel l2norm and gate are left out: their
+    roundings and sums are for reference() to know.
+    """
+    assert not any(x.options.get(name) for name in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel"))
+    # A GPU takes and gives float32 at most, which holds all 16-bit values, and a reference to 6e-8.
+    wide, path = (torch.float32, "cuda_reference") if x.q.is_cuda else (torch.float64, "reference")
+    names = [name for name in (*Inputs.DIFFERENTIABLE, "do", "dht") if getattr(x, name) is not None]
+    with use_path(path):
+        found = run(x.replace(**{name: getattr(x, name).detach().to(wide) for name in names}), grads)
+    return {name: value.double() for name, value in found.items()}
+
+
 GRADIENT_NAMES = dict(q="dq", k="dk", v="dv", g="dg", beta="dbeta", initial_state="dh0", A_log="dA_log", dt_bias="ddt_bias")
 
 
@@ -298,12 +330,12 @@ def run(x: Inputs, grads=True, function=call, **overrides):
     return result
 
 
-def check(x: Inputs, grads=True, only=None, bounds=None, **overrides):
+def check(x: Inputs, grads=True, only=None, bounds=None, oracle=reference, **overrides):
     """Runs the library and the oracle on the same inputs and compares everything. Returns (results, errors)."""
     got = run(x, grads, **overrides)
     assert got["o"].dtype == x.dtype
     assert got["final_state"].dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return got, compare(got, reference(x, grads), x.dtype, only, bounds)
+    return got, compare(got, oracle(x, grads), x.dtype, only, bounds)
 
 
 def in_subprocess(code, timeout=300, **environment):
