@@ -234,7 +234,7 @@ def make_inputs(B=1, T=64, Hq=2, Hv=None, K=128, V=None, dtype=torch.float32, *,
         g[..., : max(1, Hv // 4)] = 0  # nothing decays there: errors cannot hide
         beta, A_log, dt_bias = randn(B, T, Hv).sigmoid(), None, None
     h_shape = (N, Hv, V, K) if options.get("state_v_first") else (N, Hv, K, V)
-    h0 = randn(*h_shape)
+    h0 = randn(*h_shape) if state or grads else None
     dht, do = (randn(*h_shape), randn(B, T, Hv, V)) if grads else (None, None)
 
     def cast(x, to):
