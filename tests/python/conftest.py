@@ -5,6 +5,7 @@
     pytest tests/python --runslow                           # soaks and sizes that take minutes
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ hypothesis.settings.load_profile("ladder")
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
     parser.addoption("--path", default="auto", help="name of a path as explain() prints it, or auto")
+    parser.addoption("--table", metavar="FILE", help="write the errors of dg and dbeta that test_03_gradients.py finds, as JSON")
     parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
 
 
@@ -44,6 +46,27 @@ def pytest_configure(config):
     paths = paths_plugin.Paths(config)
     paths.watch()
     config.pluginmanager.register(paths, "paths")
+    if config.getoption("--table") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Table(config.getoption("--table")))
+
+
+class Table:
+    """Writes what tests have recorded under the name "gradients", a row each, when all have run."""
+
+    def __init__(self, file):
+        self.file, self.rows = Path(file), []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self.rows += [json.loads(value) for name, value in report.user_properties if name == "gradients"]
+
+    def pytest_sessionfinish(self):
+        import flash_qla
+
+        rows = sorted(self.rows, key=lambda row: (row["dtype"], row["gates"], row["dht"], row["auto_cp"], row["tokens"]))
+        head = {name: flash_qla.build_info().get(name) for name in ("version", "commit", "gpu_0")}
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        self.file.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def pytest_collection_modifyitems(config, items):

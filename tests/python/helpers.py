@@ -282,6 +282,11 @@ def reference(x: Inputs, grads=True):
     return result
 
 
+def fp64_path(x: Inputs):
+    """The path that computes the token recurrence in fp64 on the device of x."""
+    return "cuda_reference" if x.q.is_cuda else "reference"
+
+
 def library_reference(x: Inputs, grads=True):
     """As reference(), by the library's own token recurrence in fp64 on the device of x, as float64 tensors there.
 
@@ -290,9 +295,9 @@ def library_reference(x: Inputs, grads=True):
     """
     assert not any(x.options.get(name) for name in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel"))
     # A GPU takes and gives float32 at most, which holds all 16-bit values, and a reference to 6e-8.
-    wide, path = (torch.float32, "cuda_reference") if x.q.is_cuda else (torch.float64, "reference")
+    wide = torch.float32 if x.q.is_cuda else torch.float64
     names = [name for name in (*Inputs.DIFFERENTIABLE, "do", "dht") if getattr(x, name) is not None]
-    with use_path(path):
+    with use_path(fp64_path(x)):
         found = run(x.replace(**{name: getattr(x, name).detach().to(wide) for name in names}), grads)
     return {name: value.double() for name, value in found.items()}
 
