@@ -43,7 +43,7 @@ def pytest_configure(config):
 
     helpers.settings.device = config.getoption("--device")
     helpers.settings.path = config.getoption("--path")
-    paths = paths_plugin.Paths(config)
+    paths = paths_plugin.Paths(config.getoption("--device"), config.getoption("--path"), config)
     paths.watch()
     config.pluginmanager.register(paths, "paths")
     if config.getoption("--table") and not hasattr(config, "workerinput"):

@@ -163,6 +163,23 @@ def assert_bitwise(name, a, b):
     assert not differing, f"{name}: {differing} of {a.numel()} values differ in their bits"
 
 
+class Guarded:
+    """A tensor between two stretches of canaries."""
+
+    WIDTH = 256
+    CANARY = -12345.0
+
+    def __init__(self, value):
+        n = value.numel()
+        self.buffer = torch.full((n + 2 * self.WIDTH,), self.CANARY, dtype=value.dtype, device=value.device)
+        self.tensor = self.buffer[self.WIDTH:self.WIDTH + n].view(value.shape)
+        self.tensor.copy_(value)
+
+    def intact(self):
+        canary = torch.tensor(self.CANARY, dtype=self.buffer.dtype).item()
+        return bool((self.buffer[:self.WIDTH] == canary).all() and (self.buffer[-self.WIDTH:] == canary).all())
+
+
 @dataclasses.dataclass
 class Inputs:
     """The tensors of one call, its options by keyword, and the gradients that come in."""

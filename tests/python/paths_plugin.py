@@ -57,12 +57,10 @@ def is_hopper():
 
 
 class Paths:
-    """The plugin. `calls` are those of the test that runs."""
+    """The plugin, or the record of a program. `calls` are those of the test that runs."""
 
-    def __init__(self, config):
-        self.config = config
-        self.device, path = config.getoption("--device"), config.getoption("--path")
-        self.named = None if path == "auto" else path
+    def __init__(self, device, path="auto", config=None):
+        self.device, self.named, self.config = device, None if path == "auto" else path, config
         self.calls, self.rejections = [], []
         self.cases = collections.defaultdict(collections.Counter)  # by rung: tests that passed or failed, by (operation, path, dtype)
         self.computed, self.partial, self.rejected = set(), set(), 0

@@ -30,23 +30,6 @@ def fresh_memory_is_nan():
         torch.use_deterministic_algorithms(before[1])
 
 
-class Guarded:
-    """A tensor between two stretches of canaries."""
-
-    WIDTH = 256
-    CANARY = -12345.0
-
-    def __init__(self, value):
-        n = value.numel()
-        self.buffer = torch.full((n + 2 * self.WIDTH,), self.CANARY, dtype=value.dtype, device=value.device)
-        self.tensor = self.buffer[self.WIDTH:self.WIDTH + n].view(value.shape)
-        self.tensor.copy_(value)
-
-    def intact(self):
-        canary = torch.tensor(self.CANARY, dtype=self.buffer.dtype).item()
-        return bool((self.buffer[:self.WIDTH] == canary).all() and (self.buffer[-self.WIDTH:] == canary).all())
-
-
 @every_dtype
 @pytest.mark.parametrize("options", helpers.with_cuda(
     [dict(), dict(seqlens=[70, 0, 3, 64], padding=9), dict(raw=True, state_v_first=True), dict(T=600, force_intra_cp=True)],
@@ -83,7 +66,7 @@ def test_poisoned_low_level_outputs(K, lengths, dtype):
 def test_inputs_are_read_only(options, dtype):
     x = make_inputs(**(dict(seqlens=[70, 0, 65], Hq=1, Hv=2, dtype=dtype) | options))
     names = [name for name in (*x.DIFFERENTIABLE, "do", "dht", "cu_seqlens") if getattr(x, name) is not None]
-    guarded = {name: Guarded(getattr(x, name)) for name in names}
+    guarded = {name: helpers.Guarded(getattr(x, name)) for name in names}
     helpers.run(x.replace(**{name: g.tensor for name, g in guarded.items()}))
     for name, g in guarded.items():
         helpers.assert_bitwise(name, g.tensor, getattr(x, name))
@@ -100,8 +83,8 @@ def test_pool_out_and_checkpoints_between_canaries(K, dtype):
     pool[read] = x.initial_state
     before = pool.clone()
     guarded = dict(
-        pool=Guarded(pool), out=Guarded(torch.full_like(x.v, torch.nan)),
-        checkpoints=Guarded(torch.full((3, Hv, K, K), torch.nan, device=x.q.device)))
+        pool=helpers.Guarded(pool), out=helpers.Guarded(torch.full_like(x.v, torch.nan)),
+        checkpoints=helpers.Guarded(torch.full((3, Hv, K, K), torch.nan, device=x.q.device)))
     starts = torch.tensor([0, 2, 2, 3, 3], device=x.q.device)
     with fresh_memory_is_nan():
         o = flash_qla.gated_delta_rule_prefill(
@@ -128,7 +111,7 @@ def test_decode_leaves_other_slots_alone(K, dtype):
     pool = torch.full((12, Hv, K, K), torch.nan, device=x.q.device)
     slots = [2, 3, 7, 11]
     pool[slots] = x.initial_state
-    guarded, before = Guarded(pool), pool.clone()
+    guarded, before = helpers.Guarded(pool), pool.clone()
     o = flash_qla.gated_delta_rule_decode(x.q, x.k, x.v, x.g, x.beta, guarded.tensor, torch.tensor(slots, device=x.q.device))
     want = helpers.reference(x, grads=False)
     helpers.compare({"o": o, "pool": guarded.tensor[slots]}, {"o": want["o"], "pool": want["final_state"]}, dtype)

@@ -232,7 +232,7 @@ FORBIDDEN = re.compile(r"Synchronize|DtoH|^cu(da)?(Mem|Host|Malloc)\w*(Alloc|Fre
 @pytest.mark.cuda
 @low_precision
 @pytest.mark.parametrize("case", [dict(seqlens=[200, 0, 165], Hq=2, Hv=4), LONG], ids=str)
-def test_rung11_no_synchronisation_and_no_copies_to_the_host(case, dtype, record_property):
+def test_rung11_no_synchronisation_and_no_copies_to_the_host(case, dtype, request):
     x = make_inputs(**case, dtype=dtype)
     leaves = {name: getattr(x, name).requires_grad_() for name in x.DIFFERENTIABLE if getattr(x, name) is not None}
     outputs = []
@@ -251,7 +251,7 @@ def test_rung11_no_synchronisation_and_no_copies_to_the_host(case, dtype, record
         assert not [call for call in calls if FORBIDDEN.search(call)], calls
         launches = [call for call in calls if re.match(r"cu(da)?LaunchKernel", call)]
         assert launches, f"no launch was seen: {calls}"
-        record_property("cuda_calls", f"{name} {helpers.dtype_name(dtype)} {x.q.shape[1]} tokens: {len(launches)} launches")
+        request.node.user_properties.append(("cuda_calls", f"{name} {helpers.dtype_name(dtype)} {x.q.shape[1]} tokens: {len(launches)} launches"))
 
 
 @pytest.mark.cuda

@@ -165,6 +165,22 @@ def test_h_is_exact_in_rows_with_offsets_on_the_host(dims, dtype):
 
 @every_dtype
 @dims
+@pytest.mark.parametrize("host", [[0, 64, 70, 134, 264], [0, 70, 71, 200, 264], [0, 1, 2, 3, 4]], ids=str)
+def test_wrong_offsets_on_the_host_change_the_rows_of_h_alone(host, dims, dtype):
+    # They say how many rows h has; the sequences are those of the device. Rows that are too many are zero.
+    x = case(dtype, [70, 0, 130, 64], **dims)
+    values, wrong = forward(x, output_h=True), forward(x, output_h=True, cu_seqlens_cpu=host)
+    rows = sum(-(-(b - a) // 64) for a, b in zip(host, host[1:]))
+    right, got = (t.reshape(-1, *t.shape[-3:]) for t in (values[3], wrong[3]))
+    assert got.shape[0] == rows
+    assert_bitwise("h", got[:6], right[:min(rows, 6)])
+    assert not got[6:].any()
+    for name, a, b in zip(("g", "A", "o", "final_state"), (*values[:3], values[4]), (*wrong[:3], wrong[4])):
+        assert_bitwise(name, a, b)
+
+
+@every_dtype
+@dims
 def test_h_rows_of_empty_sequences(dims, dtype):
     x = case(dtype, [0, 0, 0], padding=10, **dims)
     h = forward(x, output_h=True)[3]

@@ -54,12 +54,10 @@ def test_a_test_about_a_path_fails_on_another(paths, device):
 
 
 @pytest.fixture
-def gpu_run(request, monkeypatch):
+def gpu_run(monkeypatch):
     """A plugin of its own, as in a run on a Hopper GPU; hand it the reports of such a run."""
     monkeypatch.setattr(paths_plugin, "is_hopper", lambda: True)
-    paths = paths_plugin.Paths(request.config)
-    paths.device, paths.named = "cuda", None
-    paths.config = SimpleNamespace(args=["tests/python/test_07_lengths.py"])
+    paths = paths_plugin.Paths("cuda", config=SimpleNamespace(args=["tests/python/test_07_lengths.py"]))
 
     def report(test, *calls):
         nodeid = f"tests/python/test_07_lengths.py::{test}[case]"
