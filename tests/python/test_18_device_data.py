@@ -20,7 +20,8 @@ DRAWN = {"cpu": 60, "cuda": 300}
 def run(device, request, *arguments):
     """Runs the program; its calls count as this test's."""
     arguments = [str(PROGRAM), "--device", "cpu" if device == "cpu" else "cuda", *arguments]
-    done = helpers.in_subprocess(f"import runpy, sys; sys.argv = {arguments!r}; runpy.run_path(sys.argv[0], run_name='__main__')", timeout=90 if device == "cuda" else 300)
+    # One thread: of small calls on a busy machine threads wait for each other for most of the time.
+    done = helpers.in_subprocess(f"import runpy, sys; sys.argv = {arguments!r}; runpy.run_path(sys.argv[0], run_name='__main__')", timeout=90, OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-2500:]}\n{done.stderr[-2500:]}"
     for line in done.stdout.splitlines():
         name, _, value = line.partition(": ")
