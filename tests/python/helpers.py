@@ -82,7 +82,7 @@ def relative_error(got, want):
 
 
 # Of the error that storing alone makes. Where that is more than a bound, nothing can keep the bound: fp16 numbers below
-# 6e-5 have fewer and fewer bits. (A result summed in fp32 and then stored is within 1.0.)
+# 6e-5 have fewer and fewer bits. The factor is the room for computing (docs/numerics.md).
 STORED = 1.2
 
 
