@@ -360,6 +360,19 @@ def check(x: Inputs, grads=True, only=None, bounds=None, oracle=reference, **ove
     return got, compare(got, oracle(x, grads), x.dtype, only, bounds)
 
 
+def captured(step):
+    """A graph of step(), and what it returns: the tensors that a replay fills."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 def in_subprocess(code, timeout=300, **environment):
     """Runs Python code in a fresh interpreter; returns the completed process, output captured as text."""
     env = {**os.environ, **environment}

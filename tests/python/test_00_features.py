@@ -35,10 +35,12 @@ def test_head_dims(dtype, dims):
 @pytest.mark.parametrize("raw", [False, True], ids=["plain", "raw"])
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
 @pytest.mark.parametrize("sizes", helpers.with_cuda(
-    [dict(K=64, V=32, T=70), dict(K=64, V=32, seqlens=[70, 0, 65, 3])], [dict(K=128, T=170), dict(K=128, seqlens=[70, 0, 265, 3])]), ids=str)
+    [dict(K=64, V=32, T=70), dict(K=64, V=32, seqlens=[70, 0, 65, 3])],
+    [dict(K=128, T=170), dict(K=128, seqlens=[70, 0, 265, 3])]), ids=str)
 def test_option_sets(dtype, raw, v_first, sizes, device):
     skip_unless_offered(dtype, device)
-    check(make_inputs(B=2, Hq=2, Hv=4, dtype=dtype, raw=raw, state_v_first=v_first, **sizes, **(dict(allow_neg_eigval=True) if raw else {})))
+    check(make_inputs(B=2, Hq=2, Hv=4, dtype=dtype, raw=raw, state_v_first=v_first, **sizes,
+                      **(dict(allow_neg_eigval=True) if raw else {})))
 
 
 @every_dtype

@@ -52,7 +52,8 @@ def worst_head(name, got, want):
 
 
 @pytest.mark.path("sm90", operations=("chunk_forward",))
-@pytest.mark.parametrize("T, dtype, gates, with_dht, auto_cp", list(itertools.product(TOKENS, SEEDS, GATES, [True, False], [True, False])), ids=str)
+@pytest.mark.parametrize(
+    "T, dtype, gates, with_dht, auto_cp", list(itertools.product(TOKENS, SEEDS, GATES, [True, False], [True, False])), ids=str)
 def test_rung3_gradients_by_cause(T, dtype, gates, with_dht, auto_cp, paths, request):
     failures, worst = [], dict.fromkeys(("dg", "dbeta"), 0.0)
     # auto_cp=True goes by the whole call: a seed is a call of its own.

@@ -81,7 +81,8 @@ def test_rung6_pool_slots_beyond_2_31_elements(K, dtype, device):
         helpers.assert_close("pool", pool[slot], want["final_state"][row], helpers.LOW_PRECISION["state"], 0)
 
 
-@pytest.mark.parametrize("K, T, dtype", helpers.with_cuda([(16, 3, torch.bfloat16)], [(128, 70, torch.bfloat16), (128, 70, torch.float16)]), ids=str)
+@pytest.mark.parametrize(
+    "K, T, dtype", helpers.with_cuda([(16, 3, torch.bfloat16)], [(128, 70, torch.bfloat16), (128, 70, torch.float16)]), ids=str)
 def test_rung6_strides_beyond_2_31_elements(K, T, dtype, device):
     # From 65 tokens on the gradients are a Hopper path's own, where no gradient of a final state comes in.
     x = make_inputs(T=T, Hq=1, Hv=1, K=K, dtype=dtype).replace(dht=None)

@@ -12,7 +12,8 @@ from helpers import make_inputs
 import flash_qla
 
 # Sequences of the low-level pair: on a GPU also as many tokens as have their gradients computed on tensor cores.
-lengths = pytest.mark.parametrize("K, lengths", helpers.with_cuda([(64, [70, 0, 130])], [(128, [70, 0, 130]), (128, [170, 0, 130])]), ids=str)
+lengths = pytest.mark.parametrize(
+    "K, lengths", helpers.with_cuda([(64, [70, 0, 130])], [(128, [70, 0, 130]), (128, [170, 0, 130])]), ids=str)
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 
 

@@ -125,28 +125,15 @@ def replay_lengths(N, bound, generator):
     return torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([bound])).tolist()
 
 
-def captured(step):
-    """A graph of step(), and what it returns: the tensors that a replay fills."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
-
-
 @pytest.mark.early
 @pytest.mark.cuda
-@pytest.mark.parametrize("N, dtype", [(33, torch.float16), (33, torch.bfloat16), (49, torch.bfloat16), (64, torch.bfloat16), (128, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("N, dtype", [(33, torch.float16), *((N, torch.bfloat16) for N in (33, 49, 64, 128))], ids=str)
 def test_rung12_graph_replay_with_other_lengths(N, dtype, request):
     # FlashInfer #3329: a captured prefill hung when it was replayed with one long and many short sequences.
     first = [512] + [6] * (N - 1)
     x = make_inputs(seqlens=first, Hq=2, Hv=4, K=128, dtype=dtype, grads=False)
     with torch.no_grad():
-        graph, (o, final_state) = captured(lambda: helpers.call(x))
+        graph, (o, final_state) = helpers.captured(lambda: helpers.call(x))
     generator = torch.Generator().manual_seed(N)
     replays = 10_000 if request.config.getoption("--runslow") else 300
     for i in range(replays):
@@ -176,7 +163,7 @@ def test_rung12_graph_of_a_training_step_with_other_lengths(auto_cp, dtype):
         return {"o": o.detach(), "final_state": final_state.detach()} | {
             helpers.GRADIENT_NAMES[name]: gradient for name, gradient in zip(leaves, gradients)}
 
-    graph, results = captured(step)
+    graph, results = helpers.captured(step)
     generator = torch.Generator().manual_seed(0)
     some = [[tokens, 0, 0], [0, tokens, 0], [0, 0, tokens], [2731, 2731, 2730], [1, 64, tokens - 65], [7000, 1000, 100]]
     for i, lengths in enumerate([*some, *(replay_lengths(N, tokens, generator) for _ in range(54))]):
@@ -197,7 +184,7 @@ def test_rung12_decode_graph(dtype, device):
     def step():
         return flash_qla.gated_delta_rule_decode(x.q, x.k, x.v, x.g, x.beta, pool, indices)
 
-    graph, o = captured(step)
+    graph, o = helpers.captured(step)
     pool.copy_(x.initial_state)
     expected = x.initial_state.clone()
     for _ in range(100):
@@ -226,7 +213,8 @@ def cuda_calls(function):
 
 # What waits for the device, copies to the host, allocates, or loads code. (cudaMemcpyAsync to pageable memory waits as well:
 # that is told by what it does on the device.)
-FORBIDDEN = re.compile(r"Synchronize|DtoH|^cu(da)?(Mem|Host|Malloc)\w*(Alloc|Free)|^cudaMalloc|^cudaFree|ModuleLoad|LibraryLoad|^cudaMemcpy(?!\w*Async)")
+FORBIDDEN = re.compile(
+    r"Synchronize|DtoH|^cu(da)?(Mem|Host)\w*(Alloc|Free)|^cudaMalloc|^cudaFree|ModuleLoad|LibraryLoad|^cudaMemcpy(?!\w*Async)")
 
 
 @pytest.mark.cuda
@@ -251,7 +239,8 @@ def test_rung11_no_synchronisation_and_no_copies_to_the_host(case, dtype, reques
         assert not [call for call in calls if FORBIDDEN.search(call)], calls
         launches = [call for call in calls if re.match(r"cu(da)?LaunchKernel", call)]
         assert launches, f"no launch was seen: {calls}"
-        request.node.user_properties.append(("cuda_calls", f"{name} {helpers.dtype_name(dtype)} {x.q.shape[1]} tokens: {len(launches)} launches"))
+        count = f"{name} {helpers.dtype_name(dtype)} {x.q.shape[1]} tokens: {len(launches)} launches"
+        request.node.user_properties.append(("cuda_calls", count))
 
 
 @pytest.mark.cuda

@@ -11,7 +11,8 @@ import flash_qla
 small = dict(T=70, Hq=1, Hv=2, K=16, V=8)
 # On a GPU the Hopper path as well, in each of its dtypes: 300 tokens have their gradients computed there, too.
 LARGE = [dict(T=300, Hq=1, Hv=2, K=128, V=128, dtype=dtype) for dtype in helpers.LOW]
-sizes = pytest.mark.parametrize("size", helpers.with_cuda([small], LARGE), ids=lambda size: f"{size['K']} {helpers.dtype_name(size.get('dtype'))}")
+sizes = pytest.mark.parametrize(
+    "size", helpers.with_cuda([small], LARGE), ids=lambda size: f"{size['K']} {helpers.dtype_name(size.get('dtype', torch.float32))}")
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
