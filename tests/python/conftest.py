@@ -1,10 +1,11 @@
 """Options of the Python tests: the same files run on every device and on every path.
 
     pytest tests/python                                     # CPU, the path that the library chooses
-    pytest tests/python --device cuda --path cuda_generic   # one path by name
+    pytest tests/python --device cuda --path cuda_generic   # one path by name: what it does not compute is skipped
     pytest tests/python --runslow                           # soaks and sizes that take minutes
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ hypothesis.settings.load_profile("ladder")
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
     parser.addoption("--path", default="auto", help="name of a path as explain() prints it, or auto")
+    parser.addoption("--table", metavar="FILE", help="write the errors of dg and dbeta that test_03_gradients.py finds, as JSON")
     parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
 
 
@@ -30,13 +32,41 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device (graphs, streams, sanitizers)")
     config.addinivalue_line("markers", "slow: takes minutes; run with --runslow")
     config.addinivalue_line("markers", "early: seconds long, run first: with many workers nobody then waits for it alone at the end")
+    config.addinivalue_line(
+        "markers", "path(name, operations=.., planned=False): about one path: skipped where a run has no calls on it, and fails if another "
+        "path has computed something; planned: and if a call with auto_cp was not planned for a sequence split")
     config.addinivalue_line("markers", "cpu_only: about the host alone, independent of --device")
     if config.option.durations is None:
         config.option.durations = 12  # the suite has a time budget: always show where it goes
     import helpers
+    import paths_plugin
 
     helpers.settings.device = config.getoption("--device")
     helpers.settings.path = config.getoption("--path")
+    paths = paths_plugin.Paths(config.getoption("--device"), config.getoption("--path"), config)
+    paths.watch()
+    config.pluginmanager.register(paths, "paths")
+    if config.getoption("--table") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Table(config.getoption("--table")))
+
+
+class Table:
+    """Writes what tests have recorded under the name "gradients", a row each, when all have run."""
+
+    def __init__(self, file):
+        self.file, self.rows = Path(file), []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self.rows += [json.loads(value) for name, value in report.user_properties if name == "gradients"]
+
+    def pytest_sessionfinish(self):
+        import flash_qla
+
+        rows = sorted(self.rows, key=lambda row: (row["dtype"], row["gates"], row["dht"], row["auto_cp"], row["tokens"]))
+        head = {name: flash_qla.build_info().get(name) for name in ("version", "commit", "gpu_0")}
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        self.file.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,6 +86,12 @@ def device():
     import helpers
 
     return helpers.settings.device
+
+
+@pytest.fixture
+def paths(request):
+    """The record of this test's calls (paths_plugin.py)."""
+    return request.config.pluginmanager.get_plugin("paths")
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,12 @@ import pytest
 import torch
 from helpers import check, make_inputs
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
+# Calls of at most 256 tokens have their gradients computed in float32 (docs/numerics.md).
+lengths = pytest.mark.parametrize("T", helpers.with_cuda([200], [300]))
+every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("pattern", ["everywhere", "a quarter of the heads", "alternating"])
 def test_rung1_nothing_decays(pattern, dtype):
     x = make_inputs(T=300, Hq=2, Hv=4, K=128, dtype=dtype)
@@ -22,11 +24,12 @@ def test_rung1_nothing_decays(pattern, dtype):
     check(x.replace(g=g))
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("magnitude", [1e2, 1e3, 1e4])
 @pytest.mark.parametrize("where", ["all tokens", "one token", "scattered"])
-def test_rung2_very_negative_gates(magnitude, where, dtype):
-    x = make_inputs(T=150, Hq=1, Hv=4, K=128, dtype=dtype)
+@pytest.mark.parametrize("T", helpers.with_cuda([150], [300]))
+def test_rung2_very_negative_gates(T, magnitude, where, dtype):
+    x = make_inputs(T=T, Hq=1, Hv=4, K=128, dtype=dtype)
     g = x.g.clone()
     if where == "all tokens":
         g[:] = -magnitude
@@ -40,9 +43,10 @@ def test_rung2_very_negative_gates(magnitude, where, dtype):
         assert value.isfinite().all(), name
 
 
-@both
-def test_rung2_an_infinite_gate_forgets_everything(dtype):
-    x = make_inputs(T=150, Hq=1, Hv=2, K=128, dtype=dtype)
+@every_dtype
+@pytest.mark.parametrize("T", helpers.with_cuda([150], [300]))
+def test_rung2_an_infinite_gate_forgets_everything(T, dtype):
+    x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype)
     g = x.g.clone()
     g[:, 70] = -torch.inf
     got, _ = check(x.replace(g=g))
@@ -56,37 +60,41 @@ def test_rung2_an_infinite_gate_forgets_everything(dtype):
     helpers.assert_close("final_state", got["final_state"], helpers.to_numpy(alone["final_state"]), bound, 1)
 
 
-@both
+@every_dtype
+@lengths
 @pytest.mark.parametrize("A", [0.0, 16.0])
-def test_rung3_gate_gradient_at_both_ends(A, dtype):
+def test_rung3_gate_gradient_at_both_ends(A, T, dtype):
     # FlashQLA #28: dg lost its digits where everything decays and where nothing does.
-    x = make_inputs(T=200, Hq=2, Hv=4, K=128, dtype=dtype, raw=True, use_beta_sigmoid_in_kernel=False)
+    x = make_inputs(T=T, Hq=2, Hv=4, K=128, dtype=dtype, raw=True, use_beta_sigmoid_in_kernel=False)
     softplus = torch.nn.functional.softplus(x.g.float() + x.dt_bias)
     plain = x.replace(g=-A * softplus, beta=x.beta.sigmoid(), A_log=None, dt_bias=None, options=dict(use_qk_l2norm_in_kernel=True))
     check(plain)
 
 
-@both
-def test_rung3_in_kernel_gate_with_strong_and_no_decay(dtype):
-    x = make_inputs(T=200, Hq=2, Hv=4, K=128, dtype=dtype, raw=True)
+@every_dtype
+@lengths
+def test_rung3_in_kernel_gate_with_strong_and_no_decay(T, dtype):
+    x = make_inputs(T=T, Hq=2, Hv=4, K=128, dtype=dtype, raw=True)
     A_log = torch.tensor([16.0, 1.0, 1e-2, 0.0]).log().to(x.A_log)  # the last is -inf: A = 0, as older models draw it
     got, _ = check(x.replace(A_log=A_log))
     assert got["dA_log"].isfinite().all() and not got["dA_log"][3]
 
 
-@both
-def test_rung3_first_token(dtype):
+@every_dtype
+@pytest.mark.parametrize("T", helpers.with_cuda([65], [150]))
+def test_rung3_first_token(T, dtype):
     # Without an initial state there is nothing for the first gate to forget.
-    x = make_inputs(B=2, T=65, K=128, dtype=dtype, state=False)
+    x = make_inputs(B=2, T=T, K=128, dtype=dtype, state=False)
     got, _ = check(x)
     assert got["dg"][:, 0].abs().max() <= 1e-6
     x = make_inputs(T=1, K=128, dtype=dtype)
     check(x)
 
 
-@both
-def test_rung3_gate_only_moves_the_first_token(dtype):
-    x = make_inputs(T=65, K=128, dtype=dtype)
+@every_dtype
+@pytest.mark.parametrize("T", helpers.with_cuda([65], [300]))
+def test_rung3_gate_only_moves_the_first_token(T, dtype):
+    x = make_inputs(T=T, K=128, dtype=dtype)
     g = torch.zeros_like(x.g)
     g[:, 0] = -3
     check(x.replace(g=g))

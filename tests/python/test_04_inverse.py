@@ -11,7 +11,12 @@ import torch
 from helpers import make_inputs
 
 
-def draw(keys, beta, dtype, T=140, K=128):
+every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
+# The second length: gradients on tensor cores (docs/numerics.md).
+lengths = pytest.mark.parametrize("T", helpers.with_cuda([140], [300]))
+
+
+def draw(keys, beta, dtype, T, K=128):
     x = make_inputs(T=T, Hq=1, Hv=2, K=K, dtype=dtype, seed=4)
     generator = torch.Generator().manual_seed(5)
     base = torch.randn(1, 1, 1, K, generator=generator)
@@ -43,15 +48,16 @@ def bounds_beside_the_emulation(x, want):
     return {name: max(helpers.bound_for(name, x.dtype), 2 * error) for name, error in emulated.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
+@every_dtype
+@lengths
 @pytest.mark.parametrize("keys", ["random", "correlated", "identical"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, 2.0])
-def test_rung4_keys_and_beta(keys, beta, dtype):
+def test_rung4_keys_and_beta(keys, beta, T, dtype):
     # At beta = 2 the recurrence reflects along k: errors neither grow nor shrink. Above it nothing is promised.
-    x = draw(keys, beta, dtype)
+    x = draw(keys, beta, dtype, T)
     want = helpers.reference(x)
     # float32 is well-conditioned enough for its usual bounds, if the products behind the inverse are summed with care.
-    bounds = bounds_beside_the_emulation(x, want) if dtype == torch.bfloat16 else None
+    bounds = bounds_beside_the_emulation(x, want) if dtype in helpers.LOW else None
     got = helpers.run(x)
     helpers.compare(got, want, dtype, bounds=bounds)
     if beta == 0.0:
@@ -72,18 +78,20 @@ def test_rung4_few_key_dimensions(K, keys, dtype):
     helpers.check(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
-def test_rung4_unnormalised_keys(dtype):
+@every_dtype
+@lengths
+def test_rung4_unnormalised_keys(T, dtype):
     # Long keys with beta / |k|^2: the update is a projection still, but every product is large.
-    x = draw("random", 1.0, dtype)
+    x = draw("random", 1.0, dtype, T)
     length = 8.0
     x = x.replace(k=(x.k.float() * length).to(dtype), beta=torch.full_like(x.beta, 0.9 / length**2))
     helpers.check(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
-def test_rung4_negative_eigenvalues_in_kernel(dtype):
-    x = make_inputs(T=140, Hv=4, K=128, dtype=dtype, raw=True, allow_neg_eigval=True)
+@every_dtype
+@lengths
+def test_rung4_negative_eigenvalues_in_kernel(T, dtype):
+    x = make_inputs(T=T, Hv=4, K=128, dtype=dtype, raw=True, allow_neg_eigval=True)
     beta = x.beta.clone()
     beta[..., 0] = 20.0  # saturates at 2
     beta[..., 1] = -200.0  # saturates at 0: the gradient vanishes, without NaN

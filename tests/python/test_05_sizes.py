@@ -17,6 +17,28 @@ def test_rung5_sequences_times_heads_beyond_65535(dtype):
     check(make_inputs(Hq=2, Hv=4, K=8, V=8, dtype=dtype, seqlens=[i % 4 for i in range(16_500)], state=dtype == torch.float32))
 
 
+@pytest.mark.path("sm90")
+@pytest.mark.parametrize("dtype", helpers.LOW, ids=helpers.dtype_name)
+def test_rung5_sequences_times_heads_beyond_65535_on_tensor_cores(dtype):
+    # States of all sequences are gigabytes, and numpy's are more: none come in or go out, and the first, the last and those
+    # around head number 65,536 stand for all.
+    count = 16_500
+    x = make_inputs(Hq=2, Hv=4, K=128, dtype=dtype, seqlens=[i % 4 for i in range(count)], state=False, grads=False)
+    x.do = torch.randn(x.v.shape, generator=torch.Generator().manual_seed(1)).to(x.v)
+    leaves = {name: getattr(x, name).requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+    o, _ = flash_qla.chunk_gated_delta_rule(*leaves.values(), cu_seqlens=x.cu_seqlens)
+    gradients = torch.autograd.grad(o, list(leaves.values()), x.do)
+    got = {"o": o.detach(), **{helpers.GRADIENT_NAMES[name]: gradient for name, gradient in zip(leaves, gradients)}}
+    offsets = x.cu_seqlens.tolist()
+    for first in (0, 65_536 // 4 - 50, count - 100):
+        tokens = slice(offsets[first], offsets[first + 100])
+        part = x.replace(**{name: getattr(x, name).detach()[:, tokens] for name in (*leaves, "do")},
+                         cu_seqlens=x.cu_seqlens[first:first + 101] - offsets[first])
+        want = helpers.reference(part)
+        helpers.compare({name: value[:, tokens] for name, value in got.items()}, {name: want[name] for name in got}, dtype,
+                        where=f"sequences from {first}: ")
+
+
 @pytest.mark.early
 def test_rung5_65536_sequences_of_one_token():
     check(make_inputs(Hq=1, Hv=1, K=8, V=8, seqlens=[1] * 65_536, state=False))
@@ -44,28 +66,31 @@ def sparse(shape, strides, dtype, device):
     return torch.empty(extent, dtype=dtype, device=device).as_strided(shape, strides)
 
 
-def test_rung6_pool_slots_beyond_2_31_elements(device):
-    slots, Hv, K = 3, 2, 16
+@pytest.mark.parametrize("K, dtype", helpers.with_cuda([(16, torch.float32)], [(128, torch.bfloat16), (128, torch.float16)]), ids=str)
+def test_rung6_pool_slots_beyond_2_31_elements(K, dtype, device):
+    slots, Hv = 3, 2
     pool = sparse((slots, Hv, K, K), (BEYOND // 2 + 64, K * K, K, 1), torch.bfloat16, device)
-    x = make_inputs(seqlens=[65, 3], Hq=1, Hv=Hv, K=K, dtype=torch.float32, state_dtype=torch.bfloat16, grads=False, state_v_first=True)
+    x = make_inputs(seqlens=[65, 3], Hq=1, Hv=Hv, K=K, dtype=dtype, state_dtype=torch.bfloat16, grads=False, state_v_first=True)
     pool[0] = x.initial_state[0]
     pool[2] = x.initial_state[1]
     indices = torch.tensor([0, 2], device=device)
     o = flash_qla.gated_delta_rule_prefill(x.q, x.k, x.v, x.g, x.beta, pool, indices, cu_seqlens=x.cu_seqlens)
     want = helpers.reference(x, grads=False)
-    helpers.compare({"o": o}, {"o": want["o"]}, torch.float32)
+    helpers.compare({"o": o}, {"o": want["o"]}, dtype)
     for row, slot in enumerate((0, 2)):
         helpers.assert_close("pool", pool[slot], want["final_state"][row], helpers.LOW_PRECISION["state"], 0)
 
 
-def test_rung6_strides_beyond_2_31_elements(device):
-    x = make_inputs(T=3, Hq=1, Hv=1, K=16, dtype=torch.bfloat16)
-    far = {}
-    for name in ("q", "k", "v", "do"):
+@pytest.mark.parametrize(
+    "K, T, dtype", helpers.with_cuda([(16, 3, torch.bfloat16)], [(128, 70, torch.bfloat16), (128, 70, torch.float16)]), ids=str)
+def test_rung6_strides_beyond_2_31_elements(K, T, dtype, device):
+    # From 65 tokens on the gradients are a Hopper path's own, where no gradient of a final state comes in.
+    x = make_inputs(T=T, Hq=1, Hv=1, K=K, dtype=dtype).replace(dht=None)
+    for name in ("q", "k", "v", "do"):  # one after another: each takes 4 GB of a GPU
         t = getattr(x, name)
-        far[name] = sparse(t.shape, (0, BEYOND // 2 + 8, 16, 1), t.dtype, device)
-        far[name].copy_(t)
-    check(x.replace(**far))
+        far = sparse(t.shape, (0, (BEYOND // (T - 1) // 8 + 1) * 8, K, 1), t.dtype, device)
+        check(x.replace(**{name: far.copy_(t)}))
+        del far
 
 
 @pytest.mark.slow
@@ -111,10 +136,10 @@ def grows_linearly(small, large):
     return seconds(large) < 6 * seconds(small)
 
 
-@pytest.mark.parametrize("K, dtype", [(32, torch.float32), (128, torch.bfloat16)], ids=["32-float32", "128-bfloat16"])
+@pytest.mark.parametrize("K, dtype", helpers.with_cuda([(32, torch.float32), (128, torch.bfloat16)], [(128, torch.float16)]), ids=str)
 def test_rung17_time_grows_linearly_with_the_length(device, K, dtype):
     T = SMALL[device]
-    assert grows_linearly(*(make_inputs(T=n, Hq=1, Hv=2, K=K, dtype=dtype, state=False) for n in (T, 4 * T)))
+    assert grows_linearly(*(make_inputs(T=n, Hq=1, Hv=2, K=K, dtype=dtype, state=False, drawn_on=device) for n in (T, 4 * T)))
 
 
 def test_rung17_time_grows_linearly_with_the_number_of_sequences(device):

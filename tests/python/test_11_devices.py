@@ -154,14 +154,7 @@ def test_a_graph_captured_on_another_device(case):
         return o, final_state, *torch.autograd.grad([o, final_state], list(leaves.values()), [x.do, x.dht])
 
     with torch.cuda.device(1):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
+        graph, results = helpers.captured(step)
     assert torch.cuda.current_device() == 0
     for changed in (lengths, lengths[::-1], [sum(lengths), *[0] * (len(lengths) - 1)]):
         x.cu_seqlens.copy_(helpers.offsets(changed, device="cuda:1"))

@@ -5,32 +5,41 @@ import pytest
 import torch
 from helpers import assert_bitwise, check, make_inputs
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
+# Head dims and tokens: on a GPU the Hopper path's, on both sides of what has its gradients computed in float32.
+sizes = pytest.mark.parametrize("K, T", helpers.with_cuda([(64, 100)], [(128, 100), (128, 300)]))
+every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 
 
-@both
-@pytest.mark.parametrize("seqlens", [None, [70, 0, 65]], ids=["dense", "varlen"])
-def test_rung14_no_state_is_a_state_of_zeros(seqlens, dtype):
-    x = make_inputs(B=2, T=100, Hq=1, Hv=2, K=64, dtype=dtype, seqlens=seqlens, state=False)
+@every_dtype
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+@sizes
+def test_rung14_no_state_is_a_state_of_zeros(K, T, packed, dtype):
+    x = make_inputs(B=2, T=T, Hq=1, Hv=2, K=K, dtype=dtype, seqlens=[T - 30, 0, 65] if packed else None, state=False)
     zeros = x.replace(initial_state=torch.zeros_like(x.dht))
     a, b = helpers.run(x), helpers.run(zeros)
+    begins = [0] if x.cu_seqlens is None else x.cu_seqlens.unique()[:-1].tolist()
     for name in a:
-        assert torch.equal(a[name], b[name]), name  # -0 and 0 may differ
+        differing = (a[name] != b[name]).nonzero().tolist()  # -0 and 0 may differ
+        # Known to be zero without a state, the first token's dg is stored as such; with one it is what rounding leaves.
+        assert not [at for at in differing if name != "dg" or at[1] not in begins or a[name][tuple(at)]], (name, differing[:5])
     helpers.compare(b, helpers.reference(zeros), dtype)
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("incoming", ["do", "dht"])
-def test_rung14_one_incoming_gradient_alone(incoming, state, dtype):
-    x = make_inputs(T=100, Hq=1, Hv=2, K=64, dtype=dtype, state=state)
+@sizes
+def test_rung14_one_incoming_gradient_alone(K, T, incoming, state, dtype):
+    x = make_inputs(T=T, Hq=1, Hv=2, K=K, dtype=dtype, state=state)
     x = x.replace(do=None) if incoming == "dht" else x.replace(dht=None)
     # Gradients that are exactly zero for want of o come back as zeros, not as None (run() would refuse None).
     check(x)
 
 
-def test_rung14_some_inputs_do_not_require_gradients():
-    x = make_inputs(T=70, K=32)
+@every_dtype
+@sizes
+def test_rung14_some_inputs_do_not_require_gradients(K, T, dtype):
+    x = make_inputs(T=T, K=K, dtype=dtype)
     full = helpers.run(x)
     for name in ("q", "g", "initial_state"):
         leaf = getattr(x, name).clone().requires_grad_()
@@ -61,34 +70,38 @@ def layouts(x, layout):
     return x.replace(**{name: relaid(getattr(x, name)) for name in names})
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("layout", ["transposed", "reversed dims", "sliced", "misaligned"])
 @pytest.mark.parametrize("raw", [False, True], ids=["plain", "raw"])
-def test_rung15_strides(layout, raw, dtype):
-    x = make_inputs(B=2, T=70, Hq=2, Hv=4, K=48, V=32, dtype=dtype, raw=raw)
+@pytest.mark.parametrize("K, V, T", helpers.with_cuda([(48, 32, 70)], [(128, 128, 70), (128, 128, 150)]))
+def test_rung15_strides(K, V, T, layout, raw, dtype):
+    x = make_inputs(B=2, T=T, Hq=2, Hv=4, K=K, V=V, dtype=dtype, raw=raw)
     check(layouts(x, layout))
 
 
-@both
-def test_rung15_expanded_inputs(dtype):
-    x = make_inputs(B=2, T=70, Hq=2, Hv=4, K=64, dtype=dtype)
+@every_dtype
+@sizes
+def test_rung15_expanded_inputs(K, T, dtype):
+    x = make_inputs(B=2, T=T, Hq=2, Hv=4, K=K, dtype=dtype)
     x = x.replace(q=x.q[:, :, :1].expand_as(x.q), g=x.g[:, :1].expand_as(x.g), beta=x.beta[..., :1].expand_as(x.beta),
                   v=x.v[:1].expand_as(x.v), initial_state=x.initial_state[:1].expand_as(x.initial_state))
     check(x)
 
 
-@both
-def test_rung15_expanded_gradients(dtype):
+@every_dtype
+@sizes
+def test_rung15_expanded_gradients(K, T, dtype):
     # o.sum().backward() sends a gradient of zero strides.
-    x = make_inputs(B=2, T=70, Hq=1, Hv=2, K=64, dtype=dtype)
+    x = make_inputs(B=2, T=T, Hq=1, Hv=2, K=K, dtype=dtype)
     one = torch.ones((), dtype=dtype, device=x.q.device)
     check(x.replace(do=one.expand_as(x.do), dht=one.float().expand_as(x.dht)))
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_rung15_offsets_of_both_widths_and_strided(index_dtype, dtype):
-    x = make_inputs(seqlens=[70, 0, 65], Hq=1, Hv=2, K=64, dtype=dtype)
+@sizes
+def test_rung15_offsets_of_both_widths_and_strided(K, T, index_dtype, dtype):
+    x = make_inputs(seqlens=[T - 30, 0, 65], Hq=1, Hv=2, K=K, dtype=dtype)
     plain = helpers.run(x)
     spread = torch.full((8,), -1, dtype=index_dtype, device=x.q.device)
     spread[::2] = x.cu_seqlens.to(index_dtype)
@@ -98,10 +111,11 @@ def test_rung15_offsets_of_both_widths_and_strided(index_dtype, dtype):
             assert_bitwise(name, plain[name], got[name])
 
 
-@both
-def test_rung15_everything_in_bf16(dtype):
+@every_dtype
+@pytest.mark.parametrize("T", helpers.with_cuda([100], [300]))
+def test_rung15_everything_in_bf16(T, dtype):
     low = torch.bfloat16
-    x = make_inputs(T=100, Hq=1, Hv=2, K=128, dtype=dtype, gate_dtype=low, beta_dtype=low, state_dtype=low)
+    x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype, gate_dtype=low, beta_dtype=low, state_dtype=low)
     # Gradients come back in bf16 where the input was, so those are held to the bounds of bf16.
     narrow = {"dg": "gate_grad", "dbeta": "gate_grad", "dh0": "grad"}
     bounds = {name: helpers.LOW_PRECISION[narrow[name]] if name in narrow else helpers.bound_for(name, dtype)
@@ -109,10 +123,11 @@ def test_rung15_everything_in_bf16(dtype):
     check(x, bounds=bounds)
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("rows", ["some", "all", "whole chunk"])
-def test_rung16_zero_rows_with_l2norm(rows, dtype):
-    x = make_inputs(T=150, Hq=1, Hv=2, K=128, dtype=dtype, raw=True)
+@pytest.mark.parametrize("T", helpers.with_cuda([150], [300]))
+def test_rung16_zero_rows_with_l2norm(T, rows, dtype):
+    x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype, raw=True)
     tokens = {"some": slice(3, None, 7), "all": slice(None), "whole chunk": slice(64, 128)}[rows]
     q, k = x.q.clone(), x.k.clone()
     q[:, tokens], k[:, tokens] = 0, 0
@@ -124,10 +139,11 @@ def test_rung16_zero_rows_with_l2norm(rows, dtype):
     helpers.compare(got, want, dtype)
 
 
-@both
-def test_rung16_padding_rows_do_not_move_the_state(dtype):
+@every_dtype
+@pytest.mark.parametrize("T", helpers.with_cuda([100], [300]))
+def test_rung16_padding_rows_do_not_move_the_state(T, dtype):
     # Transformers multiplies padded hidden states by zero: q = k = v = 0 with beta = 0.5.
-    x = make_inputs(T=100, Hq=1, Hv=2, K=128, dtype=dtype)
+    x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype)
     x = x.with_options(use_qk_l2norm_in_kernel=True)
     padded = {name: getattr(x, name).clone() for name in ("q", "k", "v", "g", "beta")}
     for name in ("q", "k", "v", "g"):

@@ -8,7 +8,7 @@ from helpers import assert_bitwise, assert_close, make_inputs, to_numpy
 
 import flash_qla
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
+every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 layouts = pytest.mark.parametrize("seqlens", [None, [70, 0, 130, 64]], ids=["dense", "varlen"])
 
 
@@ -29,15 +29,20 @@ def bounds(dtype):
     return {name: helpers.bound_for(name, dtype) for name in helpers.TENSORS}
 
 
+# Head dims: on a GPU the Hopper path's too. Of 300 tokens (264 packed) it computes the gradients as well.
+dims = pytest.mark.parametrize("dims", helpers.with_cuda([dict(K=64, V=48)], [dict(K=128, V=128)]), ids=str)
+
+
 def case(dtype, seqlens, **more):
     return make_inputs(**(dict(B=2, T=150, Hq=2, Hv=4, K=64, V=48, dtype=dtype, seqlens=seqlens) | more))
 
 
-@both
+@every_dtype
 @layouts
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
-def test_values_of_forward(v_first, seqlens, dtype):
-    x = case(dtype, seqlens, state_v_first=v_first)
+@dims
+def test_values_of_forward(dims, v_first, seqlens, dtype):
+    x = case(dtype, seqlens, state_v_first=v_first, **dims)
     values = forward(x, output_h=True, state_v_first=v_first)
     assert len(values) == 5
     g, A, o, h, final_state = values
@@ -46,7 +51,7 @@ def test_values_of_forward(v_first, seqlens, dtype):
     assert (g.shape, g.dtype) == ((B, T, Hv), torch.float32)
     assert (A.shape, A.dtype) == ((B, T, Hv, 64), dtype)
     rows = B * -(-T // 64) if seqlens is None else T // 64 + len(seqlens)
-    assert (h.shape, h.dtype) == ((rows, Hv, *((V, 64) if v_first else (64, V))), dtype)
+    assert (h.shape, h.dtype) == ((rows, Hv, *((V, dims["K"]) if v_first else (dims["K"], V))), dtype)
     assert (o.dtype, final_state.dtype) == (dtype, torch.float32)
 
     assert_close("g", g, oracle.chunk_cumsum(to_numpy(x.g), cu), 1e-6, 2)
@@ -60,11 +65,12 @@ def test_values_of_forward(v_first, seqlens, dtype):
     assert not h[len(starts):].any(), "rows after the last chunk are zero"
 
 
-@both
+@every_dtype
 @layouts
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
-def test_forward_feeds_backward(v_first, seqlens, dtype):
-    x = case(dtype, seqlens, state_v_first=v_first)
+@dims
+def test_forward_feeds_backward(dims, v_first, seqlens, dtype):
+    x = case(dtype, seqlens, state_v_first=v_first, **dims)
     g, A, o, h, final_state = forward(x, state_v_first=v_first)
     assert h is None
     values = backward(x, g, A, state_v_first=v_first)
@@ -77,27 +83,30 @@ def test_forward_feeds_backward(v_first, seqlens, dtype):
     helpers.compare(got, {name: want[name] for name in got}, dtype, bounds=bounds(dtype))
 
 
-@both
-def test_backward_recomputes_a_missing_inverse(dtype):
-    x = case(dtype, None)
+@every_dtype
+@dims
+def test_backward_recomputes_a_missing_inverse(dims, dtype):
+    x = case(dtype, None, **dims)
     g, A, *_ = forward(x)
     want = helpers.reference(x)
     got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), backward(x, g, None)))
     helpers.compare(got, {name: want[name] for name in got}, dtype, bounds=bounds(dtype))
 
 
-@both
-def test_low_precision_initial_state_gives_a_float32_gradient(dtype):
-    x = case(dtype, None, state_dtype=torch.bfloat16)
+@every_dtype
+@dims
+def test_low_precision_initial_state_gives_a_float32_gradient(dims, dtype):
+    x = case(dtype, None, state_dtype=torch.bfloat16, **dims)
     g, A, *_ = forward(x)
     dh0 = backward(x, g, A)[5]
     assert dh0.dtype == torch.float32
     assert_close("dh0", dh0, helpers.reference(x)["dh0"], bounds(dtype)["dh0"], 1)
 
 
-@both
-def test_cumsum_restarts_and_is_clamped(dtype):
-    x = case(dtype, [70, 0, 130, 64], padding=6)
+@every_dtype
+@dims
+def test_cumsum_restarts_and_is_clamped(dims, dtype):
+    x = case(dtype, [70, 0, 130, 64], padding=6, **dims)
     g = x.g.clone()
     g[:, 3] = -1e4
     g[:, 72] = -torch.inf
@@ -109,9 +118,10 @@ def test_cumsum_restarts_and_is_clamped(dtype):
     assert_close("g", (cumsum[:, 60] - cumsum[:, 50]), (to_numpy(g)[:, 51:61]).sum(1), 1e-3)
 
 
-@both
-def test_no_gate_no_beta(dtype):
-    x = case(dtype, None).replace(g=None, beta=None)
+@every_dtype
+@dims
+def test_no_gate_no_beta(dims, dtype):
+    x = case(dtype, None, **dims).replace(g=None, beta=None)
     g, A, o, _, final_state = forward(x)
     assert not g.any()
     want = helpers.reference(x)
@@ -120,17 +130,21 @@ def test_no_gate_no_beta(dtype):
     helpers.compare({"o": o, "final_state": final_state, "dq": dq, "dk": dk, "dv": dv, "dh0": dh0}, want, dtype, bounds=bounds(dtype))
 
 
-def test_values_asked_for():
-    x = case(torch.float32, None)
+@every_dtype
+@dims
+def test_values_asked_for(dims, dtype):
+    x = case(dtype, None, **dims)
     g, A, o, h, final_state = forward(x, output_final_state=False, output_h=False)
     assert h is None and final_state is None and A is not None and g is not None
     assert backward(x.replace(dht=None), g, A, initial_state=None, dht=None)[5] is None
     assert forward(x, output_final_state=True)[4] is not None
 
 
+@every_dtype
+@dims
 @pytest.mark.parametrize("cache", [True, False])
-def test_sixth_value_only_when_the_cache_is_named(cache):
-    x = case(torch.float32, None)
+def test_sixth_value_only_when_the_cache_is_named(cache, dims, dtype):
+    x = case(dtype, None, **dims)
     values = forward(x, enable_fwd_cp_cache=cache, is_train=True, cp_context=None)
     assert len(values) == 6
     g, A = values[:2]
@@ -138,8 +152,10 @@ def test_sixth_value_only_when_the_cache_is_named(cache):
         assert_bitwise("gradient", a, b)
 
 
-def test_h_is_exact_in_rows_with_offsets_on_the_host():
-    x = case(torch.float32, [70, 0, 130, 64])
+@every_dtype
+@dims
+def test_h_is_exact_in_rows_with_offsets_on_the_host(dims, dtype):
+    x = case(dtype, [70, 0, 130, 64], **dims)
     capacity = forward(x, output_h=True)[3]
     for host in (x.cu_seqlens.cpu(), x.cu_seqlens.cpu().numpy(), x.cu_seqlens.tolist()):
         exact = forward(x, output_h=True, cu_seqlens_cpu=host)[3]
@@ -147,26 +163,45 @@ def test_h_is_exact_in_rows_with_offsets_on_the_host():
         assert_bitwise("h", exact, capacity[:6])
 
 
-@both
-def test_h_rows_of_empty_sequences(dtype):
-    x = case(dtype, [0, 0, 0], padding=10)
+@every_dtype
+@dims
+@pytest.mark.parametrize("host", [[0, 64, 70, 134, 264], [0, 70, 71, 200, 264], [0, 1, 2, 3, 4]], ids=str)
+def test_wrong_offsets_on_the_host_change_the_rows_of_h_alone(host, dims, dtype):
+    # They say how many rows h has; the sequences are those of the device. Rows that are too many are zero.
+    x = case(dtype, [70, 0, 130, 64], **dims)
+    values, wrong = forward(x, output_h=True), forward(x, output_h=True, cu_seqlens_cpu=host)
+    rows = sum(-(-(b - a) // 64) for a, b in zip(host, host[1:]))
+    right, got = (t.reshape(-1, *t.shape[-3:]) for t in (values[3], wrong[3]))
+    assert got.shape[0] == rows
+    assert_bitwise("h", got[:6], right[:min(rows, 6)])
+    assert not got[6:].any()
+    for name, a, b in zip(("g", "A", "o", "final_state"), (*values[:3], values[4]), (*wrong[:3], wrong[4])):
+        assert_bitwise(name, a, b)
+
+
+@every_dtype
+@dims
+def test_h_rows_of_empty_sequences(dims, dtype):
+    x = case(dtype, [0, 0, 0], padding=10, **dims)
     h = forward(x, output_h=True)[3]
     assert h.shape[0] == 10 // 64 + 3 and not h.any()
 
 
-@both
-def test_agrees_bitwise_with_autograd_where_both_are_float32(dtype):
-    x = case(dtype, [70, 0, 130, 64])
+@every_dtype
+@dims
+def test_agrees_bitwise_with_autograd_where_both_are_float32(dims, dtype):
+    x = case(dtype, [70, 0, 130, 64], **dims)
     whole = helpers.run(x)
     g, A, o, _, final_state = forward(x)
     assert_bitwise("o", o, whole["o"])
     assert_bitwise("final_state", final_state, whole["final_state"])
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("missing", ["do", "dht", "initial_state"])
-def test_backward_with_absent_tensors(missing, dtype):
-    x = case(dtype, [70, 0, 130]).replace(**{missing: None})
+@dims
+def test_backward_with_absent_tensors(dims, missing, dtype):
+    x = case(dtype, [70, 0, 200], **dims).replace(**{missing: None})
     g, A, *_ = forward(x)
     got = dict(zip(("dq", "dk", "dv", "dbeta", "dg", "dh0"), backward(x, g, A)))
     want = helpers.reference(x)

@@ -11,7 +11,7 @@ from helpers import assert_bitwise, make_inputs, to_numpy
 
 import flash_qla
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
+both = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 POOL_DTYPES = pytest.mark.parametrize("pool_dtype", helpers.FLOATS, ids=helpers.dtype_name)
 SLOTS = 10
 

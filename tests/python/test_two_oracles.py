@@ -1,14 +1,16 @@
-"""The library's own oracle (path "reference", C++) and the numpy oracle were written apart: they agree to 1e-12 in fp64."""
+"""The library's own oracles (paths "reference" and "cuda_reference", C++) and the numpy oracle were written apart: they agree
+to 1e-12 in fp64, and on a GPU, where tensors are float32 at most, to that dtype's rounding."""
 
-import flash_qla
 import helpers
 import pytest
 import torch
 from helpers import make_inputs
 
-pytestmark = pytest.mark.cpu_only
+import flash_qla
 
 AGREEMENT = 1e-12
+# Results are stored in float32, half an ulp off; inputs are exact.
+AGREEMENT_ON_CUDA = 2.0**-24
 
 CASES = {
     "plain": dict(B=2, T=130, Hq=2, Hv=4, K=16, V=24),
@@ -20,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("name", CASES)
 def test_the_two_oracles_agree(name):
     x = make_inputs(dtype=torch.float64, **CASES[name])
@@ -27,3 +30,14 @@ def test_the_two_oracles_agree(name):
     with flash_qla.use_path("reference"):
         got = helpers.run(x)
     helpers.compare(got, want, x.dtype, bounds={tensor: AGREEMENT for tensor in want})
+
+
+@pytest.mark.parametrize("case", [
+    dict(T=300, Hq=2, Hv=4), dict(seqlens=[65, 0, 300], padding=3, Hq=2, Hv=4), dict(B=2, T=130, Hq=1, Hv=2, state=False),
+    dict(T=200, Hq=1, Hv=2, state_v_first=True)], ids=str)
+@pytest.mark.parametrize("dtype", helpers.with_cuda([torch.bfloat16], [torch.float16]), ids=helpers.dtype_name)
+def test_what_long_cases_are_compared_with_is_numpys_oracle(case, dtype, device):
+    x = make_inputs(**case, dtype=dtype)
+    bound = AGREEMENT if device == "cpu" else AGREEMENT_ON_CUDA
+    want = helpers.reference(x)
+    helpers.compare(helpers.library_reference(x), want, torch.float64, bounds=dict.fromkeys(want, bound))
