@@ -3,6 +3,8 @@
  * Every operation is three calls on one arguments structure, which its init function has filled with defaults:
  *     flash_qla_<op>_can_implement(&args)                       is this call legal, and if not, why
  *     flash_qla_<op>_workspace_size(&args, &bytes)              scratch that run() needs, of any alignment
+ *                                                               (q.data NULL: for all calls of no more tokens and
+ *                                                               sequences too)
  *     flash_qla_<op>_run(&args, workspace, bytes, stream)       does it, in the stream
  * Nothing throws, aborts, allocates device memory or waits for the device. When a call is refused nothing is written.
  * This header needs no framework and no CUDA header; it is valid C99 and C++17.

@@ -25,8 +25,8 @@ struct Path {
   // counts as aligned: sizes of scratch are asked for before tensors exist, and are then the largest of all paths that
   // take the shapes.
   std::string (*reject)(const Arguments& args, const Problem& problem);
-  // Bytes of scratch, 256-byte aligned, on the call's device. Grows with T and N, so that the size for the largest call
-  // serves all smaller ones.
+  // Bytes of scratch, 256-byte aligned, on the call's device. Where q.data is NULL it grows with T and N, so that the
+  // size for the largest call serves all smaller ones.
   size_t (*workspace_size)(const Arguments& args, const Problem& problem);
   // Computes the call; writes every element of every present output. No synchronisation, no allocation on the device.
   Status (*run)(const Arguments& args, const Problem& problem, void* workspace, void* stream);
