@@ -48,6 +48,11 @@ def explaining() -> Iterator[List[str]]:
         _state.texts = None
 
 
+def is_explaining() -> bool:
+    """True within explaining(), on its thread."""
+    return getattr(_state, "texts", None) is not None
+
+
 def _call(function: Callable[..., Any], allocate: Callable[[int], Any], arguments: tuple) -> bool:
     """Whether the call was made: False within explaining()."""
     texts: Optional[List[str]] = getattr(_state, "texts", None)

@@ -464,8 +464,10 @@ def pool(
     state_pool .. checkpoint_indices."""
     q, v = inputs[0], inputs[2]
     sources = (*inputs, states[0])
-    if out is not None and out.requires_grad and out.is_leaf and _wants_gradient(sources):
-        raise ValueError(f"{options[0]}: out (a leaf that requires a gradient) must not be written in place")
+    if out is not None and _wants_gradient(sources) and not _ffi.is_explaining():
+        if out.requires_grad and out.is_leaf:
+            raise ValueError(f"{options[0]}: out (a leaf that requires a gradient) must not be written in place")
+        _forward_only(options[0], out, sources, True)  # before anything is written: autograd may refuse it
     o = _output_like(q, v) if out is None else out  # type: ignore[arg-type]
     _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), (recurrent, *options, *inputs, *states, o))
-    return _forward_only(options[0], o, sources, out is not None)
+    return _forward_only(options[0], o, sources) if out is None else out

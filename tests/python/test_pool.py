@@ -425,7 +425,10 @@ def test_calls_that_compute_nothing_raise_no_version(name):
     with pytest.raises(TypeError):
         step(name)(**tensors | dict(pool=tensors["pool"].int()))
     x = rows(torch.float32)
-    flash_qla.explain(x.q, x.k, x.v, x.g, x.beta, tensors["pool"], tensor([2, 5, 7, 1]), op="gated_delta_rule_decode")
+    out = torch.zeros_like(x.v)
+    flash_qla.explain(x.q.requires_grad_(), x.k, x.v, x.g, x.beta, tensors["pool"], tensor([2, 5, 7, 1]), out=out,
+                      op="gated_delta_rule_decode")
+    assert not out.requires_grad and out._version == torch.zeros_like(x.v)._version
     assert {key: t._version for key, t in tensors.items()} == {key: t._version for key, t in written_by(name).items()}
 
 
@@ -446,6 +449,19 @@ def test_an_out_that_wants_its_own_gradient_is_refused():
     x.q.requires_grad_()
     before, out = pool.clone(), torch.zeros_like(x.v).requires_grad_()
     with pytest.raises(ValueError, match=r"^gated_delta_rule_decode: out \(a leaf that requires a gradient\)"):
+        decode(x, pool, [2, 5, 7, 1], out=out)
+    assert_bitwise("pool", pool, before)
+    assert not out.any()
+
+
+def test_an_out_that_autograd_refuses_leaves_the_pool_as_it_is():
+    # Such a view would need a history that it was told not to have.
+    x, pool = rows(torch.float32), make_pool(2, *DIMS)
+    x.q.requires_grad_()
+    with torch.no_grad():
+        out = torch.zeros(8, *x.v.shape[1:], device=pool.device)[::2]
+    before = pool.clone()
+    with pytest.raises(RuntimeError, match="no_grad"):
         decode(x, pool, [2, 5, 7, 1], out=out)
     assert_bitwise("pool", pool, before)
     assert not out.any()
