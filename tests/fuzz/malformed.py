@@ -11,6 +11,7 @@ the next call: after each one a right call must give the bits that it gave befor
 """
 
 import argparse
+import collections
 import faulthandler
 import sys
 import time
@@ -237,16 +238,21 @@ def main():
         cases = [draw_case(options.seed, number, options.device) for number in range(options.cases)]
     else:
         cases = [case for name in ([options.operation] if options.operation else OPERATIONS) for case in listed(name, options.device)]
-    right, failures, done, start = RightCall(options.device), 0, 0, time.time()
+    print(f"commit: {flash_qla.build_info().get('commit', 'unknown')}", flush=True)
+    right, by_path, failures, done, start = RightCall(options.device), collections.Counter(), 0, 0, time.time()
+    paths.calls.clear()
     for number in range(len(cases)) if options.case is None else [options.case]:
         faulthandler.dump_traceback_later(options.seconds, exit=True)
         print(f"case {number}: {cases[number]}", flush=True)  # the last one that is printed is the one that crashed or hangs
-        done += 1
+        done, before = done + 1, len(paths.calls)
         try:
             OPERATIONS[cases[number]["operation"]](Case(cases[number], options.device))
             if options.device == "cuda":
                 torch.cuda.synchronize()
+            own = len(paths.calls)
+            by_path.update({call.path for call in paths.calls[before:own]})
             right.check(number)
+            del paths.calls[own:]
         except Exception:
             failures += 1
             traceback.print_exc()
@@ -260,7 +266,8 @@ def main():
     for name, value in paths.properties():
         print(f"{name}: {value}")
     what = f"seed {options.seed}" if options.cases else f"listed, {options.operation or 'all operations'}"
-    print(f"malformed data, {what}, {options.device}: {done} cases, {failures} failed, {time.time() - start:.1f} s")
+    counted = ", ".join(f"{path} {count}" for path, count in by_path.most_common())
+    print(f"malformed data, {what}, {options.device}: {done} cases, {failures} failed, {time.time() - start:.1f} s; {counted}")
     return 1 if failures else 0
 
 

@@ -234,7 +234,7 @@ def assert_little_is_dropped(name, got, want, largest, reads, tolerance, unsplit
 
 
 FORCED = (1088, [0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 14])
-# In a sequence of 4,500 tokens "invariant" cuts before chunk 35 alone.
+# A sequence of 4,544 tokens "invariant" cuts before chunk 35 alone.
 INVARIANT = (4544, [10, 30, 31, 32, 33, 34, 35, 36, 50])
 
 
