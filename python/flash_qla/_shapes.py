@@ -61,7 +61,9 @@ def host_offsets(operation: str, q_shape: Sequence[int], cu_seqlens: Any, cu_seq
     offsets = [integer(operation, f"cu_seqlens_cpu[{i}]", value) for i, value in enumerate(given)]
     expected = sequence_count(q_shape, cu_seqlens.shape) + 1
     if len(offsets) != expected:
-        raise ValueError(f"{operation}: cu_seqlens_cpu.shape[0] ({len(offsets)}) must be that of cu_seqlens ({expected})")
+        raise ValueError(
+            f"{operation}: cu_seqlens_cpu.shape[0] ({len(offsets)}) must be that of cu_seqlens ({expected})"
+        )
     if offsets[0] != 0:
         raise ValueError(f"{operation}: cu_seqlens_cpu[0] ({offsets[0]}) must be 0")
     for i, (begin, end) in enumerate(zip(offsets, offsets[1:])):
