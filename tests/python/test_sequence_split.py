@@ -175,7 +175,6 @@ tolerances = pytest.mark.parametrize(
     "tolerance, dtype", [(None, BF16), (1e-10, BF16), (None, torch.float16)], ids=["bf16", "1e-10-bf16", "fp16"])
 
 
-@pytest.mark.xfail(strict=True, reason="tolerances above the default are still accepted, without effect")
 @pytest.mark.parametrize("given", [1e-6, 5.0, float("inf")])
 def test_a_tolerance_above_the_default_is_refused(given):
     x = make_inputs(T=70, Hq=1, Hv=2, K=16)

@@ -74,8 +74,6 @@ struct SequenceInfo {
   __device__ int chunks() const { return (length + kChunk - 1) / kChunk; }
 };
 
-__host__ __device__ __forceinline__ int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
-
 // Offset i of the caller, kept within the T tokens: it comes from the device and may be anything.
 __device__ __forceinline__ int32_t given_offset(const ChunkBackwardParams& p, int i) {
   const int64_t at = i * p.cu_seqlens_stride;
@@ -152,8 +150,16 @@ __device__ __forceinline__ bool waits_in_output(const ChunkBackwardParams& p, in
   return p.grads_in_outputs && valid == 2 * kChunk;
 }
 
-// S at the start of a pair, or dS at its end, in fp32 (params.h). tile: pair * Hv + head.
-__device__ __forceinline__ float* exact_state(const ChunkBackwardParams& p, int64_t tile, bool is_grad) {
+// S at the start of a sequence's pair-th pair, or dS at its end, in fp32 (params.h); null: they are not kept.
+__device__ __forceinline__ float* exact_state(const ChunkBackwardParams& p, const SequenceInfo& sequence, int n,
+                                              int pair, int head, bool is_grad) {
+  int first = sequence.first_pair;
+  if (p.exact_by_sequence) {
+    const int pairs = pairs_of(sequence.chunks());
+    first = p.cu_seqlens != nullptr && p.N > 1 ? p.first_exact[n] : wants_exact(pairs) ? n * pairs : -1;
+    if (first < 0) return nullptr;
+  }
+  const int64_t tile = static_cast<int64_t>(first + pair) * p.Hv + head;
   return p.exact_states + (2 * tile + static_cast<int>(is_grad)) * (kDim * kDim);
 }
 

@@ -124,8 +124,13 @@ __global__ __launch_bounds__(kExactProductsThreads) void sm90_chunk_bwd_exact_pr
   if (pair_index >= total_pairs(p)) return;
   const PairInfo pair = pair_info(p, pair_index);
   const int batch = p.cu_seqlens == nullptr ? pair.sequence : 0;
-  const auto* states = reinterpret_cast<const float4*>(exact_state(p, blockIdx.x, false));
-  const auto* grads = reinterpret_cast<const float4*>(exact_state(p, blockIdx.x, true));
+  const SequenceInfo sequence = sequence_info(p, pair.sequence);
+  const auto kept = [&](bool is_grad) {
+    return reinterpret_cast<const float4*>(
+        exact_state(p, sequence, pair.sequence, pair_index - sequence.first_pair, head, is_grad));
+  };
+  const float4 *states = kept(false), *grads = kept(true);
+  if (states == nullptr) return;
   const auto gates_of = [&](int chunk) {
     return p.gates + (static_cast<int64_t>(pair.slot + chunk) * p.Hv + head) * p.gate_stride;
   };

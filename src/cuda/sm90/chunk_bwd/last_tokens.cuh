@@ -2,7 +2,8 @@
 // are strong it reaches few tokens, and outweighs all else in them. Each of their dbeta is then one inner product of
 // rows that were rounded to 16 bits, and each dg one of states, which can cancel to less than their rounding leaves
 // (docs/numerics.md). In a sequence of one pair of chunks it may be so for every token; and where such a sequence's
-// gates keep nothing at any token, dg is less than what fp32 sums with larger terms that cancel leave.
+// gates keep little, dg is that of few tokens without it, or less than what fp32 sums of larger terms that cancel
+// leave.
 //
 // A window of one or two chunks ends with the sequence, S0 is the state before it, H the final state's gradient. With
 // e_j = v_j - gamma_j S0^T k_j - sum over i < j of G_ji (k_j k_i) u_i, u = beta e, dv = beta du and
@@ -11,8 +12,8 @@
 //   dg_t    = gP <H, S0> + sum over j >= t of gamma_j (scale q_j^T S0 dO_j - k_j^T S0 dv_j)
 //           + sum over i < t of gP / gamma_i k_i^T H u_i
 //           + sum over i < t <= j of G_ji (scale (q_j k_i) <dO_j, u_i> - (k_j k_i) <dv_j, u_i>).
-// Nothing in dg cancels but by its own: a token's product with itself is in no sum. All of these are sums over columns of
-// V, of which four blocks of a cluster have a quarter each.
+// Nothing in dg cancels but by its own: a token's product with itself is in no sum. All of these are sums over columns
+// of V, of which four blocks of a cluster have a quarter each.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -25,7 +26,7 @@ constexpr int kLastTokensThreads = 256;
 constexpr int kSlices = 4;  // blocks of a cluster; more columns of V would not fit shared memory
 constexpr int kSlice = kDim / kSlices;
 constexpr float kFarApart = -64.0f;  // log2 of a decay that is as good as none
-constexpr int kSolved = 16;  // tokens solved one after another; the others' part in them is a product
+constexpr int kSolved = 16;          // tokens solved one after another; the others' part in them is a product
 
 template <typename T>
 struct LastTokensMemory {
@@ -138,8 +139,8 @@ struct LastTokens {
       const uint8_t* tile = p.states + (static_cast<int64_t>(sequence.first_pair + pair) * p.Hv + head) * kStateBytes;
       for (int i = thread; i < kSlice * (kDim / 8); i += kLastTokensThreads) {
         const int c = i / (kDim / 8), piece = i % (kDim / 8);
-        const uint4 x = *reinterpret_cast<const uint4*>(tile + piece / 8 * kStateHalfBytes +
-                                                        tile_piece(0, v + c, piece % 8));
+        const uint4 x =
+            *reinterpret_cast<const uint4*>(tile + piece / 8 * kStateHalfBytes + tile_piece(0, v + c, piece % 8));
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -156,8 +157,7 @@ struct LastTokens {
     const float* gates = gates_of_chunk(p, sequence, chunk, head);
     const auto* key = static_cast<const uint16_t*>(p.k.data) +
                       row_offset(p.k, sequence.batch, sequence.token + chunk * kChunk, head / p.group) + k;
-    const uint8_t* values = p.v_new +
-                            (static_cast<int64_t>(sequence.first_slot + chunk) * p.Hv + head) * kTokensBytes +
+    const uint8_t* values = p.v_new + (static_cast<int64_t>(sequence.first_slot + chunk) * p.Hv + head) * kTokensBytes +
                             (v + c) / 64 * kTileBytes;
     float sum[kSlice / 2];
 #pragma unroll
@@ -451,8 +451,8 @@ struct LastTokens {
 
 // Clusters of kSlices blocks go through what small_betas.cuh has listed.
 template <typename T>
-__global__ __launch_bounds__(kLastTokensThreads, 1) void sm90_chunk_bwd_last_tokens_kernel(
-    const ChunkBackwardParams p) {
+__global__ __launch_bounds__(kLastTokensThreads,
+                             1) void sm90_chunk_bwd_last_tokens_kernel(const ChunkBackwardParams p) {
   launch_dependents();
   wait_for_predecessors();
   extern __shared__ __align__(16) uint8_t shared[];

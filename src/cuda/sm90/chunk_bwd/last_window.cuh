@@ -13,9 +13,9 @@ constexpr int kWindow = 2 * kChunk;
 constexpr float kFewReached = 6.0f;
 // A token with less of it, e^-5, is not among these, nor are those beyond a chunk's worth.
 constexpr float kLeastReach = 6.7e-3f;
-// Gates keep nothing where the squares of all decays of a token add up to less. The norm of dg is then some 1e-4, where
-// the rounding of the larger sums is 5e-7.
-constexpr float kNothingKept = 1e-3f;
+// Decays of a token, likewise by their squares: dg is in proportion to them, and where they add up to so few it is that
+// of a few tokens.
+constexpr float kFewKept = kFewReached;
 
 struct WindowSums {  // by warps
   float reached[kWindow / 32], kept[kWindow / 32];
@@ -69,7 +69,7 @@ __device__ __forceinline__ LastWindow find_window(const ChunkBackwardParams& p, 
   }
   __syncthreads();  // they are read before another item's are written
   const bool given = p.dht.data != nullptr;
-  if (sequence.length <= kWindow && p.exact_short && (given || sums[1] < kNothingKept)) return {0, tokens};
+  if (sequence.length <= kWindow && p.exact_short && (given || sums[1] < kFewKept)) return {0, tokens};
   if (!given || !(sums[0] < kFewReached)) return {0, 0};
   // The last pair of chunks, as the sums that it has in common are what dg has been rounded with. Where it is a chunk
   // alone, and fewer tokens than are reached, the one before it too.

@@ -46,12 +46,16 @@ int32_t pair_bound(const ChunkBackwardParams& p) {
 }
 
 // Pairs times value heads up to which calls keep states in fp32: 1,000 tokens of 8 heads, and 8 MB, which is all that
-// larger ones take more. Errors that the passes add up outweigh those of the tiles in sequences beyond some 1,000
-// tokens, 8 pairs, and where heads are many it would cost half of a call's time.
+// larger ones take more. Where heads are many it would cost half of a call's time.
 constexpr int64_t kMostExact = 64;
 
 bool keeps_exact(const ChunkBackwardParams& p) {
-  return p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact;
+  return p.exact_by_sequence || (p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact);
+}
+
+// Pairs of sequences that want it, at most: these have more than 128 tokens, and so a pair to every 64 of them at most.
+int64_t exact_pairs(const ChunkBackwardParams& p) {
+  return std::min(int64_t{kExactPairs} * p.N, int64_t{p.B} * p.T / kChunk);
 }
 
 // Of many sequences of few tokens: what blocks take to start and to end is more than their steps.
@@ -85,9 +89,10 @@ bool takes_pieces(const ChunkBackwardParams& p) {
   return p.fused && !p.whole_values && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastPieces);
 }
 
-// Segments want the kernel that makes them before the passes: how fast states decay comes from there too.
+// Segments want the kernel that makes them before the passes: how fast states decay comes from there too. Passes that
+// leave states in fp32 are of the form that does not make them.
 bool makes_own_tiles(const ChunkBackwardParams& p) {
-  return (p.fused || p.whole_values || gains_by_fusing(p)) && p.segment_chunks == 0;
+  return (p.fused || p.whole_values || gains_by_fusing(p)) && p.segment_chunks == 0 && !p.exact_by_sequence;
 }
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
@@ -165,7 +170,10 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->v_new = workspace.take<uint8_t>(tiles * kTokensBytes);
   p->keeps_exact = keeps_exact(*p);
   // Larger calls have the room as well: scratch must not shrink where a token is added.
-  if (p->may_be_exact) {
+  if (p->exact_by_sequence) {
+    p->first_exact = workspace.take<int32_t>(p->N);
+    p->exact_states = workspace.take<float>(exact_pairs(*p) * p->Hv * 2 * kDim * kDim);
+  } else if (p->may_be_exact) {
     p->exact_states = workspace.take<float>(std::min(pair_tiles, kMostExact) * 2 * kDim * kDim);
   }
   if (p->solves_A) {

@@ -65,7 +65,9 @@ struct ChunkBackwardParams {
   bool cu_seqlens_64;  // int64 offsets, else int32
   bool has_d_o;
   bool has_dq_and_dk;
-  bool may_be_exact;   // more of <dS, S> than what tiles of 16 bits have, if the call is small (exact_products.cuh)
+  // More of <dS, S> than what tiles of 16 bits have (exact_products.cuh): if the call is small, or in sequences of two
+  // to kExactPairs pairs whatever the call is.
+  bool may_be_exact, exact_by_sequence;
   bool corrects_last;  // last_tokens.cuh is wanted; set by the launcher
   bool exact_short;    // dbeta and dg of sequences of one pair in fp32 (last_tokens.cuh)
   bool solves_A;       // the caller has no A
@@ -135,9 +137,11 @@ struct ChunkBackwardParams {
   // [pair_bound, Hv] tiles [2 halves of K][64 of V][2 halves of V][64 of K] of dS at the pair's end, as rows, not as
   // images; with grads_in_outputs [N, Hv]: of sequences' last pairs that are short.
   uint8_t* state_grads;
-  // keeps_exact: [pair_bound, Hv, 2, 2 halves of V, 16 x 128 x 4] S at the pair's start and dS at its end, as the
-  // passes' threads hold them.
+  // keeps_exact: [pairs, Hv, 2, 2 halves of V, 16 x 128 x 4] S at the pair's start and dS at its end, as the passes'
+  // threads hold them. Of all pairs, or of the sequences that want it (exact_by_sequence), of which first_exact [N] is
+  // the first pair's place, -1: none; with cu_seqlens and several sequences alone.
   float* exact_states;
+  int32_t* first_exact;
   uint8_t* v_new;  // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
 static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);

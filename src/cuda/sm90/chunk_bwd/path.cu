@@ -90,11 +90,16 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.state_v_first = args.options.state_v_first != 0;
   params.has_d_o = present(args.d_o);
   params.has_dq_and_dk = present(args.dq) && present(args.dk);
-  // As with a sequence's cuts, its bits may then depend on what is computed beside it.
-  params.may_be_exact = args.options.cp_mode == FLASH_QLA_CP_AUTO && present(args.dht) && present(args.dg);
-  params.exact_short = args.options.cp_mode != FLASH_QLA_CP_AUTO || p.N * p.Hv <= kMostExactShort;
+  // As with a sequence's cuts, its bits may depend on what is computed beside it in one mode alone.
+  const bool by_call = args.options.cp_mode == FLASH_QLA_CP_AUTO, exact_dg = present(args.dht) && present(args.dg);
+  params.may_be_exact = by_call && exact_dg;
+  const auto dense_pairs = static_cast<int32_t>(ceil_div(p.T, 2 * kChunkSize));
+  params.exact_by_sequence = !by_call && exact_dg && (p.varlen || wants_exact(dense_pairs));
+  params.exact_short = !by_call || p.N * p.Hv <= kMostExactShort;
   if (p.varlen) {
-    params.cu_seqlens = args.cu_seqlens.data;
+    // Where only a size is asked for there may be no memory, but there are offsets all the same.
+    static const char kSomewhere = 0;
+    params.cu_seqlens = args.cu_seqlens.data != nullptr ? args.cu_seqlens.data : &kSomewhere;
     params.cu_seqlens_64 = dtype(args.cu_seqlens) == DType::kInt64;
     params.cu_seqlens_stride = args.cu_seqlens.stride[0];
   }

@@ -87,8 +87,12 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
       if (thread == kPlanThreads - 1) last_bound = bound;
     }
     const int32_t chunks = (length + kChunk - 1) / kChunk;
-    const int32_t segments = n < p.N && p.segment_chunks > 0 ? segments_of(p, chunks) : 0;
     const int32_t pairs = pairs_of(chunks);
+    // Segments, or pairs whose states are kept in fp32: no call has both.
+    const int32_t segments = n >= p.N                                    ? 0
+                             : p.segment_chunks > 0                      ? segments_of(p, chunks)
+                             : p.exact_by_sequence && wants_exact(pairs) ? pairs
+                                                                         : 0;
     int3 sum = make_int3(chunks, segments, pairs);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -105,7 +109,9 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
         p.first_slot[n] = before.x + sum.x - chunks;
         p.first_pair[n] = before.z + sum.z - pairs;
       }
-      if (p.segment_chunks > 0) p.first_segment[n] = before.y + sum.y - segments;
+      const int32_t first = before.y + sum.y - segments;
+      if (p.segment_chunks > 0) p.first_segment[n] = first;
+      if (p.exact_by_sequence) p.first_exact[n] = segments > 0 ? first : -1;
     }
     __syncthreads();
     if (thread == kPlanThreads - 1) carry = before + sum;

@@ -401,8 +401,9 @@ __device__ __forceinline__ void keep_exact(const float (&S)[64], const ChunkBack
                                            int step, const Lane& at) {
   if constexpr (kForm == kExactForm) {
     if (!work.keeps_state(step)) return;
-    auto* to = reinterpret_cast<float4*>(exact_state(p, work.state_tile(p, work.chunk(step)), work.reverse)) +
-               work.half * (kDim * kDim / 8) + 32 * at.warp + at.lane;
+    float* kept = exact_state(p, work.sequence, work.n, work.chunk(step) / 2, work.head, work.reverse);
+    if (kept == nullptr) return;
+    auto* to = reinterpret_cast<float4*>(kept) + work.half * (kDim * kDim / 8) + 32 * at.warp + at.lane;
 #pragma unroll
     for (int i = 0; i < 16; ++i) to[128 * i] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
   }

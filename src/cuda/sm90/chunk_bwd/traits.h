@@ -34,6 +34,14 @@ constexpr uint32_t kPassGiven = 4 * kChunk * 4, kPassFactor = 5 * kChunk * 4;
 // What ChunkBackwardParams::progress counts of a pair and value head: two chunks, two passes, two halves of V.
 constexpr uint32_t kPairCount = 8;
 
+constexpr int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
+
+// Pairs of a sequence up to which the passes may leave its states in fp32 for dg: errors that the passes add up
+// outweigh those of the tiles in sequences beyond some 1,000 tokens. Sequences of one pair have dg from
+// last_tokens.cuh.
+constexpr int32_t kExactPairs = 8;
+constexpr bool wants_exact(int32_t pairs) { return pairs >= 2 && pairs <= kExactPairs; }
+
 // States that the first round over segments leaves of each (segments.cuh).
 constexpr int kEdgesOfSegment = 3;
 
