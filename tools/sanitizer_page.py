@@ -18,6 +18,12 @@ EXPLANATIONS = (
         "places that have no boundary. Nobody looks at these ([memory](design/sm90_memory.md)).",
     ),
     (
+        "synccheck",
+        r"split, repeats$",
+        "\"Missing wait\" in clusters of four, in the call without a cut beside which the split is checked; the tool ends the program there. A warp tells "
+        "all four blocks of a chunk's end (`arrive_done()`), and a block waits for that of the chunks that it prepares: for the others nobody waits there.",
+    ),
+    (
         "racecheck",
         r"forward, (repeats|stale --only-case (10|15))$",
         "Warnings, no errors: lanes of a warp write the sequences that a block sorts, and others of the same warp read them after `__syncwarp()`, "

@@ -32,13 +32,12 @@ struct Memory {
   };
   double c[kChunk];
   float beta[kChunk];
-  float gamma[kChunk];  // e^{c_i}
-  float rest[kChunk];   // gamma_C / gamma_i
-  // What dg is summed from: in fp32 keys that lie along each other left it 1.9e-5 off.
-  double x[kChunk];      // gamma_i (scale <q_i, S0 do_i> - <k_i, S0 de_i>)
-  double y[kChunk];      // (gamma_C / gamma_i) <k_i, D1 u_i>
+  float gamma[kChunk];   // e^{c_i}
+  float rest[kChunk];    // gamma_C / gamma_i
+  float x[kChunk];       // gamma_i (scale <q_i, S0 do_i> - <k_i, S0 de_i>)
+  float y[kChunk];       // (gamma_C / gamma_i) <k_i, D1 u_i>
   float across[kChunk];  // sum_{i >= t, j < t} M_ij
-  double z[kThreads / 32];
+  float z[kThreads / 32];
 };
 
 __device__ void zero(Accumulator& a) {
@@ -269,7 +268,7 @@ __device__ void sum_across(Memory& s) {
 }
 
 // Sum over the threads that share rows of a product, in all of them.
-__device__ double row_sum(double x) {
+__device__ float row_sum(float x) {
 #pragma unroll
   for (int distance = 1; distance < kSide; distance *= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
@@ -277,7 +276,7 @@ __device__ double row_sum(double x) {
 
 // Keys [key0, key0 + kKeyTile) of the parts of dq and dk, and what they add to x, y and <S0, D1>.
 __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& place, const StateSource& start,
-                             const StateSource& end, int key0, int row0, int col0, double* z) {
+                             const StateSource& end, int key0, int row0, int col0, float* z) {
   Accumulator do_S, du_S, e_D;
   zero(do_S);
   zero(du_S);
@@ -292,8 +291,7 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
       const float4 D = end.load(from + row, key0 + key, p.in.V, p.in.K);
       *reinterpret_cast<float4*>(&s.panels.states[0][row][key]) = S;
       *reinterpret_cast<float4*>(&s.panels.states[1][row][key]) = D;
-      *z += static_cast<double>(S.x) * D.x + static_cast<double>(S.y) * D.y;
-      *z += static_cast<double>(S.z) * D.z + static_cast<double>(S.w) * D.w;
+      *z += S.x * D.x + S.y * D.y + S.z * D.z + S.w * D.w;
     }
     __syncthreads();
 #pragma unroll 4
@@ -329,7 +327,7 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
 #pragma unroll
   for (int a = 0; a < kTile; ++a) {
     const int i = row0 + a;
-    double x = 0.0, y = 0.0;
+    float x = 0.f, y = 0.f;
 #pragma unroll
     for (int b = 0; b < kTile; ++b) {
       const float q = s.keys.q[i][col0 + b], k = s.keys.k[i][col0 + b];
@@ -337,8 +335,8 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
       const float through_start = s.gamma[i] * s.beta[i] * du_S[a][b];
       const float through_end = s.rest[i] * s.beta[i] * e_D[a][b];
       dk[a][b] = through_end - through_start;
-      x += static_cast<double>(q) * dq[a][b] - static_cast<double>(k) * through_start;
-      y += static_cast<double>(k) * through_end;
+      x += q * dq[a][b] - k * through_start;
+      y += k * through_end;
     }
     x = row_sum(x);
     y = row_sum(y);
@@ -397,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_gradients_kernel(const __gr
 
   const StateSource start = state_source(p.states, p.initial_state, place.first, place.flat, place, p.in.Hv, p.in.V);
   const StateSource end = state_source(p.gradients, p.dht, place.last, place.flat + kChunkSize, place, p.in.Hv, p.in.V);
-  double z = 0.0;
+  float z = 0.f;
   for (int key0 = 0; key0 < p.in.K; key0 += kKeyTile) {
     compute_keys(s, p, place, start, end, key0, row0, col0, &z);
   }
@@ -408,11 +406,11 @@ __global__ void __launch_bounds__(kThreads, 2) chunk_gradients_kernel(const __gr
   __syncthreads();
   if (threadIdx.x < place.count) {
     const int t = threadIdx.x;
-    double through_states = 0.0;
+    float through_states = 0.f;
     for (int w = 0; w < kThreads / 32; ++w) through_states += s.z[w];
-    double sum = s.across[t] + s.gamma[place.count - 1] * through_states;
+    float sum = s.across[t] + s.gamma[place.count - 1] * through_states;
     for (int i = 0; i < place.count; ++i) sum += i < t ? s.y[i] : s.x[i];
-    p.d_log_decay[(place.flat + t) * p.in.Hv + place.head] = static_cast<float>(sum);
+    p.d_log_decay[(place.flat + t) * p.in.Hv + place.head] = sum;
   }
 }
 
