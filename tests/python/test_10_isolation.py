@@ -47,7 +47,7 @@ def assert_others_equal(a, b, lengths, n):
 
 @every_dtype
 @sizes
-@pytest.mark.parametrize("auto_cp", [False, "invariant"])
+@pytest.mark.parametrize("auto_cp", helpers.with_cuda([False], ["invariant"]))  # the CPU knows no modes
 @pytest.mark.parametrize("n", [0, 3])
 def test_a_changed_sequence_leaves_the_others_bitwise_equal(n, auto_cp, K, lengths, dtype):
     x = case(lengths, K, dtype)
@@ -59,7 +59,7 @@ def test_a_changed_sequence_leaves_the_others_bitwise_equal(n, auto_cp, K, lengt
 @every_dtype
 @sizes
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("auto_cp", [False, True, "invariant"])
+@pytest.mark.parametrize("auto_cp", helpers.with_cuda([True], [False, "invariant"]))
 def test_nan_and_infinity_stay_in_their_sequence(value, auto_cp, K, lengths, dtype):
     x = case(lengths, K, dtype)
     a, b = helpers.run(x, auto_cp=auto_cp), helpers.run(changed(x, lengths, 2, value), auto_cp=auto_cp)
@@ -93,11 +93,11 @@ def test_one_nan_is_not_lost(K, name, dtype):
 
 @every_dtype
 @head_dims
-@pytest.mark.parametrize("cut", [1, 63, 64, 65, 130])
-@pytest.mark.parametrize("auto_cp", [False, "invariant"])
-def test_the_future_leaves_the_past_bitwise_equal(cut, auto_cp, K, dtype):
-    x = make_inputs(T=200, Hq=1, Hv=2, K=K, dtype=dtype, grads=False)
-    other = make_inputs(T=200, Hq=1, Hv=2, K=K, dtype=dtype, grads=False, seed=99)
+@pytest.mark.parametrize("T, cut", helpers.with_cuda([(200, n) for n in (1, 63, 64, 65, 130)], [(4500, n) for n in (1000, 2304, 4000)]))
+@pytest.mark.parametrize("auto_cp", helpers.with_cuda([False], ["invariant"]))
+def test_the_future_leaves_the_past_bitwise_equal(T, cut, auto_cp, K, dtype):
+    x = make_inputs(T=T, Hq=1, Hv=2, K=K, dtype=dtype, grads=False)
+    other = make_inputs(T=T, Hq=1, Hv=2, K=K, dtype=dtype, grads=False, seed=99)
     mixed = {name: torch.cat([getattr(x, name)[:, :cut], getattr(other, name)[:, cut:]], 1) for name in TOKEN_TENSORS[:5]}
     a = helpers.run(x, grads=False, auto_cp=auto_cp)
     b = helpers.run(x.replace(**mixed), grads=False, auto_cp=auto_cp)
