@@ -8,8 +8,8 @@ from kernel_sources import Sources
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 RACECHECK, PLAIN = "FLASH_QLA_RACECHECK", "plain"
 
-# Why a run has reports: tool, what its command contains, and the explanation. A run with reports that none of these is
-# about, or that did not end, is an error of the page.
+# Why a run has reports, or was ended by its tool: tool, what its command contains, and the explanation. A run that none
+# of these is about is an error of the page.
 EXPLANATIONS = (
     (
         "initcheck",
@@ -91,7 +91,7 @@ def explained(run: dict) -> str:
     if run["reports"] == 0:
         return ""
     for tool, command, text in EXPLANATIONS:
-        if run["reports"] and tool == run["tool"] and re.search(command, run["command"]):
+        if tool == run["tool"] and re.search(command, run["command"]):
             return text
     what = "did not end" if run["reports"] is None else f"has {run['reports']} reports"
     raise SystemExit(f"tools/sanitizer_page.py: {run['tool']} of `{run['command']}` {what}, and nothing explains it")
