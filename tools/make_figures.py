@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python" / "flash_qla" / "cli"))
 from results import geometric_mean  # noqa: E402
 
-MODES = {"fwd": "forward", "bwd": "backward", "train": "forward + backward", "decode": "decode"}
+MODES = {"fwd": "forward", "bwd": "backward", "train": "forward + backward", "decode": "decode", "options": "forward"}
 NOTHING = "No results have been recorded yet.\n"
 
 # Files that an earlier version of the bench, or of the record, has written: the protocol in them is no longer one that it writes.

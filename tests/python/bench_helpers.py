@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from flash_qla.cli import bench_calls, bench_gpu, bench_inputs, bench_processes, bench_timing
+from flash_qla.cli import bench_calls, bench_gpu, bench_inputs, bench_options, bench_processes, bench_timing
 
 # A peer that answers for its first two rows with a tensor that is off by a tenth, complains about the third, and writes
 # other things too.
@@ -89,6 +89,9 @@ def bench(monkeypatch, tmp_path, clock):
     monkeypatch.setattr(bench_inputs, "FORWARD_LENGTHS", {"1x70": [70], "30+3": [30, 3], "5x2": [5, 5]})
     monkeypatch.setattr(bench_inputs, "BACKWARD_LENGTHS", {"70_1seq": [70]})
     monkeypatch.setattr(bench_inputs, "DECODE_LENGTHS", {"batch2": [1, 1]})
+    of_options = [((1, 2), "5x2" if "dense" in option else "1x70", gates, option) for *_, gates, option in bench_inputs.OPTIONS]
+    monkeypatch.setattr(bench_inputs, "OPTIONS", of_options)
+    monkeypatch.setattr(bench_options, "_CHECKPOINT_EVERY", 64)
 
     def run(modes, peer=None, out="gpu.json", **options):
         out = tmp_path / "results" / out

@@ -11,7 +11,7 @@ pytest.importorskip("typer")
 from bench_helpers import PEER, bench, clock  # noqa: F401  (fixtures among them)
 
 import flash_qla
-from flash_qla.cli import bench_calls, bench_gpu, bench_inputs, bench_protocol, bench_timing, results
+from flash_qla.cli import bench_calls, bench_gpu, bench_inputs, bench_options, bench_protocol, bench_timing, results
 
 pytestmark = pytest.mark.cpu_only
 
@@ -40,6 +40,40 @@ def test_every_mode_writes_checked_rows(bench, capsys):
     repeats = re.findall(r"repeat: python -m flash_qla bench --mode (\w+) --heads 1x2 --seqs (\S+)", capsys.readouterr().out)
     assert len(repeats) == len(rows) and set(repeats) == {
         ("fwd", "1x70"), ("fwd", "30+3"), ("fwd", "5x2"), ("bwd", "70_1seq"), ("train", "70_1seq"), ("decode", "batch2")}
+
+
+def test_rows_of_options_check_what_each_option_stores(bench, monkeypatch, capsys):
+    code, report, _ = bench(["options"])
+    assert code == 0, capsys.readouterr().out
+    stored = {row["options"]["option"]: set(row["err"]) - {"o", "final_state"} for row in report["rows"]}
+    options = [option for *_, option in bench_inputs.OPTIONS]
+    assert list(stored) == list(dict.fromkeys(options)) and len(report["rows"]) == len(options) == 10
+    assert {option: names for option, names in stored.items() if names} == {
+        "h": {"h"}, "checkpoints": {"checkpoints"}, "listed token": {"checkpoints"}}
+    seen = []
+    right = flash_qla.chunk_gated_delta_rule
+    monkeypatch.setattr(flash_qla, "chunk_gated_delta_rule", lambda q, *a, **x: seen.append((q, a, x)) or right(q, *a, **x))
+    bench(["options"])
+    ours = [(q.dtype, x["initial_state"].dtype) for q, _, x in seen if q.dtype != torch.float64]
+    assert {(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)} < set(ours)
+    changing = seen[-1][1][2]
+    assert not changing[:, :35].any() and changing[:, 35:].any()
+
+
+@pytest.mark.parametrize("option, stored", [("h", "h"), ("checkpoints", "checkpoints"), ("listed token", "checkpoints")])
+def test_what_an_option_stores_is_held_to_the_oracle(option, stored, bench, monkeypatch, capsys):
+    def call(given, x):
+        made = right(given, x)
+        if given["option"] != option or x["q"].dtype == torch.float64:
+            return made
+        return bench_options.Call("", lambda: {name: t * 1.1 if name == stored else t for name, t in made.run().items()})
+
+    right = bench_calls.option_call
+    monkeypatch.setattr(bench_calls, "option_call", call)
+    assert bench(["options"])[0] == 1
+    assert re.findall("FAIL .*", capsys.readouterr().out) == [
+        line for line in [f"FAIL options 1/2 70: {stored}: relative L2 1.0e-01, bound 5.0e-03  repeat: "
+                          "python -m flash_qla bench --mode options --heads 1x2 --seqs 1x70"]]
 
 
 def test_a_file_says_how_and_of_which_commit_it_was_measured(bench, tmp_path, capsys):
@@ -291,8 +325,8 @@ def test_refuses_unknown_modes_and_machines_without_a_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     for options, sentence in (
-        (dict(modes=["fwd", "sideways"]), "--mode must be of fwd, bwd, train, decode (sideways)"),
-        (dict(modes=["fwd"], gates="mixed,odd"), "--gates must be of mixed, none, strong (odd)"),
+        (dict(modes=["fwd", "sideways"]), "--mode must be of fwd, bwd, train, decode, options (sideways)"),
+        (dict(modes=["fwd"], gates="mixed,odd"), "--gates must be of mixed, none, strong, changing (odd)"),
         (dict(modes=["fwd"], merge=True), "--merge needs --out (no file was named)"),
         (dict(modes=["fwd"]), "a CUDA GPU must be present"),
     ):

@@ -36,12 +36,12 @@ def check(
 @app.command()
 def bench(
     cpu: bool = typer.Option(False, "--cpu", help="the CPU path against Transformers' torch functions"),
-    mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode"),
+    mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode,options"),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
     short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, a minute in all"),
     peer_rows: bool = typer.Option(False, "--peer-rows", help="on a GPU: the rows chosen for peers that compile long"),
-    gates: str = typer.Option("", help="on a GPU: any of mixed,none,strong (decay)"),
+    gates: str = typer.Option("", help="on a GPU: any of mixed,none,strong,changing (decay)"),
     peers: str = typer.Option(
         "", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"
     ),

@@ -10,10 +10,9 @@ import torch
 import flash_qla
 
 from .bench_inputs import HEAD_DIM
+from .bench_options import Call, Tensors, option_call
 from .check import ORACLES
 from .results import Row
-
-Tensors = Dict[str, torch.Tensor]
 
 _CHUNK = 64
 
@@ -23,16 +22,6 @@ _RATES: Dict[str, Tuple[float, float]] = {"H200": (4.3e12, 790e12)}
 
 # FLOP of one chunk and value head at K = V = 128, the products of docs/math.md counted once each.
 _FLOP_FORWARD, _FLOP_BACKWARD = 10.66e6, 24.1e6
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of the library on the tensors of a row; it returns what the oracle has, by name."""
-
-    name: str  # "" for the default call
-    run: Callable[[], Tensors]
-    # Puts back what a run changes in place; without it every run gives the same.
-    restore: Optional[Callable[[], Any]] = None
 
 
 def chunks(lengths: List[int]) -> int:
@@ -55,6 +44,7 @@ def bound_ms(row: Row) -> Optional[float]:
     moved, computed = {
         "fwd": forward,
         "decode": forward,
+        "options": forward,  # without what an option stores
         "bwd": backward,
         "train": (forward[0] + backward[0] + tokens * saved, forward[1] + backward[1]),
     }[row["mode"]]
@@ -122,6 +112,8 @@ def calls_of(given: Row, x: Tensors) -> List[Call]:
     mode = given["mode"]
     if mode == "decode":
         return [_decode(given, x)]
+    if mode == "options":
+        return [option_call(given, x)]
     if mode == "fwd":
         return [Call("", lambda: _inference(x)), Call("auto_cp=False", lambda: _inference(x, auto_cp=False))]
     if mode == "bwd":

@@ -36,8 +36,8 @@ from .results import (
     write,
 )
 
-_MODES = ("fwd", "bwd", "train", "decode")
-_FILE_NAMES = {"fwd": "forward", "bwd": "backward", "train": "train", "decode": "decode"}
+_FILE_NAMES = {"fwd": "forward", "bwd": "backward", "train": "train", "decode": "decode", "options": "options"}
+_MODES = tuple(_FILE_NAMES)
 
 # Rows below this are timed with a flushed L2 cache as well: theirs may hold all that they read.
 _SHORT_MS = 0.05
@@ -136,6 +136,8 @@ def _graph_failure(judge: _Judge, call: Call, graph: bench_timing.Graph) -> Opti
 
 def _options(given: Row) -> Dict[str, str]:
     """What differs from the default call."""
+    if given["option"]:
+        return {"option": given["option"]}
     if given["mode"] != "decode":
         return {} if given["gates"] == "mixed" else {"gates": given["gates"]}
     return {"state_dtype": given["state_dtype"], "state_layout": "[V, K]" if given["state_v_first"] else "[K, V]"}

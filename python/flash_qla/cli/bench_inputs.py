@@ -6,7 +6,7 @@ import csv
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -72,8 +72,9 @@ SHORT: Dict[str, List[Tuple[Heads, str]]] = {
 }
 
 # Of the gates: "mixed" as above; "none": no head decays, so that nothing can be left out where a sequence is cut;
-# "strong": every head forgets within a few tokens.
-GATES = ("mixed", "none", "strong")
+# "strong": every head forgets within a few tokens; "changing": as "mixed", but no head decays in the first half of the
+# tokens.
+GATES = ("mixed", "none", "strong", "changing")
 _STRONG_DECAY = 16
 
 # Rows with other gates than the mixed ones, measured where no gates are asked for: the ends between which a sequence
@@ -97,6 +98,20 @@ PEER_ROWS["bwd"] += [((16, 32), "8k_1seq", "none"), ((16, 32), "8k_1seq", "stron
 GATED["fwd"] += [((4, 16), "1x4096", "none"), ((8, 24), "1x8192", "none"), ((8, 32), "1x8192", "none")]
 GATED["fwd"] += [((2, 8), "4096+4096", "none")]
 
+# Forwards that do more than the plain call, one row for each thing (bench_options.py): heads, lengths, gates, option.
+OPTIONS: List[Tuple[Heads, str, str, str]] = [
+    ((16, 64), "8192x4", "mixed", "A, dense"),
+    ((16, 32), "8192x4", "mixed", "A, packed"),
+    ((16, 64), "4096x8", "mixed", "h"),
+    ((8, 32), "4096x8", "mixed", "checkpoints"),
+    ((2, 8), "1x32768", "mixed", "listed token"),
+    ((8, 32), "1x32768", "mixed", "pool"),
+    ((16, 64), "2048x4", "mixed", "pool"),
+    ((16, 64), "8192x4", "mixed", "float16"),
+    ((8, 32), "1x8192", "mixed", "bfloat16 states"),
+    ((2, 8), "1x32768", "changing", "kinds of heads"),
+]
+
 
 def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str = "") -> List[Dict[str, Any]]:
     """Rows of a mode, those chosen by the comma-separated `heads` ("16x64"), `lengths` (names) and `gates` (of GATES);
@@ -107,6 +122,7 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
         "bwd": (BACKWARD_HEADS, BACKWARD_LENGTHS),
         "train": (BACKWARD_HEADS, BACKWARD_LENGTHS),
         "decode": (DECODE_HEADS, DECODE_LENGTHS),
+        "options": (FORWARD_HEADS, FORWARD_LENGTHS),
     }[mode]
     chosen = all_heads
     if heads:
@@ -117,6 +133,19 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
     def within(rows: List[Tuple[Heads, str, str]]) -> List[Tuple[Heads, str, str]]:
         return [(h, n, kind) for h, n, kind in rows if h in chosen and n in names and (not gates or kind in kinds)]
 
+    # What a row has beside heads, lengths and gates.
+    extras: List[Dict[str, Any]] = [{"option": "", "state_dtype": "float32", "state_v_first": False}]
+    if mode == "decode":  # it moves little but the states: their dtype and layout count there
+        extras = [
+            {"option": "", "state_dtype": dtype, "state_v_first": v_first}
+            for dtype, v_first in itertools.product(("float32", "bfloat16"), (True, False))
+        ]
+    if mode == "options":
+        return [
+            _row(mode, given, all_lengths, {**extras[0], "option": option, **_DTYPES.get(option, {})})
+            for *given, option in OPTIONS
+            if within([tuple(given)])
+        ]
     if choice == "peers":
         wanted = within(PEER_ROWS[mode])
     else:
@@ -125,25 +154,26 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
             wanted = [row for row in wanted if row[:2] in SHORT[mode]]
         elif not gates:
             wanted += within(GATED.get(mode, []))
-    # Decode moves little but the states: their dtype and layout count there.
-    states = [("float32", False)]
-    if mode == "decode":
-        states = list(itertools.product(("float32", "bfloat16"), (True, False)))
-    return [
-        {
-            "mode": mode,
-            "short": ((hq, hv), name) in SHORT[mode] and kind == "mixed",
-            "gates": kind,
-            "hq": hq,
-            "hv": hv,
-            "name": name,
-            "seqlens": all_lengths[name],
-            "state_dtype": dtype,
-            "state_v_first": v_first,
-        }
-        for (hq, hv), name, kind in wanted
-        for dtype, v_first in states
-    ]
+    return [_row(mode, given, all_lengths, extra) for given in wanted for extra in extras]
+
+
+# Options that are a dtype.
+_DTYPES: Dict[str, Dict[str, str]] = {"float16": {"dtype": "float16"}, "bfloat16 states": {"state_dtype": "bfloat16"}}
+
+
+def _row(mode: str, given: Sequence[Any], all_lengths: Dict[str, List[int]], extra: Dict[str, Any]) -> Dict[str, Any]:
+    (hq, hv), name, gates = given
+    return {
+        "mode": mode,
+        "short": ((hq, hv), name) in SHORT.get(mode, []) and gates == "mixed",
+        "gates": gates,
+        "hq": hq,
+        "hv": hv,
+        "name": name,
+        "seqlens": all_lengths[name],
+        "dtype": "bfloat16",
+        **extra,
+    }
 
 
 def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, float]]:
@@ -159,7 +189,8 @@ def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, floa
 
 
 def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dict[str, torch.Tensor]:
-    """Tensors of a row, by default on the current GPU: bfloat16 q, k (normalised), v; float32 g, beta, states."""
+    """Tensors of a row, by default on the current GPU: q, k (normalised), v of its dtype; float32 g, beta; states of its
+    state_dtype."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -175,16 +206,19 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
     else:
         g /= _DECAY_DIVISOR
         g[..., slice(None) if row["gates"] == "none" else still] = 0.0
+    if row["gates"] == "changing":
+        g[:, : tokens // 2] = 0.0
     edges = torch.tensor([0, *lengths], device=device).cumsum(0)
+    dtype = getattr(torch, row["dtype"])
     return {
-        "q": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
-        "k": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).bfloat16(),
-        "v": normal(*outer, hv, HEAD_DIM).bfloat16(),
+        "q": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).to(dtype),
+        "k": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).to(dtype),
+        "v": normal(*outer, hv, HEAD_DIM).to(dtype),
         "g": g,
         "beta": normal(*outer, hv).sigmoid(),
         # [N, Hv, K, V] or [N, Hv, V, K]: K = V, so that one draw serves both.
         "h0": normal(count, hv, HEAD_DIM, HEAD_DIM).to(getattr(torch, row["state_dtype"])),
-        "do": normal(*outer, hv, HEAD_DIM).bfloat16(),
+        "do": normal(*outer, hv, HEAD_DIM).to(dtype),
         "dht": normal(count, hv, HEAD_DIM, HEAD_DIM) / 8,
         "cu_seqlens": edges.to(torch.int32),
     }

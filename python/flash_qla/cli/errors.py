@@ -11,7 +11,7 @@ import torch
 # Bounds on the relative L2 error against fp64, by tensor. For bfloat16 and float16 inputs they are a few roundings of
 # the inputs' 8-bit mantissa, with the sums of dbeta and dg over the head dimension on top.
 _HALF_BOUNDS: Dict[str, float] = {
-    **dict.fromkeys(("o", "final_state"), 5e-3),
+    **dict.fromkeys(("o", "final_state", "h", "checkpoints"), 5e-3),
     **dict.fromkeys(("dq", "dk", "dv", "dh0"), 8e-3),
     **dict.fromkeys(("dbeta", "dg", "dA_log", "ddt_bias"), 1.5e-2),
 }
@@ -24,7 +24,7 @@ TINY = 1e-6
 # Which dimension counts heads.
 _HEAD_DIM: Dict[str, int] = {
     **dict.fromkeys(("o", "dq", "dk", "dv", "dg", "dbeta"), 2),
-    **dict.fromkeys(("final_state", "dh0"), 1),
+    **dict.fromkeys(("final_state", "dh0", "h", "checkpoints"), 1),
     **dict.fromkeys(("dA_log", "ddt_bias"), 0),
 }
 
