@@ -165,6 +165,20 @@ def test_a_decode_graph_is_held_to_as_many_steps_as_it_has(bench, monkeypatch, c
     assert re.search("FAIL decode 1/2 batch 2: what the timed graph left: (o|final_state)", capsys.readouterr().out)
 
 
+def test_a_decode_graph_leaves_the_bits_of_its_calls_one_by_one(bench, clock, monkeypatch, capsys):
+    """A graph of three calls that makes two of them: its results are right for two steps, and found wrong."""
+
+    def capture(function):
+        single, _ = clock.capture(function)
+        graph = type(single)(single.graph, clock.calls, single.results)
+        graph.graph.replay = lambda once=single.graph.replay: (once(), once())
+        return clock.capture(function)[0], graph
+
+    monkeypatch.setattr(bench_timing, "capture", capture)
+    assert bench(["decode"])[0] == 1
+    assert "what the timed graph left: o, final_state must have the bits of 3 single calls" in capsys.readouterr().out
+
+
 def test_a_training_step_goes_through_autograd_where_it_is_eager(bench, monkeypatch, capsys):
     right = bench_calls._autograd_step
     monkeypatch.setattr(bench_calls, "_autograd_step", lambda x: {**right(x), "dg": right(x)["dg"] * 1.1})
