@@ -25,7 +25,7 @@ NOTHING = "No results have been recorded yet.\n"
 
 # Files that an earlier version of the bench, or of the record, has written: the protocol in them is no longer one that it writes.
 # A file that is measured again leaves the list (tests/tools/test_results.py).
-EARLIER = {"h200_decode", "h200_forward", "h200_peers", "h200_peers_backward", "h200_peers_flashinfer"}
+EARLIER = {"h200_decode"}
 EARLIER_BENCH = (
     "written by an earlier version of the bench: medians of graphs of five calls, with no load before them, and what they left was "
     "not checked; errors of what is zero were divided by sqrt(n), so that they are in no ratio here"
