@@ -1,0 +1,61 @@
+"""compare_machine_code.py tells kernels whose code has changed from those that are the same."""
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import compare_machine_code as compare  # noqa: E402
+
+
+def elf(**kernels):
+    """An ELF file with a section .text.<name> for each kernel, and two more."""
+    contents = [("", b""), (".data", b"other"), *((f".text.{name}", code) for name, code in kernels.items())]
+    names, body, headers = b"", b"", []
+    contents.append((".shstrtab", b"".join(name.encode() + b"\0" for name, _ in [*contents, (".shstrtab", b"")])))
+    for name, data in contents:
+        headers.append((len(names), 1, 64 + len(body), len(data)))
+        names += name.encode() + b"\0"
+        body += data
+    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01", 2, 190, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64,
+                       len(headers), len(headers) - 1)  # fmt: skip
+    return head + body + b"".join(struct.pack("<IIQQQQIIQQ", n, t, 0, 0, at, size, 0, 0, 0, 0) for n, t, at, size in headers)
+
+
+def test_reads_the_code_of_each_kernel():
+    assert compare.kernels_of_cubin(elf(a=b"12345678", b=b"code")) == {"a": b"12345678", "b": b"code"}
+    with pytest.raises(ValueError, match="not an ELF file"):
+        compare.kernels_of_cubin(b"MZ")
+
+
+def test_names_what_differs():
+    old = {("sm_90a", "same"): b"x", ("sm_90a", "changed"): b"x", ("sm_80", "gone"): b"x"}
+    new = {("sm_90a", "same"): b"x", ("sm_90a", "changed"): b"yz", ("sm_80", "added"): b"x"}
+    assert compare.differences(old, new) == [
+        "only in the new build: sm_80 added",
+        "only in the old build: sm_80 gone",
+        "other code (1 bytes, then 2): sm_90a changed",
+    ]
+    assert compare.differences(old, old) == []
+
+
+def test_files_are_compared_by_what_cuobjdump_takes_out_of_them(monkeypatch, tmp_path, capsys):
+    """cuobjdump is played by a script that writes the cubin which the file holds."""
+    tool = tmp_path / "cuobjdump"
+    tool.write_text('#!/bin/sh\n[ "$1 $2" = "-xelf all" ] && cp "$3" "x.1.sm_90a.cubin"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("CUOBJDUMP", str(tool))
+    files = {"old": elf(a=b"1", b=b"2"), "same": elf(b=b"2", a=b"1"), "new": elf(a=b"1", b=b"3"), "none": elf()}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    outcomes = {}
+    for name in ("same", "new", "none"):
+        monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "old"), str(tmp_path / name)])
+        outcomes[name] = (compare.main(), capsys.readouterr().out.splitlines()[-1:])
+    assert outcomes == {
+        "same": (0, ["2 kernels in both, 0 differences"]),
+        "new": (1, ["2 kernels in both, 1 differences"]),
+        "none": (2, []),
+    }
