@@ -108,7 +108,7 @@ void run_time(const Case& c) {
   }
   std::sort(times.begin(), times.end());
   const double ms = times[times.size() / 2];
-  const int sms = c.variant == ChunkForwardVariant::kSplitV ? 2 : c.variant == ChunkForwardVariant::kRelay ? 4 : 1;
+  const int sms = c.variant == ChunkForwardVariant::kSplitV ? 2 : 1;
   const int tiles = static_cast<int>(c.lengths.size()) * c.hv * sms;
   const double steps = static_cast<double>((tiles + 131) / 132) * ((c.lengths[0] + 63) / 64);
   std::printf("%-26s %8.4f ms (min %.4f)  bar %.4f  %5.3f us/step  o %.2e (%.2e) state %.2e%s\n", c.name.c_str(), ms,

@@ -6,8 +6,7 @@
 namespace flash_qla::cuda::sm90::bench {
 
 // The forms in which several SMs work on a head.
-inline constexpr std::pair<const char*, ChunkForwardVariant> kSharedForms[] = {{"split", ChunkForwardVariant::kSplitV},
-                                                                               {"relay", ChunkForwardVariant::kRelay}};
+inline constexpr std::pair<const char*, ChunkForwardVariant> kSharedForms[] = {{"split", ChunkForwardVariant::kSplitV}};
 
 inline std::vector<Case> check_cases() {
   std::vector<Case> cases;

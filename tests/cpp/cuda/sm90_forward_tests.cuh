@@ -344,7 +344,7 @@ inline int64_t test_sm90_strong_decay(const Settings& settings, Arena& arena) {
   Checker checker("strong decay, sm90", settings, arena, "sm90");
   Random random(23);
   for (const flash_qla_cp_mode cp_mode : {FLASH_QLA_CP_AUTO, FLASH_QLA_CP_OFF}) {
-    for (const bool whole : {false, true}) {  // a multiprocessor to a head, more heads than these; else two or four
+    for (const bool whole : {false, true}) {  // a multiprocessor to a head, more heads than these; else two
       for (const bool saved : {false, true}) {
         Shape s;
         s.dtype = DType::kBFloat16;

@@ -82,13 +82,13 @@ inline int64_t test_sm90_repeat(const Settings& settings, Arena& arena) {
                         settings, arena);
 }
 
-// A thousand runs of calls with so few tiles that two or four multiprocessors share one.
+// A thousand runs of calls with so few tiles that two multiprocessors share one.
 inline int64_t test_sm90_repeat_shared(const Settings& settings, Arena& arena) {
   std::vector<Repeated> kinds;
   for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
     for (const bool keeps : {false, true}) {
       kinds.push_back({keeps ? "two share, h kept" : "two share", type, 5, 8, keeps});
-      kinds.push_back({keeps ? "four share, h kept" : "four share", type, 3, 8, keeps});
+      kinds.push_back({keeps ? "two share few tiles, h kept" : "two share few tiles", type, 3, 8, keeps});
     }
   }
   return repeat_batches("a thousand runs of shared tiles, sm90", kinds, settings, arena);

@@ -213,9 +213,9 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
   };
   // On 132 multiprocessors.
   const Case cases[] = {
-      {{"relays", 2, 8, 3, 600, states, none, {}}},
-      {{"relays that save", 2, 8, 3, 600, states, saved_h, {}}},
-      {{"relays, no split", 2, 8, 2, 900, off, none, {}}},
+      {{"pairs, few tiles", 2, 8, 3, 600, states, none, {}}},
+      {{"pairs, few tiles, that save", 2, 8, 3, 600, states, saved_h, {}}},
+      {{"pairs, few tiles, no split", 2, 8, 2, 900, off, none, {}}},
       {{"pairs", 2, 8, 7, 1200, states, none, {}}},
       {{"pairs that save", 2, 8, 7, 1200, states, saved_h, {}}},
       {{"pairs, checkpoints", 2, 8, 6, 1200, states, checkpoints, {}}},

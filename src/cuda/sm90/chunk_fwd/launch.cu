@@ -231,10 +231,6 @@ enum class SavedStates { kNone, kSome, kAll };
 ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, SavedStates saved, bool any_bits,
                                  bool keeps_a = false) {
   const bool half = type == ElementType::kFloat16, save = saved != SavedStates::kNone;
-  if (variant == ChunkForwardVariant::kRelay) {
-    return save ? (half ? chunk_forward_fp16_relay_save() : chunk_forward_bf16_relay_save())
-                : (half ? chunk_forward_fp16_relay() : chunk_forward_bf16_relay());
-  }
   if (variant == ChunkForwardVariant::kSplitV) {
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
@@ -260,42 +256,8 @@ bool split_pays(int64_t tiles, int sms) {
   return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
 }
 
-// How many clusters of a kernel the card takes at a time: a cluster's SMs lie in one part of the card, and parts have
-// SMs left over (an H200 of 132 SMs takes 30 clusters of four). Asked once for each kernel and device: it does not
-// change.
-int clusters_at_once(const ChunkForwardKernel& kernel, int device) {
-  struct Known {
-    const void* function;
-    int device, clusters;
-  };
-  thread_local std::vector<Known> known;
-  for (const Known& k : known) {
-    if (k.function == kernel.function && k.device == device) return k.clusters;
-  }
-  int clusters = 0;
-  cudaLaunchAttribute together{};
-  together.id = cudaLaunchAttributeClusterDimension;
-  together.val.clusterDim = {static_cast<unsigned>(kernel.blocks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(kernel.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(kernel.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(kernel.smem_bytes);
-  config.attrs = &together;
-  config.numAttrs = 1;
-  if (cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes) !=
-          cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config) != cudaSuccess) {
-    clusters = 0;
-    (void)cudaGetLastError();  // a card that cannot say gets none of these
-  }
-  known.push_back({kernel.function, device, clusters});
-  return clusters;
-}
-
-// The variant for so many whole tiles that are not cut: the more SMs to a tile the better, as long as all run at once.
-ChunkForwardVariant choose_variant(ElementType type, SavedStates saved, int64_t tiles, int sms, int device) {
-  const ChunkForwardKernel relay = choose_kernel(type, ChunkForwardVariant::kRelay, saved, false);
-  if (tiles * relay.blocks <= sms && tiles <= clusters_at_once(relay, device)) return ChunkForwardVariant::kRelay;
+// The variant for so many whole tiles that are not cut.
+ChunkForwardVariant choose_variant(int64_t tiles, int sms) {
   return split_pays(tiles, sms) ? ChunkForwardVariant::kSplitV : ChunkForwardVariant::kWholeHead;
 }
 
@@ -361,7 +323,6 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.least_longest = decided.least_longest;
   split.clear_blocks = args.cu_seqlens != nullptr && !lengths_first ? kClearBlocks : 0;
   split.costs = SplitCosts(args.num_key_heads, args.num_value_heads);
-  if (decided.by_pairs) split.costs = split.costs.of_pairs();
   split.expected_grid = decided.grid;
   split.usual_choices = decided.choices;
   UndecayedSplit& undecayed = split.usual_choices.undecayed;
@@ -470,13 +431,12 @@ DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
     const bool may_share = shares_pay(tiles, sms), uncut_shared = may_share && !promise.surely();
     const bool by_pairs = may_share && pairs_pay(equal, promise, heads, uncut_shared, sms, costs);
     const bool shared = uncut_shared || by_pairs;
-    const SplitCosts behind = by_pairs ? costs.of_pairs() : costs;
     return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
             shared,
             0,
             promise.grid,
-            usual_choices(equal, promise.grid, heads, shared, sms, behind, by_pairs),
+            usual_choices(equal, promise.grid, heads, shared, sms, costs, by_pairs),
             by_pairs};
   }
   // The unsplit kernel is not launched once more for gates that ask for no cut: all calls asked in vain would pay.
@@ -593,7 +553,7 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   // The forward that goes on from the states at the starts of listed chunks makes A_g as one without a split.
   const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
   const ChunkForwardVariant uncut =
-      variant == ChunkForwardVariant::kAuto ? choose_variant(args.type, saved, whole_tiles, sms, device) : variant;
+      variant == ChunkForwardVariant::kAuto ? choose_variant(whole_tiles, sms) : variant;
   // Who asks for a variant gets all of it.
   const bool busy = variant != ChunkForwardVariant::kAuto || fills_card(args, whole_tiles, sms);
   const bool keeps_a = *training && busy && keeps_inverse(args, uncut, any_bits, decided.decision.planned);

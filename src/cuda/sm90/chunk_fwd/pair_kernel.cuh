@@ -14,7 +14,7 @@
 #include "aux_role.cuh"
 #include "chunk_stream.cuh"
 #include "clear.cuh"
-#include "cluster_aux.cuh"
+#include "pair_aux.cuh"
 #include "kernel_params.h"
 #include "output_rows.cuh"
 #include "own_gates.cuh"

@@ -110,7 +110,7 @@ static_assert(std::is_trivially_copyable_v<ChunkForwardArgs>);
 
 // How many SMs work on a tile: one; two, each with half of V; or four, two to each half, of which one carries the state
 // and one makes O. kAuto picks by the number of tiles and SMs.
-enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 2, kRelay = 3 };
+enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 2 };
 
 // Of a call without a split.
 size_t chunk_forward_workspace_size(int32_t num_sequences);

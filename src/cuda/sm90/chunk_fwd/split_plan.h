@@ -45,8 +45,7 @@ struct SplitCosts {
   // ... and more of it for each place where a sequence may be cut: of a key head and up to four value heads, until the
   // constructor has counted them.
   float boundary = 0.045f;
-  // Where nothing is cut: by four SMs to a head, by two, by one.
-  float relay_step = 0.945f, relay_edge = 10.2f;
+  // Where nothing is cut: by two SMs to a head, by one.
   float half_step = 1.11f, half_edge = 10.0f;
   float half_crowd = 0.19f;  // more of a step, times the square of the share of SMs that are at work, on average
   float whole_step = 1.925f, whole_edge = 5.3f;
@@ -71,13 +70,6 @@ struct SplitCosts {
     boundary *= static_cast<float>(key_heads * ((heads / key_heads + 3) / 4));
   }
 
-  // Where nothing is cut, two SMs to a head, never four.
-  SplitCosts of_pairs() const {
-    SplitCosts costs = *this;
-    costs.relay_step = half_step + 0.25f * half_crowd;
-    costs.relay_edge = half_edge;
-    return costs;
-  }
   FLASH_QLA_HOST_DEVICE float planning(int32_t boundaries) const {
     return plan + boundary * static_cast<float>(boundaries);
   }
@@ -192,22 +184,16 @@ FLASH_QLA_HOST_DEVICE inline float quotient(float a, float b) {
 #endif
 }
 
-// SMs to a tile where nothing is cut: as many as leave all tiles one wave. Clusters of four do not fill the card, whose
-// parts have SMs left over: of 132 SMs an H200 takes 30.
-FLASH_QLA_HOST_DEVICE constexpr int32_t uncut_blocks(int64_t tiles, int32_t sms) {
-  return 44 * tiles <= 10 * int64_t{sms} ? 4 : 2 * tiles <= sms ? 2 : 1;
-}
-// Whether that is more than one.
-FLASH_QLA_HOST_DEVICE constexpr bool shares_pay(int64_t tiles, int32_t sms) { return uncut_blocks(tiles, sms) > 1; }
+// Whether two SMs work on a tile where nothing is cut: all tiles are then one wave.
+FLASH_QLA_HOST_DEVICE constexpr bool shares_pay(int64_t tiles, int32_t sms) { return 2 * tiles <= sms; }
 
 // Where nothing is cut, an estimate: exact for equal lengths.
 FLASH_QLA_HOST_DEVICE inline float unsplit_time(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                 const SplitCosts& costs) {
   if (lengths.sequences == 0) return 0.0f;
   const int32_t tiles = lengths.sequences * heads;
-  const int32_t blocks = uncut_blocks(tiles, sms);
+  const int32_t blocks = shares_pay(tiles, sms) ? 2 : 1;
   const float cards = static_cast<float>(sms), longest = static_cast<float>(lengths.longest);
-  if (blocks == 4) return longest * costs.relay_step + costs.relay_edge;
   // The share of SMs at work on average over the longest tile's time.
   const float average = quotient(static_cast<float>(lengths.chunks), static_cast<float>(lengths.sequences));
   float share = quotient(average * static_cast<float>(blocks * tiles), longest * cards);

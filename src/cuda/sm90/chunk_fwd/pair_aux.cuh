@@ -1,4 +1,4 @@
-// What an auxiliary warpgroup does alike in pairs and in relays: from K of a chunk of its own to A_g.
+// What an auxiliary warpgroup of a pair does: from K of a chunk of its own to A_g.
 #pragma once
 
 #include "aux_role.cuh"

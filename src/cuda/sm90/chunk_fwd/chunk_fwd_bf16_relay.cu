@@ -1,9 +1,0 @@
-#include "relay_kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_bf16_relay() {
-  return describe_relay_kernel<RelayForwardTraits<__nv_bfloat16, false>>();
-}
-
-}  // namespace flash_qla::cuda::sm90

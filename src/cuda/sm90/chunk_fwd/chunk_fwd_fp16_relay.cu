@@ -1,7 +1,0 @@
-#include "relay_kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_fp16_relay() { return describe_relay_kernel<RelayForwardTraits<__half, false>>(); }
-
-}  // namespace flash_qla::cuda::sm90
