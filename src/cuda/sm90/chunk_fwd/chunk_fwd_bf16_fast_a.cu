@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_bf16_fast_a() { return describe_kernel<KeepingForwardTraits<__nv_bfloat16, false>>(); }
+ChunkForwardKernel chunk_forward_bf16_fast_a() { return describe_kernel<KeepingForwardTraits<__nv_bfloat16>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90 {
 
-ChunkForwardKernel chunk_forward_fp16_fast_a() { return describe_kernel<KeepingForwardTraits<__half, false>>(); }
+ChunkForwardKernel chunk_forward_fp16_fast_a() { return describe_kernel<KeepingForwardTraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90

@@ -235,10 +235,7 @@ ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, 
     return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
                 : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
   }
-  if (keeps_a) {
-    if (saved == SavedStates::kAll) return half ? chunk_forward_fp16_fast_h_a() : chunk_forward_bf16_fast_h_a();
-    return half ? chunk_forward_fp16_fast_a() : chunk_forward_bf16_fast_a();
-  }
+  if (keeps_a) return half ? chunk_forward_fp16_fast_a() : chunk_forward_bf16_fast_a();
   if (any_bits) {
     if (saved == SavedStates::kAll) return half ? chunk_forward_fp16_fast_h() : chunk_forward_bf16_fast_h();
     return save ? (half ? chunk_forward_fp16_fast_save() : chunk_forward_bf16_fast_save())
@@ -518,11 +515,12 @@ bool fills_card(const ChunkForwardArgs& args, int64_t tiles, int sms) {
   return 5 * tiles >= 4 * waves * sms;
 }
 
-// Whether the forward can write A and the gates' sums itself: where one SM makes a whole head, bits may be any, and
-// nothing is kept but h, so that its chunks are those of A.
-bool keeps_inverse(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool any_bits, bool planned) {
-  const bool chunks_of_a = args.checkpoints == nullptr && args.start_lists == nullptr && args.num_listed == 0;
-  return args.a != nullptr && variant == ChunkForwardVariant::kWholeHead && any_bits && !planned && chunks_of_a;
+// Whether the forward can write A and the gates' sums itself: where one SM makes a whole head, bits may be any, and no
+// state is kept.
+bool keeps_inverse(const ChunkForwardArgs& args, ChunkForwardVariant variant, SavedStates saved, bool any_bits,
+                   bool planned) {
+  return args.a != nullptr && variant == ChunkForwardVariant::kWholeHead && saved == SavedStates::kNone && any_bits &&
+         !planned;
 }
 
 // All but what launch_chunk_inverse() writes. training: A or the gates' sums are wanted; on return, whether they are
@@ -552,11 +550,10 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   const SavedStates saved = saved_states(args);
   // The forward that goes on from the states at the starts of listed chunks makes A_g as one without a split.
   const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
-  const ChunkForwardVariant uncut =
-      variant == ChunkForwardVariant::kAuto ? choose_variant(whole_tiles, sms) : variant;
+  const ChunkForwardVariant uncut = variant == ChunkForwardVariant::kAuto ? choose_variant(whole_tiles, sms) : variant;
   // Who asks for a variant gets all of it.
   const bool busy = variant != ChunkForwardVariant::kAuto || fills_card(args, whole_tiles, sms);
-  const bool keeps_a = *training && busy && keeps_inverse(args, uncut, any_bits, decided.decision.planned);
+  const bool keeps_a = *training && busy && keeps_inverse(args, uncut, saved, any_bits, decided.decision.planned);
   if (keeps_a) *training = false;
   const ChunkForwardKernel kernel = choose_kernel(args.type, uncut, saved, any_bits, keeps_a);
 

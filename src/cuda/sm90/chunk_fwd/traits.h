@@ -32,7 +32,7 @@ struct CodeMoves {
 // kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
 // whole batch.
 // kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
-// kKeepsA_: A and the gates' sums leave, for the backward; with the fast inverse alone.
+// kKeepsA_: A and the gates' sums leave, for the backward; with the fast inverse alone, where no state is saved.
 template <typename Element_, bool kSave_, bool kFastInverse_, bool kSaveH_, bool kKeepsA_>
 struct WholeHeadTraits {
   using Element = Element_;
@@ -61,13 +61,13 @@ struct WholeHeadTraits {
   // The tile of A_g holds A itself where decay is mild, so that it can be sent as it lies: the factors of its columns
   // are applied to W (kGateFactor).
   static constexpr bool kKeepsA = kKeepsA_;
-  static_assert(!kKeepsA || kFastInverse);
+  static_assert(!kKeepsA || (kFastInverse && !kSave));
   // What all roles execute for a mild chunk is 30 KB in several pieces, and the cache of instructions that two SMs
   // share keeps 32 KB, four lines of 128 bytes to each of 64 sets: pieces at some distances drive one another out.
   // These moves were chosen by counting what each set would have to keep, and then measured; others cost up to 20 %
   // (docs/design/sm90_forward.md). To be chosen again when the code changes.
   static constexpr CodeMoves kMoved = !kFastInverse ? CodeMoves{0, 0, 0, 0}
-                                      : kStagedH    ? (kKeepsA ? CodeMoves{0, 0, 0, 224} : CodeMoves{0, 0, 0, 320})
+                                      : kStagedH    ? CodeMoves{0, 0, 0, 320}
                                       : kKeepsA ? (kBf16 ? CodeMoves{24, 136, 120, 40} : CodeMoves{168, 120, 328, 8})
                                       : kSave   ? (kBf16 ? CodeMoves{104, 88, 392, 168} : CodeMoves{56, 104, 392, 168})
                                                 : (kBf16 ? CodeMoves{0, 0, 0, 344} : CodeMoves{0, 0, 0, 320});
@@ -179,7 +179,7 @@ struct WholeHeadTraits {
 
 template <typename Element, bool kSave, bool kFastInverse = false, bool kSaveH = kSave>
 struct ChunkForwardTraits : WholeHeadTraits<Element, kSave, kFastInverse, kSaveH, false> {};
-template <typename Element, bool kSave, bool kSaveH = kSave>
-struct KeepingForwardTraits : WholeHeadTraits<Element, kSave, true, kSaveH, true> {};
+template <typename Element>
+struct KeepingForwardTraits : WholeHeadTraits<Element, false, true, false, true> {};
 
 }  // namespace flash_qla::cuda::sm90
