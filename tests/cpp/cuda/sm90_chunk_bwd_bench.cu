@@ -54,7 +54,6 @@ struct Case {
   bool fused = false, whole_values = false;  // forms of the passes
   bool exact = false;                        // states in fp32 too, where the call is small
   int run_chunks = 0;                        // as segment_chunks
-  int pass_blocks = 0;                       // of the fused form; 0: as many as there are multiprocessors
   int distinct_tokens = 1 << 30;             // drawn; those after them repeat them (for times alone)
 };
 
@@ -686,10 +685,9 @@ class Runner {
         float x = 0;
         CHECK(cudaEventElapsedTime(&x, begin, end));
         if (round > 0) ms[i].push_back(x / kCalls);
-        how[i] = std::string(p_.whole_values   ? "both"
-                             : p_.takes_pieces ? "pieces"
-                             : p_.fused        ? "fused"
-                                               : "half") +
+        how[i] = std::string(p_.whole_values ? "both"
+                             : p_.fused      ? "fused"
+                                             : "half") +
                  (p_.segment_chunks > 0 ? " segments " + std::to_string(p_.segment_chunks) : "") +
                  (p_.run_chunks > 0 ? " runs " + std::to_string(p_.run_chunks) : "");
       }
@@ -872,7 +870,6 @@ class Runner {
     c_.fused = plan.fused;
     c_.whole_values = plan.whole_values;
     c_.run_chunks = plan.run_chunks;
-    p_.pass_blocks = c_.pass_blocks = plan.pass_blocks;
     auto tokens = [&](void* data, int heads) {
       return StridedTensor{data, {p_.T * heads * 128ll, heads * 128ll, 128, 1}, p_.v.type};
     };
@@ -1163,9 +1160,6 @@ int main(int argc, char** argv) {
       check("");
       c.fused = true;
       check("fused ");
-      c.pass_blocks = 4;  // two blocks a pass, which go through all of them
-      check("pieces ");
-      c.pass_blocks = 0;
       c.whole_values = true;
       check("both halves of V, fused, ");
       c.fused = c.whole_values = false;
@@ -1175,9 +1169,8 @@ int main(int argc, char** argv) {
     std::printf("%s\n", good ? "all checks passed" : "CHECKS FAILED");
   } else if (mode == "turns" || mode == "places" || mode == "hot") {
     // turns Hq/Hv:length,length,.. rounds plan ..: a plan is "rule", or what follows joined by commas: fused, half,
-    // both (fused, of both halves of V), alone (without the gradients), s and r with segments' and runs' chunks, b with
-    // the blocks of fused passes. places: of a sixth as many rounds at each of six places in memory. hot: milliseconds
-    // without a pause for rounds.
+    // both (fused, of both halves of V), alone (without the gradients), s and r with segments' and runs' chunks.
+    // places: of a sixth as many rounds at each of six places in memory. hot: milliseconds without a pause for rounds.
     Case c;
     c.name = wanted;
     const size_t colon = wanted.find(':');
@@ -1196,7 +1189,6 @@ int main(int argc, char** argv) {
       for (std::string x; std::getline(parts, x, ',');) {
         if (x == "fused" || x == "both") plan.fused = true;
         if (x == "both") plan.whole_values = true;
-        if (x[0] == 'b' && x != "both") plan.pass_blocks = std::stoi(x.substr(1));
         if (x[0] == 's') plan.segment_chunks = std::stoi(x.substr(1));
         if (x[0] == 'r' && x != "rule") plan.run_chunks = std::stoi(x.substr(1));
       }

@@ -17,7 +17,6 @@ bool keeps_grads_in_outputs(const ChunkBackwardParams& p) { return p.has_dq_and_
 
 constexpr int64_t kWave = 132;        // multiprocessors of an H200
 constexpr int64_t kLeastFused = 100;  // blocks of one wave that wait for memory
-constexpr int64_t kLeastPieces = 11 * kWave / 2;
 
 // Blocks of the passes by halves of V, over whole sequences.
 int64_t half_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
@@ -58,12 +57,6 @@ int64_t exact_pairs(const ChunkBackwardParams& p) {
   return std::min(int64_t{kExactPairs} * p.N, int64_t{p.B} * p.T / kChunk);
 }
 
-// Of many sequences of few tokens: what blocks take to start and to end is more than their steps.
-bool has_short_pieces(const ChunkBackwardParams& p) {
-  constexpr int64_t kMostTokens = 384;
-  return half_blocks(p) > kLeastPieces && int64_t{p.B} * p.T < kMostTokens * p.N;
-}
-
 // Of one sequence: with as many heads, and as long, that the gradients keep the rest of the device busy in good time.
 bool fills_with_both_halves(const ChunkBackwardParams& p) {
   constexpr int32_t kLeastHeads = 31, kLeastChunks = 128;
@@ -76,17 +69,10 @@ bool fills_with_both_halves(const ChunkBackwardParams& p) {
 // gradients' in them. And of one sequence where forward passes take runs, which leave something to do for the others
 // meanwhile.
 bool takes_whole_values(const ChunkBackwardParams& p) {
-  if (!p.fused || p.pass_blocks > 0) return false;
+  if (!p.fused) return false;
   constexpr double kShareOfHead = 9.0 / kWave / 2.3;
   return p.whole_values || (p.N == 1 && p.run_chunks > 0 && fills_with_both_halves(p)) ||
-         (longest_share(p) <= kShareOfHead * p.Hv && !has_short_pieces(p));
-}
-
-// Whether the blocks of fused passes by halves go on from one piece of work to another, in place of as many blocks as
-// there are pieces: it saves what a block takes to start and to end, and costs a tenth of each step, which pays from
-// five and a half waves of blocks on (docs/design/sm90_backward.md).
-bool takes_pieces(const ChunkBackwardParams& p) {
-  return p.fused && !p.whole_values && p.N > 1 && (p.pass_blocks > 0 || half_blocks(p) > kLeastPieces);
+         longest_share(p) <= kShareOfHead * p.Hv;
 }
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too. Passes that
@@ -107,7 +93,7 @@ bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
 bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
   if (p.N != 1) return false;
   if (!makes_own_tiles(p)) return leaves_half_idle(p, multiprocessors);
-  return p.pass_blocks == 0 && 4 * p.Hv <= multiprocessors && (p.whole_values || fills_with_both_halves(p));
+  return 4 * p.Hv <= multiprocessors && (p.whole_values || fills_with_both_halves(p));
 }
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
@@ -134,7 +120,6 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->ready = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
   p->ready_count = workspace.take<uint32_t>(1);
   p->next_item = workspace.take<uint32_t>(1);
-  p->next_piece = workspace.take<uint32_t>(2);
   p->log_growths = workspace.take<float>(tiles);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
@@ -297,7 +282,6 @@ void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace)
   params->solves_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
   params->whole_values = takes_whole_values(*params);
-  params->takes_pieces = takes_pieces(*params);
   params->small_beta = small_beta(params->v.type);
   take_all(params, workspace);
 }

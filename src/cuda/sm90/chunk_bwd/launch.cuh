@@ -53,11 +53,6 @@ cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps&
     // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
-  if (Traits::kTakesPieces) {
-    // Whole clusters of either pass.
-    const int64_t most = std::max(4, (p.pass_blocks > 0 ? p.pass_blocks : multiprocessors) / 4 * 4);
-    return launch(static_cast<unsigned>(std::min(states_blocks(p), most)), false);
-  }
   if (p.segment_chunks == 0) {
     if (Traits::kFused && p.run_chunks > 0 && growths_blocks(p) > 0) {
       FLASH_QLA_RETURN_IF_CUDA_ERROR(
@@ -107,11 +102,10 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
-    const auto states = p.whole_values   ? launch_states<T, kBothForm>
-                        : p.takes_pieces ? launch_states<T, kPiecesForm>
-                        : p.fused        ? launch_states<T, kFusedForm>
-                        : p.keeps_exact  ? launch_states<T, kExactForm>
-                                         : launch_states<T, kHalfForm>;
+    const auto states = p.whole_values  ? launch_states<T, kBothForm>
+                        : p.fused       ? launch_states<T, kFusedForm>
+                        : p.keeps_exact ? launch_states<T, kExactForm>
+                                        : launch_states<T, kHalfForm>;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(states(p, maps, multiprocessors, stream));
   }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));

@@ -54,9 +54,6 @@ struct ChunkBackwardParams {
   // Forward passes over whole sequences of heads that forget go through them in pieces of so many chunks, the last one
   // first (segments.cuh: "runs"). 0: from the start to the end.
   int32_t run_chunks;
-  // Of passes whose blocks go on from one piece of work to another (takes_pieces): how many blocks, for tests. 0: the
-  // shapes say whether they do, and there are as many as multiprocessors.
-  int32_t pass_blocks;
   float scale;
   float decay_threshold = kDecayThreshold;  // logarithm of the share of a state that a warm-up may leave out, or less
   float small_beta;                         // traits.h; set when the workspace is bound
@@ -73,7 +70,6 @@ struct ChunkBackwardParams {
   bool solves_A;       // the caller has no A
   bool beside;         // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
   bool fused;          // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
-  bool takes_pieces;   // fused: a block goes on to other pieces of work (states.cuh); set when the workspace is bound
   bool keeps_exact;    // it is: the passes keep states in fp32 too; set when the workspace is bound
   bool whole_values;   // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
   // dS at the end of a pair of 128 tokens waits in the rows of dq and dk of that pair and key head, which the gradients
@@ -116,10 +112,8 @@ struct ChunkBackwardParams {
   // how many places are filled, and how many are taken.
   uint32_t* ready;                    // [pair_bound, Hq]
   uint32_t *ready_count, *next_item;  // [1]
-  // Of the forward and of the reverse passes: how many pieces of work are taken beyond those that blocks begin with.
-  uint32_t* next_piece;              // [2]
-  int32_t* small_count;              // [1] how many entries small_tiles has
-  int32_t *last_count, *last_items;  // [1], [N * Hv] (n * Hv + head) of what last_tokens.cuh corrects, in any order
+  int32_t* small_count;               // [1] how many entries small_tiles has
+  int32_t *last_count, *last_items;   // [1], [N * Hv] (n * Hv + head) of what last_tokens.cuh corrects, in any order
   int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone

@@ -35,8 +35,6 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
     *p.last_count = 0;
     *p.ready_count = 0;
     *p.next_item = 0;
-    p.next_piece[0] = 0;
-    p.next_piece[1] = 0;
   }
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(p.pair_bound) * p.Hq; i += kPlanThreads) {
     p.progress[i] = 0;

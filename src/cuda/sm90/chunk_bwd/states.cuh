@@ -20,10 +20,8 @@ __device__ __forceinline__ void run_states(const ChunkBackwardParams& p, const C
                                            const StatesWork& found, uint32_t smem, const StatesBarriers& bars, int warp,
                                            int lane) {
   using Traits = StatesTraits<kForm>;
-  // Pieces are read from shared memory, the first one too: what they have in common is known here.
   StatesWork work = found;
-  if constexpr (Traits::kTakesPieces) work = StatesWork::of_whole_sequences(kReverse);
-  if constexpr (Traits::kFused && !Traits::kTakesPieces && (kReverse || !takes_runs(kForm))) {
+  if constexpr (Traits::kFused && (kReverse || !takes_runs(kForm))) {
     work.reverse = kReverse;
     work.warmup = work.before = 0;
     work.start = work.finish = kStateGiven;
@@ -83,8 +81,7 @@ __device__ __forceinline__ void find_sequence_work(const ChunkBackwardParams& p,
   const uint32_t one_pass = gridDim.x / 2;
   work->reverse = blockIdx.x < one_pass;
   const uint32_t index = blockIdx.x - (work->reverse ? 0 : one_pass);
-  work->take_piece(p, StatesTraits<kForm>::kHalves == 2 ? 2 * index : index);
-  work->take_whole(p);
+  work->take_whole(p, StatesTraits<kForm>::kHalves == 2 ? 2 * index : index);
   work->warmup = 0;
   work->before = 0;
   work->start = kStateGiven;
@@ -221,16 +218,6 @@ __global__ __launch_bounds__(StatesTraits<kForm>::kThreads,
     }
     mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
     mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
-    if constexpr (Traits::kTakesPieces) {
-      // Those who enter a piece: the state group, who makes G o A, P (reverse) and gates, who stores, and who counts.
-      const uint32_t warps = 4 + 4 + (work.reverse ? 4 : 0) + 1 + 1 + 1;
-      for (uint32_t slot = 0; slot < Traits::kPieceSlots; ++slot) {
-        mbarrier_init(bars.piece_full(slot), 1);
-        mbarrier_init(bars.piece_empty(slot), warps * kWarpArrivals);
-      }
-      work.write_piece<kForm>(smem, 0, true);
-      mbarrier_arrive(bars.piece_full(0));
-    }
     mbarrier_init_fence();
     store_shared_release(smem + Traits::kStored, 0);
     store_shared_release(smem + Traits::kMade, 0);

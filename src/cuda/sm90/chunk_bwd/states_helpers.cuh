@@ -12,7 +12,7 @@ namespace flash_qla::cuda::sm90 {
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem, int lane) {
   using Traits = StatesTraits<kForm>;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     if (work.steps == work.warmup) continue;
     const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
     const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
   uint32_t kept = 0;  // phase of state_full
   constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
   auto cursor = StatesCursor<kStages>::template before_first<Traits::kRehearses>();
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     for (int step = Traits::kRehearses && run == 0 ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
       asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
       const int c = work.chunk(step);
@@ -136,20 +136,8 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         store_shared_release(stored, work.before + step - 1);
       }
     }
-    if (Traits::kTakesPieces && kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
-      mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
-      if (lane == 0) fence_proxy_async();
-      arrive_warp(bars.empty(cursor.stage), lane);
-      cursor.advance();
-    }
-    // Who counts has to be through with a piece before the one after the next is named, whatever there is to do in
-    // them.
-    if (Traits::kTakesPieces && lane == 0) {
-      tma_store_wait_all();
-      store_shared_release(stored, work.before + work.steps);
-    }
   }
-  if (!Traits::kTakesPieces && lane == 0) {
+  if (lane == 0) {
     tma_store_wait_all();
     store_shared_release(stored, work.before + work.steps);
   }
@@ -160,7 +148,7 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, StatesWork work, uint32_t smem) {
   constexpr int kSteps = 8;  // asked for at once
-  for (uint32_t run = 0; work.enter<kForm, kReverse, false>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     for (int known = 0; known < work.steps;) {
       uint32_t done[kSteps];
 #pragma unroll
@@ -184,22 +172,6 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, Sta
   }
 }
 
-// Who loads: names the block's run-th piece of work for everybody, itself among them; false: there is none.
-template <StatesForm kForm>
-__device__ __forceinline__ bool name_piece(const ChunkBackwardParams& p, StatesWork* work, uint32_t smem,
-                                           const StatesBarriers& bars, uint32_t run, uint32_t piece, bool is_there) {
-  using Traits = StatesTraits<kForm>;
-  const uint32_t slot = run % Traits::kPieceSlots;
-  if (is_there) {
-    work->take_piece(p, piece);
-    work->take_whole(p);
-  }
-  mbarrier_wait(bars.piece_empty(slot), (run / Traits::kPieceSlots % 2) ^ 1);  // the first round finds all empty
-  work->write_piece<kForm>(smem, run, is_there);
-  mbarrier_arrive(bars.piece_full(slot));
-  return is_there;
-}
-
 // One thread: the tensors' tiles into the stages.
 template <StatesForm kForm, bool kReverse>
 __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
@@ -207,21 +179,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
   using Traits = StatesTraits<kForm>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  [[maybe_unused]] const uint32_t at_once = gridDim.x / 2, pieces = 2u * static_cast<uint32_t>(p.N * p.Hv);
-  if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, 0);
-  for (uint32_t run = 0;; ++run) {
-    [[maybe_unused]] uint32_t next = at_once;  // the piece after this one, asked for ahead
-    if constexpr (Traits::kTakesPieces) {
-      // Where a sequence has pieces for half of the blocks or more they are dealt: each block has one of nearly every
-      // sequence, and all end together. Else who is through takes the next one.
-      if (4 * static_cast<uint32_t>(p.Hv) >= at_once) {
-        next = blockIdx.x % at_once + (run + 1) * at_once;
-      } else if (pieces > at_once) {
-        next += atomicAdd(p.next_piece + static_cast<int>(kReverse), 1u);
-      }
-    } else {
-      if (!work.enter<kForm, kReverse, false>(p, smem, run)) break;
-    }
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       const ChunkInfo chunk = work.info(work.chunk(step));
       const uint32_t bar = bars.loaded(cursor.stage);
@@ -286,9 +244,6 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
       }
       cursor.advance();
     }
-    if constexpr (Traits::kTakesPieces) {
-      if (!name_piece<kForm>(p, &work, smem, bars, run + 1, next, next < pieces)) break;
-    }
   }
 }
 
@@ -338,17 +293,8 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, S
       if (step + 1 < work.steps) make(step + 1, odd);
     }
   };
-  if constexpr (Traits::kTakesPieces) {
-    for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
-      make_all();
-      if (kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
-        mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
-        arrive_warp(bars.gates(cursor.stage), lane);
-        cursor.advance();
-      }
-    }
-  } else if constexpr (takes_runs(kForm) && !kReverse) {
-    for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) make_all();
+  if constexpr (takes_runs(kForm) && !kReverse) {
+    for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) make_all();
   } else {
     make_all();
   }
@@ -419,7 +365,7 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
   // and its last one the most, and the first quarter has the gates' warp as well.
   const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     // What the state group takes of the caller's tensor when it gets here.
     if (run > 0) prefetch_state(p, work, kReverse ? p.dht : p.initial_state, at);
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
@@ -441,12 +387,6 @@ __device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, States
       gate_tile<T>(sGA, sGates, valid, first, end, diagonal, at);
       fence_proxy_async();
       arrive_warp(bars.gated(cursor.stage), at.lane);
-    }
-    if (Traits::kTakesPieces && kReverse && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
-      mbarrier_wait(bars.gates(cursor.stage), cursor.phase);      // there are none: but each phase is waited for
-      mbarrier_wait(bars.loaded(cursor.stage), cursor.phase);
-      arrive_warp(bars.gated(cursor.stage), at.lane);
-      cursor.advance();
     }
   }
 }
@@ -481,7 +421,7 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork 
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, false);
   StatesCursor<Traits::kRevStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, true>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, true>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       const int valid = work.info(work.chunk(step)).valid;
       const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
@@ -509,11 +449,6 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork 
       fence_proxy_async();
       arrive_warp(bars.P_full(), at.lane);
     }
-    if (Traits::kTakesPieces && work.makes_dh0(p)) {  // the stage that add_rest_to_dh0() has
-      mbarrier_wait(bars.P_empty(), (cursor.stage & 1) ^ 1);
-      arrive_warp(bars.P_full(), at.lane);
-      cursor.advance();
-    }
   }
 }
 
@@ -523,7 +458,7 @@ __device__ __forceinline__ void make_stages(const ChunkBackwardParams& p, States
                                             const StatesBarriers& bars, Lane at) {
   using Traits = StatesTraits<kForm>;
   StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(p, smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       // Addresses made from these are made again in each step: few registers.
       asm volatile("" : "+r"(at.warp), "+r"(at.lane));

@@ -14,11 +14,10 @@ constexpr int kMostRuns = 8;
 
 // What a block has, and whether it makes G o A and P itself.
 enum StatesForm {
-  kHalfForm,    // half of V
-  kFusedForm,   // half of V, and makes them
-  kPiecesForm,  // the same, one piece of work after another
-  kBothForm,    // both halves of V, a warpgroup each, and makes them
-  kExactForm,   // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
+  kHalfForm,   // half of V
+  kFusedForm,  // half of V, and makes them
+  kBothForm,   // both halves of V, a warpgroup each, and makes them
+  kExactForm,  // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
 
 constexpr bool is_half(StatesForm form) { return form == kHalfForm || form == kExactForm; }
@@ -27,7 +26,7 @@ constexpr bool takes_runs(StatesForm form) { return is_half(form) || form == kBo
 
 template <StatesForm kForm>
 struct StatesTraits {
-  static constexpr bool kFused = kForm == kFusedForm || kForm == kPiecesForm || kForm == kBothForm;
+  static constexpr bool kFused = kForm == kFusedForm || kForm == kBothForm;
   static constexpr int kHalves = kForm == kBothForm ? 2 : 1;  // of V, each by a warpgroup
   static constexpr int kCopyWarp = kFused ? 12 : 4;           // the first of four
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
@@ -35,14 +34,10 @@ struct StatesTraits {
   static constexpr bool kMovesRegisters = !is_half(kForm);
   // Two state groups beside the others are narrow: they take less of a step up at a time.
   static constexpr bool kNarrow = kForm == kBothForm;
-  static constexpr int kStateRegisters = kNarrow ? 192 : 232,
-                       kPrepareRegisters = kForm == kPiecesForm ? 104
-                                           : kNarrow            ? 64
-                                                                : 112,
-                       kCopyRegisters = kForm == kPiecesForm ? 72
-                                        : kNarrow            ? 64
-                                        : kFused             ? 56
-                                                             : 40;
+  static constexpr int kStateRegisters = kNarrow ? 192 : 232, kPrepareRegisters = kNarrow ? 64 : 112,
+                       kCopyRegisters = kNarrow  ? 64
+                                        : kFused ? 56
+                                                 : 40;
 
   // A stage of the forward pass: K, V (V' on its way out later), G o A (fused: A at first).
   static constexpr uint32_t kFwdK = 0;
@@ -64,12 +59,6 @@ struct StatesTraits {
   // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
   static constexpr bool kRehearses = kFused && kHalves == 1;
 
-  // A block goes on to another piece of work (sequence, value head, half of V) of its pass while there is one: what
-  // runs ahead of the state group has the next one's first stages ready when it gets there. A block of its own takes
-  // 6 us to start and to end. Its first piece it knows from its number, the others from whoever loads, by slots.
-  static constexpr bool kTakesPieces = kForm == kPiecesForm;
-  static constexpr int kPieceSlots = 2;
-
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
   static constexpr int kRevStages = kPInStage ? 3 : 4, kFwdStages = kHalves == 2 ? 4 : 6;
   static constexpr uint32_t kStagesBytes =
@@ -85,16 +74,13 @@ struct StatesTraits {
   static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
   static constexpr uint32_t kRevEnd = kRevGates + kRevStages * kPassGateBytes;
   static constexpr uint32_t kBarriers = kFwdEnd > kRevEnd ? kFwdEnd : kRevEnd;
-  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6 + 2 * kPieceSlots;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
   // Forward passes: how many runs there are, and of each {first chunk, steps, of these warm-up, steps before it}.
   static constexpr uint32_t kRunCount = kMade + 4;
   static constexpr uint32_t kRuns = (kRunCount + 4 + 15) / 16 * 16;
-  // Of the pieces: {sequence or -1 where there are no more, value head, half of V, -}, {token, length, first_slot,
-  // first_pair} of the sequence.
-  static constexpr uint32_t kPieces = kRuns + 16 * kMostRuns;
-  static constexpr uint32_t kBytes = 1024 + kPieces + 32 * kPieceSlots;  // 1024: the tiles' alignment
+  static constexpr uint32_t kBytes = 1024 + kRuns + 16 * kMostRuns;  // 1024: the tiles' alignment
   static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
   static_assert(kPInStage || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
@@ -119,9 +105,6 @@ struct StatesBarriers {
   __device__ uint32_t state_empty(int half = 0) const { return state_full(half) + 8; }
   __device__ uint32_t P_full() const { return state_full(2); }
   __device__ uint32_t P_empty() const { return state_full(2) + 8; }
-  // A piece of work is named; all have gone on from it.
-  __device__ uint32_t piece_full(uint32_t slot) const { return state_full(3) + 16 * slot; }
-  __device__ uint32_t piece_empty(uint32_t slot) const { return piece_full(slot) + 8; }
 };
 
 // A place in the ring of stages.
@@ -293,12 +276,6 @@ struct StatesWork {
   int before;        // steps of the runs before
   int64_t start, finish;
 
-  __device__ static StatesWork of_whole_sequences(bool reverse) {
-    StatesWork work{};
-    work.reverse = reverse;
-    work.start = work.finish = kStateGiven;
-    return work;
-  }
   __device__ bool transition() const { return start == kStateIdentity; }  // of the state alone: no values
   // The chunk of the step-th turn.
   __device__ int chunk(int step) const { return reverse ? first - step : first + step; }
@@ -312,64 +289,22 @@ struct StatesWork {
   __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
   }
-  // The piece-th piece of a pass: both halves of V of a value head, then the next head, sequence by sequence.
-  __device__ __forceinline__ void take_piece(const ChunkBackwardParams& p, uint32_t piece) {
-    half = static_cast<int>(piece % 2);
-    head = static_cast<int>(piece / 2 % static_cast<uint32_t>(p.Hv));
-    n = static_cast<int>(piece / 2 / static_cast<uint32_t>(p.Hv));
+  // The index-th of a pass over whole sequences: both halves of V of a value head, then the next head, sequence by
+  // sequence.
+  __device__ __forceinline__ void take_whole(const ChunkBackwardParams& p, uint32_t index) {
+    half = static_cast<int>(index % 2);
+    head = static_cast<int>(index / 2 % static_cast<uint32_t>(p.Hv));
+    n = static_cast<int>(index / 2 / static_cast<uint32_t>(p.Hv));
     sequence = sequence_info(p, n);
-  }
-  // Over all of its sequence.
-  __device__ __forceinline__ void take_whole(const ChunkBackwardParams& p) {
     key_head = head / p.group;
     steps = sequence.chunks();
     first = reverse ? steps - 1 : 0;
   }
-  // For those who come later (read_piece).
-  template <StatesForm kForm>
-  __device__ __forceinline__ void write_piece(uint32_t smem, uint32_t run, bool is_there) const {
-    const uint32_t slot = smem + StatesTraits<kForm>::kPieces + 32 * (run % StatesTraits<kForm>::kPieceSlots);
-    store_shared_u4(slot, make_uint4(is_there ? static_cast<uint32_t>(n) : ~0u, static_cast<uint32_t>(head),
-                                     static_cast<uint32_t>(half), 0));
-    store_shared_u4(slot + 16,
-                    make_uint4(static_cast<uint32_t>(sequence.token), static_cast<uint32_t>(sequence.length),
-                               static_cast<uint32_t>(sequence.first_slot), static_cast<uint32_t>(sequence.first_pair)));
-  }
-  // The run-th piece of the block; false: there are no more. Read again by those who have no registers to keep it in.
-  template <StatesForm kForm>
-  __device__ __forceinline__ bool read_piece(const ChunkBackwardParams& p, uint32_t smem, uint32_t run) {
-    const uint32_t slot = smem + StatesTraits<kForm>::kPieces + 32 * (run % StatesTraits<kForm>::kPieceSlots);
-    const uint4 x = load_shared_u4(slot), y = load_shared_u4(slot + 16);
-    n = static_cast<int>(x.x);
-    head = static_cast<int>(x.y);
-    half = static_cast<int>(x.z);
-    sequence = {static_cast<int>(y.x), static_cast<int>(y.y), static_cast<int>(y.z), p.cu_seqlens == nullptr ? n : 0,
-                static_cast<int>(y.w)};
-    take_whole(p);
-    return n >= 0;
-  }
-  // Goes on to a run, or another piece of work; false: there are no more. kByWarp: all of a warp come here, else one
-  // thread.
-  template <StatesForm kForm, bool kReverse, bool kByWarp = true>
-  __device__ __forceinline__ bool enter(const ChunkBackwardParams& p, uint32_t smem, uint32_t run) {
+  // Goes on to a run; false: there are no more.
+  template <StatesForm kForm, bool kReverse>
+  __device__ __forceinline__ bool enter(uint32_t smem, uint32_t run) {
     using Traits = StatesTraits<kForm>;
-    if constexpr (Traits::kTakesPieces) {
-      const StatesBarriers bars = {smem + Traits::kBarriers};
-      if (run > 0) {
-        before += steps;
-        const uint32_t left = bars.piece_empty((run - 1) % Traits::kPieceSlots);
-        if constexpr (kByWarp) {
-          __syncwarp();
-          mbarrier_arrive_warp(left, static_cast<int>(threadIdx.x % 32));
-        } else {
-          mbarrier_arrive(left);
-        }
-      }
-      mbarrier_wait(bars.piece_full(run % Traits::kPieceSlots), run / Traits::kPieceSlots % 2);
-      const bool is_there = read_piece<kForm>(p, smem, run);
-      if (!is_there) steps = 0;
-      return is_there;
-    } else if constexpr (!takes_runs(kForm) || kReverse) {
+    if constexpr (!takes_runs(kForm) || kReverse) {
       return run == 0;
     } else {
       const uint32_t runs = load_shared_u1(smem + Traits::kRunCount);

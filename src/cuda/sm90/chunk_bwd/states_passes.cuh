@@ -20,7 +20,6 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float S[64] = {};
-  if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, 0);
   if constexpr (Traits::kRehearses) prefetch_state(p, work, p.initial_state, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
@@ -57,13 +56,13 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
-  constexpr bool kGoesOn = takes_runs(kForm) || Traits::kTakesPieces;  // to another run or piece
+  constexpr bool kGoesOn = takes_runs(kForm);  // to another run
   // Before the first one what is rehearsed.
 #pragma unroll 1
   for (int run = Traits::kRehearses ? -1 : 0; kGoesOn || run < 1; ++run) {
     if (run >= 0) {
       if constexpr (kGoesOn) {
-        if (!work.enter<kForm, false>(p, smem, run)) break;
+        if (!work.enter<kForm, false>(smem, run)) break;
       }
       start_state(S, p, work, p.initial_state, at);
     }
@@ -147,11 +146,9 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
     }
   }
   // Of whole sequences nobody wants a final state.
-  if constexpr (!Traits::kTakesPieces) {
-    wgmma_wait<0>();
-    pin(S);
-    finish_state(S, p, work, StridedTensor{}, at);
-  }
+  wgmma_wait<0>();
+  pin(S);
+  finish_state(S, p, work, StridedTensor{}, at);
 }
 
 // For fp16: powers of two that bring the largest of a thread's two rows of dU^T to about 2^10, no less than 1. What
@@ -221,7 +218,6 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
   using Traits = StatesTraits<kForm>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64] = {};
-  if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, 0);
   if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   uint32_t kept = 1 ^ group;                          // as in the forward pass
@@ -260,23 +256,10 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
     }
     if constexpr (!Traits::kNarrow) load_vector(ratio, sGates + kPassRatio, at.lane);
   };
-  // At the end of a pass over a piece.
-  const auto finish = [&](uint32_t run) {
-    wgmma_wait<0>();
-    pin(dS);
-    if constexpr (Traits::kTakesPieces) work.read_piece<kForm>(p, smem, run);  // not kept over the steps
-    if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
-    finish_state(dS, p, work, p.dh0, at);
-  };
-  // Before the first piece what is rehearsed.
+  // Before the pass what is rehearsed.
 #pragma unroll 1
-  for (int run = Traits::kRehearses ? -1 : 0; Traits::kTakesPieces || run < 1; ++run) {
-    if (run >= 0) {
-      if constexpr (Traits::kTakesPieces) {
-        if (!work.enter<kForm, true>(p, smem, run)) break;
-      }
-      start_state(dS, p, work, p.dht, at);
-    }
+  for (int run = Traits::kRehearses ? -1 : 0; run < 1; ++run) {
+    if (run >= 0) start_state(dS, p, work, p.dht, at);
     const int end = run >= 0 ? work.steps : 0;
     if (end > 0) fetch(0);
     for (int step = Traits::kRehearses && run < 0 ? -1 : 0; step < end; ++step) {
@@ -413,26 +396,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
 #pragma unroll
         for (int i = 0; i < 64; ++i) dS[i] *= inverse_power(lift[i / 2 % 2]);
       }
-      // Q and gates of a piece's last step are wanted once more.
-      if (!Traits::kTakesPieces || step + 1 < end) arrive_warp(bars.empty(stage), at.lane);
-    }
-
-    if constexpr (Traits::kTakesPieces) {
-      if (run >= 0) finish(run);
-      if (run < 0 || end > 0) {
-        arrive_warp(bars.empty((cursor.stage == 0 ? Traits::kRevStages : cursor.stage) - 1), at.lane);
-      }
-      if (run >= 0 && work.makes_dh0(p)) {  // all go on from the stage of the rest of dO
-        mbarrier_wait(bars.gated(cursor.stage), cursor.phase);
-        mbarrier_wait(bars.P_full(), cursor.stage & 1);
-        arrive_warp(bars.P_empty(), at.lane);
-        arrive_warp(bars.tokens_full(cursor.stage), at.lane);
-        arrive_warp(bars.empty(cursor.stage), at.lane);
-        cursor.advance();
-      }
+      arrive_warp(bars.empty(stage), at.lane);
     }
   }
-  if constexpr (!Traits::kTakesPieces) finish(0);
+  wgmma_wait<0>();
+  pin(dS);
+  if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
+  finish_state(dS, p, work, p.dh0, at);
 }
 
 }  // namespace flash_qla::cuda::sm90
