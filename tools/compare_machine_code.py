@@ -9,6 +9,7 @@ kernel. Needs cuobjdump: on PATH, in CUOBJDUMP, or `pip install nvidia-cuda-cuob
 
 import importlib.util
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 _HEADER = struct.Struct("<40xQ10xHHH")
 _SECTION = struct.Struct("<II16xQQ24x")
 _NO_BITS = 8
+# nvcc names a file's unnamed namespace by a hash of the file's path and options, which two build trees do not share.
+_UNNAMED = re.compile(r"(?<=_GLOBAL__N__)[0-9a-f]{8}(?=_)")
 
 
 def sections(elf: bytes) -> dict:
@@ -60,7 +63,7 @@ def kernels(file: Path) -> dict:
         for cubin in sorted(Path(folder).glob("*.cubin")):
             architecture = cubin.stem.rpartition(".")[2]  # libx.1.sm_90a.cubin
             for name, code in kernels_of_cubin(cubin.read_bytes()).items():
-                found[architecture, name] = code
+                found[architecture, _UNNAMED.sub("", name)] = code
     return found
 
 

@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 #define FLASH_QLA_VERSION_MAJOR 0
-#define FLASH_QLA_VERSION_MINOR 1
+#define FLASH_QLA_VERSION_MINOR 2
 #define FLASH_QLA_VERSION_PATCH 0
 
 /* Tokens of one chunk of the chunked algorithm: the width of A, and the grid of h, checkpoints and cumsums. */

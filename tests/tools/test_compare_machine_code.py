@@ -47,7 +47,13 @@ def test_files_are_compared_by_what_cuobjdump_takes_out_of_them(monkeypatch, tmp
     tool.write_text('#!/bin/sh\n[ "$1 $2" = "-xelf all" ] && cp "$3" "x.1.sm_90a.cubin"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("CUOBJDUMP", str(tool))
-    files = {"old": elf(a=b"1", b=b"2"), "same": elf(b=b"2", a=b"1"), "new": elf(a=b"1", b=b"3"), "none": elf()}
+    unnamed = "_ZN4cuda40_GLOBAL__N__{}_8_split_cu_585a0d6317list_tilesEv"  # of two build trees
+    files = {
+        "old": elf(**{unnamed.format("c96ccccc"): b"1"}, b=b"2"),
+        "same": elf(b=b"2", **{unnamed.format("ec6d6959"): b"1"}),
+        "new": elf(**{unnamed.format("c96ccccc"): b"1"}, b=b"3"),
+        "none": elf(),
+    }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     outcomes = {}

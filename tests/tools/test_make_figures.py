@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-import make_figures  # noqa: E402
+from figures import benchmarks_page, ladder, markdown, reports  # noqa: E402
 
 REPORT = {
     "machine": "a card",
@@ -31,44 +31,47 @@ def test_readme_and_docs_are_up_to_date():
 
 
 def test_every_row_stands_in_the_full_table():
-    text = make_figures.full({"card": REPORT}, {})
+    text = benchmarks_page.full({"card": REPORT}, {})
     assert "| forward | 2/8 | 2 x 64 |  | 2 | 3.0e-03 |  | 8 (4.00x) |" in text
     assert "| forward | 2/8 | 64 + 32 | dtype fp16 | 2 | 4.0e-04 | 3 (1.50x) | 2 (1.00x) |" in text
 
 
 def test_spread_and_eager_times_have_columns_where_a_row_has_them():
     row = {**REPORT["rows"][0], "ms_min": 1.9, "ms_max": 2.25, "eager_ms": 2.5, "eager_host_us": 61.0, "flushed_ms": 2.1, "roofline": 0.5}
-    text = make_figures.full({"card": {**REPORT, "rows": [row], "left_out": ["fwd 2/8 5"]}}, {})
+    text = benchmarks_page.full({"card": {**REPORT, "rows": [row], "left_out": ["fwd 2/8 5"]}}, {})
     assert "| ms | least to most | flushed | eager, wall | eager, host (us) | of roofline | largest error | slow |" in text
     assert "| 2 | 1.9 to 2.25 | 2.1 | 2.5 | 61 | 50 % | 3.0e-03 | 8 (4.00x) |" in text
     assert "Rows that were not measured, or whose check failed: fwd 2/8 5." in text
 
 
 def test_summary_is_the_geometric_mean():
-    text = make_figures.summary({"card": REPORT})
+    text = benchmarks_page.summary({"card": REPORT})
     assert "| a card | card | forward | slow | 2 | 2.00x | 1.00 to 4.00 |" in text
     assert "| a card | card | forward | other | 1 | 1.50x |  |" in text
+    assert text in benchmarks_page.full({"card": REPORT}, {})
+    assert benchmarks_page.summary({}) == reports.NOTHING
 
 
 def test_the_fastest_of_all_is_found_row_by_row():
     """4 and 1 times our time, not the geometric mean of whoever is fastest in the mean."""
     rows = [{**row, "recorded": {"third": 5.0, "third as published": 0.1}} for row in REPORT["rows"]]
-    text = make_figures.summary({"card": {**REPORT, "rows": rows}})
+    text = benchmarks_page.summary({"card": {**REPORT, "rows": rows}})
     assert "| a card | card | forward | the fastest of them | 2 | 2.00x | 1.00 to 4.00 |" in text
     assert "- forward: 2 times as fast in the same run on an a card (card, 2 rows, 1 at least); 2.5 times as fast as recorded" in text
     assert "the fastest of them †" not in text, "there is one alone"
     assert "| third † | 2 | 2.50x | 2.50 to 2.50 |" in text and "| third as published ‡ | 2 | 0.05x |" in text
-    assert make_figures.DAGGER in text and make_figures.PUBLISHED in text and make_figures.SECTION not in text
-    slower = make_figures.summary({"card": {**REPORT, "rows": [{**row, "ms": 5.0} for row in REPORT["rows"]]}})
+    assert reports.DAGGER in text and reports.PUBLISHED in text and reports.SECTION not in text
+    slower = benchmarks_page.summary({"card": {**REPORT, "rows": [{**row, "ms": 5.0} for row in REPORT["rows"]]}})
     assert "(card, 2 rows, 0.4 at least, slower in 1 of them)" in slower
 
 
 def test_tables_of_an_earlier_bench_are_marked(monkeypatch):
-    monkeypatch.setattr(make_figures, "EARLIER", {"card"})
-    text = make_figures.summary({"card": JUDGED})
-    assert "| a card | card § | forward | slow |" in text and make_figures.SECTION in text
+    for module in (reports, benchmarks_page):
+        monkeypatch.setattr(module, "EARLIER", {"card"})
+    text = benchmarks_page.summary({"card": JUDGED})
+    assert "| a card | card § | forward | slow |" in text and reports.SECTION in text
     assert "Errors against fp64" not in text, "what it calls relative may be none"
-    assert make_figures.EARLIER_BENCH in make_figures.full({"card": JUDGED}, {})
+    assert reports.EARLIER_BENCH in benchmarks_page.full({"card": JUDGED}, {})
 
 
 JUDGED = {
@@ -83,10 +86,10 @@ JUDGED = {
 
 
 def test_errors_stand_beside_those_of_peers():
-    text = make_figures.full({"card": JUDGED}, {})
+    text = benchmarks_page.full({"card": JUDGED}, {})
     assert "| forward | 2/8 | 2 x 64 |  | o | 1.00e-03 / 2.00e-03 | 2.00e-03 / 8.00e-03 |" in text
     assert "final_state" not in text and "dh0" not in text  # no peer has a number; a zero has no relative error
-    text = make_figures.summary({"card": JUDGED})
+    text = benchmarks_page.summary({"card": JUDGED})
     assert "| card | forward | slow | 1 | 0.50x to 0.50x | 0.25x to 0.25x |" in text
     assert "| a card | card | forward | ours, auto_cp=False | 1 | 1.50x |  |" in text
 
@@ -94,9 +97,9 @@ def test_errors_stand_beside_those_of_peers():
 def test_errors_alone_have_no_table_of_times():
     row = {name: value for name, value in JUDGED["rows"][0].items() if name not in ("ms", "unsplit_ms")} | {"peers": {}}
     report = {**JUDGED, "rows": [row]}
-    assert "| 1.00e-03 / 2.00e-03 | 2.00e-03 / 8.00e-03 |" in make_figures.full({"card": report}, {})
-    assert "| card | forward | slow | 1 | 0.50x to 0.50x |" in make_figures.summary({"card": report})
-    assert "largest error |" not in make_figures.full({"card": report}, {})
+    assert "| 1.00e-03 / 2.00e-03 | 2.00e-03 / 8.00e-03 |" in benchmarks_page.full({"card": report}, {})
+    assert "| card | forward | slow | 1 | 0.50x to 0.50x |" in benchmarks_page.summary({"card": report})
+    assert "largest error |" not in benchmarks_page.full({"card": report}, {})
 
 
 PART = {"commit": "abc", "cut_short": False, "what": "rung 7", "cases": 9, "failed": 1, "skipped": 2, "expected_failures": 1, "seconds": 1.0,
@@ -106,26 +109,26 @@ RECORD = {"machine": "a card", "commits": ["abc"], "date": "today", "pytest": [P
 
 
 def test_the_ladder_stands_by_rung_path_and_dtype():
-    text = make_figures.ladder({"card_reliability": RECORD})
+    text = ladder.ladder({"card_reliability": RECORD})
     assert "| failed as expected | skipped | cuda_generic, float32 | sm90, bfloat16 | sm90, float16 |" in text
     assert "| rung 7 | abc | 9 | 1 | 1 | 2 |  | 5 (3) | 2 |" in text and "| smoke, cut short | abc | 4 | 0 | 1 | 2 | 4 |  |  |" in text
     assert "- 2: no path has it\n- 1: T = 300\n" in text
 
 
-def test_readme_says_which_rungs_a_path_has_passed():
-    text = make_figures.passed({"card_reliability": RECORD})
+def test_the_ladder_says_which_rungs_a_path_has_passed():
+    text = ladder.ladder({"card_reliability": RECORD})
     assert "13 cases of the Python tests, 1 failed, 2 more failed as expected, 4 skipped." in text
     assert "- Path `sm90` in bfloat16 has computed cases that passed in rungs 7, with a gradient in 7.\n" in text
     assert "- Path `sm90` in float16 has computed cases that passed in rungs 7.\n" in text
-    assert "cuda_generic" not in text, "smoke is no rung"
-    assert make_figures.NOTHING == make_figures.passed({})
+    assert "Path `cuda_generic`" not in text, "smoke is no rung"
+    assert reports.NOTHING in ladder.ladder({})
 
 
 def test_words_go_between_the_marks_of_their_name():
     text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb <!-- y: begin --><!-- y: end -->"
-    assert make_figures.between(text, "x", "new\n") == text.replace("old", "new")
+    assert markdown.between(text, "x", "new\n") == text.replace("old", "new")
 
 
 def test_records_without_timings_are_passed_over(tmp_path):
     (tmp_path / "record.json").write_text('{"cases": 3}')
-    assert make_figures.load(tmp_path) == {}
+    assert reports.load(tmp_path) == {}

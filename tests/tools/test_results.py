@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "python" / "flash_qla" / "cli")]
 import bench_protocol  # noqa: E402
-import make_figures  # noqa: E402
 import results  # noqa: E402
+from figures.reports import EARLIER  # noqa: E402
 
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
@@ -37,14 +37,14 @@ def wrong_with(name, text):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_result_is_one_that_the_code_can_write_or_marked(path):
     wrong = wrong_with(path.stem, path.read_text())
-    if path.stem in make_figures.EARLIER:
+    if path.stem in EARLIER:
         assert wrong is not None, "measured again, it is no longer of an earlier version"
     else:
         assert wrong is None
 
 
 def test_what_is_marked_is_there():
-    assert make_figures.EARLIER <= {path.stem for path in FILES}
+    assert EARLIER <= {path.stem for path in FILES}
 
 
 METHOD = {"device": "cuda", "judged": {"fla": ""}, "recorded": False}

@@ -1,0 +1,73 @@
+"""What the record of a test run on a GPU says: which path has passed which rung of tests, in which dtype."""
+
+from collections import defaultdict
+
+from figures.markdown import spans, table
+from figures.reports import EARLIER, NOTHING
+
+
+def of_paths(record: dict) -> list:
+    """(path, dtype) of everything that has computed a case."""
+    return sorted({(path, dtype) for part in record["pytest"] for path, dtypes in part["paths"].items() for dtype in dtypes})
+
+
+def rungs_of(record: dict, path: str, dtype: str) -> tuple:
+    """Numbers of the rungs of which a path has computed a case that passed in that dtype, and of those with a gradient."""
+    parts = [part for part in record["pytest"] if part["what"].startswith("rung ")]
+    return tuple(tuple(sorted({int(part["what"][5:]) for part in parts if part[kind].get(path, {}).get(dtype)})) for kind in ("paths", "backward"))
+
+
+def ran(name: str, record: dict) -> str:
+    """How much of the ladder has run, and whether it passed."""
+    text = f"On an {record['machine']}, commit {', '.join(record['commits'])}, {record['date']}: "
+    if name in EARLIER:
+        return text + (
+            f"{record['summary']['cases']} cases of tests, device programs and `check`, {record['summary']['failed']} failed. This record is "
+            "of an earlier version, which does not say which path has computed a case: no rung counts as passed by `sm90` until it is made "
+            "again."
+        )
+    cases, failed, expected, skipped = (sum(part[key] for part in record["pytest"]) for key in ("cases", "failed", "expected_failures", "skipped"))
+    return f"{text}{cases} cases of the Python tests, {failed} failed, {expected} more failed as expected, {skipped} skipped."
+
+
+def ladder(records: dict) -> str:
+    """Which path has passed which rung in which dtype, as the records have it."""
+    text = "## The ladder of tests on a GPU\n\n"
+    for name, record in records.items():
+        text += f"{ran(name, record)}\n"
+        if name not in EARLIER:
+            text += passed(record) + by_rung(record)
+    return text if records else text + NOTHING
+
+
+def passed(record: dict) -> str:
+    """A line for each path and dtype; empty where no rung has one."""
+    text = ""
+    for path, dtype in of_paths(record):
+        rungs, backward = rungs_of(record, path, dtype)
+        if rungs:
+            gradients = f", with a gradient in {spans(backward)}" if backward else ""
+            text += f"- Path `{path}` in {dtype} has computed cases that passed in rungs {spans(rungs)}{gradients}.\n"
+    return f"\n{text}" if text else ""
+
+
+def by_rung(record: dict) -> str:
+    columns = of_paths(record)
+    lines = []
+    for part in record["pytest"]:
+        cells = []
+        for path, dtype in columns:
+            count, backward = (part[kind].get(path, {}).get(dtype, 0) for kind in ("paths", "backward"))
+            cells.append("" if not count else f"{count} ({backward})" if backward else str(count))
+        counts = [str(part[name]) for name in ("cases", "failed", "expected_failures", "skipped")]
+        lines.append([part["what"] + (", cut short" if part["cut_short"] else ""), part["commit"], *counts, *cells])
+    header = ["rung or file", "commit", "cases", "failed", "failed as expected", "skipped", *(f"{path}, {dtype}" for path, dtype in columns)]
+    reasons = defaultdict(int)
+    for part in record["pytest"]:
+        for reason, count in part["reasons"].items():
+            reasons[reason] += count
+    skipped = "".join(f"- {count}: {reason}\n" for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1]))
+    return (
+        "\nA case counts for a path if it has passed and the path has computed at least one call of it; in brackets those with a "
+        f"gradient among them.\n\n{table(header, lines)}" + (f"\nSkipped, or failed as expected, and why:\n\n{skipped}" if skipped else "")
+    )
