@@ -130,19 +130,5 @@ TEST(SplitCapacity, TheSameTokensTwiceFit) {
   }
 }
 
-// A workspace serves all calls of fewer tokens in the same heads, joint tiles or not.
-TEST(SplitCapacity, RoomForKeptInversesGrowsWithTheTokens) {
-  for (const int32_t heads : {1, 8, 33, 65, 66}) {
-    int64_t last = 0;
-    for (int64_t tokens = 0; tokens < 400000; tokens += 999) {
-      const int64_t room = kept_inverses(tokens, heads, 132);
-      ASSERT_GE(room, last);
-      ASSERT_LE(room, 64 * 132);
-      last = room;
-    }
-    EXPECT_EQ(last > 0, heads <= 65);
-  }
-}
-
 }  // namespace
 }  // namespace flash_qla::cuda::sm90

@@ -251,32 +251,15 @@ inline void check(const Batch& batch, const Plan& plan) {
   ASSERT_LE(static_cast<int64_t>(plan.chains.size()), plan.capacity.chains);
   constexpr uint64_t kUnwritten = ~uint64_t{0};
   std::vector<uint64_t> state(static_cast<size_t>(plan.capacity.slots), kUnwritten), transition(state);
-  std::vector<bool> inverses;
   for (const Tile& t : plan.state_tiles) {
     ASSERT_TRUE(t.slot >= 0 && t.slot < plan.capacity.slots);
     ASSERT_EQ(t.tokens % kSplitChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
     ASSERT_FALSE(t.flags & (kTileFromSlot | kTileToEnd));
-    const bool joint = (t.flags & kTileJoint) != 0;
-    if (joint) {
-      ASSERT_FALSE(t.flags & (kTileTransition | kTileFromStart));
-      ASSERT_GE(t.tokens, kLeastJoint * kSplitChunk);
-      // Each chunk's A_g has a place of its own, which there is room for.
-      const int64_t chunks = divide_up(batch.tokens, kSplitChunk);
-      inverses.resize(static_cast<size_t>(plan.capacity.inverses), false);
-      for (int32_t c = 0; c < chunks_in(t.tokens); ++c) {
-        const int64_t place = t.head * chunks + t.row / kSplitChunk + c;
-        ASSERT_LT(place, plan.capacity.inverses);
-        ASSERT_FALSE(inverses[static_cast<size_t>(place)]);
-        inverses[static_cast<size_t>(place)] = true;
-      }
-    }
     const Map end = run(batch, t, t.flags & kTileFromStart ? initial_state(t) : 0);
-    for (const bool is_transition : {false, true}) {
-      if (!joint && is_transition != ((t.flags & kTileTransition) != 0)) continue;
-      std::vector<uint64_t>& target = is_transition ? transition : state;
-      ASSERT_EQ(target[static_cast<size_t>(t.slot)], kUnwritten);
-      target[static_cast<size_t>(t.slot)] = is_transition ? end.a : end.b;
-    }
+    const bool is_transition = (t.flags & kTileTransition) != 0;
+    std::vector<uint64_t>& target = is_transition ? transition : state;
+    ASSERT_EQ(target[static_cast<size_t>(t.slot)], kUnwritten);
+    target[static_cast<size_t>(t.slot)] = is_transition ? end.a : end.b;
   }
   for (const TransitionChain& chain : plan.chains) {
     ASSERT_EQ(transition[static_cast<size_t>(chain.first_slot)], kUnwritten);

@@ -197,9 +197,9 @@ bool run_split(Case c) {
               ok ? "ok  " : "FAIL", c.name.c_str(), ms[0], ms[1], c.bar_ms,
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
-  std::printf("bits %08x spacing %d merge %d/%d tiles %d+%d+%d+%d+%d, %d joint, chains %u%s%s\n", bits, plan.spacing,
+  std::printf("bits %08x spacing %d merge %d/%d tiles %d+%d+%d+%d+%d, chains %u%s%s\n", bits, plan.spacing,
               plan.light_merge, plan.heavy_merge, plan.states.tiles, plan.outputs.tiles, plan.outputs.dependent_tiles,
-              plan.halves.tiles, plan.halves.dependent_tiles, plan.joint_tiles, plan.progress.pieces / kCombineSlices,
+              plan.halves.tiles, plan.halves.dependent_tiles, plan.progress.pieces / kCombineSlices,
               plan.even == 1 ? " (even)" : "", planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();

@@ -91,7 +91,7 @@ struct SplitCase {
   bool forced;
   DType dtype = DType::kBFloat16;
   bool v_first = false, pool = false, keeps = false;
-  bool undecayed = false;  // in no head, and the lengths are those that the host guesses: joint state tiles
+  bool undecayed = false;  // in no head, and the lengths are those that the host guesses
 
   ForwardCall draw(Random& random) const {
     Shape s;

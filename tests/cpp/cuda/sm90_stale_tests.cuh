@@ -71,11 +71,10 @@ inline std::string make_A(BackwardCall& call, const Tensor& o, Arena& arena) {
 constexpr int kStaleRuns = 24;  // over each of kStale: 120 in all find what is wrong in one call of twenty
 
 // kStaleRuns times over each of kStale: the bits that the call has over zeros. Small runs, under tools that see by
-// themselves what is read and was not written, leave memory as it is. even: the call's split must be an even plan;
-// joint: and one with joint state tiles.
+// themselves what is read and was not written, leave memory as it is. even: the call's split must be an even plan.
 template <class Call>
 void repeat_over_stale(const std::string& what, Call& call, const Settings& settings, Checker& checker, Arena& arena,
-                       bool even = false, bool joint = false) {
+                       bool even = false) {
   // A small run is one under a tool: should it not end, its log says where it was.
   if (settings.small) {
     std::printf("%s\n", what.c_str());
@@ -131,7 +130,6 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     check_cuda(cudaMemcpy(&plan, repeated.workspace(), sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");
     if (plan.even != 1) checker.fail(what, "sm90", "the plan is not an even one");
-    if ((plan.joint_tiles > 0) != joint) checker.fail(what, "sm90", joint ? "no state tile is joint" : "joint tiles");
   }
   if (!arena.intact()) checker.fail(what, "sm90", "memory past the end of a tensor was written");
   check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
@@ -156,7 +154,6 @@ struct StaleCase {
   PoolFeatures pool;
   std::vector<int64_t> lengths;  // instead of drawn ones
   int64_t steady = 0;            // not 0: part_gates() of so many, and the plan must be an even one
-  bool joint = false;            // ... with joint state tiles
 
   // What a tool takes too long for, unless it is asked for by number. Shorter sequences would not be cut.
   bool too_long(bool small) const { return small && (!lengths.empty() || (steady > 0 && tokens > 4096)); }
@@ -261,17 +258,17 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"even split, a quarter, saved", 2, 8, 1, 8192, states, saved_h, {}, 4}, true},
       {{"even split, half", 2, 8, 1, 8192, states, none, {}, 2}, true},
       {{"even split, a sixth", 2, 12, 1, 12288, states, none, {}, 6}, true},
-      {{"even split, all", 2, 8, 1, 8192, states, none, {}, 1, true}, true},
+      {{"even split, all", 2, 8, 1, 8192, states, none, {}, 1}, true},
       {{"even split, none", 2, 8, 1, 8192, states, none, {}, 100}, true},
       // ... and where pairs of SMs make what waits for boundary states.
       {{"even split, all, pairs", 8, 32, 1, 32768, states, none, {}, 1}, true},
       {{"even split, all, pairs, unaligned", 8, 32, 1, 32768, states, none, {32720}, 1}},
       {{"even split, all, pairs, saved", 16, 32, 1, 24576, states, saved_h, {}, 1}, true},
       // ... and a segment's state and transition are one tile.
-      {{"even split, all, short", 1, 16, 1, 6144, states, none, {}, 1, true}, true},
-      {{"even split, all, long segments", 4, 16, 1, 32768, states, none, {}, 1, true}, true},
-      {{"even split, all, two sequences, unaligned", 4, 8, 2, 16384, states, none, {8200, 8200}, 1, true}},
-      {{"even split, all, saved", 2, 8, 1, 16384, states, saved_h, {}, 1, true}, true},
+      {{"even split, all, short", 1, 16, 1, 6144, states, none, {}, 1}, true},
+      {{"even split, all, long segments", 4, 16, 1, 32768, states, none, {}, 1}, true},
+      {{"even split, all, two sequences, unaligned", 4, 8, 2, 16384, states, none, {8200, 8200}, 1}},
+      {{"even split, all, saved", 2, 8, 1, 16384, states, saved_h, {}, 1}, true},
   };
   int64_t number = 0;
   for (const auto& [c, dense] : cases) {
@@ -288,7 +285,7 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
         mix_gates(call.in.g, random);
       }
       const std::string what = "case " + std::to_string(i) + ", " + c.name + describe(call.in.shape, c.features);
-      repeat_over_stale(what, call, settings, checker, arena, c.steady > 0, c.joint);
+      repeat_over_stale(what, call, settings, checker, arena, c.steady > 0);
     }
   }
   if (!settings.small && settings.only_cases.empty()) expect_all_launched(false, checker);
@@ -322,7 +319,7 @@ inline int64_t test_sm90_backward_stale(const Settings& settings, Arena& arena) 
       {{"halves beside prepare", 2, 4, 2, 3000, whole, {}, {}}, false, true},
       {{"halves, one wave", 4, 8, 3, 3000, whole, {}, {}}, false, true},
       {{"fused, both halves, one wave", 20, 40, 1, 1500, whole, {}, {}}, false, true},
-      {{"fused, pieces", 8, 8, 24, 4000, whole, {}, {}}, false, true},
+      {{"fused, many short sequences", 8, 8, 24, 4000, whole, {}, {}}, false, true},
       {{"segments", 2, 4, 1, 8192, cut, {}, {}}, false, true},
       {{"segments, forced, waves", 2, 6, 3, 3000, forced, {}, {}}, false, false},
       {{"states in fp32", 2, 4, 2, 700, cut, {}, {}}, false, true},

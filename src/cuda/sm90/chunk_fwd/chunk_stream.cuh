@@ -32,9 +32,6 @@ inline constexpr int kCountedReader = 128;  // its tile starts from an initial s
 // The tile's initial state comes through stages of later chunks (StagedState); two bits more count such tiles.
 inline constexpr int kStagedState = 2048;
 inline constexpr int kStagedCountShift = 12;
-// Of a joint tile (kTileJoint), whose chunks are gone through twice.
-inline constexpr int kKeepsInverse = 32768;  // the first time: A_g goes to memory as well
-inline constexpr int kTakesInverse = 65536;  // the second time: it comes from there
 
 // A chunk's decay is mild if no |c_C - c_t| exceeds kMildDecay (c_t: the sum of g up to token t, C the last). Then A_g
 // and P need no factor for each pair of tokens: with V'' = (gC / gamma) V' in the place of V',
@@ -193,14 +190,6 @@ struct TransitionRows {
   float diagonal[16];
 };
 
-// Where A_g of a chunk is kept, as it lies in shared memory. State tiles have whole chunks alone: the first tokens of
-// two of a head are 64 apart at least, and no two share a place.
-inline constexpr int64_t kBytesInverse = kChunk * kChunk * 2;
-__device__ __forceinline__ char* kept_inverse(const ChunkForwardKernelParams& p, const ChunkRecord& c) {
-  const int64_t chunks = (p.args.num_tokens + kChunk - 1) / kChunk;
-  return static_cast<char*>(p.kept_inverses) + (c.head * chunks + c.row / kChunk) * kBytesInverse;
-}
-
 // Before a block's first tile. The plan must be there.
 template <typename Traits>
 __device__ __forceinline__ void open_list(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
@@ -306,10 +295,6 @@ __device__ __forceinline__ void open_listed_tile(const ChunkForwardKernelParams&
     if constexpr (Traits::kStateOnly) {
       r.slot_out = t.slot;
       if (t.flags & kTileTransition) r.flags |= kFromIdentity | kNoValues | kToTransition;
-      if (t.flags & kTileJoint) {
-        r.flags |= kKeepsInverse;
-        r.position = 0;  // counted from where the transition starts again
-      }
     } else {
       if (t.flags & kTileToEnd) r.slot_out = resolve_slot(args.final_state, r.sequence);
       if (t.tokens <= 0 && r.slot_out < 0) continue;
@@ -539,7 +524,6 @@ __device__ __forceinline__ void open_next_tile(const ChunkForwardKernelParams& p
 
 // What a tile's first chunk hands on to the next.
 inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
-inline constexpr int kFlagsOfStateTile = kFlagsOfTile | kKeepsInverse | kTakesInverse;
 
 // ChunkEnd::kept of a chunk that starts with token `row`, `inside` tokens after the start of its sequence's chunk
 // `position`, in a tile that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
@@ -607,7 +591,7 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
     --walker.silent;
   }
   record = r;
-  walker.next.flags = r.flags & (Traits::kStateOnly ? kFlagsOfStateTile : kFlagsOfTile);
+  walker.next.flags = r.flags & kFlagsOfTile;
   if constexpr (Traits::kEndsWhereKept) {
     walker.next.row = r.row + r.valid;
     walker.next.chunk = r.chunk + (walker.end.inside == 0);
@@ -616,14 +600,6 @@ __device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p,
     walker.next.row = r.row + kChunk;
     walker.next.chunk = r.chunk + 1;
     walker.next.position = r.position + 1;
-  }
-  if constexpr (Traits::kStateOnly) {
-    // A joint tile once more, for the transition.
-    if ((r.flags & (kKeepsInverse | kLastChunk)) == (kKeepsInverse | kLastChunk)) {
-      walker.remaining = walker.next.position * kChunk;
-      walker.next.row -= walker.remaining;
-      walker.next.flags = kFirstChunk | kFromIdentity | kNoValues | kToTransition | kTakesInverse;
-    }
   }
 }
 

@@ -38,7 +38,6 @@ struct SplitCounters {
   uint32_t even;                              // 1: an even plan; for tests
   uint32_t planner_pair;                      // of SMs, of which the planner holds one; for tests
   uint32_t made;                              // 1: all of this is there, and the lists; 0 before
-  int32_t joint_tiles;                        // of the state tiles, those that make a transition as well; for tests
 };
 
 // What there is before the plan. Tickets can be taken then, and the planner says how many state tiles there will be
@@ -91,7 +90,6 @@ struct ChunkForwardKernelParams {
   // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which copy warps bring them
   // (StagedState). At the end, so that kernels that know nothing of it find the rest where they do.
   int32_t staged_initial;
-  void* kept_inverses;  // A_g of joint tiles' chunks: see kept_inverse(); null: there are no such tiles
   CUtensorMap initial;
   CUtensorMap a;  // of kernels with kKeepsA
 };

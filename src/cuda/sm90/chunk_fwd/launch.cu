@@ -294,12 +294,9 @@ struct DecidedSplit {
   bool by_pairs = false;  // the kernel behind is that of pairs of SMs, and may get what waits for boundary states
 };
 
-// joint: A_g may be kept.
-SplitCapacity capacity_of(const ChunkForwardArgs& args, bool joint, int32_t sms) {
-  SplitCapacity capacity =
-      split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
-  if (!joint) capacity.inverses = 0;
-  return capacity;
+SplitCapacity capacity_of(const ChunkForwardArgs& args, int32_t sms) {
+  return split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads,
+                        sms);
 }
 
 // Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
@@ -314,7 +311,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   const ChunkForwardArgs& args = params.args;
   SplitKernelParams split{};
   split.args = args;
-  split.capacity = capacity_of(args, decided.choices.undecayed.joint, sms);
+  split.capacity = capacity_of(args, sms);
   split.uncut_shared = decided.uncut_shared;
   const bool lengths_first = decided.least_longest != 0;
   split.least_longest = decided.least_longest;
@@ -323,7 +320,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   split.expected_grid = decided.grid;
   split.usual_choices = decided.choices;
   UndecayedSplit& undecayed = split.usual_choices.undecayed;
-  if (undecayed.pairs && (uncut_kernel.blocks != 2 || kernel.blocks != 1)) undecayed = {};
+  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) undecayed = {};
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_split(args, split.capacity, args.workspace, &split.workspace);
@@ -354,7 +351,6 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   ChunkForwardKernelParams tiles = params;
   tiles.boundary_states = split.workspace.boundary_states;
   tiles.transitions = split.workspace.transitions;
-  tiles.kept_inverses = split.workspace.kept_inverses;
   tiles.chains = split.workspace.chains;
   tiles.counters = counters;
   SplitStart* start = split.workspace.start;
@@ -379,7 +375,7 @@ cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSp
   tiles.sizes = &counters->halves;
   tiles.tickets = &start->halves;
   // A cluster to each tile, or more than find one.
-  const int32_t segments = undecayed.pairs ? undecayed.segments : 2;
+  const int32_t segments = undecayed.segments > 0 ? undecayed.segments : 2;
   ChunkForwardKernel behind = uncut_kernel;
   if (behind.behind_plan != nullptr) behind.function = behind.behind_plan;
   return launch_tiles_of(behind, tiles, tiles.tiles * (segments - 1), sms, stream);
@@ -485,8 +481,7 @@ size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms, b
   if (args.split == SplitMode::kOff || sms == 0) return unsplit;
   const DecidedSplit& decided = decided_split(args, sms);
   if (!decided.decision.planned && !smaller_too) return unsplit;
-  const bool joint = decided.choices.undecayed.joint || smaller_too;
-  return std::max(unsplit, lay_out_split(args, capacity_of(args, joint, sms), nullptr, nullptr));
+  return std::max(unsplit, lay_out_split(args, capacity_of(args, sms), nullptr, nullptr));
 }
 
 SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }

@@ -522,16 +522,11 @@ __device__ __noinline__ void list_undecayed_tiles(const SplitKernelParams& p, co
     SplitCounters counters{};
     counters.states.tiles = plan.state_tiles();
     counters.outputs.tiles = plan.free_tiles();
-    if (plan.split.pairs) {
-      counters.halves.tiles = plan.free_tiles();
-      counters.halves.dependent_tiles = plan.dependent_tiles();
-      // The free ones are the other kernel's. Pairs take tickets behind the plan.
-      ws.start->halves.ticket = static_cast<uint32_t>(plan.free_tiles());
-    } else {
-      counters.outputs.dependent_tiles = plan.dependent_tiles();
-    }
+    counters.halves.tiles = plan.free_tiles();
+    counters.halves.dependent_tiles = plan.dependent_tiles();
+    // The free ones are the other kernel's. Pairs take tickets behind the plan.
+    ws.start->halves.ticket = static_cast<uint32_t>(plan.free_tiles());
     counters.progress.states_left = static_cast<uint32_t>(plan.states_left());
-    counters.joint_tiles = plan.joint_tiles();
     counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(plan.chains() * kCombineSlices);
     counters.planner_pair = pair_of_sms();
     counters.spacing = grid.spacing;
@@ -945,7 +940,6 @@ size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity
   const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
                                                          : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
   w.transitions = take(rows * kTransitionSteps * slots);
-  w.kept_inverses = capacity.inverses > 0 ? take(static_cast<size_t>(kBytesInverse * capacity.inverses)) : nullptr;
   if (workspace != nullptr) *workspace = w;
   return used;
 }

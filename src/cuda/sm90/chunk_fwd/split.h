@@ -20,7 +20,6 @@ struct SplitWorkspace {
   TransitionChain* chains;
   float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
   void* transitions;        // [slots, kTransitionSteps] of TransitionRows
-  void* kept_inverses;      // [Hv, chunks], see kept_inverse(); null: no room, and no joint tiles
 };
 
 struct SplitKernelParams {

@@ -131,19 +131,15 @@ struct EvenPlan {
   }
 };
 
-// No head decays: pairs of SMs make what waits for boundary states, or a segment's state and transition are one tile.
-// Lists are in the order of segments, of each all heads; but joint tiles, which take longest, come before the state
-// tiles of first segments.
+// No head decays: pairs of SMs make what waits for boundary states. Lists are in the order of segments, of each all
+// heads.
 struct UndecayedPlan {
   UndecayedSplit split;
   int32_t heads;  // sequences times heads
 
-  FLASH_QLA_HOST_DEVICE int32_t joint_tiles() const { return split.joint ? heads * (split.segments - 2) : 0; }
-  FLASH_QLA_HOST_DEVICE int32_t state_tiles() const {
-    return heads * states_of_pieces(split.segments) - joint_tiles();  // of each two in one
-  }
+  FLASH_QLA_HOST_DEVICE int32_t state_tiles() const { return heads * states_of_pieces(split.segments); }
   // Last states and transitions that are waited for, by warps.
-  FLASH_QLA_HOST_DEVICE int32_t states_left() const { return (state_tiles() + joint_tiles()) * kStateWarps; }
+  FLASH_QLA_HOST_DEVICE int32_t states_left() const { return state_tiles() * kStateWarps; }
   FLASH_QLA_HOST_DEVICE int32_t free_tiles() const { return heads; }
   FLASH_QLA_HOST_DEVICE int32_t dependent_tiles() const { return heads * (split.segments - 1); }
   FLASH_QLA_HOST_DEVICE int32_t chains() const { return heads; }
@@ -156,15 +152,14 @@ struct UndecayedPlan {
   template <typename Warmups, typename Sink>
   FLASH_QLA_HOST_DEVICE void emit(const HeadPlan<Warmups>& plan, int32_t rank, int32_t k, int32_t n,
                                   const Sink& sink) const {
-    const bool last = k == split.segments - 1, joint = split.joint && k > 0;
-    if (n > 0 && (last || (n == 2 && (k == 0 || joint)))) return;
+    const bool last = k == split.segments - 1;
+    if (n > 0 && (last || (n == 2 && k == 0))) return;
     const int32_t slot = plan.first_slot() + k;  // of the segment's last state
     const int32_t first = start(k, plan.cuts.chunks), end = start(k + 1, plan.cuts.chunks);
     if (n > 0) {
-      const int32_t kind = k == 0 ? kTileFromStart : joint ? kTileJoint : n == 2 ? kTileTransition : 0;
-      const int32_t apart = k == 0 ? rank : (2 * k - 1) * heads + 2 * rank + n - 1;
-      const int32_t together = (k == 0 ? split.segments - 2 : k - 1) * heads + rank;
-      sink.state(split.joint ? together : apart, plan.tile(first, end, 0, slot, kTileToSlot | kind));
+      const int32_t kind = k == 0 ? kTileFromStart : n == 2 ? kTileTransition : 0;
+      const int32_t at = k == 0 ? rank : (2 * k - 1) * heads + 2 * rank + n - 1;
+      sink.state(at, plan.tile(first, end, 0, slot, kTileToSlot | kind));
       return;
     }
     const int32_t flags = (k == 0 ? kTileFromStart : kTileFromSlot) | (last ? kTileToEnd : 0);

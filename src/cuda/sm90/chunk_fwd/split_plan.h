@@ -28,14 +28,12 @@ namespace flash_qla::cuda::sm90 {
 // they stand for besides.
 struct SplitCosts {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
-  float step = 1.74f;        // a chunk of one head in the kernel that writes O
-  float warm_step = 0.84f;   // ... of a warm-up, without Q, P and O
-  float state_step = 1.48f;  // ... in the kernel that makes states alone
-  float key_share = 0.044f;  // more of all, of a key head to each value head beside one to none
-  float tile_edge = 4.05f;   // a tile's first and last state, and filling the pipeline
-  float state_edge = 2.9f;   // ... of a state tile, which starts from zero
-  // A joint tile: more of a chunk for the transition, whose A_g is there, and of the tile for saving it.
-  float joint_step = 0.9f, joint_edge = 4.0f;
+  float step = 1.74f;          // a chunk of one head in the kernel that writes O
+  float warm_step = 0.84f;     // ... of a warm-up, without Q, P and O
+  float state_step = 1.48f;    // ... in the kernel that makes states alone
+  float key_share = 0.044f;    // more of all, of a key head to each value head beside one to none
+  float tile_edge = 4.05f;     // a tile's first and last state, and filling the pipeline
+  float state_edge = 2.9f;     // ... of a state tile, which starts from zero
   float state_crowd = 0.2f;    // more of a state tile where others are before it: tiles that write O run beside it
   float first_edge = 4.5f;     // a block's start, before its first tile that writes O
   float combine = 2.4f;        // before the first transition of a chain
@@ -66,7 +64,6 @@ struct SplitCosts {
     step *= scale;
     warm_step *= scale;
     state_step *= scale;
-    joint_step *= scale;
     boundary *= static_cast<float>(key_heads * ((heads / key_heads + 3) / 4));
   }
 
@@ -107,9 +104,6 @@ inline constexpr int32_t kFinerGrids = 3, kCoarserGrids = 8;
 inline constexpr float kLeastOfGrid = 0.015f, kWeightOfOthers = 0.1f;
 // What a plan of its own must promise where no head decays (UndecayedSplit).
 inline constexpr float kLeastOfUndecayed = 0.02f;
-// Chunks of all heads to an SM whose A_g may be kept for joint tiles: 69 MB on a card of 132 SMs. Calls of more have no
-// such tiles.
-inline constexpr int64_t kMostKeptPerSm = 64;
 // What is lost if no head decays counts so much beside what a quarter of such heads promises, where lengths are known.
 inline constexpr float kWeightOfAll = 0.1f;
 // ... and this of equal lengths, where only the device knows the lengths and unequal ones promise kLeastGain: the
@@ -811,13 +805,11 @@ inline BestChoice best_choice(const LengthSummary& lengths, const SplitGrid& gri
   return best;
 }
 
-// No head decays: how heads are cut where that is not by whole pieces. A head that keeps all of its state may be cut at
-// any chunk, not only where boundaries were looked at.
+// No head decays: how heads are cut where that is not by whole pieces, and pairs of SMs make what waits for boundary
+// states. A head that keeps all of its state may be cut at any chunk, not only where boundaries were looked at.
 struct UndecayedSplit {
   int32_t segments = 0;  // of a head; 0: it is by whole pieces
   int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
-  bool pairs = false;    // pairs of SMs make what waits for boundary states
-  bool joint = false;    // a segment's state and transition are one tile
 };
 
 // The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
@@ -868,47 +860,7 @@ inline BestUndecayed best_paired(const LengthSummary& lengths, int32_t most, int
     const float late = all > idle ? ready + free : before + free;
     const float end = std::max((all > idle ? late : ready) + static_cast<float>(longest) * step + edge, late);
     const float time = end + costs.load * work / static_cast<float>(sms);
-    if (best.time == 0.0f || time < best.time) best = {{segments, first, true, false}, time};
-  }
-  return best;
-}
-
-// Chunks of all heads for whose A_g a call has room, by shapes alone. Joint tiles are for few heads: of each three
-// segments at least, and all their state tiles at once.
-FLASH_QLA_HOST_DEVICE constexpr int64_t kept_inverses(int64_t tokens, int32_t heads, int32_t sms) {
-  const int64_t chunks = divide_up(tokens, kSplitChunk) * heads, most = kMostKeptPerSm * sms;
-  return 2 * heads > sms - 1 ? 0 : chunks < most ? chunks : most;
-}
-
-// No head decays, equal lengths: the fastest way to have a segment's state and its transition made one after the other
-// by the same block, all state tiles at once, and the microseconds that it takes without the planning. A first segment
-// has no transition, and may be longer.
-inline BestUndecayed best_joint(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
-                                const SplitCosts& costs) {
-  BestUndecayed best;
-  const int32_t all = lengths.sequences * heads, chunks = lengths.longest;
-  if (all == 0 || lengths.chunks * heads > kept_inverses(lengths.chunks * kSplitChunk, heads, sms)) return best;
-  constexpr int32_t kTried = 3;  // numbers of segments: the more the faster, or nearly so, while they are one wave
-  most = std::min({most, (sms - 1) / all + 1, chunks / kLeastJoint});
-  for (int32_t segments = most; segments >= 3 && segments > most - kTried; --segments) {
-    for (const float longer : {1.0f, 1.25f, 1.5f}) {
-      const int32_t others = segments - 1;
-      const float even = static_cast<float>(chunks) / (static_cast<float>(others) + longer);
-      const int32_t first = chunks - static_cast<int32_t>(even * static_cast<float>(others) + 0.5f);
-      const int32_t least = (chunks - first) / others, longest = (chunks - first + others - 1) / others;
-      if (first < 1 || least < kLeastJoint) continue;
-      const float start = static_cast<float>(first), rest = static_cast<float>(longest);
-      SplitEstimate estimate;
-      estimate.states.add(all, start * costs.state_step + costs.state_edge);
-      estimate.states.add(all * (segments - 2),
-                          rest * (costs.state_step + costs.joint_step) + costs.state_edge + costs.joint_edge);
-      estimate.free[0].add(all, start * costs.step + costs.tile_edge);
-      estimate.dependent[0].add(all * others, rest * costs.step + costs.tile_edge);
-      estimate.transitions = all * (segments - 2);
-      estimate.longest_chain = segments - 2;
-      const float time = time_of_tiles(SplitEstimate{}, estimate, sms, costs, SmGroups{});
-      if (best.time == 0.0f || time < best.time) best = {{segments, first, false, true}, time};
-    }
+    if (best.time == 0.0f || time < best.time) best = {{segments, first}, time};
   }
   return best;
 }
@@ -944,13 +896,6 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     guess = best.choice;
     return (costs.planning(boundaries_of(lengths, grid)) + best.time) / unsplit;
   };
-  // No head decays, and something is cut.
-  const auto share_of_all = [&](const SplitGrid& grid, bool uncut_shared) {
-    const float cut = share(grid, heads, uncut_shared);
-    const BestUndecayed joint = best_joint(lengths, pieces_of(lengths.longest, grid), heads, sms, costs);
-    if (joint.time == 0.0f) return cut;
-    return std::min(cut, (costs.planning(boundaries_of(lengths, grid)) + joint.time) / unsplit);
-  };
   promise.quarter = share(promise.grid, heads / 4, shared);
   if (known) {
     // What a grid takes, as a share of what the usual one takes where a quarter of the heads do not decay; with the
@@ -958,7 +903,7 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
     const float usual_quarter = promise.quarter;
     const float usual_half = share(promise.grid, heads / 2, shared), usual_none = share(promise.grid, 0, shared);
     const auto others = [&](const SplitGrid& grid, float half) {
-      const float none = share(grid, 0, shared), loss_of_all = std::max(share_of_all(grid, shared) - 1.0f, 0.0f);
+      const float none = share(grid, 0, shared), loss_of_all = std::max(share(grid, heads, shared) - 1.0f, 0.0f);
       return kWeightOfOthers * (half / usual_half + none / usual_none) + kWeightOfAll * loss_of_all / usual_quarter;
     };
     const int32_t usual = promise.grid.spacing;
@@ -985,7 +930,7 @@ inline SplitPromise promise_of_plan(const LengthSummary& lengths, int32_t heads,
   }
   promise.half = share(promise.grid, heads / 2, shared);
   if (known) {
-    promise.all = share_of_all(promise.grid, false);
+    promise.all = share(promise.grid, heads, false);
     const float planning = costs.planning(boundaries_of(lengths, promise.grid));
     promise.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / unsplit;
   }
@@ -1019,14 +964,10 @@ inline UsualChoices usual_choices(const LengthSummary& lengths, const SplitGrid&
     choices.of_share[share] = static_cast<uint8_t>(guess);
     choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
   }
-  const int32_t pieces = pieces_of(lengths.longest, grid);
-  BestUndecayed undecayed = best_joint(lengths, pieces, heads, sms, costs);
-  if (paired) {
-    const BestUndecayed by_pairs = best_paired(lengths, pieces, heads, sms, costs);
-    if (by_pairs.time > 0.0f && (undecayed.time == 0.0f || by_pairs.time < undecayed.time)) undecayed = by_pairs;
-  }
-  if (undecayed.time > 0.0f && undecayed.time < best.time * (1.0f - kLeastOfUndecayed)) {
-    choices.undecayed = undecayed.split;
+  if (!paired) return choices;
+  const BestUndecayed by_pairs = best_paired(lengths, pieces_of(lengths.longest, grid), heads, sms, costs);
+  if (by_pairs.time > 0.0f && by_pairs.time < best.time * (1.0f - kLeastOfUndecayed)) {
+    choices.undecayed = by_pairs.split;
   }
   return choices;
 }
@@ -1062,7 +1003,6 @@ struct SplitCapacity {
   int64_t state_tiles = 0;   // a heavy boundary takes one, or one and a transition
   int64_t output_tiles = 0;  // one a sequence and head, one more a boundary
   int64_t chains = 0;
-  int64_t inverses = 0;  // chunks of which A_g is kept, for joint tiles
 };
 
 FLASH_QLA_HOST_DEVICE inline SplitCapacity split_capacity(SplitMode mode, bool forced, int64_t tokens,
@@ -1073,7 +1013,6 @@ FLASH_QLA_HOST_DEVICE inline SplitCapacity split_capacity(SplitMode mode, bool f
   c.state_tiles = 2 * c.slots;
   c.output_tiles = static_cast<int64_t>(sequences) * heads + c.slots;
   c.chains = (c.slots + 1) / 2;
-  if (mode == SplitMode::kAuto && !forced) c.inverses = kept_inverses(tokens, heads, sms);
   return c;
 }
 

@@ -29,10 +29,6 @@ inline constexpr int32_t kTileFromSlot = 4;     // starts from boundary state `s
 inline constexpr int32_t kTileToSlot = 8;       // a state tile: its last state is boundary state `slot`, no outputs
 inline constexpr int32_t kTileTransition = 16;  // with kTileToSlot: starts from the identity with V = 0, so that its
                                                 // last state is the transition that leads to boundary `slot`
-inline constexpr int32_t kTileJoint = 32;       // with kTileToSlot: makes the state first and then the transition, with
-                                                // each chunk's A_g kept from the one for the other
-// Chunks of such a tile, at least: what is kept of a chunk is in memory before it is asked for (StateTileAuxRole).
-inline constexpr int32_t kLeastJoint = 8;
 
 struct Tile {
   int32_t row;       // first token, warm-up included

@@ -39,7 +39,7 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
   static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
-  static constexpr uint32_t kDone = kFullA + 8 * kStages;  // the state groups are through with the chunk; A_g is kept
+  static constexpr uint32_t kDone = kFullA + 8 * kStages;              // the state groups are through with the chunk
   // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
@@ -67,7 +67,6 @@ struct StateTileAuxRole {
   using Element = typename Traits::Element;
   static constexpr int kAhead = Traits::kStages - 1;  // chunks that are brought, and listed, ahead
   static constexpr int kListThread = 64;              // of the warp that has least to do: it lists a chunk
-  static constexpr int kKeepThread = 32;              // sends A_g to memory where it is kept
   const ChunkForwardKernelParams& p;
   uint32_t group;  // 0 .. 2: of every third chunk
   int thread;      // 0 .. 127
@@ -88,19 +87,10 @@ struct StateTileAuxRole {
       return;
     }
     if (thread == 0) {
-      const bool with_v = !(c.flags & kNoValues), with_a = (c.flags & kTakesInverse) != 0;
-      mbarrier_arrive_expect(full, Traits::kBytesK + (with_v ? Traits::kBytesV : 0) + (with_a ? kBytesInverse : 0));
+      const bool with_v = !(c.flags & kNoValues);
+      mbarrier_arrive_expect(full, Traits::kBytesK + (with_v ? Traits::kBytesV : 0));
       tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
       if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
-      if (with_a) {
-        // It was sent kLeastJoint chunks ago or more. This thread has seen the end of the chunk kStages before this one
-        // (kDone), so that the state groups have had A_g of the chunk kAuxGroups behind the one that sent this: and
-        // before that A_g was there (kFullA) kKeepThread of the same group waited until what it had sent was in memory.
-        // The copy engine wrote it and reads it, but barriers of threads lie between: hence the fence.
-        static_assert(kLeastJoint >= Traits::kStages + Traits::kAuxGroups);
-        fence_proxy_async_all();
-        bulk_load(stage + Traits::kStageA, kept_inverse(p, c), kBytesInverse, full);
-      }
     }
     load_gates<Traits>(p.args, c, gates(m), full, thread);
   }
@@ -117,33 +107,14 @@ struct StateTileAuxRole {
   __device__ uint32_t tile_a(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageA; }
   __device__ uint32_t gates(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageGate; }
 
-  // In all lanes of a warp the same, as the compiler can see.
-  __device__ bool has_flags(uint32_t m, int flags) const {
-    return __any_sync(0xffffffffu, record(opaque(m)).flags & flags);
-  }
-
-  // By kKeepThread, of the group's chunk before m, if that is kept: A_g has been read from its stage. Not at that
-  // chunk's end: a warp would wait for it there.
-  __device__ void release_kept(uint32_t m) const {
-    if (number() != kKeepThread || m < Traits::kAuxGroups) return;
-    const uint32_t before = m - Traits::kAuxGroups;
-    if (!(record(before).flags & kKeepsInverse)) return;
-    tma_store_wait_read();
-    mbarrier_arrive(smem() + Traits::kDone + 8 * (before % Traits::kStages));
-  }
-
   // A_g of chunk m, its gates, and the record of a later chunk.
   __device__ void prepare(uint32_t m) const {
-    const bool takes = has_flags(m, kTakesInverse);  // A_g is there
-    if (takes) {
-      release_kept(m);
-    } else {
+    {
       float kkt[32];
       const uint64_t k_rows = uniform_descriptor(stage_of<Traits>(m) + Traits::kStageK);
       start_product<Element>(kkt, k_rows, k_rows);
       const float beta0 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row);
       const float beta1 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row + 32);
-      release_kept(m);
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), at());
@@ -167,24 +138,10 @@ struct StateTileAuxRole {
       mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
     }
     __syncwarp();
-    if (!takes) make_inverse(m);
+    make_inverse(m);
     m = opaque(m);
-    // What the group has sent for its chunk before is in memory then (bring()). Not said at kDone: that of a later
-    // chunk may be there sooner, as groups' threads are not in the order of chunks; the state groups are.
-    if (number() == kKeepThread) tma_store_wait_all();
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStages), number() & 31);
-    if (has_flags(m, kKeepsInverse | kTakesInverse)) {
-      sync(m);  // all of A_g is there; or the record, which nothing else was waited for behind
-    }
-    if (number() == kKeepThread) {
-      if (record(m).flags & kKeepsInverse) {
-        bulk_store(kept_inverse(p, record(m)), tile_a(m), kBytesInverse);
-        tma_store_commit();
-      } else {
-        mbarrier_arrive(smem() + Traits::kDone + 8 * (m % Traits::kStages));
-      }
-    }
   }
 
   // A_g of what store_kkt() and solve_diagonal_blocks() have left.
@@ -536,7 +493,7 @@ __device__ __forceinline__ void reset_stream(bool again) {
   for (uint32_t i = 0; i < Traits::kStages; ++i) {
     init(smem() + Traits::kFull + 8 * i, 1 + 128);
     init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
-    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals + 1);  // ... and kKeepThread
+    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
   }
 #pragma unroll 1
   for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
