@@ -7,7 +7,7 @@ import operator
 import threading
 from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
-# flash_qla_cp_mode of c_api.h, by the value of `auto_cp`.
+# flash_qla_cp_mode of flash_qla.h, by the value of `auto_cp`.
 _CP_MODES: Dict[Any, int] = {False: 0, True: 1, "invariant": 2}
 
 # (operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,

@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 from ._options import integer
 
-# FLASH_QLA_CHUNK_SIZE of c_api.h: part of the layout of A and h, so it cannot change without breaking callers.
+# FLASH_QLA_CHUNK_SIZE of flash_qla.h: part of the layout of A and h, so it cannot change without breaking callers.
 CHUNK_SIZE = 64
 
 # Types of __dlpack_device__() whose memory the host reads.

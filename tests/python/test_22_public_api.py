@@ -124,7 +124,7 @@ def test_typed_package():
 def test_version_is_that_of_the_header():
     from pathlib import Path
 
-    header = Path(__file__).parents[2] / "include/flash_qla/c_api.h"
+    header = Path(__file__).parents[2] / "include/flash_qla/flash_qla.h"
     numbers = [line.split()[-1] for line in header.read_text().splitlines() if line.startswith("#define FLASH_QLA_VERSION_")]
     assert flash_qla.__version__ == ".".join(numbers)
 
