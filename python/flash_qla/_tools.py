@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Callable, Dict, Tuple, Union
 
-from . import _ffi
-from ._front import torch_front
+from . import _ffi, _front
 from ._options import integer, make_options
 from .ops import gated_delta_rule as operations
 
@@ -46,9 +45,9 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
     if not texts:
         raise ValueError(f"explain: op ({name}) must be given tensors with memory (a FakeTensor has none)")
     text = texts[0].rstrip("\n")
-    if name == "chunk_gated_delta_rule" and torch_front is not None:
+    if name == "chunk_gated_delta_rule" and _front.torch_front is not None:
         given = inspect.signature(operations.chunk_gated_delta_rule).bind(*args, **kwargs).arguments
-        saved, tokens = torch_front.saved_for_backward(given)
+        saved, tokens = _front.torch_front.saved_for_backward(given)
         if saved > 0:
             text += f"\nsaved for the backward pass beside the inputs: {saved} bytes (A: {saved // tokens} a token)"
     return text
@@ -132,7 +131,8 @@ def workspace_size(
     arguments = (_CALLS[name], cuda, index, *dtypes, bool(contiguous))
     arguments += (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"), *sizes.values())
     # Calls on torch tensors take torch's number of threads, others (0) as many as the process may use.
-    threads = (0,) if cuda or torch_front is None else (0, torch_front.cpu_threads())
+    _front.find_torch()
+    threads = (0,) if cuda or _front.torch_front is None else (0, _front.torch_front.cpu_threads())
     return max(_ffi.workspace_size(*options, number, *arguments) for number in threads)
 
 

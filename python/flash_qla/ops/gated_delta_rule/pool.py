@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ... import _dlpack
-from ..._front import is_torch, torch_front
+from ... import _dlpack, _front
+from ..._front import is_torch
 from ..._options import POOL_NAMES, integer, make_options
 
 __all__ = ["gated_delta_rule_decode", "gated_delta_rule_prefill"]
@@ -18,7 +18,7 @@ _NUMBERS_AT = 5  # null_index, checkpoint_every
 def _run(operation: str, recurrent: bool, options: Any, inputs: tuple, states: tuple, out: Any) -> Any:
     tensors = (*inputs, *states[:_NUMBERS_AT], *states[_NUMBERS_AT + 2 :], out)
     if is_torch(operation, POOL_NAMES, tensors):
-        return torch_front.pool(recurrent, options, inputs, states, out)
+        return _front.torch_front.pool(recurrent, options, inputs, states, out)
     return _dlpack.pool(options, recurrent, inputs, states, out)
 
 
