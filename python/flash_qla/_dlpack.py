@@ -17,7 +17,6 @@ from . import _ffi
 from ._options import Options
 from ._shapes import a_shape, gate_shape, sequence_count, state_shape
 
-
 # tvm-ffi, which makes views of arrays, once there has been a call.
 tvm_ffi: Any = None
 

@@ -45,9 +45,9 @@ def a_shape(v_shape: Sequence[int]) -> Tuple[int, int, int, int]:
 
 
 def _on_host(x: Any) -> bool:
-    device = getattr(x, "device", None)
-    if hasattr(device, "type"):  # torch's, meta among them
-        return device.type == "cpu"
+    kind = getattr(getattr(x, "device", None), "type", None)
+    if kind is not None:  # torch's, meta among them
+        return bool(kind == "cpu")
     return not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] in (_DLPACK_CPU, _DLPACK_CUDA_HOST)
 
 

@@ -80,8 +80,8 @@ def workspace_size(
     """Bytes of scratch that the largest call of an operation allocates, before any tensor exists.
 
     Enough for every call of at most `max_tokens` tokens in at most `max_seqs` sequences, packed or not, whatever
-    optional tensors it has. Scratch is per call and stream: it comes from the framework's allocator and goes back to it when the
-    call has been queued. On the CPU it is for PyTorch's present number of threads.
+    optional tensors it has. Scratch is per call and stream: it comes from the framework's allocator and goes back to it
+    when the call has been queued. On the CPU it is for PyTorch's present number of threads.
 
     Args:
         op: an operation of this package or its name; chunk_gated_delta_rule_bwd stands for the backward pass of

@@ -359,8 +359,8 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
 
 
 def saved_for_backward(arguments: Mapping[str, Any]) -> Tuple[int, int]:
-    """Bytes that chunk_gated_delta_rule() with these arguments keeps beside its inputs, and its tokens. No bytes where no
-    gradient is recorded, or where the arguments are no torch tensors."""
+    """Bytes that chunk_gated_delta_rule() with these arguments keeps beside its inputs, and its tokens. No bytes where
+    no gradient is recorded, or where the arguments are no torch tensors."""
     tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
     k, v = arguments["k"], arguments["v"]
     if not isinstance(v, Tensor) or not _wants_gradient(tensors):
