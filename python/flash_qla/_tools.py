@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict, Tuple, Union
+from typing import Any, Callable, Dict, Literal, Tuple, Union
 
 from . import _ffi, _front
 from ._options import integer, make_options
@@ -74,7 +74,7 @@ def workspace_size(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     force_intra_cp: bool = False,
 ) -> int:
     """Bytes of scratch that the largest call of an operation allocates, before any tensor exists.

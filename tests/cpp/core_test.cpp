@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "call_case.h"
@@ -62,6 +63,19 @@ TEST(TensorView, StridesAreTakenAsTheyAreGiven) {
   EXPECT_EQ(t.stride[1], -5);
   EXPECT_EQ(t.shape[2], 0);
 }
+
+// Whether tensor() takes a shape of kDims extents with kStrides strides.
+template <size_t kDims, size_t kStrides>
+constexpr bool is_a_view(decltype(tensor(nullptr, DType::kFloat32, std::declval<const int64_t (&)[kDims]>(),
+                                         std::declval<const int64_t (&)[kStrides]>()))*) {
+  return true;
+}
+template <size_t, size_t>
+constexpr bool is_a_view(const void*) {
+  return false;
+}
+static_assert(is_a_view<3, 3>(static_cast<Tensor*>(nullptr)));
+static_assert(!is_a_view<3, 2>(static_cast<Tensor*>(nullptr)));
 
 // Heads before tokens in memory, read through strides, give the bits of the packed call.
 TEST(TensorView, StridedInputsGiveTheSameResult) {

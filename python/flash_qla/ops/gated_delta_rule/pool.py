@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Literal, Optional, Union
 
 from ... import _dlpack, _front
 from ..._front import is_torch
@@ -49,7 +49,7 @@ def gated_delta_rule_prefill(
     dt_bias: Optional[Any] = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    auto_cp: Any = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
 ) -> Any:
     """Prefill of packed sequences whose states live in a pool: slots are read and written in place. Forward only.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Literal, Optional, Tuple, Union
 
 from .... import _dlpack, _front
 from ...._front import check_host_offsets, is_torch
@@ -42,7 +42,7 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Optional[Any] = None,
     chunk_indices: Optional[Any] = None,
     cp_context: Optional[Any] = None,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     cp_tolerance: Optional[float] = None,
     force_intra_cp: bool = False,
     head_first: bool = False,
@@ -131,7 +131,7 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: Optional[Any] = None,
     output_final_state: bool = True,
     output_h: bool = False,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     state_v_first: bool = False,
     enable_fwd_cp_cache: Optional[bool] = None,
     cp_context: Optional[Any] = None,
@@ -197,7 +197,7 @@ def chunk_gated_delta_rule_bwd(
     initial_state: Optional[Any] = None,
     cu_seqlens: Optional[Any] = None,
     state_v_first: bool = False,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     cp_cache: Optional[Any] = None,
     cp_context: Optional[Any] = None,
 ) -> Tuple[Any, ...]:
