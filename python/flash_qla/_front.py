@@ -28,7 +28,8 @@ def find_torch() -> None:
 
 
 # What torch.compiler.assume_constant_result() sets: a compiler that traces the first of all calls runs this function
-# instead of tracing it, and then sees the values that every later call sees, so that it need not compile again.
+# instead of tracing it, and then sees the values that every later call sees, so that it need not compile again. So no
+# call may read torch_front or _USUAL before find_torch(): a guard on the earlier value would fail at once.
 find_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 find_torch()
 
