@@ -6,4 +6,4 @@ mode=(--dry-run -Werror)
 if [[ "${1:-}" == --fix ]]; then
   mode=(-i)
 fi
-git ls-files -z '*.h' '*.c' '*.cpp' '*.inc' '*.cu' '*.cuh' | xargs -0 clang-format "${mode[@]}"
+git ls-files -z '*.h' '*.hpp' '*.c' '*.cpp' '*.inc' '*.cu' '*.cuh' | xargs -0 clang-format "${mode[@]}"

@@ -19,7 +19,6 @@ line "commit: ..." (build_info() has it); one that does not is refused:
 
 import datetime
 import functools
-import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -135,7 +134,7 @@ def add_tails(text: str, tails: dict) -> None:
             of_path[name] = sorted({*of_path.get(name, []), *map(int, values.split())})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def sources_of(commit: str) -> Sources:
     return Sources(commit)
 

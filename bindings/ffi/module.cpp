@@ -1,11 +1,11 @@
 // The Python binding: tvm-ffi exports that check devices and dtypes, fill the C structures and call the C ABI.
 // Everything about shapes and options is refused by the library itself; nothing is computed here.
-#include <flash_qla/flash_qla.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
+#include <flash_qla/flash_qla.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -192,7 +192,7 @@ void fill_options(flash_qla_options* options, const ffi::String& operation, cons
   options->num_threads = static_cast<int32_t>(num_threads);
 }
 
-// flash_qla_chunk_forward_* and flash_qla_recurrent_*: one argument list, members as in c_api.h.
+// flash_qla_chunk_forward_* and flash_qla_recurrent_*: one argument list, members as in flash_qla.h.
 ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Optional<ffi::String> path,
                  ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
                  bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode, bool force_intra_cp,
@@ -244,7 +244,7 @@ ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Opt
                               flash_qla_chunk_forward_explain);
 }
 
-// flash_qla_chunk_backward_*: members as in c_api.h.
+// flash_qla_chunk_backward_*: members as in flash_qla.h.
 ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::String> path, ffi::Optional<double> scale,
                   bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
                   bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode, bool force_intra_cp,

@@ -2,7 +2,7 @@
 // The result is compared with the token recurrence written out below, so the program also shows what is computed.
 //
 // Exit code 0 when both agree.
-#include <flash_qla/flash_qla.h>
+#include <flash_qla/flash_qla.hpp>
 
 #include <cmath>
 #include <cstdint>

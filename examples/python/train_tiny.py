@@ -5,8 +5,8 @@
 
 Weights, batches and optimiser are the same for both (seeded); the tokens are the bytes of a text in the public domain.
 In float32 the two are the same computation in another order, so their losses must agree: to 1e-3 at each of the first
-fifty steps, and to 1 % at the end, where several hundred steps have amplified what differs. Both curves are drawn into a PNG.
-Exits with 1 when they do not agree, or when the model has not learned.
+fifty steps, and to 1 % at the end, where several hundred steps have amplified what differs. Both curves are drawn into
+a PNG. Exits with 1 when they do not agree, or when the model has not learned.
 
 With --bf16 (on a GPU) the layers run under autocast in bfloat16, which is what takes the fast kernels. Two roundings of
 bfloat16 part sooner than two of float32: then the losses are held to 2 % of one another, averaged over the last steps.

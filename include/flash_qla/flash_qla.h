@@ -1,112 +1,222 @@
-// The C++ interface of flash_qla: a thin, header-only C++17 layer over c_api.h.
-//
-//   flash_qla::ForwardArguments args;
-//   args.q = flash_qla::tensor(q, flash_qla::DType::kBFloat16, {B, T, Hq, K});
-//   ...
-//   if (auto s = flash_qla::ChunkForward::can_implement(args); !s.ok()) return fail(s.message());
-//   size_t bytes = 0;
-//   flash_qla::ChunkForward::workspace_size(args, &bytes);
-//   flash_qla::ChunkForward::run(args, workspace, bytes, stream);
-#pragma once
+/* The C interface of flash_qla: Gated Delta Network attention on the CPU and on NVIDIA GPUs.
+ *
+ * Every operation is three calls on one arguments structure, which its init function has filled with defaults:
+ *     flash_qla_<op>_can_implement(&args)                       is this call legal, and if not, why
+ *     flash_qla_<op>_workspace_size(&args, &bytes)              scratch that run() needs, of any alignment
+ *                                                               (q.data NULL: for all calls of no more tokens and
+ *                                                               sequences too)
+ *     flash_qla_<op>_run(&args, workspace, bytes, stream)       does it, in the stream
+ * Nothing throws, aborts, allocates device memory or waits for the device. When a call is refused nothing is written.
+ * This header needs no framework and no CUDA header; it is valid C99 and C++17.
+ */
+#ifndef FLASH_QLA_FLASH_QLA_H_
+#define FLASH_QLA_FLASH_QLA_H_
 
-#include <cstddef>
-#include <cstdint>
-#include <initializer_list>
-#include <string>
+#include <stddef.h>
+#include <stdint.h>
 
-#include "flash_qla/c_api.h"
+#if defined(_WIN32)
+#define FLASH_QLA_API __declspec(dllexport)
+#else
+#define FLASH_QLA_API __attribute__((visibility("default")))
+#endif
 
-namespace flash_qla {
+#ifdef __cplusplus
+extern "C" {
+#endif
 
-enum class DType : int32_t {
-  kFloat32 = FLASH_QLA_FLOAT32,
-  kBFloat16 = FLASH_QLA_BFLOAT16,
-  kFloat16 = FLASH_QLA_FLOAT16,
-  kFloat64 = FLASH_QLA_FLOAT64,
-  kInt32 = FLASH_QLA_INT32,
-  kInt64 = FLASH_QLA_INT64,
-  kBool = FLASH_QLA_BOOL,
-};
+#define FLASH_QLA_VERSION_MAJOR 0
+#define FLASH_QLA_VERSION_MINOR 2
+#define FLASH_QLA_VERSION_PATCH 0
 
-// Outcome of a call; message() is "operation: argument rule (what was given)" when it is not ok().
-class [[nodiscard]] Status {
- public:
-  Status() : status_{} {}
-  Status(const flash_qla_status& status) : status_(status) {}  // implicit on purpose: it wraps every C return value
-  bool ok() const { return status_.code == FLASH_QLA_OK; }
-  flash_qla_code code() const { return static_cast<flash_qla_code>(status_.code); }
-  const char* message() const { return status_.message; }
-  const flash_qla_status& c_status() const { return status_; }
+/* Tokens of one chunk of the chunked algorithm: the width of A, and the grid of h, checkpoints and cumsums. */
+#define FLASH_QLA_CHUNK_SIZE 64
 
- private:
-  flash_qla_status status_;
-};
+/* Largest head dimension, keys and values alike. */
+#define FLASH_QLA_MAX_HEAD_DIM 256
 
-using Tensor = flash_qla_tensor;
+/* Largest number of draft tokens that one decode call takes. */
+#define FLASH_QLA_MAX_DRAFT_TOKENS 16
 
-// A contiguous (row-major) view of `data`. A shape of more than FLASH_QLA_MAX_DIMS dimensions gives ndim beyond the
-// maximum, which every call refuses.
-inline Tensor tensor(const void* data, DType dtype, std::initializer_list<int64_t> shape) {
-  Tensor t{};
-  t.data = const_cast<void*>(data);
-  t.dtype = static_cast<int32_t>(dtype);
-  t.ndim = static_cast<int32_t>(shape.size());
-  if (t.ndim > FLASH_QLA_MAX_DIMS) return t;
-  int32_t i = 0;
-  for (int64_t n : shape) t.shape[i++] = n;
-  uint64_t stride = 1;  // unsigned: a shape that is too large wraps here, and is refused by the call
-  for (i = t.ndim - 1; i >= 0; --i) {
-    t.stride[i] = static_cast<int64_t>(stride);
-    stride *= static_cast<uint64_t>(t.shape[i]);
-  }
-  return t;
+/* Most tokens (B * T) and most sequences of a call. */
+#define FLASH_QLA_MAX_TOKENS INT32_MAX
+
+typedef enum flash_qla_code {
+  FLASH_QLA_OK = 0,
+  FLASH_QLA_INVALID_VALUE = 1,   /* a shape, size or combination that the contract forbids */
+  FLASH_QLA_INVALID_TYPE = 2,    /* a dtype or device that the contract forbids */
+  FLASH_QLA_NOT_IMPLEMENTED = 3, /* legal, but not offered by this build, machine or version */
+  FLASH_QLA_RUNTIME_ERROR = 4    /* the device or the system reported a failure */
+} flash_qla_code;
+
+/* Outcome of a call. `message` is empty on success, else "operation: argument rule (what was given)". */
+typedef struct flash_qla_status {
+  int32_t code; /* flash_qla_code */
+  char message[508];
+} flash_qla_status;
+
+typedef enum flash_qla_dtype {
+  FLASH_QLA_FLOAT32 = 0,
+  FLASH_QLA_BFLOAT16 = 1,
+  FLASH_QLA_FLOAT16 = 2,
+  FLASH_QLA_FLOAT64 = 3,
+  FLASH_QLA_INT32 = 4,
+  FLASH_QLA_INT64 = 5,
+  FLASH_QLA_BOOL = 6 /* one byte, zero or not */
+} flash_qla_dtype;
+
+typedef enum flash_qla_device_type { FLASH_QLA_CPU = 0, FLASH_QLA_CUDA = 1 } flash_qla_device_type;
+
+#define FLASH_QLA_MAX_DIMS 6
+
+/* A strided view of somebody else's memory. A zeroed structure (ndim 0) is an absent tensor. */
+typedef struct flash_qla_tensor {
+  void* data; /* first element; may be NULL where the tensor has no elements, and for can_implement
+                 and workspace_size, which look at no memory */
+  int64_t shape[FLASH_QLA_MAX_DIMS];  /* elements */
+  int64_t stride[FLASH_QLA_MAX_DIMS]; /* elements, any value; 0 repeats (inputs only) */
+  int32_t ndim;                       /* 1 .. FLASH_QLA_MAX_DIMS; 0: absent */
+  int32_t dtype;                      /* flash_qla_dtype */
+} flash_qla_tensor;
+
+/* How one sequence may be cut into segments that are computed beside each other. */
+typedef enum flash_qla_cp_mode {
+  FLASH_QLA_CP_OFF = 0,      /* a sequence's bits depend on nothing but the sequence */
+  FLASH_QLA_CP_AUTO = 1,     /* planned from the whole batch */
+  FLASH_QLA_CP_INVARIANT = 2 /* planned from each sequence's own length alone */
+} flash_qla_cp_mode;
+
+/* What is common to all operations. Start from flash_qla_options_default(). */
+typedef struct flash_qla_options {
+  double scale;                       /* multiplies q; NaN: K^-1/2. 0.0 is 0.0 */
+  int32_t state_v_first;              /* states are [.., V, K] instead of [.., K, V] */
+  int32_t use_qk_l2norm_in_kernel;    /* q, k -> x / sqrt(sum x^2 + 1e-6), rounded to their dtype */
+  int32_t use_gate_in_kernel;         /* g is raw: log decay = -exp(A_log) * softplus(g + dt_bias) */
+  int32_t use_beta_sigmoid_in_kernel; /* beta is raw: sigmoid(beta) */
+  int32_t allow_neg_eigval;           /* with use_beta_sigmoid_in_kernel: 2 * sigmoid(beta) */
+  int32_t cp_mode;                    /* flash_qla_cp_mode */
+  int32_t force_intra_cp;             /* split wherever it is possible (tests) */
+  double cp_tolerance;                /* dropped part of a state, relative to the largest state norm, at most
+                                         1.2e-7; <= 0: the default, e^-16 */
+  int32_t check_device_data;          /* read and check cu_seqlens and indices (waits for the device) */
+  int32_t num_threads;                /* CPU threads; 0: as many as the process may use */
+  const char* path;                   /* NULL: chosen by the library; else the name of a path, as explain() prints it */
+  const char* operation;              /* name that error messages begin with; NULL: the operation's own */
+  int32_t device_type;                /* flash_qla_device_type of every tensor */
+  int32_t device_index;               /* CUDA ordinal */
+} flash_qla_options;
+
+/* Forward pass, chunked (flash_qla_chunk_forward_*) or token by token (flash_qla_recurrent_*).
+ * B sequences of T tokens, or with cu_seqlens N sequences packed in B = 1. Hv is a multiple of Hq.
+ * States are [.., K, V], or [.., V, K] with state_v_first. "float" is float32, bfloat16 or float16. */
+typedef struct flash_qla_forward_arguments {
+  size_t struct_size; /* sizeof(flash_qla_forward_arguments), set by the init function; another one is refused */
+  flash_qla_options options;
+
+  /* inputs */
+  flash_qla_tensor q;          /* [B, T, Hq, K] float (or float64 on the CPU) */
+  flash_qla_tensor k;          /* [B, T, Hq, K] as q */
+  flash_qla_tensor v;          /* [B, T, Hv, V] as q */
+  flash_qla_tensor g;          /* [B, T, Hv] float, natural-log decay per token (or raw gate); absent: no decay */
+  flash_qla_tensor beta;       /* [B, T, Hv] float; absent: ones */
+  flash_qla_tensor A_log;      /* [Hv] float, with use_gate_in_kernel */
+  flash_qla_tensor dt_bias;    /* [Hv] float, optional, with use_gate_in_kernel */
+  flash_qla_tensor cu_seqlens; /* [N + 1] int32 or int64, packed token offsets; absent: N = B sequences of T tokens */
+  flash_qla_tensor initial_state; /* [N, Hv, K, V] float, optional; excludes state_pool */
+
+  /* states in a pool, read and written in place */
+  flash_qla_tensor state_pool; /* [slots, Hv, K, V] float; any slot stride; the inner three dims contiguous */
+  flash_qla_tensor initial_state_indices; /* [N] int32 or int64; recurrent: also [N, S] with num_accepted_tokens */
+  flash_qla_tensor final_state_indices;   /* [N]; absent: the initial ones. Recurrent: also [N, T], a slot per token */
+  flash_qla_tensor has_initial_state;     /* [N] bool, optional; false: start from zero, the slot is not read */
+  flash_qla_tensor num_accepted_tokens;   /* [N] int32 or int64 in 1..S: the column of initial_state_indices to read */
+  int64_t null_index; /* an initial index <= this, or past the pool, skips the sequence: zero output, nothing read or
+                         written (not where has_initial_state is false); such a final index skips that write alone */
+
+  /* states for prefix caches (chunked forward only) */
+  int64_t checkpoint_every;              /* 0, or a multiple of 64: the state after every n-th token of a sequence */
+  flash_qla_tensor checkpoints;          /* [rows, Hv, K, V] float, floor(len / n) rows a sequence */
+  flash_qla_tensor checkpoint_cu_starts; /* [N + 1] int32 or int64, first row of each sequence */
+  flash_qla_tensor checkpoint_offsets;   /* [M] int32 or int64 packed positions: the state after the tokens before it */
+  flash_qla_tensor checkpoint_indices;   /* [M] int32 or int64 pool slots that receive them: none that another sequence
+                                            of the call starts from */
+
+  /* outputs; absent: not wanted (o is always wanted) */
+  flash_qla_tensor o;           /* [B, T, Hv, V] as q; every element is written */
+  flash_qla_tensor final_state; /* [N, Hv, K, V] float32 (float64 with float64 inputs) */
+  flash_qla_tensor g_cumsum;    /* [B, T, Hv] float32 (float64): natural-log decay summed from each chunk's start */
+  flash_qla_tensor A;           /* [B, T, Hv, 64] as k: row t of its chunk's (I + strict_lower(diag(beta) K K^T))^-1 */
+  flash_qla_tensor h;           /* [chunks, Hv, K, V] as k: the state at each chunk's start, sequence by sequence;
+                                   chunks = B * ceil(T / 64); with cu_seqlens at least the sum of ceil(len / 64), unused
+                                   rows at the end are zeroed */
+} flash_qla_forward_arguments;
+
+/* Backward pass of the chunked forward. Absent outputs are not computed. */
+typedef struct flash_qla_backward_arguments {
+  size_t struct_size; /* sizeof(flash_qla_backward_arguments), set by the init function; another one is refused */
+  flash_qla_options options;
+
+  /* inputs of the forward pass */
+  flash_qla_tensor q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state; /* as in the forward */
+  int32_t g_is_cumsum; /* g is the forward's g_cumsum; excludes use_gate_in_kernel. dg is of the log decay */
+
+  /* kept from the forward, each optional: absent parts are computed again */
+  flash_qla_tensor A; /* [B, T, Hv, 64] */
+  flash_qla_tensor o; /* [B, T, Hv, V] */
+
+  /* incoming gradients, each optional: absent is zero */
+  flash_qla_tensor d_o; /* [B, T, Hv, V] float, any strides */
+  flash_qla_tensor dht; /* [N, Hv, K, V] float (float64), any strides */
+
+  /* outputs */
+  flash_qla_tensor dq;       /* [B, T, Hq, K] as q: summed over the group's value heads in float32, rounded once */
+  flash_qla_tensor dk;       /* [B, T, Hq, K] as k */
+  flash_qla_tensor dv;       /* [B, T, Hv, V] as v */
+  flash_qla_tensor dg;       /* [B, T, Hv] float (float64): of g as it was given (of the log decay for a cumsum) */
+  flash_qla_tensor dbeta;    /* [B, T, Hv] float (float64): of beta as it was given */
+  flash_qla_tensor dh0;      /* [N, Hv, K, V] float (float64) */
+  flash_qla_tensor dA_log;   /* [Hv] float (float64), with use_gate_in_kernel */
+  flash_qla_tensor ddt_bias; /* [Hv] float (float64), with use_gate_in_kernel and dt_bias */
+} flash_qla_backward_arguments;
+
+/* Fills in the defaults: the structure's size, everything absent or off, scale K^-1/2, auto CP, null_index -1, device
+ * CPU. Does nothing with NULL. */
+FLASH_QLA_API void flash_qla_forward_arguments_init(flash_qla_forward_arguments* args);
+FLASH_QLA_API void flash_qla_backward_arguments_init(flash_qla_backward_arguments* args);
+
+/* Chunked forward: prefill and training. */
+FLASH_QLA_API flash_qla_status flash_qla_chunk_forward_can_implement(const flash_qla_forward_arguments* args);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_forward_workspace_size(const flash_qla_forward_arguments* args,
+                                                                      size_t* bytes);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_forward_run(const flash_qla_forward_arguments* args, void* workspace,
+                                                           size_t workspace_bytes, void* stream);
+
+/* Token-by-token forward: decode, draft tokens, short steps. */
+FLASH_QLA_API flash_qla_status flash_qla_recurrent_can_implement(const flash_qla_forward_arguments* args);
+FLASH_QLA_API flash_qla_status flash_qla_recurrent_workspace_size(const flash_qla_forward_arguments* args,
+                                                                  size_t* bytes);
+FLASH_QLA_API flash_qla_status flash_qla_recurrent_run(const flash_qla_forward_arguments* args, void* workspace,
+                                                       size_t workspace_bytes, void* stream);
+
+/* Backward of the chunked forward. */
+FLASH_QLA_API flash_qla_status flash_qla_chunk_backward_can_implement(const flash_qla_backward_arguments* args);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_backward_workspace_size(const flash_qla_backward_arguments* args,
+                                                                       size_t* bytes);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_backward_run(const flash_qla_backward_arguments* args, void* workspace,
+                                                            size_t workspace_bytes, void* stream);
+
+/* Which path a call takes and why others do not, as text. Writes at most `size` bytes, always terminated. */
+FLASH_QLA_API flash_qla_status flash_qla_chunk_forward_explain(const flash_qla_forward_arguments* args, char* text,
+                                                               size_t size);
+FLASH_QLA_API flash_qla_status flash_qla_recurrent_explain(const flash_qla_forward_arguments* args, char* text,
+                                                           size_t size);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_backward_explain(const flash_qla_backward_arguments* args, char* text,
+                                                                size_t size);
+
+/* Version, commit, compiled-in paths and the instruction sets and GPUs found, as "key: value" lines. */
+FLASH_QLA_API flash_qla_status flash_qla_build_info(char* text, size_t size);
+
+#ifdef __cplusplus
 }
-
-// Arguments start from the defaults of the C structures; see c_api.h for each member's shape and unit.
-struct ForwardArguments : flash_qla_forward_arguments {
-  ForwardArguments() { flash_qla_forward_arguments_init(this); }
-};
-struct BackwardArguments : flash_qla_backward_arguments {
-  BackwardArguments() { flash_qla_backward_arguments_init(this); }
-};
-
-// Prefill and training forward.
-struct ChunkForward {
-  static Status can_implement(const ForwardArguments& args) { return flash_qla_chunk_forward_can_implement(&args); }
-  static Status workspace_size(const ForwardArguments& args, size_t* bytes) {
-    return flash_qla_chunk_forward_workspace_size(&args, bytes);
-  }
-  static Status run(const ForwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) {
-    return flash_qla_chunk_forward_run(&args, workspace, bytes, stream);
-  }
-};
-
-// Decode: one or a few tokens per sequence.
-struct Recurrent {
-  static Status can_implement(const ForwardArguments& args) { return flash_qla_recurrent_can_implement(&args); }
-  static Status workspace_size(const ForwardArguments& args, size_t* bytes) {
-    return flash_qla_recurrent_workspace_size(&args, bytes);
-  }
-  static Status run(const ForwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) {
-    return flash_qla_recurrent_run(&args, workspace, bytes, stream);
-  }
-};
-
-// Gradients of the chunked forward.
-struct ChunkBackward {
-  static Status can_implement(const BackwardArguments& args) { return flash_qla_chunk_backward_can_implement(&args); }
-  static Status workspace_size(const BackwardArguments& args, size_t* bytes) {
-    return flash_qla_chunk_backward_workspace_size(&args, bytes);
-  }
-  static Status run(const BackwardArguments& args, void* workspace, size_t bytes, void* stream = nullptr) {
-    return flash_qla_chunk_backward_run(&args, workspace, bytes, stream);
-  }
-};
-
-inline std::string build_info() {
-  char text[4096];
-  const Status status = flash_qla_build_info(text, sizeof(text));
-  return status.ok() ? std::string(text) : std::string(status.message());
-}
-
-}  // namespace flash_qla
+#endif
+#endif /* FLASH_QLA_FLASH_QLA_H_ */

@@ -19,7 +19,15 @@ from .ops.gated_delta_rule import (
 )
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
 
-__version__ = build_info()["version"]
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """`__version__` is the native module's, which is not loaded before it is needed."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build_info()["version"]
+
 
 __all__ = [
     "FLACPContext",

@@ -12,17 +12,27 @@ import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy
-import tvm_ffi
 
 from . import _ffi
 from ._options import Options
 from ._shapes import a_shape, gate_shape, sequence_count, state_shape
+
+# tvm-ffi, which makes views of arrays, once there has been a call.
+tvm_ffi: Any = None
+
+
+def _load() -> None:
+    global tvm_ffi
+    if tvm_ffi is None:
+        _ffi.load()
+        tvm_ffi = _ffi.tvm_ffi
 
 
 class Arrays:
     """Makes arrays of the kind of `like`."""
 
     def __init__(self, operation: str, like: Any) -> None:
+        _load()
         place: dict = {}
         if hasattr(like, "__array_namespace__") and not isinstance(like, numpy.ndarray):
             namespace: Any = like.__array_namespace__()
@@ -84,7 +94,7 @@ def _shape(x: Any) -> Optional[Tuple[int, ...]]:
 
 
 def _state(arrays: Arrays, q: Any, v: Any, cu_seqlens: Any, options: Options) -> Any:
-    shape = state_shape(q.shape, v.shape, sequence_count(q.shape, _shape(cu_seqlens)), options[3])
+    shape = state_shape(q.shape, v.shape, sequence_count(q.shape, _shape(cu_seqlens)), options.state_v_first)
     return arrays.empty(shape, arrays.accumulator)
 
 
@@ -98,7 +108,7 @@ def forward(
 ) -> Tuple[Any, Optional[Any]]:
     """(o, final_state). `inputs`: q .. initial_state."""
     q, _, v, *_ = inputs
-    arrays = Arrays(options[0], q)
+    arrays = Arrays(options.operation, q)
     o = arrays.empty(v.shape, arrays.dtype)
     final_state = _state(arrays, q, v, inputs[7], options) if output_final_state else None
     _forward(options, recurrent, inputs, (o, final_state, None, None, None), arrays)
@@ -110,14 +120,14 @@ def chunk_fwd(
 ) -> Tuple[Any, ...]:
     """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd(). `inputs`: q .. initial_state."""
     q, k, v, *_ = inputs
-    arrays = Arrays(options[0], q)
+    arrays = Arrays(options.operation, q)
     o = arrays.empty(v.shape, arrays.dtype)
     final_state = _state(arrays, q, v, inputs[7], options) if output_final_state else None
     g_cumsum = arrays.empty(gate_shape(v.shape), arrays.accumulator)
     A = arrays.empty(a_shape(v.shape), arrays.dtype)
     h = None
     if chunk_rows is not None:
-        h = arrays.empty(state_shape(q.shape, v.shape, chunk_rows, options[3]), arrays.dtype)
+        h = arrays.empty(state_shape(q.shape, v.shape, chunk_rows, options.state_v_first), arrays.dtype)
     _forward(options, False, inputs, (o, final_state, g_cumsum, A, h), arrays)
     return g_cumsum, A, o, h, final_state
 
@@ -125,7 +135,7 @@ def chunk_fwd(
 def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any) -> Tuple[Any, ...]:
     """(dq, dk, dv, db, dg, dh0) of chunk_gated_delta_rule_bwd(). `inputs`: q .. initial_state."""
     q, k, v, g, beta, _, _, _, initial_state = inputs
-    arrays = Arrays(options[0], q)
+    arrays = Arrays(options.operation, q)
     dq, dk, dv, dg, db = (None if x is None else arrays.empty(x.shape, x.dtype) for x in (q, k, v, g, beta))
     dh0 = None if initial_state is None else arrays.empty(initial_state.shape, arrays.accumulator)
     before = _views(inputs), _views((A, None, do, dht))
@@ -138,16 +148,16 @@ def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Seque
     """o of gated_delta_rule_prefill() and gated_delta_rule_decode(). `inputs`: q .. cu_seqlens; `states`: state_pool ..
     checkpoint_indices."""
     q, v = inputs[0], inputs[2]
-    arrays = Arrays(options[0], q)
+    arrays = Arrays(options.operation, q)
     written = {0: "state_pool", 7: "checkpoints"}
     views: List[Any] = []
     for i, x in enumerate(states):
         if i in written:
-            views.append(_written_view(options[0], written[i], x))
+            views.append(_written_view(options.operation, written[i], x))
         else:
             views.append(x if isinstance(x, int) else _view(x))
     o = arrays.empty(v.shape, arrays.dtype) if out is None else out
-    o_view = _written_view(options[0], "out", out) if out is not None else tvm_ffi.from_dlpack(o)
+    o_view = _written_view(options.operation, "out", out) if out is not None else tvm_ffi.from_dlpack(o)
     absent = (None,) * 4
     _ffi.forward(arrays.allocate, (recurrent, *options, 0, *_views(inputs), None, *views, o_view, *absent))
     return o

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional
-
-# With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is imported.
-# Nothing is compiled at run time here; it then goes by __dlpack__, which costs some microseconds a call.
-os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
-
-import tvm_ffi  # noqa: E402
 
 LIBRARY = Path(__file__).resolve().parent / "_lib" / "flash_qla_ffi.so"
 
@@ -22,14 +17,41 @@ if not LIBRARY.exists():
         "and build it, which puts the module there"
     )
 
-# tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
-tvm_ffi.register_error("NotImplementedError", NotImplementedError)
+# tvm-ffi, the native module and two of its exports, once load() has been called.
+tvm_ffi: Any = None
+_module: Any = None
+_forward: Any = None
+_backward: Any = None
 
-_module = tvm_ffi.load_module(str(LIBRARY))
-_forward: Callable[..., Any] = _module["forward"]
-_backward: Callable[..., Any] = _module["backward"]
-workspace_size: Callable[..., int] = _module["workspace_size"]
-build_info: Callable[[], str] = _module["build_info"]
+
+def load() -> Any:
+    """The native module. The first call that needs it loads it: tvm-ffi imports torch where that is installed, which
+    takes seconds that a process without torch need not spend. Threads that do so at the same time get the same one."""
+    global tvm_ffi, _module, _forward, _backward
+    if _module is None:
+        # With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is
+        # imported. Nothing is compiled at run time here; it then goes by __dlpack__, which costs some microseconds a
+        # call.
+        os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+        tvm_ffi = importlib.import_module("tvm_ffi")
+        # tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
+        tvm_ffi.register_error("NotImplementedError", NotImplementedError)
+        module = tvm_ffi.load_module(str(LIBRARY))
+        _forward, _backward = module["forward"], module["backward"]
+        _module = module
+    return _module
+
+
+def workspace_size(*arguments: Any) -> int:
+    """`workspace_size` of bindings/ffi/module.cpp."""
+    size: int = load()["workspace_size"](*arguments)
+    return size
+
+
+def build_info() -> str:
+    """flash_qla_build_info() of the native module."""
+    return str(load()["build_info"]())
+
 
 # First argument of the exports: compute, or say which path would.
 _RUN, _EXPLAIN = 0, 1
@@ -71,9 +93,9 @@ def _call(function: Callable[..., Any], allocate: Callable[[int], Any], argument
 def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
     """`forward` of bindings/ffi/module.cpp, from `recurrent` to `h`; `allocate(bytes)` returns scratch on q's device.
     False within explaining(): nothing was computed."""
-    return _call(_forward, allocate, arguments)
+    return _call(_forward or load()["forward"], allocate, arguments)
 
 
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
-    _call(_backward, allocate, arguments)
+    _call(_backward or load()["backward"], allocate, arguments)

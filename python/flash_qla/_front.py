@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, Sequence
 
+from . import _ffi
 from ._shapes import host_offsets
 
-try:
-    import torch
-except ImportError:  # numpy and other DLPack arrays work without it
-    torch = None  # type: ignore[assignment]
-
+# The module _torch, once there is a torch to be used, and what most arguments then are. Tensor subclasses are told from
+# other things one by one.
 torch_front: Any = None
-# What most arguments are. Tensor subclasses are told from other things one by one.
 _USUAL: frozenset = frozenset()
-if torch is not None:
-    from . import _torch
 
-    torch_front = _torch
-    _USUAL = _torch.PLAIN_TYPES
+
+def find_torch() -> None:
+    """Loads what handles torch tensors, and the operators torch.ops.flash_qla.*, if torch is imported: importing it is
+    left to who has tensors of it."""
+    global torch_front, _USUAL
+    if torch_front is None and sys.modules.get("torch") is not None:
+        from . import _torch
+
+        _ffi.load()
+        _USUAL = _torch.PLAIN_TYPES
+        torch_front = _torch
+
+
+# What torch.compiler.assume_constant_result() sets: a compiler that traces the first of all calls runs this function
+# instead of tracing it, and then sees the values that every later call sees, so that it need not compile again. So no
+# call may read torch_front or _USUAL before find_torch(): a guard on the earlier value would fail at once.
+find_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+find_torch()
 
 
 def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> bool:
@@ -27,14 +39,15 @@ def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> boo
 
     `values` begins with q, k and v. None (an argument left out) is passed over.
     """
-    q, k, v, *_ = values
-    if _USUAL.issuperset(map(type, values)) and q is not None and k is not None and v is not None:
+    find_torch()
+    q = values[0]
+    if _USUAL.issuperset(map(type, values)) and q is not None and values[1] is not None and values[2] is not None:
         return True
-    on_torch = torch is not None and isinstance(values[0], torch.Tensor)
+    on_torch = torch_front is not None and isinstance(q, torch_front.Tensor)
     for name, value in zip(names, values):
         if value is None:
             continue
-        if on_torch and not isinstance(value, torch.Tensor):
+        if on_torch and not isinstance(value, torch_front.Tensor):
             raise TypeError(f"{operation}: {name} ({type(value).__name__}) must be a torch.Tensor, as q is")
         if not hasattr(value, "__dlpack__"):
             raise TypeError(f"{operation}: {name} ({type(value).__name__}) must be a tensor or an array")
@@ -49,9 +62,7 @@ def check_host_offsets(operation: str, q: Any, cu_seqlens: Any, cu_seqlens_cpu: 
     under torch.compile, and not while a graph is captured, where the native check refuses the call."""
     if cu_seqlens is None or cu_seqlens_cpu is None or os.environ.get("FLASH_QLA_CHECK") != "1":
         return
-    if torch_front is not None and torch_front.is_traced():
-        return
-    if getattr(cu_seqlens, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+    if torch_front is not None and (torch_front.is_traced() or torch_front.is_captured(cu_seqlens)):
         return
     offsets = host_offsets(operation, q.shape, cu_seqlens, cu_seqlens_cpu)
     for i, (host, device) in enumerate(zip(offsets, cu_seqlens.tolist())):

@@ -5,14 +5,29 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Union
 
-# flash_qla_cp_mode of c_api.h, by the value of `auto_cp`.
-_CP_MODES: Dict[Any, int] = {False: 0, True: 1, "invariant": 2}
+# flash_qla_cp_mode of flash_qla.h, by the value of `auto_cp`.
+_CP_AUTO = 1
+_CP_MODES: Dict[Any, int] = {False: 0, True: _CP_AUTO, "invariant": 2}
 
-# (operation, path, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-#  allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance): the leading arguments of every native call and torch op.
-Options = Tuple[str, Optional[str], Optional[float], bool, bool, bool, bool, bool, int, bool, Optional[float]]
+
+
+class Options(NamedTuple):
+    """The leading arguments of every native call and operator, in this order."""
+
+    operation: str
+    path: Optional[str]
+    scale: Optional[float]
+    state_v_first: bool
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    cp_mode: int
+    force_intra_cp: bool
+    cp_tolerance: Optional[float]
+
 
 # The inputs that all operations share, in the order of the native calls.
 INPUT_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
@@ -81,7 +96,7 @@ def make_options(
     force_intra_cp: bool = False,
     cp_tolerance: Optional[float] = None,
 ) -> Options:
-    """The options tuple of one call."""
+    """The options of one call."""
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             scale = number(operation, "scale", scale)
@@ -91,19 +106,24 @@ def make_options(
         cp_tolerance = number(operation, "cp_tolerance", cp_tolerance)
         if not cp_tolerance > 0.0:
             raise ValueError(f"{operation}: cp_tolerance must be greater than 0 ({cp_tolerance})")
-    if not isinstance(auto_cp, (bool, str)) or auto_cp not in _CP_MODES:
+    if auto_cp is True:
+        cp_mode = _CP_AUTO
+    elif isinstance(auto_cp, (bool, str)) and auto_cp in _CP_MODES:
+        cp_mode = _CP_MODES[auto_cp]
+    else:
         raise ValueError(f'{operation}: auto_cp must be True, False or "invariant" ({auto_cp!r})')
-    return (
+    # `not not` takes a quarter of the time of bool().
+    return Options(
         operation,
         chosen_path(),
         scale,
-        bool(state_v_first),
-        bool(use_qk_l2norm_in_kernel),
-        bool(use_gate_in_kernel),
-        bool(use_beta_sigmoid_in_kernel),
-        bool(allow_neg_eigval),
-        _CP_MODES[auto_cp],
-        bool(force_intra_cp),
+        not not state_v_first,
+        not not use_qk_l2norm_in_kernel,
+        not not use_gate_in_kernel,
+        not not use_beta_sigmoid_in_kernel,
+        not not allow_neg_eigval,
+        cp_mode,
+        not not force_intra_cp,
         cp_tolerance,
     )
 

@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 from ._options import integer
 
-# FLASH_QLA_CHUNK_SIZE of c_api.h: part of the layout of A and h, so it cannot change without breaking callers.
+# FLASH_QLA_CHUNK_SIZE of flash_qla.h: part of the layout of A and h, so it cannot change without breaking callers.
 CHUNK_SIZE = 64
 
 # Types of __dlpack_device__() whose memory the host reads.
@@ -45,9 +45,9 @@ def a_shape(v_shape: Sequence[int]) -> Tuple[int, int, int, int]:
 
 
 def _on_host(x: Any) -> bool:
-    device = getattr(x, "device", None)
-    if hasattr(device, "type"):  # torch's, meta among them
-        return device.type == "cpu"
+    kind = getattr(getattr(x, "device", None), "type", None)
+    if kind is not None:  # torch's, meta among them
+        return bool(kind == "cpu")
     return not hasattr(x, "__dlpack_device__") or x.__dlpack_device__()[0] in (_DLPACK_CPU, _DLPACK_CUDA_HOST)
 
 

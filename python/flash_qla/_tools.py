@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict, Tuple, Union
+from typing import Any, Callable, Dict, Literal, Tuple, Union
 
-from . import _ffi
-from ._front import torch_front
+from . import _ffi, _front
 from ._options import integer, make_options
 from .ops import gated_delta_rule as operations
 
@@ -46,9 +45,9 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
     if not texts:
         raise ValueError(f"explain: op ({name}) must be given tensors with memory (a FakeTensor has none)")
     text = texts[0].rstrip("\n")
-    if name == "chunk_gated_delta_rule" and torch_front is not None:
+    if name == "chunk_gated_delta_rule" and _front.torch_front is not None:
         given = inspect.signature(operations.chunk_gated_delta_rule).bind(*args, **kwargs).arguments
-        saved, tokens = torch_front.saved_for_backward(given)
+        saved, tokens = _front.torch_front.saved_for_backward(given)
         if saved > 0:
             text += f"\nsaved for the backward pass beside the inputs: {saved} bytes (A: {saved // tokens} a token)"
     return text
@@ -75,14 +74,14 @@ def workspace_size(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     force_intra_cp: bool = False,
 ) -> int:
     """Bytes of scratch that the largest call of an operation allocates, before any tensor exists.
 
     Enough for every call of at most `max_tokens` tokens in at most `max_seqs` sequences, packed or not, whatever
-    optional tensors it has. Scratch is per call and stream: it comes from the framework's allocator and goes back to it when the
-    call has been queued. On the CPU it is for PyTorch's present number of threads.
+    optional tensors it has. Scratch is per call and stream: it comes from the framework's allocator and goes back to it
+    when the call has been queued. On the CPU it is for PyTorch's present number of threads.
 
     Args:
         op: an operation of this package or its name; chunk_gated_delta_rule_bwd stands for the backward pass of
@@ -132,7 +131,8 @@ def workspace_size(
     arguments = (_CALLS[name], cuda, index, *dtypes, bool(contiguous))
     arguments += (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"), *sizes.values())
     # Calls on torch tensors take torch's number of threads, others (0) as many as the process may use.
-    threads = (0,) if cuda or torch_front is None else (0, torch_front.cpu_threads())
+    _front.find_torch()
+    threads = (0,) if cuda or _front.torch_front is None else (0, _front.torch_front.cpu_threads())
     return max(_ffi.workspace_size(*options, number, *arguments) for number in threads)
 
 

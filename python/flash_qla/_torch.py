@@ -28,18 +28,30 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log,
 _library = torch.library.Library("flash_qla", "DEF")
 
 
-# What computes an operator, given all of its arguments as one tuple.
-_implementations: Dict[str, Callable[[tuple], Any]] = {}
+# What computes an operator: given its options, its inputs (q .. initial_state; of pool_forward q .. cu_seqlens) and the
+# rest of its arguments.
+_implementations: Dict[str, Callable[[Options, tuple, tuple], Any]] = {}
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _define(schema: str, implementation: Callable[[tuple], Any], fake: Callable[..., Any]) -> None:
+def _define(
+    schema: str,
+    implementation: Callable[[Options, tuple, tuple], Any],
+    fake: Callable[[Options, tuple, tuple], Any],
+    inputs: int = len(INPUT_NAMES),
+) -> None:
+    """`schema`: options, `inputs` inputs, and what else the operator has."""
     name = schema.split("(")[0]
+    begin, end = len(Options._fields), len(Options._fields) + inputs
+
+    def split(function: Callable[[Options, tuple, tuple], Any]) -> Callable[..., Any]:
+        return lambda *arguments: function(Options(*arguments[:begin]), arguments[begin:end], arguments[end:])
+
     _implementations[name] = implementation
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, lambda *arguments: implementation(arguments), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_qla::{name}", fake, lib=_library)
+    _library.impl(name, split(implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flash_qla::{name}", split(fake), lib=_library)
 
 
 def _allocator(like: Tensor) -> Callable[[int], Tensor]:
@@ -83,7 +95,7 @@ def _forward_outputs(
     chunk_rows: Optional[int],
 ) -> Tuple[Optional[Tensor], ...]:
     """(o, final_state, g_cumsum, A, h), None where not wanted. `chunk_rows`: rows of h."""
-    state_v_first = options[3]
+    state_v_first = options.state_v_first
     return (
         _output_like(q, v),
         _state_like(q, v, cu_seqlens, state_v_first) if output_final_state else None,
@@ -102,21 +114,14 @@ def _present(tensors: Sequence[Optional[Tensor]]) -> List[Tensor]:
 _OUTPUTS = "bool output_final_state, bool output_g_cumsum, bool output_A, SymInt? chunk_rows"
 
 
-def _split_forward(arguments: tuple) -> Tuple[Options, tuple, tuple]:
-    """Options (11), inputs (q .. initial_state: 9), wanted outputs, in the order of the schema."""
-    return arguments[:11], arguments[11:20], arguments[20:]
-
-
-def _chunk_forward(arguments: tuple) -> List[Tensor]:
-    options, inputs, wanted = _split_forward(arguments)
+def _chunk_forward(options: Options, inputs: tuple, wanted: tuple) -> List[Tensor]:
     q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
     outputs = _forward_outputs(options, q, k, v, cu_seqlens, *wanted)
     _ffi.forward(_allocator(q), (False, *options, _threads(q), *inputs, *_NO_POOL, *outputs))
     return _present(outputs)
 
 
-def _chunk_forward_fake(*arguments: Any) -> List[Tensor]:
-    options, inputs, wanted = _split_forward(arguments)
+def _chunk_forward_fake(options: Options, inputs: tuple, wanted: tuple) -> List[Tensor]:
     return _present(_forward_outputs(options, inputs[0], inputs[1], inputs[2], inputs[7], *wanted))
 
 
@@ -134,20 +139,16 @@ _define(
 # recurrent: o, then final_state if it is asked for.
 
 
-def _recurrent(arguments: tuple) -> List[Tensor]:
-    options, inputs, (output_final_state,) = _split_forward(arguments)
+def _recurrent(options: Options, inputs: tuple, wanted: Tuple[bool]) -> List[Tensor]:
     q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
-    outputs = _forward_outputs(options, q, k, v, cu_seqlens, output_final_state, False, False, None)
+    outputs = _forward_outputs(options, q, k, v, cu_seqlens, *wanted, False, False, None)
     _ffi.forward(_allocator(q), (True, *options, _threads(q), *inputs, *_NO_POOL, *outputs))
     return _present(outputs)
 
 
-def _recurrent_fake(*arguments: Any) -> List[Tensor]:
-    options, inputs, (output_final_state,) = _split_forward(arguments)
-    outputs = _forward_outputs(
-        options, inputs[0], inputs[1], inputs[2], inputs[7], output_final_state, False, False, None
-    )
-    return _present(outputs)
+def _recurrent_fake(options: Options, inputs: tuple, wanted: Tuple[bool]) -> List[Tensor]:
+    q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
+    return _present(_forward_outputs(options, q, k, v, cu_seqlens, *wanted, False, False, None))
 
 
 _define(
@@ -160,29 +161,30 @@ _define(
 # pool_forward: states in a pool, everything written in place. `recurrent` picks the token-by-token operation.
 
 
-def _pool_forward(arguments: tuple) -> None:
-    q = arguments[12]
-    # `recurrent` and the options are followed by the thread count, the inputs by initial_state, the rest by the outputs
-    # that are not wanted.
+def _pool_forward(options: Options, inputs: tuple, rest: tuple) -> None:
+    q = inputs[0]
+    # The options are followed by the thread count, the inputs by initial_state, the rest by the outputs that are not
+    # wanted.
     made = _ffi.forward(
-        _allocator(q), (*arguments[:12], _threads(q), *arguments[12:20], None, *arguments[20:], *_NO_OUTPUTS)
+        _allocator(q), (rest[0], *options, _threads(q), *inputs, None, *rest[1:], *_NO_OUTPUTS)
     )
     if made:  # autograd has to know that what was written is not what it was
-        pool, checkpoints, o = arguments[20], arguments[27], arguments[31]
+        pool, checkpoints, o = rest[1], rest[8], rest[12]
         increment_version((pool, o) if checkpoints is None else (pool, o, checkpoints))
 
 
-def _pool_forward_fake(recurrent: bool, *arguments: Any) -> None:
+def _pool_forward_fake(options: Options, inputs: tuple, rest: tuple) -> None:
     return None
 
 
 _define(
-    f"pool_forward(bool recurrent, {_OPTIONS}, {_INPUTS}, Tensor(a!) state_pool, Tensor initial_state_indices, "
+    f"pool_forward({_OPTIONS}, {_INPUTS}, bool recurrent, Tensor(a!) state_pool, Tensor initial_state_indices, "
     "Tensor? final_state_indices, Tensor? has_initial_state, Tensor? num_accepted_tokens, int null_index, "
     "SymInt checkpoint_every, Tensor(b!)? checkpoints, Tensor? checkpoint_cu_starts, Tensor? checkpoint_offsets, "
     "Tensor? checkpoint_indices, Tensor(c!) o) -> ()",
     _pool_forward,
     _pool_forward_fake,
+    inputs=8,
 )
 
 
@@ -202,8 +204,8 @@ def _backward_outputs(inputs: tuple, dh0_float32: bool, wanted: Sequence[bool]) 
     )
 
 
-def _chunk_backward(arguments: tuple) -> List[Tensor]:
-    options, inputs, (g_is_cumsum, A, do, dht, dh0_float32, wanted) = _split_forward(arguments)
+def _chunk_backward(options: Options, inputs: tuple, rest: tuple) -> List[Tensor]:
+    g_is_cumsum, A, do, dht, dh0_float32, wanted = rest
     q = inputs[0]
     outputs = _backward_outputs(inputs, dh0_float32, wanted)
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = outputs
@@ -213,9 +215,8 @@ def _chunk_backward(arguments: tuple) -> List[Tensor]:
     return _present(outputs)
 
 
-def _chunk_backward_fake(*arguments: Any) -> List[Tensor]:
-    _, inputs, (_, _, _, _, dh0_float32, wanted) = _split_forward(arguments)
-    return _present(_backward_outputs(inputs, dh0_float32, wanted))
+def _chunk_backward_fake(options: Options, inputs: tuple, rest: tuple) -> List[Tensor]:
+    return _present(_backward_outputs(inputs, *rest[-2:]))
 
 
 _define(
@@ -235,6 +236,11 @@ def is_traced() -> bool:
         or is_in_torch_dispatch_mode()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def is_captured(x: Any) -> bool:
+    """True for a tensor on a GPU whose current stream is captured into a graph: the host cannot wait for it."""
+    return getattr(x, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
 
 
 def _nobody_watches(tensors: Sequence[Optional[Tensor]]) -> bool:
@@ -270,20 +276,19 @@ def _refuse_without_memory(operation: str, names: Sequence[str], tensors: Sequen
             raise ValueError(f"{operation}: {name}.layout ({layout}) must be strided: a dense tensor")
 
 
-def _compute(name: str, tensors: Sequence[Optional[Tensor]], arguments: tuple) -> Any:
+def _compute(name: str, tensors: Sequence[Optional[Tensor]], options: Options, inputs: tuple, rest: tuple) -> Any:
     """Calls the operator `name`, without its dispatcher where nobody would notice: it costs as much as all the rest of
-    a call. `tensors` begins with q. No gradient is recorded."""
-    operation = arguments[1 if name == "pool_forward" else 0]
+    a call. `tensors`: all among `inputs` and `rest`, from q on. No gradient is recorded."""
     if _nobody_watches(tensors):
         try:
-            return _implementations[name](arguments)
+            return _implementations[name](options, inputs, rest)
         except (RuntimeError, BufferError):  # it may be the tensor's fault that it has no view: say so in our form
-            _refuse_without_memory(operation, _NAMES[name], tensors)
+            _refuse_without_memory(options.operation, _NAMES[name], tensors)
             raise
     if not is_traced():
-        _refuse_without_memory(operation, _NAMES[name], tensors)
+        _refuse_without_memory(options.operation, _NAMES[name], tensors)
     with torch.no_grad():
-        return getattr(_ops, name)(*arguments)
+        return getattr(_ops, name)(*options, *inputs, *rest)
 
 
 def _align(found: Sequence[Tensor], wanted: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
@@ -332,9 +337,8 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         ctx: Any, options: Options, output_final_state: bool, *inputs: Optional[Tensor]
     ) -> Tuple[Optional[Tensor], ...]:
         wanted = (True, output_final_state, False, True, False)
-        o, final_state, _, A, _ = _align(
-            _compute("chunk_forward", inputs, (*options, *inputs, *wanted[1:4], None)), wanted
-        )
+        found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], None))
+        o, final_state, _, A, _ = _align(found, wanted)
         ctx.save_for_backward(*inputs, A)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -346,17 +350,17 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         wanted = (*needs[:7], needs[8])
         tensors = (*inputs, A, do, dht)
-        found = _compute("chunk_backward", tensors, (*ctx.options, *inputs, False, A, do, dht, False, wanted))
+        found = _compute("chunk_backward", tensors, ctx.options, (*inputs,), (False, A, do, dht, False, wanted))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
-            message = f"{ctx.options[0]}: second derivatives are not supported"
+            message = f"{ctx.options.operation}: second derivatives are not supported"
             found = [_NotDifferentiable.apply(message, False, gradient, *inputs, do, dht) for gradient in found]
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
 
 
 def saved_for_backward(arguments: Mapping[str, Any]) -> Tuple[int, int]:
-    """Bytes that chunk_gated_delta_rule() with these arguments keeps beside its inputs, and its tokens. No bytes where no
-    gradient is recorded, or where the arguments are no torch tensors."""
+    """Bytes that chunk_gated_delta_rule() with these arguments keeps beside its inputs, and its tokens. No bytes where
+    no gradient is recorded, or where the arguments are no torch tensors."""
     tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
     k, v = arguments["k"], arguments["v"]
     if not isinstance(v, Tensor) or not _wants_gradient(tensors):
@@ -390,7 +394,7 @@ def chunk(
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     if _wants_gradient(inputs):
         return _ChunkGatedDeltaRule.apply(options, output_final_state, *inputs)
-    found = _compute("chunk_forward", inputs, (*options, *inputs, output_final_state, False, False, None))
+    found = _compute("chunk_forward", inputs, options, inputs, (output_final_state, False, False, None))
     return found[0], found[1] if output_final_state else None
 
 
@@ -409,7 +413,7 @@ def chunk_fwd(
     """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd()."""
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     wanted = (True, output_final_state, True, True, chunk_rows is not None)
-    found = _compute("chunk_forward", inputs, (*options, *inputs, *wanted[1:4], chunk_rows))
+    found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], chunk_rows))
     o, final_state, g_cumsum, A, h = _align(found, wanted)
     return g_cumsum, A, o, h, final_state
 
@@ -431,7 +435,7 @@ def chunk_bwd(
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     wanted = (True, True, True, g is not None, beta is not None, False, False, initial_state is not None)
     tensors = (*inputs, A, do, dht)
-    found = _compute("chunk_backward", tensors, (*options, *inputs, g is not None, A, do, dht, True, wanted))
+    found = _compute("chunk_backward", tensors, options, inputs, (g is not None, A, do, dht, True, wanted))
     dq, dk, dv, dg, db, _, _, dh0 = _align(found, wanted)
     return dq, dk, dv, db, dg, dh0
 
@@ -452,13 +456,13 @@ def recurrent(
     """fused_recurrent_gated_delta_rule() on tensors."""
     q, k, v = _autocast(q, k, v)
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    found = _compute("recurrent", inputs, (*options, *inputs, output_final_state))
-    o = _forward_only(options[0], found[0], inputs)
-    return o, _forward_only(options[0], found[1], inputs) if output_final_state else None
+    found = _compute("recurrent", inputs, options, inputs, (output_final_state,))
+    o = _forward_only(options.operation, found[0], inputs)
+    return o, _forward_only(options.operation, found[1], inputs) if output_final_state else None
 
 
 def pool(
-    recurrent: bool, options: Options, inputs: Sequence[Optional[Tensor]], states: tuple, out: Optional[Tensor]
+    recurrent: bool, options: Options, inputs: Tuple[Optional[Tensor], ...], states: tuple, out: Optional[Tensor]
 ) -> Tensor:
     """gated_delta_rule_prefill() and gated_delta_rule_decode() on tensors. `inputs`: q .. cu_seqlens; `states`:
     state_pool .. checkpoint_indices."""
@@ -466,8 +470,8 @@ def pool(
     sources = (*inputs, states[0])
     if out is not None and _wants_gradient(sources) and not _ffi.is_explaining():
         if out.requires_grad and out.is_leaf:
-            raise ValueError(f"{options[0]}: out (a leaf that requires a gradient) must not be written in place")
-        _forward_only(options[0], out, sources, True)  # before anything is written: autograd may refuse it
+            raise ValueError(f"{options.operation}: out (a leaf that requires a gradient) must not be written in place")
+        _forward_only(options.operation, out, sources, True)  # before anything is written: autograd may refuse it
     o = _output_like(q, v) if out is None else out  # type: ignore[arg-type]
-    _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), (recurrent, *options, *inputs, *states, o))
-    return _forward_only(options[0], o, sources) if out is None else out
+    _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), options, inputs, (recurrent, *states, o))
+    return _forward_only(options.operation, o, sources) if out is None else out

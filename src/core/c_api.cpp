@@ -1,5 +1,5 @@
 // The C entry points: validate, choose a path, call it. Every exception ends here.
-#include "flash_qla/c_api.h"
+#include "flash_qla/flash_qla.h"
 
 #include <algorithm>
 #include <cmath>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/problem.h"
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
 

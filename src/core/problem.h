@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/problem.h"
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
 

@@ -4,7 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
 

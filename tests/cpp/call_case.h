@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/registry.h"
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
 

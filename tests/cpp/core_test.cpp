@@ -1,10 +1,12 @@
 // The C interface's rules, seen from C++: defaults, refusals and their words, workspace.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "call_case.h"
@@ -49,6 +51,72 @@ TEST(TensorView, RowMajorAndTooManyDimensions) {
   const Status s = ChunkForward::can_implement(args);
   EXPECT_EQ(s.code(), FLASH_QLA_INVALID_VALUE);
   EXPECT_STREQ(s.message(), "chunk_forward: q.ndim (5) must be 4");
+}
+
+TEST(TensorView, StridesAreTakenAsTheyAreGiven) {
+  const Tensor t = tensor(nullptr, DType::kInt64, {2, 3}, {0, -5});
+  EXPECT_EQ(t.ndim, 2);
+  EXPECT_EQ(t.dtype, FLASH_QLA_INT64);
+  EXPECT_EQ(t.shape[0], 2);
+  EXPECT_EQ(t.shape[1], 3);
+  EXPECT_EQ(t.stride[0], 0);
+  EXPECT_EQ(t.stride[1], -5);
+  EXPECT_EQ(t.shape[2], 0);
+}
+
+// Whether tensor() takes a shape of kDims extents with kStrides strides.
+template <size_t kDims, size_t kStrides>
+constexpr bool is_a_view(decltype(tensor(nullptr, DType::kFloat32, std::declval<const int64_t (&)[kDims]>(),
+                                         std::declval<const int64_t (&)[kStrides]>()))*) {
+  return true;
+}
+template <size_t, size_t>
+constexpr bool is_a_view(const void*) {
+  return false;
+}
+static_assert(is_a_view<3, 3>(static_cast<Tensor*>(nullptr)));
+static_assert(!is_a_view<3, 2>(static_cast<Tensor*>(nullptr)));
+
+// Heads before tokens in memory, read through strides, give the bits of the packed call.
+TEST(TensorView, StridedInputsGiveTheSameResult) {
+  Case c(2, 70, 1, 2, 3, 4);
+  ASSERT_TRUE(run<ChunkForward>(c.forward()).ok());
+  const std::vector<double> expected = c.o.data;
+  Buffer<double> heads_first({c.B, c.Hv, c.T, c.V});
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t t = 0; t < c.T; ++t) {
+      for (int64_t h = 0; h < c.Hv; ++h) {
+        for (int64_t j = 0; j < c.V; ++j) {
+          heads_first.data[static_cast<size_t>(((b * c.Hv + h) * c.T + t) * c.V + j)] =
+              c.v.data[static_cast<size_t>(((b * c.T + t) * c.Hv + h) * c.V + j)];
+        }
+      }
+    }
+  }
+  ForwardArguments args = c.forward();
+  args.v =
+      tensor(heads_first.data.data(), DType::kFloat64, {c.B, c.T, c.Hv, c.V}, {c.Hv * c.T * c.V, c.V, c.T * c.V, 1});
+  c.o.data.assign(c.o.data.size(), kCanary);
+  const Status s = run<ChunkForward>(args);
+  ASSERT_TRUE(s.ok()) << s.message();
+  EXPECT_EQ(c.o.data, expected);
+}
+
+TEST(Options, TypedSettersWriteTheFieldsOfC) {
+  ForwardArguments forward;
+  forward.set_cp_mode(CpMode::kInvariant);
+  forward.set_device(DeviceType::kCuda, 3);
+  EXPECT_EQ(forward.options.cp_mode, FLASH_QLA_CP_INVARIANT);
+  EXPECT_EQ(forward.options.device_type, FLASH_QLA_CUDA);
+  EXPECT_EQ(forward.options.device_index, 3);
+  BackwardArguments backward;
+  backward.set_cp_mode(CpMode::kOff);
+  EXPECT_EQ(backward.options.cp_mode, FLASH_QLA_CP_OFF);
+  backward.set_cp_mode(CpMode::kAuto);
+  EXPECT_EQ(backward.options.cp_mode, FLASH_QLA_CP_AUTO);
+  backward.set_device(DeviceType::kCpu);
+  EXPECT_EQ(backward.options.device_type, FLASH_QLA_CPU);
+  EXPECT_EQ(backward.options.device_index, 0);
 }
 
 struct Refusal {
@@ -262,6 +330,38 @@ TEST(Explain, NamesThePathAndTheScratch) {
   EXPECT_EQ(flash_qla_chunk_forward_explain(&args, tiny, 0).code, FLASH_QLA_INVALID_VALUE);
   EXPECT_EQ(flash_qla_chunk_forward_explain(&args, nullptr, 8).code, FLASH_QLA_INVALID_VALUE);
   EXPECT_TRUE(c.o.untouched());
+}
+
+TEST(Explain, OfEveryOperationAsAString) {
+  Case c;
+  const std::string head = "path: reference\nworkspace: ";
+  EXPECT_EQ(ChunkForward::explain(c.forward()).rfind(head, 0), 0u);
+  EXPECT_EQ(Recurrent::explain(c.forward()).rfind(head, 0), 0u);
+  EXPECT_EQ(ChunkBackward::explain(c.backward()).rfind(head, 0), 0u);
+  EXPECT_TRUE(c.o.untouched());
+  EXPECT_TRUE(c.dq.untouched());
+}
+
+TEST(Explain, OfARefusedCallIsTheRefusal) {
+  Case c;
+  ForwardArguments args = c.forward();
+  args.k.shape[3] = 2;
+  EXPECT_EQ(ChunkForward::explain(args), ChunkForward::can_implement(args).message());
+  EXPECT_EQ(ChunkForward::explain(args), "chunk_forward: k.shape[3] (2) must be q.shape[3] (3)");
+}
+
+// Text of any length comes whole, also where its length is one of the sizes that are tried.
+TEST(Explain, TextIsNotCut) {
+  for (const size_t length : {0u, 1u, 1022u, 1023u, 1024u, 2047u, 5000u}) {
+    const std::string long_text(length, 'x');
+    const std::string got = detail::whole_text([&](char* text, size_t size) {
+      const size_t n = std::min(size - 1, long_text.size());
+      std::memcpy(text, long_text.data(), n);
+      text[n] = '\0';
+      return Status();
+    });
+    EXPECT_EQ(got, long_text);
+  }
 }
 
 TEST(BuildInfo, HasVersionAndPaths) {

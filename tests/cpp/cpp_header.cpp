@@ -1,4 +1,4 @@
-// flash_qla.h stands alone in C++17.
-#include "flash_qla/flash_qla.h"
+// flash_qla.hpp stands alone in C++17.
+#include "flash_qla/flash_qla.hpp"
 
 int flash_qla_cpp_header() { return flash_qla::Status().code(); }

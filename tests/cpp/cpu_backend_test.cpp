@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/host_tensor.h"
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
 namespace {

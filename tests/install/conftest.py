@@ -20,7 +20,7 @@ def run(*command, **options):
 
 def header_version():
     """The project's version where it is defined."""
-    header = (ROOT / "include" / "flash_qla" / "c_api.h").read_text()
+    header = (ROOT / "include" / "flash_qla" / "flash_qla.h").read_text()
     return ".".join(re.search(rf"VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
 

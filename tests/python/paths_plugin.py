@@ -71,6 +71,7 @@ class Paths:
 
     def watch(self):
         """Puts the record between the library and its native calls."""
+        _ffi.load()
         _ffi._forward = self._watched(_ffi._forward, lambda arguments: ("recurrent" if arguments[0] else FORWARD, arguments[1:]))
         _ffi._backward = self._watched(_ffi._backward, lambda arguments: (BACKWARD, arguments))
         _ffi.workspace_size = self._watched_question(_ffi.workspace_size)

@@ -7,6 +7,7 @@ from helpers import assert_bitwise, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_qla
+from flash_qla._options import make_options
 
 small = dict(T=70, Hq=1, Hv=2, K=16, V=8)
 # On a GPU the Hopper path as well, in each of its dtypes: 300 tokens have their gradients computed there, too.
@@ -156,7 +157,7 @@ def test_fake_tensors_have_the_right_shapes_without_a_gpu(device):
 def test_opcheck(size, fresh_compiler):
     x = make_inputs(**size)
     path = None if helpers.settings.path == "auto" else helpers.settings.path
-    options = ("opcheck", path, None, False, False, False, False, False, 1, False, None)
+    options = make_options("opcheck")._replace(path=path)
     inputs = (x.q, x.k, x.v, x.g, x.beta, None, None, None)
     pool, slots = torch.zeros(3, 2, size["K"], size["V"], device=x.q.device), torch.tensor([1], device=x.q.device)
     ops = torch.ops.flash_qla
@@ -165,7 +166,7 @@ def test_opcheck(size, fresh_compiler):
     torch.library.opcheck(ops.chunk_backward, (
         *options, *inputs, x.initial_state, False, None, x.do, x.dht, True, [True, True, True, True, True, False, False, True]))
     torch.library.opcheck(ops.pool_forward, (
-        False, *options, *inputs, pool, slots, None, None, None, -1, 0, None, None, None, None, torch.zeros_like(x.v)))
+        *options, *inputs, False, pool, slots, None, None, None, -1, 0, None, None, None, None, torch.zeros_like(x.v)))
 
 
 @pytest.mark.parametrize("size", helpers.with_cuda([small | dict(dtype=torch.bfloat16)], LARGE), ids=str)

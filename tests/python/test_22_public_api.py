@@ -8,10 +8,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import helpers
+import oracle
 import pytest
 import torch
 
 import flash_qla
+from flash_qla import _options
 
 pytestmark = pytest.mark.cpu_only
 
@@ -124,7 +126,7 @@ def test_typed_package():
 def test_version_is_that_of_the_header():
     from pathlib import Path
 
-    header = Path(__file__).parents[2] / "include/flash_qla/c_api.h"
+    header = Path(__file__).parents[2] / "include/flash_qla/flash_qla.h"
     numbers = [line.split()[-1] for line in header.read_text().splitlines() if line.startswith("#define FLASH_QLA_VERSION_")]
     assert flash_qla.__version__ == ".".join(numbers)
 
@@ -189,6 +191,52 @@ def test_use_path_is_of_one_thread():
             assert other.result() == outside
             assert path_taken() == "reference"
         assert path_taken() == outside
+
+
+def test_use_path_in_many_threads_at_once():
+    names = ["reference", "no such path", None, "another", "reference", None]
+    outside, open_before = path_taken(), _options._open_contexts
+    meet = threading.Barrier(len(names), timeout=60)
+
+    def work(name):
+        meet.wait()
+        for turn in range(20):
+            with pytest.raises(KeyError), flash_qla.use_path(name):
+                meet.wait()  # all threads are inside now, each with its own
+                assert _options.chosen_path() == name
+                with flash_qla.use_path("reference"):
+                    assert path_taken() == "reference"
+                assert _options.chosen_path() == name
+                raise KeyError(turn)
+            assert _options.chosen_path() is None
+        return path_taken()
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        library_choice = list(threads.map(work, names))
+    assert len(set(library_choice)) == 1 and library_choice[0] != "reference"
+    assert path_taken() == outside and _options._open_contexts == open_before
+
+
+def test_two_backward_passes_at_once_take_their_own_paths():
+    x = helpers.make_inputs(T=70, Hq=1, Hv=1, K=16)
+    meet = threading.Barrier(2, timeout=60)
+
+    def gradient(path, other):
+        q = x.q.detach().clone().requires_grad_()
+        with flash_qla.use_path(path):
+            o = flash_qla.chunk_gated_delta_rule(q, x.k, x.v, x.g, x.beta)[0]
+        with flash_qla.use_path(other):  # of this thread, but not of the forward pass
+            meet.wait()
+            return torch.autograd.grad(o, q, x.do)[0]
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(gradient, "reference", "no such path")
+        second = threads.submit(gradient, None, "reference")
+        by_reference, plain = first.result(), second.result()
+    expected = oracle.backward(*(helpers.to_numpy(t) for t in (x.q, x.k, x.v, x.g, x.beta)), do=helpers.to_numpy(x.do))["dq"]
+    for got in (by_reference, plain):
+        helpers.assert_close("dq", got, expected, 5e-5)
+    assert not torch.equal(by_reference, plain), "two paths that differ in no bit cannot tell which was taken"
 
 
 def test_a_backward_pass_takes_the_path_of_its_forward_pass():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flash_qla
+from flash_qla._options import make_options
 
 OPERANDS = ("q", "k", "v", "g", "beta", "initial_state")
 
@@ -62,7 +63,7 @@ def test_compiled_equals_eager():
 
 def test_operators_pass_opcheck():
     x = make_inputs(requires_grad=False)
-    options = ("opcheck", "reference", None, False, False, False, False, False, 1, False, None)
+    options = make_options("opcheck")._replace(path="reference")
     inputs = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, None, x["initial_state"])
     ops = torch.ops.flash_qla
     torch.library.opcheck(ops.chunk_forward.default, (*options, *inputs, True, True, True, 4))
@@ -71,7 +72,7 @@ def test_operators_pass_opcheck():
     wanted = [True, True, True, True, True, False, False, True]
     torch.library.opcheck(ops.chunk_backward.default, (*options, *inputs, False, None, do, dht, True, wanted))
     pool = (torch.randn(3, 4, 8, 6), torch.tensor([2, 0]), None, None, None, -1, 0, None, None, None, None)
-    torch.library.opcheck(ops.pool_forward.default, (False, *options, *inputs[:8], *pool, torch.empty_like(x["v"])))
+    torch.library.opcheck(ops.pool_forward.default, (*options, *inputs[:8], False, *pool, torch.empty_like(x["v"])))
 
 
 def test_fake_tensors_need_no_computation():

@@ -94,7 +94,7 @@ def bytes_of(draw, op, x, asked, auto_cp, force):
                 "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")), False, auto_cp, force)
             wanted = [draw(st.booleans()) for _ in range(8)]
             inputs = (x.q, x.k, x.v, some["g"], x.beta, x.A_log, x.dt_bias, x.cu_seqlens, state)
-            _torch._implementations["chunk_backward"]((*options, *inputs, False, A, *incoming.values(), False, wanted))
+            _torch._implementations["chunk_backward"](options, inputs, (False, A, *incoming.values(), False, wanted))
         elif op == "fused_recurrent_gated_delta_rule":
             flash_qla.fused_recurrent_gated_delta_rule(**common, **raw, initial_state=state, cu_seqlens=x.cu_seqlens,
                                                        state_v_first=v_first, output_final_state=draw(st.booleans()))

@@ -46,7 +46,7 @@ def test_a_broken_arrow_is_reported(tmp_path, file, header):
 @pytest.mark.parametrize(
     "file, header",
     [
-        ("include/flash_qla/extra.h", "flash_qla/c_api.h"),
+        ("include/flash_qla/extra.h", "flash_qla/flash_qla.h"),
         ("src/core/registry.cpp", "cuda/paths.h"),
         ("src/core/registry.cpp", "reference/paths.h"),
         ("src/cpu/forward.cpp", "Eigen/Core"),

@@ -14,7 +14,6 @@ and torch importable, g++, and a CUDA toolkit (CUDA_HOME, /usr/local/cuda). FOLD
 import ctypes
 import importlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -30,10 +29,11 @@ import torch
 import tvm_ffi
 from cutlass.base_dsl.runtime import cuda as cuda_helpers
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "python" / "flash_qla" / "cli"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python" / "flash_qla" / "cli"))
 import bench_inputs
 import bench_processes
+
+HERE = Path(__file__).resolve().parent
 
 # What is copied of FlashInfer: the files that choose and launch kernels, and those that they import.
 SOURCES = [

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tilelang_ahead"), str(HERE.parents[1] / "python" / "flash_qla" / "cli")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python" / "flash_qla" / "cli"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tilelang_ahead"))
 import bench_processes
 import compile_kernels
 

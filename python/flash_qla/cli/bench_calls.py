@@ -53,7 +53,7 @@ def bound_ms(row: Row) -> Optional[float]:
 
 def _forward(x: Tensors) -> Tuple[torch.Tensor, ...]:
     return flash_qla.chunk_gated_delta_rule_fwd(
-        *(x[n] for n in ("q", "k", "v", "g", "beta")), initial_state=x["h0"], cu_seqlens=x["cu_seqlens"]
+        x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=x["h0"], cu_seqlens=x["cu_seqlens"]
     )
 
 
@@ -72,7 +72,11 @@ def _step(x: Tensors) -> Tensors:
 def _inference(x: Tensors, auto_cp: bool = True) -> Tensors:
     with torch.inference_mode():
         o, final_state = flash_qla.chunk_gated_delta_rule(
-            *(x[n] for n in ("q", "k", "v", "g", "beta")),
+            x["q"],
+            x["k"],
+            x["v"],
+            x["g"],
+            x["beta"],
             initial_state=x["h0"],
             output_final_state=True,
             cu_seqlens=x["cu_seqlens"],
@@ -86,22 +90,29 @@ def _autograd_step(x: Tensors) -> Tensors:
     names = {"q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "h0": "dh0"}
     leaves = {n: x[n].detach().requires_grad_() for n in names}
     o, final_state = flash_qla.chunk_gated_delta_rule(
-        *(leaves[n] for n in ("q", "k", "v", "g", "beta")),
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        leaves["g"],
+        leaves["beta"],
         initial_state=leaves["h0"],
         output_final_state=True,
         cu_seqlens=x["cu_seqlens"],
     )
+    assert final_state is not None
     gradients = torch.autograd.grad([o, final_state], list(leaves.values()), [x["do"], x["dht"]])
     return {"o": o.detach(), "final_state": final_state.detach(), **dict(zip(names.values(), gradients))}
 
 
 def _decode(given: Row, x: Tensors) -> Call:
     """A step on a pool of its own, in place."""
-    tensors, pool = [x[n] for n in ("q", "k", "v", "g", "beta")], x["h0"].clone()
+    pool = x["h0"].clone()
     slots = torch.arange(len(pool), device=pool.device)
 
     def run() -> Tensors:
-        o = flash_qla.gated_delta_rule_decode(*tensors, pool, slots, state_v_first=given["state_v_first"])
+        o = flash_qla.gated_delta_rule_decode(
+            x["q"], x["k"], x["v"], x["g"], x["beta"], pool, slots, state_v_first=given["state_v_first"]
+        )
         return {"o": o, "final_state": pool}
 
     return Call("", run, lambda: pool.copy_(x["h0"]))

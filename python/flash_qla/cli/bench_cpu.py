@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ def _exact(mode: str, x: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         return _STEPS[mode](_ours, {n: t.double() for n, t in x.items()})
 
 
-def _ours(*inputs: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+def _ours(*inputs: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     return flash_qla.chunk_gated_delta_rule(*inputs)
 
 

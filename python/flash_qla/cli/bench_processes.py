@@ -51,7 +51,7 @@ class Peer:
             env={**os.environ, "PYTHONPATH": path, "FLA_FLASH_QLA": "0"},
             text=True,
         )
-        self._lines: "queue.Queue[Optional[str]]" = queue.Queue()
+        self._lines: queue.Queue[Optional[str]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._write(json.dumps(list(rows)))
 

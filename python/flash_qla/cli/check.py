@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from typing import Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -160,14 +160,16 @@ def compute(
         x = {n: t.to(dtype) if t is not None and t.is_floating_point() else t for n, t in x.items()}
     named = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     leaves = {n: x[n].detach().requires_grad_() for n in named if x[n] is not None}  # type: ignore[union-attr]
-    options = {n: leaves.get(n) for n in ("A_log", "dt_bias", "initial_state")}
+    options: Dict[str, Any] = {n: leaves.get(n) for n in ("A_log", "dt_bias", "initial_state")}
     q, k = leaves["q"], leaves["k"]
     if norm_outside:
         q, k = _rounded_l2norm(q, case.dtype), _rounded_l2norm(k, case.dtype)
     o, final_state = flash_qla.chunk_gated_delta_rule(
         q,
         k,
-        *(leaves[n] for n in ("v", "g", "beta")),
+        leaves["v"],
+        leaves["g"],
+        leaves["beta"],
         **options,
         output_final_state=case.state,
         use_qk_l2norm_in_kernel=case.l2norm and not norm_outside,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 from rich.console import Console
@@ -18,7 +18,7 @@ DECODED_TOKENS = 32
 RUNS = 3
 
 
-def _inputs(tokens: int, device: str) -> Dict[str, torch.Tensor]:
+def _inputs(tokens: int, device: str) -> Dict[str, Any]:
     """Raw projections, as a model makes them: norm, gate and sigmoid are left to the library."""
     generator = torch.Generator().manual_seed(0)
 
@@ -41,13 +41,13 @@ def run(tokens: int, device: Optional[str]) -> int:
         built = any("cuda" in value or "sm90" in value for value in flash_qla.build_info().values())
         device = "cuda" if built and torch.cuda.is_available() else "cpu"
     x = _inputs(tokens + DECODED_TOKENS, device)
-    options = dict(
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        A_log=torch.linspace(0.01, 16.0, VALUE_HEADS, device=device).log(),
-        dt_bias=torch.ones(VALUE_HEADS, device=device),
-        use_beta_sigmoid_in_kernel=True,
-    )
+    options: Dict[str, Any] = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "A_log": torch.linspace(0.01, 16.0, VALUE_HEADS, device=device).log(),
+        "dt_bias": torch.ones(VALUE_HEADS, device=device),
+        "use_beta_sigmoid_in_kernel": True,
+    }
     pool = torch.zeros(4, VALUE_HEADS, HEAD_DIM, HEAD_DIM, device=device)
     slot = torch.tensor([2], device=device)
     cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
@@ -59,24 +59,31 @@ def run(tokens: int, device: Optional[str]) -> int:
         return time.perf_counter()
 
     prefill: List[float] = []
-    prompt = [t[:, :tokens] for t in x.values()]
+    prompt = {name: t[:, :tokens] for name, t in x.items()}
     with torch.inference_mode():
         for _ in range(RUNS + 1):  # the first one warms up
             start = wait()
             o = flash_qla.gated_delta_rule_prefill(
-                *prompt, pool, slot, cu_seqlens=cu_seqlens, has_initial_state=fresh, **options
+                **prompt,
+                state_pool=pool,
+                initial_state_indices=slot,
+                cu_seqlens=cu_seqlens,
+                has_initial_state=fresh,
+                **options,
             )
             prefill.append(wait() - start)
         start = wait()
-        steps = [
-            flash_qla.gated_delta_rule_decode(*(u[:, t : t + 1] for u in x.values()), pool, slot, **options)
-            for t in range(tokens, tokens + DECODED_TOKENS)
-        ]
+        steps = []
+        for t in range(tokens, tokens + DECODED_TOKENS):
+            token = {name: u[:, t : t + 1] for name, u in x.items()}
+            steps.append(
+                flash_qla.gated_delta_rule_decode(**token, state_pool=pool, initial_state_indices=slot, **options)
+            )
         decode = wait() - start
         whole, _ = flash_qla.chunk_gated_delta_rule(**x, **options)
     found = torch.cat([o, *steps], dim=1).double()
     error = ((found - whole.double()).norm() / whole.double().norm()).item()
-    path = flash_qla.explain(*prompt, **options).splitlines()[0]
+    path = flash_qla.explain(**prompt, **options).splitlines()[0]
     console.print(
         f"{device}, {path}; {KEY_HEADS} key and {VALUE_HEADS} value heads of {HEAD_DIM}, bfloat16, raw inputs"
     )

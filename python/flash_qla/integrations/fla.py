@@ -45,7 +45,7 @@ def _reject(q: Any, k: Any, v: Any, cp_context: Any = None, **kwargs: Any) -> Op
 
 
 def _backend_class(base: type) -> type:
-    class FlashQLANativeBackend(base):  # type: ignore[misc, valid-type]
+    class FlashQLANativeBackend(base):
         backend_type = _BACKEND_TYPE
         package_name = "flash_qla"
         env_var = "FLA_FLASH_QLA_NATIVE"

@@ -24,7 +24,7 @@
 
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace {
 

@@ -1,5 +1,5 @@
 /* A C99 program against the installed C interface: one decode step from a zero state, whose result is known by hand. */
-#include <flash_qla/c_api.h>
+#include <flash_qla/flash_qla.h>
 #include <stdio.h>
 #include <string.h>
 

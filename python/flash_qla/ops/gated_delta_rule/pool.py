@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Literal, Optional, Union
 
-from ... import _dlpack
-from ..._front import is_torch, torch_front
+from ... import _dlpack, _front
+from ..._front import is_torch
 from ..._options import POOL_NAMES, integer, make_options
 
 __all__ = ["gated_delta_rule_decode", "gated_delta_rule_prefill"]
@@ -18,7 +18,7 @@ _NUMBERS_AT = 5  # null_index, checkpoint_every
 def _run(operation: str, recurrent: bool, options: Any, inputs: tuple, states: tuple, out: Any) -> Any:
     tensors = (*inputs, *states[:_NUMBERS_AT], *states[_NUMBERS_AT + 2 :], out)
     if is_torch(operation, POOL_NAMES, tensors):
-        return torch_front.pool(recurrent, options, inputs, states, out)
+        return _front.torch_front.pool(recurrent, options, inputs, states, out)
     return _dlpack.pool(options, recurrent, inputs, states, out)
 
 
@@ -49,7 +49,7 @@ def gated_delta_rule_prefill(
     dt_bias: Optional[Any] = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    auto_cp: Any = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
 ) -> Any:
     """Prefill of packed sequences whose states live in a pool: slots are read and written in place. Forward only.
 

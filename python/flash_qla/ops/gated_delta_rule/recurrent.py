@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Optional, Tuple
 
-from ... import _dlpack
-from ..._front import is_torch, torch_front
+from ... import _dlpack, _front
+from ..._front import is_torch
 from ..._options import INPUT_NAMES, make_options
 
 __all__ = ["fused_recurrent_gated_delta_rule"]
@@ -67,5 +67,5 @@ def fused_recurrent_gated_delta_rule(
     )
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     if is_torch(operation, INPUT_NAMES, inputs):
-        return torch_front.recurrent(options, *inputs, bool(output_final_state))
+        return _front.torch_front.recurrent(options, *inputs, bool(output_final_state))
     return _dlpack.forward(options, True, inputs, bool(output_final_state))

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "flash_qla/flash_qla.h"
+#include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla::cuda::sm90 {
 

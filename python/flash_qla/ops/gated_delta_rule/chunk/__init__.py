@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Literal, Optional, Tuple, Union
 
-from .... import _dlpack
-from ...._front import check_host_offsets, is_torch, torch_front
+from .... import _dlpack, _front
+from ...._front import check_host_offsets, is_torch
 from ...._options import BACKWARD_NAMES, INPUT_NAMES, make_options, refuse_head_first
 from ...._shapes import chunk_rows
 from .cp import FLACPContext, FlashQLACPContext, build_cp_context
@@ -42,7 +42,7 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Optional[Any] = None,
     chunk_indices: Optional[Any] = None,
     cp_context: Optional[Any] = None,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     cp_tolerance: Optional[float] = None,
     force_intra_cp: bool = False,
     head_first: bool = False,
@@ -116,7 +116,7 @@ def chunk_gated_delta_rule(
     on_torch = is_torch(operation, INPUT_NAMES, inputs)
     check_host_offsets(operation, q, cu_seqlens, cu_seqlens_cpu)
     if on_torch:
-        return torch_front.chunk(options, *inputs, bool(output_final_state))
+        return _front.torch_front.chunk(options, *inputs, bool(output_final_state))
     return _dlpack.forward(options, False, inputs, bool(output_final_state))
 
 
@@ -131,7 +131,7 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: Optional[Any] = None,
     output_final_state: bool = True,
     output_h: bool = False,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     state_v_first: bool = False,
     enable_fwd_cp_cache: Optional[bool] = None,
     cp_context: Optional[Any] = None,
@@ -176,7 +176,7 @@ def chunk_gated_delta_rule_fwd(
     check_host_offsets(operation, q, cu_seqlens, cu_seqlens_cpu)
     rows = chunk_rows(operation, q.shape, cu_seqlens, cu_seqlens_cpu) if output_h else None
     if on_torch:
-        found = torch_front.chunk_fwd(
+        found = _front.torch_front.chunk_fwd(
             options, q, k, v, g, beta, cu_seqlens, initial_state, bool(output_final_state), rows
         )
     else:
@@ -197,7 +197,7 @@ def chunk_gated_delta_rule_bwd(
     initial_state: Optional[Any] = None,
     cu_seqlens: Optional[Any] = None,
     state_v_first: bool = False,
-    auto_cp: Union[bool, str] = True,
+    auto_cp: Union[bool, Literal["invariant"]] = True,
     cp_cache: Optional[Any] = None,
     cp_context: Optional[Any] = None,
 ) -> Tuple[Any, ...]:
@@ -228,5 +228,5 @@ def chunk_gated_delta_rule_bwd(
     options = make_options(operation, scale, state_v_first, auto_cp=auto_cp, force_intra_cp=force_intra_cp)
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     if is_torch(operation, BACKWARD_NAMES, (*inputs, A, do, dht)):
-        return torch_front.chunk_bwd(options, q, k, v, g, beta, A, do, dht, cu_seqlens, initial_state)
+        return _front.torch_front.chunk_bwd(options, q, k, v, g, beta, A, do, dht, cu_seqlens, initial_state)
     return _dlpack.chunk_bwd(options, inputs, A, do, dht)
