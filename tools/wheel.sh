@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 kind=${1:-}
 case $kind in
-  cpu) export FLASH_QLA_CUDA=OFF ;;
-  cuda) export FLASH_QLA_CUDA=ON ;;
+  cpu) export FLASH_QLA_CUDA=OFF && options=() ;;
+  cuda) export FLASH_QLA_CUDA=ON && options=(--cuda) ;;
   *)
     echo "usage: tools/wheel.sh cpu|cuda [OUT]" >&2
     exit 2
@@ -86,4 +86,4 @@ mkdir -p "$out" && rm -f "$out"/flash_qla_native-*.whl
 # libtvm_ffi comes with another package, and is in the process when the module is loaded.
 auditwheel repair --plat "$platform" --only-plat --exclude libtvm_ffi.so -w "$out" "$linked"/*.whl
 rm -rf "$linked"
-python tools/wheel_check.py "$out"/*.whl
+python tools/wheel_check.py "$out"/*.whl "${options[@]}"

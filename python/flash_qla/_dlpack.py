@@ -12,9 +12,9 @@ import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy
-import tvm_ffi
 
 from . import _ffi
+from ._ffi import tvm_ffi  # never by itself: _ffi says why
 from ._options import Options
 from ._shapes import a_shape, gate_shape, sequence_count, state_shape
 

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional
 
-# With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is imported.
-# Nothing is compiled at run time here; it then goes by __dlpack__, which costs some microseconds a call.
-os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+_TORCH_ADDON_SWITCH = "TVM_FFI_DISABLE_TORCH_C_DLPACK"
 
-import tvm_ffi  # noqa: E402
+
+def _torch_has_exchange_api() -> bool:
+    """Whether the installed PyTorch, if there is one, is 2.10 or newer. It is not imported for the answer."""
+    try:
+        version = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return version is None or (int(version[1]), int(version[2])) >= (2, 10)
+
+
+@contextlib.contextmanager
+def _without_torch_addon() -> Iterator[None]:
+    """With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is imported.
+    Nothing is compiled at run time here; tensors then go by __dlpack__, which costs some microseconds a call. The switch
+    is taken back, so that processes started later are not concerned."""
+    if "tvm_ffi" in sys.modules or _TORCH_ADDON_SWITCH in os.environ or _torch_has_exchange_api():
+        yield
+        return
+    os.environ[_TORCH_ADDON_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_TORCH_ADDON_SWITCH, None)
+
+
+with _without_torch_addon():  # other files take tvm_ffi from here
+    import tvm_ffi
 
 LIBRARY = Path(__file__).resolve().parent / "_lib" / "flash_qla_ffi.so"
 
