@@ -97,6 +97,7 @@ def torch_calls(device: str, dtype_name: str, backend: str, T: int, Hq: int, Hv:
 
     import flash_qla
 
+    torch.manual_seed(0)
     dtype = getattr(torch, dtype_name)
     q, k, v, g, beta = (torch.from_numpy(a).to(device) for a in numpy_inputs(T, Hq, Hv, K, V))
     inputs = [a.to(dtype) for a in (q, k, v)] + [g * 0.1, beta]
