@@ -1,13 +1,15 @@
-// What a static libstdc++ of a newer distribution asks for, and glibc 2.28 does not have. Compiled into the module where it is
-// linked with an older glibc's libraries (FLASH_QLA_GLIBC_STUBS); hidden, so that no other library finds them here.
+// What a static libstdc++ of a newer distribution asks for, and glibc 2.28 does not have. Compiled into the module
+// where it is linked with an older glibc's libraries (FLASH_QLA_GLIBC_STUBS); hidden, so that no other library finds
+// them here.
+#include <sys/random.h>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
-#include <sys/random.h>
 
 extern "C" {
 
-// libstdc++ takes atomic instructions for reference counts where this is 0: right in a process of any number of threads.
+// libstdc++ takes atomic instructions for reference counts where this is 0: right in a process of any number of
+// threads.
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 
 // glibc 2.36. std::random_device is its only caller.
