@@ -21,20 +21,28 @@ NVCC_PACKAGES = [
 ]
 
 
+def require_linux() -> None:
+    """CMake says it too, but asks for a compiler first."""
+    if platform.system() != "Linux":
+        raise SystemExit(f"flash-qla-native can be built on Linux alone, and this is {platform.system()}.")
+
+
 def compiler_packages() -> list:
     """What must be installed so that CMake finds a CUDA compiler; empty where none is wanted or one is there."""
     if os.environ.get("FLASH_QLA_CUDA", "AUTO").upper() in ("OFF", "0", "NO", "FALSE"):
         return []
-    if platform.system() != "Linux" or shutil.which("nvcc"):
+    if shutil.which("nvcc"):
         return []
     return NVCC_PACKAGES
 
 
 def get_requires_for_build_wheel(config_settings=None):
+    require_linux()
     return _backend.get_requires_for_build_wheel(config_settings) + compiler_packages()
 
 
 def get_requires_for_build_editable(config_settings=None):
+    require_linux()
     return _backend.get_requires_for_build_editable(config_settings) + compiler_packages()
 
 

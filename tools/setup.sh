@@ -81,5 +81,6 @@ pip wheel -q --no-build-isolation --no-deps . -w build/wheels \
   --config-settings=cmake.define.FLASH_QLA_TESTS=$tests \
   --config-settings=cmake.define.FLASH_QLA_PTXAS_REPORT="${FLASH_QLA_PTXAS_REPORT:-OFF}" \
   --config-settings=cmake.define.CMAKE_EXPORT_COMPILE_COMMANDS=ON \
+  --config-settings=cmake.define.FLASH_QLA_GLIBC_STUBS= \
   --config-settings=cmake.define.GTest_ROOT="$PWD/.venv/debian/usr"
 pip install -q --no-deps --force-reinstall build/wheels/*.whl

@@ -6,7 +6,8 @@ mathematics is in docs/math.md; its source is "Gated Delta Networks", arXiv 2412
 
 from __future__ import annotations
 
-from . import ops
+# _distribution comes first: it stops the import where another distribution has overwritten files of this package.
+from . import _distribution, ops  # noqa: F401
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
 from .ops.gated_delta_rule import (

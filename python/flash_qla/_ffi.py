@@ -4,10 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
+import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional
+
+_TORCH_ADDON_SWITCH = "TVM_FFI_DISABLE_TORCH_C_DLPACK"
+
+
+def _torch_has_exchange_api() -> bool:
+    """Whether the installed PyTorch, if there is one, is 2.10 or newer. It is not imported for the answer."""
+    try:
+        version = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return version is None or (int(version[1]), int(version[2])) >= (2, 10)
+
+
+@contextlib.contextmanager
+def _without_torch_addon() -> Iterator[None]:
+    """With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is imported.
+    Nothing is compiled at run time here; tensors then go by __dlpack__, which costs some microseconds a call. The switch
+    is taken back, so that processes started later are not concerned."""
+    if "tvm_ffi" in sys.modules or _TORCH_ADDON_SWITCH in os.environ or _torch_has_exchange_api():
+        yield
+        return
+    os.environ[_TORCH_ADDON_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_TORCH_ADDON_SWITCH, None)
+
 
 LIBRARY = Path(__file__).resolve().parent / "_lib" / "flash_qla_ffi.so"
 
@@ -29,11 +59,8 @@ def load() -> Any:
     takes seconds that a process without torch need not spend. Threads that do so at the same time get the same one."""
     global tvm_ffi, _module, _forward, _backward
     if _module is None:
-        # With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is
-        # imported. Nothing is compiled at run time here; it then goes by __dlpack__, which costs some microseconds a
-        # call.
-        os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
-        tvm_ffi = importlib.import_module("tvm_ffi")
+        with _without_torch_addon():
+            tvm_ffi = importlib.import_module("tvm_ffi")
         # tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)
         module = tvm_ffi.load_module(str(LIBRARY))

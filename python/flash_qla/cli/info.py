@@ -13,10 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import flash_qla
-from flash_qla import _ffi
-
-# The distribution that this package comes in; "flash-qla" is another project's, with the same import name.
-_DISTRIBUTION = "flash-qla-native"
+from flash_qla import _distribution, _ffi
 
 _PACKAGES = (
     "torch",
@@ -51,10 +48,10 @@ def _other_copies() -> List[str]:
 
 
 def _shadowing() -> str:
-    owners = importlib.metadata.packages_distributions().get("flash_qla", [])
-    strangers = sorted({name for name in owners if name != _DISTRIBUTION})
-    notes = [f"distribution {name} provides flash_qla too: uninstall one" for name in strangers]
-    notes += [f"another flash_qla at {path}, hidden by this one" for path in _other_copies()]
+    notes = [f"another flash_qla at {path}, hidden by this one" for path in _other_copies()]
+    place = _distribution.other_package()
+    if place is not None:
+        notes.append(f"the distribution {_distribution.OTHER}, at {place.parent}, provides flash_qla too: uninstall one")
     return "; ".join(notes) or "none"
 
 
