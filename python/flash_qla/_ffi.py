@@ -27,8 +27,8 @@ def _torch_has_exchange_api() -> bool:
 @contextlib.contextmanager
 def _without_torch_addon() -> Iterator[None]:
     """With a PyTorch that has no exchange API of its own (before 2.10), tvm-ffi would compile one when it is imported.
-    Nothing is compiled at run time here; tensors then go by __dlpack__, which costs some microseconds a call. The switch
-    is taken back, so that processes started later are not concerned."""
+    Nothing is compiled at run time here; tensors then go by __dlpack__, which costs some microseconds a call. The
+    switch is taken back, so that processes started later are not concerned."""
     if "tvm_ffi" in sys.modules or _TORCH_ADDON_SWITCH in os.environ or _torch_has_exchange_api():
         yield
         return

@@ -3,8 +3,25 @@
 from figures.ladder import ladder
 from figures.markdown import table
 from figures.reports import (
-    DAGGER, EARLIER, EARLIER_BENCH, KINDS, MODES, NOTHING, PUBLISHED, SECTION, compared, error_ratios, errors_of, fastest, geometric_mean, judged,
-    marked, peer_time, peer_title, peers_of, ratios_of,
+    DAGGER,
+    EARLIER,
+    EARLIER_BENCH,
+    KINDS,
+    MODES,
+    NOTHING,
+    PUBLISHED,
+    SECTION,
+    compared,
+    error_ratios,
+    errors_of,
+    fastest,
+    geometric_mean,
+    judged,
+    marked,
+    peer_time,
+    peer_title,
+    peers_of,
+    ratios_of,
 )  # fmt: skip
 
 CASE = ["mode", "heads Hq/Hv", "sequences", "options"]

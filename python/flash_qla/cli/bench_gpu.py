@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import bench_timing
-from .bench_calls import Call, Tensors, bound_ms, calls_of, chunks, eager_call, exact
+from .bench_calls import bound_ms, calls_of, chunks, eager_call, exact
 from .bench_inputs import GATES, make_inputs, recorded_times, rows_of
+from .bench_options import Call, Tensors
 from .bench_processes import Peer, notes, prepare_peers
 from .errors import first_failure, head_errors
 from .results import (

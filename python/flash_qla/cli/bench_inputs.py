@@ -142,9 +142,9 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
         ]
     if mode == "options":
         return [
-            _row(mode, given, all_lengths, {**extras[0], "option": option, **_DTYPES.get(option, {})})
-            for *given, option in OPTIONS
-            if within([tuple(given)])
+            _row(mode, (h, n, kind), all_lengths, {**extras[0], "option": option, **_DTYPES.get(option, {})})
+            for h, n, kind, option in OPTIONS
+            if within([(h, n, kind)])
         ]
     if choice == "peers":
         wanted = within(PEER_ROWS[mode])
@@ -189,8 +189,8 @@ def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, floa
 
 
 def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dict[str, torch.Tensor]:
-    """Tensors of a row, by default on the current GPU: q, k (normalised), v of its dtype; float32 g, beta; states of its
-    state_dtype."""
+    """Tensors of a row, by default on the current GPU: q, k (normalised), v of its dtype; float32 g, beta; states of
+    its state_dtype."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
@@ -46,10 +46,14 @@ def option_call(given: Row, x: Tensors) -> Call:
     return Call("", lambda: _plain(x))
 
 
+def _inputs(x: Tensors) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x["q"], x["k"], x["v"], x["g"], x["beta"]
+
+
 def _plain(x: Tensors) -> Tensors:
     with torch.inference_mode():
         o, final_state = flash_qla.chunk_gated_delta_rule(
-            *(x[name] for name in _INPUTS),
+            *_inputs(x),
             initial_state=x["h0"],
             output_final_state=True,
             cu_seqlens=x["cu_seqlens"],
@@ -59,9 +63,7 @@ def _plain(x: Tensors) -> Tensors:
 
 def _saving(x: Tensors, h0: torch.Tensor, **options: Any) -> Tensors:
     """The low-level forward, which saves A."""
-    _, _, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(
-        *(x[name] for name in _INPUTS), initial_state=h0, **options
-    )
+    _, _, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(*_inputs(x), initial_state=h0, **options)
     results = {"o": o, "final_state": final_state}
     return results if h is None else {**results, "h": h.reshape(-1, *h.shape[-3:])}
 
@@ -90,7 +92,7 @@ def _prefill(given: Row, x: Tensors) -> Call:
     slots = torch.arange(count, device=device)
 
     def run() -> Tensors:
-        o = flash_qla.gated_delta_rule_prefill(*(x[name] for name in _INPUTS), pool, slots, **options)
+        o = flash_qla.gated_delta_rule_prefill(*_inputs(x), pool, slots, **options)
         return {"o": o, **results}
 
     return Call("", run, lambda: pool[:count].copy_(x["h0"]))

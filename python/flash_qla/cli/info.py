@@ -51,7 +51,8 @@ def _shadowing() -> str:
     notes = [f"another flash_qla at {path}, hidden by this one" for path in _other_copies()]
     place = _distribution.other_package()
     if place is not None:
-        notes.append(f"the distribution {_distribution.OTHER}, at {place.parent}, provides flash_qla too: uninstall one")
+        other = f"the distribution {_distribution.OTHER}, at {place.parent}"
+        notes.append(f"{other}, provides flash_qla too: uninstall one")
     return "; ".join(notes) or "none"
 
 
