@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Optional
 
 OTHER = "flash-qla"
+_FILE = "flash_qla/__init__.py"
 
 
 def other_package() -> Optional[Path]:
-    """The `flash_qla/__init__.py` that the distribution `flash-qla` provides, whether it is there or not; None where
-    the distribution is not installed."""
+    """The `flash_qla/__init__.py` that the distribution `flash-qla` has installed; None where there is no such
+    distribution, or it has installed none (an editable one)."""
     try:
-        return Path(str(importlib.metadata.distribution(OTHER).locate_file("flash_qla/__init__.py")))
+        other = importlib.metadata.distribution(OTHER)
     except importlib.metadata.PackageNotFoundError:
         return None
+    if other.files is not None and not any(file.as_posix() == _FILE for file in other.files):
+        return None
+    return Path(str(other.locate_file(_FILE)))
 
 
 def refuse_shared_folder(own: Path) -> None:

@@ -53,11 +53,18 @@ def test_sharing_a_folder_with_the_other_distribution_is_refused_with_the_cure(p
     assert "pip uninstall -y flash-qla flash-qla-native, then install one" in done.stderr
 
 
+def test_an_editable_installation_of_the_other_distribution_shares_nothing(place):
+    """Its metadata lie beside this package, and its files somewhere else."""
+    distribution(place, "flash-qla", "0.1.3", ["__editable__.flash_qla.pth"])
+    (place / "__editable__.flash_qla.pth").write_text("")
+    done = python(place, program=PRINT_PACKAGE)
+    assert done.stdout.strip() == str(place / "flash_qla" / "__init__.py"), done.stderr
+
+
 @pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["behind", "in front"])
 def test_the_other_distribution_elsewhere_is_no_error(place, tmp_path, order):
-    """A distribution whose module lies in another folder is hidden, in front of this one on the path or behind it."""
-    other = distribution(tmp_path / "other", "flash-qla", "0.1.3")
-    (other / "elsewhere").mkdir()
+    """Its files are gone, as after `rm -r`, in front of this package on the path or behind it."""
+    other = distribution(tmp_path / "other", "flash-qla", "0.1.3", ["flash_qla/__init__.py"])
     done = python(*[place, other][order], program=PRINT_PACKAGE)
     assert done.stdout.strip() == str(place / "flash_qla" / "__init__.py"), done.stderr
 
