@@ -6,6 +6,9 @@ mathematics is in docs/math.md; its source is "Gated Delta Networks", arXiv 2412
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from . import ops
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
@@ -37,3 +40,9 @@ __all__ = [
     "use_path",
     "workspace_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "utils":  # needs torch, which nothing here does by itself
+        return importlib.import_module(".utils", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import warnings
 from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 # flash_qla_cp_mode of c_api.h, by the value of `auto_cp`.
@@ -19,6 +20,9 @@ INPUT_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "in
 
 # Those of the low-level backward call.
 BACKWARD_NAMES = (*INPUT_NAMES, "A", "do", "dht")
+
+# Dtypes that q, k and v of the recurrent call may have beside each other: float32 holds all values of each.
+CONVERTIBLE = frozenset(("float32", "bfloat16", "float16"))
 
 # The tensors of a serving call.
 POOL_NAMES = (
@@ -133,3 +137,13 @@ def refuse_head_first(operation: str, head_first: bool) -> None:
             f"{operation}: head_first must be False (True); lay q, k, v out as [B, T, H, D], g and beta as [B, T, H], "
             "with tensor.transpose(1, 2)"
         )
+
+
+def state_layout(operation: str, state_v_first: bool, transpose_state_layout: bool) -> bool:
+    """state_v_first of a call that names transpose_state_layout, its older name in FLA."""
+    if state_v_first:
+        raise ValueError(
+            f"{operation}: transpose_state_layout ({transpose_state_layout}) must be left out where state_v_first is True"
+        )
+    warnings.warn(f"{operation}: transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=3)
+    return bool(transpose_state_layout)
