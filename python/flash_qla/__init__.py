@@ -7,6 +7,7 @@ mathematics is in docs/math.md; its source is "Gated Delta Networks", arXiv 2412
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from . import ops
@@ -40,6 +41,12 @@ __all__ = [
     "use_path",
     "workspace_size",
 ]
+
+
+if "fla.backends" in sys.modules or "fla.ops.backends" in sys.modules:
+    from .integrations import fla as _fla
+
+    _fla.register_if_imported()
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ they can be, and mutate only what a caller hands over to be written (pools, chec
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import _ffi
 from ._options import BACKWARD_NAMES, CONVERTIBLE, INPUT_NAMES, POOL_NAMES, Options
 from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
+from .integrations import fla
 
 _OPTIONS = (
     "str operation, str? path, float? scale, bool state_v_first, bool use_qk_l2norm_in_kernel, "
@@ -110,6 +112,8 @@ def _split_forward(arguments: tuple) -> Tuple[Options, tuple, tuple]:
 def _chunk_forward(arguments: tuple) -> List[Tensor]:
     options, inputs, wanted = _split_forward(arguments)
     q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
+    if fla.awaited and "fla" in sys.modules:
+        fla.register_if_imported(q)
     outputs = _forward_outputs(options, q, k, v, cu_seqlens, *wanted)
     _ffi.forward(_allocator(q), (False, *options, _threads(q), *inputs, *_NO_POOL, *outputs))
     return _present(outputs)
