@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-import warnings
 from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 # flash_qla_cp_mode of c_api.h, by the value of `auto_cp`.
@@ -137,13 +136,3 @@ def refuse_head_first(operation: str, head_first: bool) -> None:
             f"{operation}: head_first must be False (True); lay q, k, v out as [B, T, H, D], g and beta as [B, T, H], "
             "with tensor.transpose(1, 2)"
         )
-
-
-def state_layout(operation: str, state_v_first: bool, transpose_state_layout: bool) -> bool:
-    """state_v_first of a call that names transpose_state_layout, its older name in FLA."""
-    if state_v_first:
-        raise ValueError(
-            f"{operation}: transpose_state_layout ({transpose_state_layout}) must be left out where state_v_first is True"
-        )
-    warnings.warn(f"{operation}: transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=3)
-    return bool(transpose_state_layout)

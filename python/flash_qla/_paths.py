@@ -40,19 +40,25 @@ def slow_reason(device_index: int, dtype: Any, K: int, V: int, needs_grad: bool)
     return reason
 
 
+def _device(index: int) -> Any:
+    import torch
+
+    return torch.device("cuda", index)
+
+
 def _ask(device_index: int, dtype: Any, K: int, V: int, needs_grad: bool) -> Optional[str]:
     import torch
 
-    device = torch.device("cuda", device_index)
     try:
+        device = _device(device_index)
         with torch.inference_mode(False), torch.set_grad_enabled(needs_grad), use_path(None):
             q, v = (torch.empty(1, _TOKENS, 1, size, dtype=dtype, device=device) for size in (K, V))
             gate = torch.empty(1, _TOKENS, 1, device=device)
             reason = _slow_path(explain(q.requires_grad_(needs_grad), q, v, gate, gate))
             if reason is None and needs_grad:
                 reason = _slow_path(explain(q, q, v, gate, gate, None, v, op="chunk_gated_delta_rule_bwd"))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: torch has no such device
-        return str(error)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return str(error)  # a refusal of ours, or torch has no such device (AssertionError: was built without CUDA)
     return reason
 
 

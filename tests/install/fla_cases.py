@@ -202,7 +202,8 @@ def switched_off():
 
 
 def without_fla():
-    """No fla, and one whose registry is unknown: register() says so, importing and calling flash_qla says nothing."""
+    """register() says what is missing; importing and calling flash_qla says nothing."""
+    sys.modules["fla"] = None  # hides one that is installed
     import flash_qla
     from flash_qla.integrations import fla as integration
 
@@ -212,9 +213,12 @@ def without_fla():
         assert "fla must be installed" in str(error)
     else:
         raise AssertionError("registered with a fla that is not there")
+    flash_qla.chunk_gated_delta_rule(*tensors())
+    assert not records
 
 
 def unknown_registry():
+    """register() says so; importing flash_qla leaves a line and goes on."""
     for name in ("fla", "fla.backends"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["fla"].__path__ = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from ... import _dlpack
-from ..._front import is_torch, torch_front
-from ..._options import INPUT_NAMES, make_options, state_layout
+from ..._front import is_torch, state_layout, torch_front
+from ..._options import INPUT_NAMES, make_options
 
 __all__ = ["fused_recurrent_gated_delta_rule"]
 

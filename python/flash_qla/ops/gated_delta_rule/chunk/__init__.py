@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple, Union
 
 from .... import _dlpack
-from ...._front import check_host_offsets, is_torch, torch_front
-from ...._options import BACKWARD_NAMES, INPUT_NAMES, integer, make_options, refuse_head_first, state_layout
+from ...._front import check_host_offsets, is_torch, state_layout, torch_front
+from ...._options import BACKWARD_NAMES, INPUT_NAMES, integer, make_options, refuse_head_first
 from ...._shapes import CHUNK_SIZE, chunk_count
 from .cp import FLACPContext, FlashQLACPContext, build_cp_context
 from .cp.context import apply_context
