@@ -48,7 +48,7 @@ run() {
   [[ -z $only || $only == "$binding" ]] || return 0
   echo "== $suite, bound as $binding"
   python -m pytest -p peer_plugin -p no:cacheprovider -o pythonpath= -o log_cli=false -o addopts= -o filterwarnings= -q --tb=short -rfE \
-    --rootdir "$folder" --peer-binding "$binding" --peer-folder "$folder" --peer-commit "$commit" --peer-out "$out" --peer-device "$device" "$@" || code=1
+    --rootdir "$folder" --peer-binding "$binding" --peer-commit "$commit" --peer-out "$out" --peer-device "$device" "$@" || code=1
 }
 
 if [[ $suite == flashqla ]]; then

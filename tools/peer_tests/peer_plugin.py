@@ -40,21 +40,25 @@ THEIRS = "fla's own kernels"
 def pytest_addoption(parser):
     group = parser.getgroup("peer tests")
     group.addoption("--peer-binding", choices=BINDINGS, required=True)
-    group.addoption("--peer-folder", type=Path, required=True, help="the checkout that the test files are from")
     group.addoption("--peer-commit", default="unknown")
     group.addoption("--peer-out", type=Path, required=True, help="JSON file; a run takes the place of an earlier one of its binding")
     group.addoption("--peer-device", default="cuda", help="cpu: tests on CPU tensors, where their files let that be chosen")
 
 
-def pytest_configure(config):
+@pytest.hookimpl(tryfirst=True)  # before their conftest.py is imported
+def pytest_load_initial_conftests(early_config):
     import flash_qla
 
     if not hasattr(flash_qla, "build_info"):
         raise pytest.UsageError(f"{flash_qla.__file__} is another package called flash_qla: put this library's first on PYTHONPATH")
-    binding = config.getoption("--peer-binding")
     bind = {"low_level": bind_low_level, "functions": bind_functions, "backend": bind_backend, "layers": bind_layers}
     count_calls(flash_qla)
-    bind[binding](flash_qla)
+    bind[early_config.known_args_namespace.peer_binding](flash_qla)
+
+
+def pytest_configure(config):
+    import flash_qla
+
     config.pluginmanager.register(Calls())
     if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist
         config.pluginmanager.register(Record(config, flash_qla.build_info()))
@@ -173,14 +177,24 @@ class Calls:
                 if hasattr(item.module, name):
                     setattr(item.module, name, "cpu")
             item.own_markers = [mark for mark in item.own_markers if mark.name != "skip" or "GPU" not in str(mark.kwargs)]
+        import torch
+
+        for plugin in config.pluginmanager.get_plugins():  # FLA's conftest.py waits for its device after each test
+            if hasattr(plugin, "device_torch_lib"):
+                plugin.device_torch_lib = torch.cpu
+
+
+def reason_of(report):
+    """The line of a failure that says what was wrong."""
+    lines = report.longreprtext.strip().splitlines() or [report.when]
+    return next((line.removeprefix("E").strip() for line in lines if line.startswith("E ")), lines[-1])
 
 
 class Record:
     """Results by file, written as JSON and printed."""
 
     def __init__(self, config, build):
-        self.binding, self.folder = config.getoption("--peer-binding"), config.getoption("--peer-folder").resolve()
-        self.out, self.rootpath = config.getoption("--peer-out"), config.rootpath
+        self.binding, self.out = config.getoption("--peer-binding"), config.getoption("--peer-out")
         self.head = {"commit": build.get("commit", "unknown"), "version": build["version"], "gpu": build.get("gpu_0", "none"),
                      "peer_commit": config.getoption("--peer-commit")}
         self.files, self.calls, self.skipped = {}, Counter(), Counter()
@@ -195,7 +209,7 @@ class Record:
         counts = self.files.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0})
         counts[report.outcome] += 1
         if report.outcome == "failed":
-            self.failed[report.nodeid] = report.longreprtext.strip().splitlines()[-1:] or [report.when]
+            self.failed[report.nodeid] = reason_of(report)
         elif report.outcome == "skipped":
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
         for name, value in report.user_properties:
@@ -207,7 +221,7 @@ class Record:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.failed[report.nodeid] = report.longreprtext.strip().splitlines()[-1:]
+            self.failed[report.nodeid] = reason_of(report)
 
     def wrong(self):
         """Why the run does not count, whatever its tests say."""
@@ -223,7 +237,7 @@ class Record:
         if self.wrong() and session.exitstatus == 0:
             session.exitstatus = 1
         run = {"binding": self.binding, **self.head, "files": self.files, "calls": dict(sorted(self.calls.items())),
-               "failed": {name: lines[0] for name, lines in self.failed.items()}, "skipped": dict(self.skipped),
+               "failed": self.failed, "skipped": dict(self.skipped),
                "without_calls": self.silent, "wrong": self.wrong()}
         runs = json.loads(self.out.read_text()) if self.out.exists() else []
         self.out.parent.mkdir(parents=True, exist_ok=True)
