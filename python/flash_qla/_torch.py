@@ -458,12 +458,13 @@ def recurrent(
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """fused_recurrent_gated_delta_rule() on tensors."""
     q, k, v = _autocast(q, k, v)
-    o_dtype = v.dtype
-    if not q.dtype == k.dtype == o_dtype and {q.dtype, k.dtype, o_dtype} <= _CONVERTIBLE:
+    o_dtype = None  # of an o that has to be converted
+    if not q.dtype == k.dtype == v.dtype and {q.dtype, k.dtype, v.dtype} <= _CONVERTIBLE:
+        o_dtype = v.dtype
         q, k, v = q.float(), k.float(), v.float()
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     found = _compute("recurrent", inputs, (*options, *inputs, output_final_state))
-    o = _forward_only(options[0], found[0].to(o_dtype), inputs)
+    o = _forward_only(options[0], found[0] if o_dtype is None else found[0].to(o_dtype), inputs)
     return o, _forward_only(options[0], found[1], inputs) if output_final_state else None
 
 

@@ -44,8 +44,9 @@ def _needs_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _decline(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, state_v_first: bool, cp_context: Any,
-             kwargs: dict) -> Optional[str]:
+def _decline(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, state_v_first: bool, cp_context: Any, kwargs: dict
+) -> Optional[str]:
     """Why a call stays with fla; None: it does not. Looks at metadata alone: it runs on every call."""
     if not _active:
         return "was unregistered"

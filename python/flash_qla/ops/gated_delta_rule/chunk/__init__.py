@@ -104,7 +104,8 @@ def chunk_gated_delta_rule(
     """
     operation = "chunk_gated_delta_rule"
     refuse_head_first(operation, head_first)
-    integer(operation, "chunk_size", chunk_size, 1)
+    if chunk_size != CHUNK_SIZE:
+        integer(operation, "chunk_size", chunk_size, 1)
     if transpose_state_layout is not None:
         state_v_first = state_layout(operation, state_v_first, transpose_state_layout)
     cu_seqlens, force_intra_cp = apply_context(operation, cp_context, cu_seqlens, force_intra_cp)
