@@ -128,6 +128,20 @@ class Call {
   void* stream_ = nullptr;
 };
 
+// h as the front ends make it, contiguous [B, chunks, Hv, K, V], as the C interface takes it: the chunks of all batch
+// rows one after another.
+flash_qla_tensor merge_batch(flash_qla_tensor h) {
+  if (h.ndim != 5) return h;
+  h.shape[0] *= h.shape[1];
+  h.stride[0] = h.stride[1];
+  for (int32_t i = 1; i < 4; ++i) {
+    h.shape[i] = h.shape[i + 1];
+    h.stride[i] = h.stride[i + 1];
+  }
+  h.ndim = 4;
+  return h;
+}
+
 // What a call is made for.
 enum class Action : int64_t { kRun = 0, kExplain = 1 };
 
@@ -235,7 +249,7 @@ ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Opt
   args.final_state = call.tensor("final_state", final_state);
   args.g_cumsum = call.tensor("g_cumsum", g_cumsum);
   args.A = call.tensor("A", A);
-  args.h = call.tensor("h", h);
+  args.h = merge_batch(call.tensor("h", h));
   return recurrent
              ? run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_recurrent_workspace_size,
                               flash_qla_recurrent_run, flash_qla_recurrent_explain)

@@ -6,6 +6,10 @@ mathematics is in docs/math.md; its source is "Gated Delta Networks", arXiv 2412
 
 from __future__ import annotations
 
+import importlib
+import sys
+from typing import Any
+
 # _distribution comes first: it stops the import where another distribution has overwritten files of this package.
 from . import _distribution, ops  # noqa: F401
 from ._options import use_path
@@ -21,13 +25,6 @@ from .ops.gated_delta_rule import (
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
 
 __version__: str
-
-
-def __getattr__(name: str) -> str:
-    """`__version__` is the native module's, which is not loaded before it is needed."""
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return build_info()["version"]
 
 
 __all__ = [
@@ -46,3 +43,17 @@ __all__ = [
     "use_path",
     "workspace_size",
 ]
+
+
+if "fla.backends" in sys.modules or "fla.ops.backends" in sys.modules:
+    from .integrations import fla as _fla
+
+    _fla.register_if_imported()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":  # the native module's, which is not loaded before it is needed
+        return build_info()["version"]
+    if name == "utils":  # needs torch, which nothing here imports
+        return importlib.import_module(".utils", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

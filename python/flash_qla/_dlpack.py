@@ -14,8 +14,8 @@ from typing import Any, List, Optional, Sequence, Tuple
 import numpy
 
 from . import _ffi
-from ._options import Options
-from ._shapes import a_shape, gate_shape, sequence_count, state_shape
+from ._options import CONVERTIBLE, Options
+from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
 
 # tvm-ffi, which makes views of arrays, once there has been a call.
 tvm_ffi: Any = None
@@ -47,6 +47,14 @@ class Arrays:
         self._namespace, self._place = namespace, place
         self.dtype = like.dtype
         self.accumulator = namespace.float64 if like.dtype == namespace.float64 else namespace.float32
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        if hasattr(self._namespace, "astype"):  # the array API's; older packages have the method
+            return self._namespace.astype(x, dtype)
+        return x.astype(dtype)
+
+    def to_float32(self, x: Any) -> Any:
+        return self.cast(x, self._namespace.float32)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._namespace.empty(tuple(shape), dtype=dtype, **self._place)
@@ -89,6 +97,10 @@ def _views(arrays: Sequence[Any]) -> List[Any]:
 _NO_POOL = (None,) * 5 + (-1, 0) + (None,) * 4
 
 
+def _dtype_name(x: Any) -> str:
+    return str(x.dtype).rpartition(".")[2]
+
+
 def _shape(x: Any) -> Optional[Tuple[int, ...]]:
     return None if x is None else tuple(x.shape)
 
@@ -107,8 +119,12 @@ def forward(
     options: Options, recurrent: bool, inputs: Sequence[Any], output_final_state: bool
 ) -> Tuple[Any, Optional[Any]]:
     """(o, final_state). `inputs`: q .. initial_state."""
-    q, _, v, *_ = inputs
+    q, k, v, *rest = inputs
     arrays = Arrays(options.operation, q)
+    if recurrent and not q.dtype == k.dtype == v.dtype and all(_dtype_name(x) in CONVERTIBLE for x in (q, k, v)):
+        wide = [arrays.to_float32(x) for x in (q, k, v)]
+        o, final_state = forward(options, recurrent, (*wide, *rest), output_final_state)
+        return arrays.cast(o, v.dtype), final_state
     o = arrays.empty(v.shape, arrays.dtype)
     final_state = _state(arrays, q, v, inputs[7], options) if output_final_state else None
     _forward(options, recurrent, inputs, (o, final_state, None, None, None), arrays)
@@ -116,7 +132,7 @@ def forward(
 
 
 def chunk_fwd(
-    options: Options, inputs: Sequence[Any], output_final_state: bool, chunk_rows: Optional[int]
+    options: Options, inputs: Sequence[Any], output_final_state: bool, chunks: Optional[int]
 ) -> Tuple[Any, ...]:
     """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd(). `inputs`: q .. initial_state."""
     q, k, v, *_ = inputs
@@ -126,8 +142,8 @@ def chunk_fwd(
     g_cumsum = arrays.empty(gate_shape(v.shape), arrays.accumulator)
     A = arrays.empty(a_shape(v.shape), arrays.dtype)
     h = None
-    if chunk_rows is not None:
-        h = arrays.empty(state_shape(q.shape, v.shape, chunk_rows, options.state_v_first), arrays.dtype)
+    if chunks is not None:
+        h = arrays.empty(h_shape(q.shape, v.shape, chunks, options.state_v_first), arrays.dtype)
     _forward(options, False, inputs, (o, final_state, g_cumsum, A, h), arrays)
     return g_cumsum, A, o, h, final_state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any, Sequence
 
 from . import _ffi
@@ -68,3 +69,14 @@ def check_host_offsets(operation: str, q: Any, cu_seqlens: Any, cu_seqlens_cpu: 
     for i, (host, device) in enumerate(zip(offsets, cu_seqlens.tolist())):
         if host != device:
             raise ValueError(f"{operation}: cu_seqlens_cpu[{i}] ({host}) must be cu_seqlens[{i}] ({device})")
+
+
+def state_layout(operation: str, state_v_first: bool, transpose_state_layout: bool) -> bool:
+    """state_v_first of a call that names transpose_state_layout, its older name in FLA."""
+    if state_v_first:
+        given = f"transpose_state_layout ({transpose_state_layout})"
+        raise ValueError(f"{operation}: {given} must be left out where state_v_first is True")
+    find_torch()
+    if torch_front is None or not torch_front.is_traced():  # a compiler cannot trace a warning
+        warnings.warn(f"{operation}: transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=3)
+    return bool(transpose_state_layout)

@@ -35,6 +35,9 @@ INPUT_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "in
 # Those of the low-level backward call.
 BACKWARD_NAMES = (*INPUT_NAMES, "A", "do", "dht")
 
+# Dtypes that q, k and v of the recurrent call may have beside each other: float32 holds all values of each.
+CONVERTIBLE = frozenset(("float32", "bfloat16", "float16"))
+
 # The tensors of a serving call.
 POOL_NAMES = (
     *INPUT_NAMES[:8],

@@ -79,12 +79,19 @@ def host_offsets(operation: str, q_shape: Sequence[int], cu_seqlens: Any, cu_seq
     return offsets
 
 
-def chunk_rows(operation: str, q_shape: Sequence[int], cu_seqlens: Any, cu_seqlens_cpu: Any) -> int:
-    """Rows of h: one per chunk, counted sequence by sequence. Packed sequences without host offsets get the capacity
-    floor(T / 64) + N, which no set of lengths exceeds."""
-    batch, tokens = extents(q_shape)[:2]
+def h_shape(
+    q_shape: Sequence[int], v_shape: Sequence[int], chunks: int, state_v_first: bool
+) -> Tuple[int, int, int, int, int]:
+    """[B, chunks, Hv, K, V], or [B, chunks, Hv, V, K]."""
+    return (extents(q_shape)[0], *state_shape(q_shape, v_shape, chunks, state_v_first))
+
+
+def chunk_count(operation: str, q_shape: Sequence[int], cu_seqlens: Any, cu_seqlens_cpu: Any) -> int:
+    """h.shape[1]: chunks of a batch row. Those of packed sequences are counted sequence by sequence; without host
+    offsets there is room for floor(T / 64) + N, which no set of lengths exceeds."""
+    tokens = extents(q_shape)[1]
     if cu_seqlens is None:
-        return batch * -(-tokens // CHUNK_SIZE)
+        return -(-tokens // CHUNK_SIZE)
     if cu_seqlens_cpu is None:
         return tokens // CHUNK_SIZE + sequence_count(q_shape, cu_seqlens.shape)
     offsets = host_offsets(operation, q_shape, cu_seqlens, cu_seqlens_cpu)

@@ -7,6 +7,7 @@ they can be, and mutate only what a caller hands over to be written (pools, chec
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -15,8 +16,9 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _ffi
-from ._options import BACKWARD_NAMES, INPUT_NAMES, POOL_NAMES, Options
-from ._shapes import a_shape, gate_shape, sequence_count, state_shape
+from ._options import BACKWARD_NAMES, CONVERTIBLE, INPUT_NAMES, POOL_NAMES, Options
+from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
+from .integrations import fla
 
 _OPTIONS = (
     "str operation, str? path, float? scale, bool state_v_first, bool use_qk_l2norm_in_kernel, "
@@ -92,16 +94,16 @@ def _forward_outputs(
     output_final_state: bool,
     output_g_cumsum: bool,
     output_A: bool,
-    chunk_rows: Optional[int],
+    chunks: Optional[int],
 ) -> Tuple[Optional[Tensor], ...]:
-    """(o, final_state, g_cumsum, A, h), None where not wanted. `chunk_rows`: rows of h."""
+    """(o, final_state, g_cumsum, A, h), None where not wanted. `chunks`: h.shape[1]."""
     state_v_first = options.state_v_first
     return (
         _output_like(q, v),
         _state_like(q, v, cu_seqlens, state_v_first) if output_final_state else None,
         q.new_empty(gate_shape(v.shape), dtype=_accumulator(q)) if output_g_cumsum else None,
         k.new_empty(a_shape(v.shape)) if output_A else None,
-        k.new_empty(state_shape(q.shape, v.shape, chunk_rows, state_v_first)) if chunk_rows is not None else None,
+        k.new_empty(h_shape(q.shape, v.shape, chunks, state_v_first)) if chunks is not None else None,
     )
 
 
@@ -111,11 +113,13 @@ def _present(tensors: Sequence[Optional[Tensor]]) -> List[Tensor]:
 
 # chunk_forward: o, then those of final_state, g_cumsum, A, h that are asked for.
 
-_OUTPUTS = "bool output_final_state, bool output_g_cumsum, bool output_A, SymInt? chunk_rows"
+_OUTPUTS = "bool output_final_state, bool output_g_cumsum, bool output_A, SymInt? chunks"
 
 
 def _chunk_forward(options: Options, inputs: tuple, wanted: tuple) -> List[Tensor]:
     q, k, v, cu_seqlens = inputs[0], inputs[1], inputs[2], inputs[7]
+    if fla.awaited and "fla" in sys.modules:
+        fla.register_if_imported(q)
     outputs = _forward_outputs(options, q, k, v, cu_seqlens, *wanted)
     _ffi.forward(_allocator(q), (False, *options, _threads(q), *inputs, *_NO_POOL, *outputs))
     return _present(outputs)
@@ -408,12 +412,12 @@ def chunk_fwd(
     cu_seqlens: Optional[Tensor],
     initial_state: Optional[Tensor],
     output_final_state: bool,
-    chunk_rows: Optional[int],
+    chunks: Optional[int],
 ) -> Tuple[Optional[Tensor], ...]:
     """(g, A, o, h, final_state) of chunk_gated_delta_rule_fwd()."""
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
-    wanted = (True, output_final_state, True, True, chunk_rows is not None)
-    found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], chunk_rows))
+    wanted = (True, output_final_state, True, True, chunks is not None)
+    found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], chunks))
     o, final_state, g_cumsum, A, h = _align(found, wanted)
     return g_cumsum, A, o, h, final_state
 
@@ -440,6 +444,9 @@ def chunk_bwd(
     return dq, dk, dv, db, dg, dh0
 
 
+_CONVERTIBLE = frozenset(getattr(torch, name) for name in CONVERTIBLE)
+
+
 def recurrent(
     options: Options,
     q: Tensor,
@@ -455,9 +462,13 @@ def recurrent(
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """fused_recurrent_gated_delta_rule() on tensors."""
     q, k, v = _autocast(q, k, v)
+    o_dtype = None  # of an o that has to be converted
+    if not q.dtype == k.dtype == v.dtype and {q.dtype, k.dtype, v.dtype} <= _CONVERTIBLE:
+        o_dtype = v.dtype
+        q, k, v = q.float(), k.float(), v.float()
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     found = _compute("recurrent", inputs, options, inputs, (output_final_state,))
-    o = _forward_only(options.operation, found[0], inputs)
+    o = _forward_only(options.operation, found[0] if o_dtype is None else found[0].to(o_dtype), inputs)
     return o, _forward_only(options.operation, found[1], inputs) if output_final_state else None
 
 

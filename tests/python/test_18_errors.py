@@ -105,6 +105,7 @@ STATE = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_de
 POOL = ("gated_delta_rule_prefill", "gated_delta_rule_decode")
 ACTIVATIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", *POOL)
 CHUNK, FWD, BWD, RECURRENT, PREFILL, DECODE = ((name,) for name in OPERATIONS)
+ONE_DTYPE = tuple(name for name in OPERATIONS if name not in RECURRENT)  # of q, k and v
 VARLEN = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd", "fused_recurrent_gated_delta_rule")
 Value, Type, Missing = ValueError, TypeError, NotImplementedError
 
@@ -151,8 +152,10 @@ CASES = [
     # dtypes of q, k, v
     *case("q dtype", lambda a: dict(q=a.q.to(torch.int64)), Type, "q.dtype", "int64"),
     *case("complex q", lambda a: dict(q=a.q.to(torch.complex64)), Type, "q.dtype", "complex64"),
-    *case("k dtype", lambda a: dict(k=a.k.bfloat16()), Type, "k.dtype", "bfloat16", "float32"),
-    *case("v dtype", lambda a: dict(v=a.v.half()), Type, "v.dtype", "float16", "float32"),
+    *case("k dtype", lambda a: dict(k=a.k.bfloat16()), Type, "k.dtype", "bfloat16", "float32", of=ONE_DTYPE),
+    *case("v dtype", lambda a: dict(v=a.v.half()), Type, "v.dtype", "float16", "float32", of=ONE_DTYPE),
+    *case("k float64", lambda a: dict(k=a.k.double()), Type, "k.dtype", "float64", "float32", of=RECURRENT),
+    *case("v integers", lambda a: dict(v=a.v.int()), Type, "v.dtype", "int32", of=RECURRENT),
     # gate and beta
     *case("g heads", lambda a: dict(g=other(a.g, d2=2)), Value, "g.shape[2]", "(2)", "(4)"),
     *case("g tokens", lambda a: dict(g=other(a.g, d1=1)), Value, "g.shape[1]", "(1)"),
@@ -396,8 +399,8 @@ def test_tensors_on_two_devices_are_refused(name):
 
 
 def test_unknown_keywords_are_refused():
-    with pytest.raises(TypeError, match="chunk_size"):
-        flash_qla.chunk_gated_delta_rule(**chunk_arguments(), chunk_size=64)
+    with pytest.raises(TypeError, match="chunk_sizes"):
+        flash_qla.chunk_gated_delta_rule(**chunk_arguments(), chunk_sizes=64)
 
 
 @pytest.mark.cpu_only

@@ -150,7 +150,7 @@ def test_fake_tensors_have_the_right_shapes_without_a_gpu(device):
             assert dstate.shape == state.shape
         with torch.no_grad():
             c, A, o, h, _ = flash_qla.chunk_gated_delta_rule_fwd(q, q, v, g, g, cu_seqlens=offsets, output_h=True)
-        assert (c.shape, A.shape, A.dtype, h.shape) == (g.shape, (1, 100, 4, 64), torch.bfloat16, (100 // 64 + 3, 4, 16, 8))
+        assert (c.shape, A.shape, A.dtype, h.shape) == (g.shape, (1, 100, 4, 64), torch.bfloat16, (1, 100 // 64 + 3, 4, 16, 8))
 
 
 @sizes

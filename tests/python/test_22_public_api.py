@@ -28,7 +28,8 @@ SIGNATURES = {
              output_final_state=False, use_qk_l2norm_in_kernel=False),
         dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, use_gate_in_kernel=False, A_log=None, dt_bias=None,
              state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, auto_cp=True,
-             cp_tolerance=None, force_intra_cp=False, head_first=False, enable_fwd_cp_cache=True)),
+             cp_tolerance=None, force_intra_cp=False, head_first=False, enable_fwd_cp_cache=True, chunk_size=64,
+             transpose_state_layout=None)),
     "chunk_gated_delta_rule_fwd": (
         dict(q=required, k=required, v=required, g=required, beta=required, scale=None, initial_state=None, cu_seqlens=None,
              output_final_state=True, output_h=False, auto_cp=True, state_v_first=False, enable_fwd_cp_cache=None,
@@ -39,7 +40,7 @@ SIGNATURES = {
     "fused_recurrent_gated_delta_rule": (
         dict(q=required, k=required, v=required, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
              output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None,
-             use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None), {}),
+             use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None), dict(transpose_state_layout=None)),
     "gated_delta_rule_prefill": (
         dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required,
              final_state_indices=None),

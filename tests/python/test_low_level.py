@@ -50,13 +50,14 @@ def test_values_of_forward(dims, v_first, seqlens, dtype):
     cu = None if seqlens is None else x.cu_seqlens.cpu().numpy()
     assert (g.shape, g.dtype) == ((B, T, Hv), torch.float32)
     assert (A.shape, A.dtype) == ((B, T, Hv, 64), dtype)
-    rows = B * -(-T // 64) if seqlens is None else T // 64 + len(seqlens)
-    assert (h.shape, h.dtype) == ((rows, Hv, *((V, dims["K"]) if v_first else (dims["K"], V))), dtype)
+    chunks = -(-T // 64) if seqlens is None else T // 64 + len(seqlens)
+    assert (h.shape, h.dtype) == ((B, chunks, Hv, *((V, dims["K"]) if v_first else (dims["K"], V))), dtype)
     assert (o.dtype, final_state.dtype) == (dtype, torch.float32)
 
     assert_close("g", g, oracle.chunk_cumsum(to_numpy(x.g), cu), 1e-6, 2)
     assert_close("A", A, oracle.chunk_inverse(to_numpy(x.k), to_numpy(x.beta), cu), 1e-5 if dtype == torch.float32 else 5e-3, 2)
     starts = oracle.chunk_starts(B, T, cu)
+    h = h.flatten(0, 1)  # as the oracle counts them: batch row by batch row, sequence by sequence
     want_o, want_final, want_h = oracle.forward(
         *(to_numpy(t) for t in (x.q, x.k, x.v, x.g, x.beta)), initial_state=to_numpy(x.initial_state), cu_seqlens=cu,
         options=oracle.Options(state_v_first=v_first), snapshots=starts)
@@ -148,8 +149,10 @@ def test_sixth_value_only_when_the_cache_is_named(cache, dims, dtype):
     values = forward(x, enable_fwd_cp_cache=cache, is_train=True, cp_context=None)
     assert len(values) == 6
     g, A = values[:2]
-    for a, b in zip(backward(x, g, A, cp_cache=values[5], cp_context=None), backward(x, g, A)):
-        assert_bitwise("gradient", a, b)
+    assert values[5] is None
+    for given in (values[5], "any object", (torch.zeros(3), None)):
+        for a, b in zip(backward(x, g, A, cp_cache=given, cp_context=None), backward(x, g, A)):
+            assert_bitwise("gradient", a, b)
 
 
 @every_dtype
@@ -159,8 +162,8 @@ def test_h_is_exact_in_rows_with_offsets_on_the_host(dims, dtype):
     capacity = forward(x, output_h=True)[3]
     for host in (x.cu_seqlens.cpu(), x.cu_seqlens.cpu().numpy(), x.cu_seqlens.tolist()):
         exact = forward(x, output_h=True, cu_seqlens_cpu=host)[3]
-        assert exact.shape[0] == 2 + 0 + 3 + 1
-        assert_bitwise("h", exact, capacity[:6])
+        assert exact.shape[:2] == (1, 2 + 0 + 3 + 1)
+        assert_bitwise("h", exact, capacity[:, :6])
 
 
 @every_dtype
@@ -171,7 +174,7 @@ def test_wrong_offsets_on_the_host_change_the_rows_of_h_alone(host, dims, dtype)
     x = case(dtype, [70, 0, 130, 64], **dims)
     values, wrong = forward(x, output_h=True), forward(x, output_h=True, cu_seqlens_cpu=host)
     rows = sum(-(-(b - a) // 64) for a, b in zip(host, host[1:]))
-    right, got = (t.reshape(-1, *t.shape[-3:]) for t in (values[3], wrong[3]))
+    right, got = values[3][0], wrong[3][0]
     assert got.shape[0] == rows
     assert_bitwise("h", got[:6], right[:min(rows, 6)])
     assert not got[6:].any()
@@ -184,7 +187,14 @@ def test_wrong_offsets_on_the_host_change_the_rows_of_h_alone(host, dims, dtype)
 def test_h_rows_of_empty_sequences(dims, dtype):
     x = case(dtype, [0, 0, 0], padding=10, **dims)
     h = forward(x, output_h=True)[3]
-    assert h.shape[0] == 10 // 64 + 3 and not h.any()
+    assert h.shape[:2] == (1, 10 // 64 + 3) and not h.any()
+
+
+@dims
+@pytest.mark.parametrize("shape", [dict(B=0), dict(B=2, T=0)], ids=str)
+def test_h_of_a_call_without_tokens(shape, dims):
+    x = case(torch.float32, None, **dims | shape).replace(initial_state=None)
+    assert forward(x, output_h=True)[3].shape == (x.q.shape[0], -(-x.q.shape[1] // 64), 4, x.q.shape[3], x.v.shape[3])
 
 
 @every_dtype

@@ -30,7 +30,7 @@ def test_low_level_pair(dtype):
     rng = np.random.default_rng(1)
     h0 = rng.standard_normal((2, 2, 16, 8)).astype(dtype)
     g, A, o, h, final_state = flash_qla.chunk_gated_delta_rule_fwd(**x, initial_state=h0, output_h=True)
-    assert o.dtype == dtype and h.shape == (4, 2, 16, 8) and A.shape == (2, 70, 2, 64)
+    assert o.dtype == dtype and h.shape == (2, 2, 2, 16, 8) and A.shape == (2, 70, 2, 64)
     do, dht = rng.standard_normal(o.shape).astype(dtype), rng.standard_normal(h0.shape).astype(dtype)
     gradients = flash_qla.chunk_gated_delta_rule_bwd(x["q"], x["k"], x["v"], g, x["beta"], A, do, dht=dht, initial_state=h0)
     want_o, want_final, _ = oracle.forward(**x, initial_state=h0)

@@ -56,6 +56,48 @@ def test_parameter_order_is_flas():
         helpers.assert_bitwise("value", a, b)
 
 
+# Of q, k, v: FLA's tests have the first.
+MIXED = [(torch.float32, torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16, torch.float32),
+         (torch.float16, torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16, torch.float16)]
+
+
+@pytest.mark.parametrize("dtypes", MIXED, ids=lambda dtypes: "-".join(map(helpers.dtype_name, dtypes)))
+@pytest.mark.parametrize("options", [{}, dict(raw=True), dict(state_v_first=True, seqlens=[1, 0, 3, 1, 20])], ids=str)
+def test_inputs_of_several_dtypes(options, dtypes):
+    """Each is read as it is, all is computed in float32: the oracle has the rounded inputs, the bounds are float32's, and
+    o alone is rounded once more."""
+    x = make_inputs(B=2, T=12, Hq=2, Hv=4, K=64, V=32, grads=False, **options)
+    x = x.replace(**{name: getattr(x, name).to(dtype) for name, dtype in zip("qkv", dtypes)})
+    wide = x.replace(q=x.q.float(), k=x.k.float(), v=x.v.float())  # so that a norm in the kernel is not rounded either
+    got, want = helpers.run(x, grads=False, function=recurrent), helpers.reference(wide, grads=False)
+    assert (got["o"].dtype, got["final_state"].dtype) == (dtypes[2], torch.float32)
+    helpers.compare({"final_state": got["final_state"]}, {"final_state": want["final_state"]}, torch.float32)
+    helpers.compare({"o": got["o"]}, {"o": want["o"]}, dtypes[2])
+
+
+def test_the_chunked_call_and_float64_take_no_several_dtypes():
+    x = make_inputs(T=4, K=32, grads=False)
+    with pytest.raises(TypeError, match="^chunk_gated_delta_rule: v.dtype "):
+        helpers.call(x.replace(v=x.v.half()))
+    with pytest.raises(TypeError, match="^fused_recurrent_gated_delta_rule: v.dtype "):
+        recurrent(x.replace(v=x.v.double()))
+
+
+def test_transpose_state_layout_is_an_alias():
+    x = make_inputs(B=2, T=3, K=32, V=16, state_v_first=True, grads=False)
+    want = recurrent(x)
+    with pytest.warns(DeprecationWarning, match="^fused_recurrent_gated_delta_rule: transpose_state_layout") as caught:
+        got = recurrent(x, state_v_first=False, transpose_state_layout=True)
+    assert caught[0].filename == __file__
+    for a, b in zip(got, want):
+        helpers.assert_bitwise("value", a, b)
+    with pytest.warns(DeprecationWarning):
+        assert recurrent(x, state_v_first=False, transpose_state_layout=False, initial_state=None)[1].shape[-2:] == (32, 16)
+    for given in (True, False):
+        with pytest.raises(ValueError, match="^fused_recurrent_gated_delta_rule: transpose_state_layout "):
+            recurrent(x, transpose_state_layout=given)
+
+
 def test_final_state_is_only_returned_when_asked():
     x = make_inputs(T=2, K=32, grads=False)
     assert recurrent(x, output_final_state=False)[1] is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from ... import _dlpack, _front
-from ..._front import is_torch
+from ..._front import is_torch, state_layout
 from ..._options import INPUT_NAMES, make_options
 
 __all__ = ["fused_recurrent_gated_delta_rule"]
@@ -30,6 +30,8 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Optional[Any] = None,
+    *,
+    transpose_state_layout: Optional[bool] = None,
 ) -> Tuple[Any, Optional[Any]]:
     """The gated delta rule token by token, for decode and short steps: forward only. Parameters in FLA's order.
 
@@ -38,12 +40,15 @@ def fused_recurrent_gated_delta_rule(
     chunk_gated_delta_rule(); so is the source, arXiv 2412.06464.
 
     Args:
-        q, k: [B, T, Hq, K]. v: [B, T, Hv, V]. g, beta: [B, T, Hv]; g None: no decay; beta None: ones.
+        q, k: [B, T, Hq, K]. v: [B, T, Hv, V]. g, beta: [B, T, Hv]; g None: no decay; beta None: ones. q, k, v may be of
+            several of the dtypes float32, bfloat16 and float16: they are then converted to float32, exactly, at the
+            cost of a float32 copy of each and of o, and of the float32 path's time.
         gk, gv: decay per key or value channel; must be None.
         initial_state: [N, Hv, K, V] float, or [N, Hv, V, K] with state_v_first; None: zeros.
+        transpose_state_layout: FLA's older name of state_v_first; gives a DeprecationWarning.
 
     Returns:
-        o: [B, T, Hv, V], dtype of q.
+        o: [B, T, Hv, V], dtype of v.
         final_state: [N, Hv, K, V] float32, or None without output_final_state.
 
     Raises:
@@ -56,6 +61,8 @@ def fused_recurrent_gated_delta_rule(
             raise NotImplementedError(
                 f"{operation}: {name} must be None (it was given): decay per channel is not supported; use g"
             )
+    if transpose_state_layout is not None:
+        state_v_first = state_layout(operation, state_v_first, transpose_state_layout)
     options = make_options(
         operation,
         scale,

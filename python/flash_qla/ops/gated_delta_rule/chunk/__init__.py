@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal, Optional, Tuple, Union
 
 from .... import _dlpack, _front
-from ...._front import check_host_offsets, is_torch
-from ...._options import BACKWARD_NAMES, INPUT_NAMES, make_options, refuse_head_first
-from ...._shapes import chunk_rows
+from ...._front import check_host_offsets, is_torch, state_layout
+from ...._options import BACKWARD_NAMES, INPUT_NAMES, integer, make_options, refuse_head_first
+from ...._shapes import CHUNK_SIZE, chunk_count
 from .cp import FLACPContext, FlashQLACPContext, build_cp_context
 from .cp.context import apply_context
 
 __all__ = [
+    "CHUNK_SIZE",
     "FLACPContext",
     "FlashQLACPContext",
     "build_cp_context",
@@ -47,6 +48,8 @@ def chunk_gated_delta_rule(
     force_intra_cp: bool = False,
     head_first: bool = False,
     enable_fwd_cp_cache: bool = True,
+    chunk_size: int = 64,
+    transpose_state_layout: Optional[bool] = None,
 ) -> Tuple[Any, Optional[Any]]:
     """Gated delta rule attention over whole sequences, differentiable in q, k, v, g, beta, initial_state, A_log,
     dt_bias.
@@ -84,6 +87,8 @@ def chunk_gated_delta_rule(
         force_intra_cp: cut wherever that is possible (tests).
         head_first: must be False.
         enable_fwd_cp_cache: accepted, no effect: the backward pass needs no cache of a cut.
+        chunk_size: accepted, no effect: any positive integer; chunks have 64 tokens.
+        transpose_state_layout: FLA's older name of state_v_first; gives a DeprecationWarning.
 
     Returns:
         o: [B, T, Hv, V], dtype and device of q.
@@ -99,6 +104,10 @@ def chunk_gated_delta_rule(
     """
     operation = "chunk_gated_delta_rule"
     refuse_head_first(operation, head_first)
+    if chunk_size != CHUNK_SIZE:
+        integer(operation, "chunk_size", chunk_size, 1)
+    if transpose_state_layout is not None:
+        state_v_first = state_layout(operation, state_v_first, transpose_state_layout)
     cu_seqlens, force_intra_cp = apply_context(operation, cp_context, cu_seqlens, force_intra_cp)
     options = make_options(
         operation,
@@ -152,7 +161,7 @@ def chunk_gated_delta_rule_fwd(
             callers hand to the backward pass; this library needs none, so it is None.
         is_train: accepted, no effect: forward and backward plan alike.
         cu_seqlens_cpu: [N + 1] offsets on the host (a CPU tensor, array or list), those of cu_seqlens (which
-            FLASH_QLA_CHECK=1 verifies): h then has exactly one row per chunk.
+            FLASH_QLA_CHECK=1 verifies): h.shape[1] is then the exact number of chunks.
 
     Returns:
         g: [B, T, Hv] float32, natural-log decay (clamped at -80 per token) summed from each chunk's start; chunks have
@@ -160,8 +169,9 @@ def chunk_gated_delta_rule_fwd(
         A: [B, T, Hv, 64], dtype of k: row t of (I + strict_lower(diag(beta) K K^T))^-1 of its chunk (the UT transform
             of docs/math.md).
         o: [B, T, Hv, V], dtype of q.
-        h: [chunks, Hv, K, V] ([.., V, K] with state_v_first), dtype of k: the state at each chunk's start, sequence by
-            sequence. B * ceil(T / 64) rows; with cu_seqlens floor(T / 64) + N, zeros after the last chunk. Or None.
+        h: [B, chunks, Hv, K, V] ([.., V, K] with state_v_first), dtype of k: the state at each chunk's start. chunks is
+            ceil(T / 64); with cu_seqlens it is floor(T / 64) + N, sequence by sequence, zeros after the last chunk. Or
+            None.
         final_state: [N, Hv, K, V] float32, or None.
         cp_cache: None; only with enable_fwd_cp_cache given.
 
@@ -174,13 +184,13 @@ def chunk_gated_delta_rule_fwd(
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     on_torch = is_torch(operation, INPUT_NAMES, inputs)
     check_host_offsets(operation, q, cu_seqlens, cu_seqlens_cpu)
-    rows = chunk_rows(operation, q.shape, cu_seqlens, cu_seqlens_cpu) if output_h else None
+    chunks = chunk_count(operation, q.shape, cu_seqlens, cu_seqlens_cpu) if output_h else None
     if on_torch:
         found = _front.torch_front.chunk_fwd(
-            options, q, k, v, g, beta, cu_seqlens, initial_state, bool(output_final_state), rows
+            options, q, k, v, g, beta, cu_seqlens, initial_state, bool(output_final_state), chunks
         )
     else:
-        found = _dlpack.chunk_fwd(options, inputs, bool(output_final_state), rows)
+        found = _dlpack.chunk_fwd(options, inputs, bool(output_final_state), chunks)
     return found if enable_fwd_cp_cache is None else (*found, None)
 
 

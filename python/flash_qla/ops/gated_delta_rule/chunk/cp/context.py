@@ -98,6 +98,8 @@ def build_cp_context(
     g: Any = None,
     is_train: bool = False,
     force_intra_cp: bool = False,
+    use_tf32x3_affine_chain: bool = True,
+    layout: str = "contiguous",
 ) -> FlashQLACPContext:
     """Builds a context for `cp_context=`, with the arguments of FLA's and of FlashQLA's function of this name.
 
@@ -110,10 +112,17 @@ def build_cp_context(
         enable_intra: let the library cut it over the card's SMs (as auto_cp=True does).
         num_v_heads, chunk_size, g, is_train: accepted, no effect: plans are made when a call is made, on the device.
         force_intra_cp: cut it over the SMs wherever that is possible.
+        use_tf32x3_affine_chain: must be True, no effect: states are handed on in float32.
+        layout: how a stream is dealt to the cards: "contiguous", a part to each, is the only one.
 
     Raises:
+        ValueError: another layout, or use_tf32x3_affine_chain is False.
         NotImplementedError: the group has more than one rank.
     """
+    if not use_tf32x3_affine_chain:
+        raise ValueError(f"build_cp_context: use_tf32x3_affine_chain ({use_tf32x3_affine_chain}) must be True")
+    if layout != "contiguous":
+        raise ValueError(f'build_cp_context: layout ({layout!r}) must be "contiguous"')
     if enable_inter and group is None:
         import torch.distributed as distributed
 
