@@ -9,7 +9,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import flash_qla
-from flash_qla.cli import app, errors
+from flash_qla.cli import app, check, errors
 
 pytestmark = pytest.mark.cpu_only
 
@@ -94,3 +94,19 @@ def test_what_is_not_split_is_checked_too(monkeypatch):
     result = CliRunner().invoke(app, ["check", "--only", "3", "--num-heads", "2"])
     assert result.exit_code == 1 and "with auto_cp=False o: relative L2 1.0e-01" in result.output
     assert "0 of 1 cases passed" in result.output
+
+
+@pytest.mark.parametrize("tensor, only, verdict", [("dq", "0", "MISS"), ("dk", "0", "FAIL"), ("dq", "6", "FAIL")])
+def test_a_known_miss_is_told_from_a_failure(tensor, only, verdict, monkeypatch):
+    """dq of few tokens (case 0: one) with auto_cp=False alone."""
+    right = check.compute
+
+    def off(case, x, dtype, auto_cp=True):
+        results = right(case, x, dtype, auto_cp)
+        return results if auto_cp else {name: t * 1.1 if name == tensor else t for name, t in results.items()}
+
+    monkeypatch.setattr(check, "compute", off)
+    result = CliRunner().invoke(app, ["check", "--only", only, "--num-heads", "2"])
+    assert f"{verdict}  " in result.output and f"with auto_cp=False {tensor}: relative L2 1.0e-01" in result.output
+    assert ("1 known misses" in result.output) == (verdict == "MISS") and "0 of 1 cases passed" in result.output
+    assert result.exit_code == (0 if verdict == "MISS" else 1)

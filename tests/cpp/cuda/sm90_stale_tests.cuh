@@ -303,30 +303,33 @@ inline int64_t test_sm90_backward_stale(const Settings& settings, Arena& arena) 
   cut.cp_mode = FLASH_QLA_CP_AUTO;
   forced.cp_mode = FLASH_QLA_CP_AUTO;
   forced.force_intra_cp = true;
+  // dht: where it is given and nothing may depend on the batch (CP_OFF) packed sequences take the form of states in
+  // fp32.
   struct Case {
     StaleCase sizes;
-    bool dense, given_A;
+    bool dense, given_A, dht = true;
   };
   // 4 * sequences * Hv blocks of halves on 132 multiprocessors (chunk_bwd/launch.cu).
   const Case cases[] = {
-      {{"fused, one sequence", 16, 32, 1, 2000, whole, {}, {}}, false, true},
-      {{"fused, one sequence, no A", 15, 30, 1, 2000, whole, {}, {}}, false, false},
+      {{"fused, one sequence", 16, 32, 1, 2000, whole, {}, {}}, false, true, false},
+      {{"fused, one sequence, no A", 15, 30, 1, 2000, whole, {}, {}}, false, false, false},
       {{"fused, both halves, runs", 16, 32, 1, 8192, cut, {}, {8192}}, false, true},
-      {{"fused, one wave", 8, 16, 2, 1100, whole, {}, {}}, true, true},
-      {{"fused, both halves, four", 16, 32, 4, 8192, whole, {}, {5809, 1244, 406, 733}}, false, true},
-      {{"fused, both halves", 16, 32, 4, 4000, whole, {}, {}}, false, false},
-      {{"fused, both halves, norms", 8, 24, 4, 3000, norms, {}, {}}, false, false},
+      {{"fused, one wave", 8, 16, 2, 1100, whole, {}, {}}, true, true, false},
+      {{"fused, both halves, four", 16, 32, 4, 8192, whole, {}, {5809, 1244, 406, 733}}, false, true, false},
+      {{"fused, both halves", 16, 32, 4, 4000, whole, {}, {}}, false, false, false},
+      {{"fused, both halves, norms", 8, 24, 4, 3000, norms, {}, {}}, false, false, false},
       {{"halves beside prepare", 2, 4, 2, 3000, whole, {}, {}}, false, true},
       {{"halves, one wave", 4, 8, 3, 3000, whole, {}, {}}, false, true},
-      {{"fused, both halves, one wave", 20, 40, 1, 1500, whole, {}, {}}, false, true},
-      {{"fused, many short sequences", 8, 8, 24, 4000, whole, {}, {}}, false, true},
+      {{"fused, both halves, one wave", 20, 40, 1, 1500, whole, {}, {}}, false, true, false},
+      {{"fused, many short sequences", 8, 8, 24, 4000, whole, {}, {}}, false, true, false},
       {{"segments", 2, 4, 1, 8192, cut, {}, {}}, false, true},
       {{"segments, forced, waves", 2, 6, 3, 3000, forced, {}, {}}, false, false},
       {{"states in fp32", 2, 4, 2, 700, cut, {}, {}}, false, true},
       {{"states in fp32, segments", 2, 4, 2, 1100, forced, {}, {}}, false, false},
+      {{"states in fp32, by sequence", 8, 16, 3, 2000, whole, {}, {}}, false, true},
   };
   int64_t number = 0;
-  for (const auto& [c, dense, given_A] : cases) {
+  for (const auto& [c, dense, given_A, dht] : cases) {
     const int64_t i = number++;
     if (!settings.only_cases.empty() && settings.only_cases.count(i) == 0) continue;
     if (c.too_long(settings.small) && settings.only_cases.empty()) continue;
@@ -334,7 +337,7 @@ inline int64_t test_sm90_backward_stale(const Settings& settings, Arena& arena) 
       Random random(settings.seed * 1000003 + static_cast<uint64_t>(i));
       const Shape s = c.shape(dtype, dense, settings.small, random);
       BackwardCall call;
-      call.draw(s, c.features, false, true, true, random);
+      call.draw(s, c.features, false, true, dht, random);
       if (given_A) call.A = Buffer(dtype, {s.B, s.T, s.Hv, kChunkSize});
       mix_gates(call.in.g, random);
       const std::string what = "case " + std::to_string(i) + ", " + c.name + describe(s, c.features);
