@@ -116,7 +116,8 @@ def newest(found, tool: str, digest: str) -> str:
 def page(record: dict, sources: Sources) -> str:
     if "kernels" not in record:
         return HEAD + "\nNo results have been recorded yet.\n"
-    kernels = record["kernels"]
+    kernels = {name: found for name, found in record["kernels"].items() if isinstance(found, list) or sources.files(name)}
+    removed = len(record["kernels"]) - len(kernels)
     silent = any("build" not in run for run in record["sanitizers"])
     told = " Where a log does not name its build it is the one that `tools/sanitize.sh` takes for such a run." if silent else ""
     text = HEAD + f"\n## Runs\n\n{record['machine']}, {record['date']}.{told}\n\n{runs_by_tool(record)}\n## Reports\n\n{reports(record)}"
@@ -124,6 +125,8 @@ def page(record: dict, sources: Sources) -> str:
         f"\n## Kernels\n\nAll {len(kernels)} of the program: build and commit of the newest run in which a tool saw them launched. \"changed since\": what "
         "the kernel is compiled from has changed after that run.\n"
     )
+    if removed:
+        text += f"{removed} more of the record are kernels that the library no longer has.\n"
     if any(isinstance(found, list) for found in kernels.values()):
         text += "This record was made before runs were told apart by kernel: it says which tools saw one, not when, and its runs are of several commits.\n"
     lines = [[f"`{name}`", *(newest(found, tool, sources.digest(name)) for tool in TOOLS)] for name, found in kernels.items()]

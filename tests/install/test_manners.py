@@ -86,7 +86,7 @@ def test_this_distribution_alone_is_not_mistaken_for_the_other(place):
     assert done.stdout.strip() == str(place / "flash_qla" / "__init__.py"), done.stderr
 
 
-# Shows the switch at each moment when tvm_ffi is looked for, and after the import of the package.
+# Shows the switch at each moment when tvm_ffi is looked for, and after the package has loaded it.
 WATCH = f"""
 import importlib.metadata, os, sys
 seen = []
@@ -121,7 +121,8 @@ importlib.metadata.version = version
 )
 def test_switch_of_tvm_ffi(package, torch, before, set_by_user, expected):
     """Set for an older PyTorch alone, only where this package is the first to import tvm-ffi, and taken back."""
-    program = f"torch = {torch!r}\n{WATCH}\n{before}\nimport flash_qla\nprint(seen, os.environ.get('{SWITCH}'))"
+    load = "import flash_qla\nflash_qla.build_info()"
+    program = f"torch = {torch!r}\n{WATCH}\n{before}\n{load}\nprint(seen, os.environ.get('{SWITCH}'))"
     environment = {SWITCH: set_by_user} if set_by_user is not None else {}
     done = python(os.path.dirname(package), program=program, **environment)
     assert done.stdout.strip() == expected, done.stderr
