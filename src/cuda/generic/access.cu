@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "cuda/generic/launch.h"
+#include "cuda/common/launch.h"
 #include "cuda/paths.h"
 
 namespace flash_qla {

@@ -1,6 +1,6 @@
 #include "cuda/generic/chunk_outputs.cuh"
 
-#include "cuda/generic/prepare.cuh"
+#include "cuda/common/prepare.cuh"
 
 namespace flash_qla::cuda {
 namespace {

@@ -2,8 +2,8 @@
 // writes. Real is float, or double for the oracle.
 #pragma once
 
-#include "cuda/generic/gates.cuh"
-#include "cuda/generic/pool.cuh"
+#include "cuda/common/gates.cuh"
+#include "cuda/common/pool.cuh"
 
 namespace flash_qla::cuda {
 

@@ -3,9 +3,9 @@
 // read: nothing turns it round. A [V, K] state goes to warps that know nothing of each other, each with some columns; a
 // [K, V] state to blocks that add up over their warps' keys. Activations and l2 norm are computed on the way.
 #include "cuda/common/bulk.cuh"
-#include "cuda/generic/gates.cuh"
-#include "cuda/generic/launch.h"
-#include "cuda/generic/pool.cuh"
+#include "cuda/common/gates.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/common/pool.cuh"
 #include "cuda/paths.h"
 
 namespace flash_qla {

@@ -2,8 +2,8 @@
 // it. The generic path (Real = float) and the oracle (double) differ in the recurrence alone.
 #pragma once
 
+#include "cuda/common/prepare.cuh"
 #include "cuda/generic/chunk_outputs.cuh"
-#include "cuda/generic/prepare.cuh"
 #include "cuda/generic/recurrent_forward.cuh"
 
 namespace flash_qla::cuda {

@@ -7,7 +7,7 @@
 // kTileTokens tokens in shared memory, converted to float, and so hides the latency of global memory behind the steps.
 #pragma once
 
-#include "cuda/generic/gates.cuh"
+#include "cuda/common/gates.cuh"
 
 namespace flash_qla::cuda {
 

@@ -1,7 +1,7 @@
 // The forward token recurrence (docs/math.md), any K and V up to 256: state in registers, one block per 16 columns.
 #pragma once
 
-#include "cuda/generic/pool.cuh"
+#include "cuda/common/pool.cuh"
 #include "cuda/generic/recurrence.cuh"
 
 namespace flash_qla::cuda {

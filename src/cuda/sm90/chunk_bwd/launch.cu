@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cuda/generic/launch.h"
+#include "cuda/common/launch.h"
 #include "cuda/sm90/chunk_bwd/combine.cuh"
 #include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"

@@ -1,9 +1,9 @@
 // Path "sm90", backward: K = V = 128 in bf16 and fp16 on Hopper. Around the kernels: strides that the copy engine does
-// not take are copied, the wrapping options are applied before and chained through after (cuda/generic/prepare.cuh),
+// not take are copied, the wrapping options are applied before and chained through after (cuda/common/prepare.cuh),
 // and heads go through in groups where all at once would take too much scratch.
 #include <algorithm>
 
-#include "cuda/generic/prepare.cuh"
+#include "cuda/common/prepare.cuh"
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/traits.h"

@@ -7,8 +7,8 @@
 // from.
 #pragma once
 
-#include "cuda/generic/device_tensor.cuh"
-#include "cuda/generic/launch.h"
+#include "cuda/common/device_tensor.cuh"
+#include "cuda/common/launch.h"
 #include "cuda/sm90/chunk_fwd/params.h"
 
 namespace flash_qla::cuda::sm90 {

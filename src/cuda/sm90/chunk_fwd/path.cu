@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "cuda/generic/launch.h"
+#include "cuda/common/launch.h"
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_fwd/listed.h"
 #include "cuda/sm90/chunk_fwd/params.h"

@@ -2,8 +2,8 @@
 // float32, rows as the copy engine takes them, q and k normalised.
 #pragma once
 
-#include "cuda/generic/gates.cuh"
-#include "cuda/generic/launch.h"
+#include "cuda/common/gates.cuh"
+#include "cuda/common/launch.h"
 
 namespace flash_qla::cuda::sm90 {
 

@@ -1,4 +1,4 @@
-#include "cuda/generic/prepare.cuh"
+#include "cuda/common/prepare.cuh"
 
 namespace flash_qla::cuda {
 namespace {

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "cuda/generic/device_tensor.cuh"
-#include "cuda/generic/launch.h"
+#include "cuda/common/device_tensor.cuh"
+#include "cuda/common/launch.h"
 
 namespace flash_qla::cuda {
 

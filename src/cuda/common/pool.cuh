@@ -2,7 +2,7 @@
 // the pool skips its read or write.
 #pragma once
 
-#include "cuda/generic/device_tensor.cuh"
+#include "cuda/common/device_tensor.cuh"
 
 namespace flash_qla::cuda {
 

@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "cuda/generic/device_tensor.cuh"
-#include "cuda/generic/sequences.cuh"
+#include "cuda/common/device_tensor.cuh"
+#include "cuda/common/sequences.cuh"
 
 namespace flash_qla::cuda {
 

@@ -1,4 +1,4 @@
-#include "cuda/generic/sequences.cuh"
+#include "cuda/common/sequences.cuh"
 
 namespace flash_qla::cuda {
 namespace {

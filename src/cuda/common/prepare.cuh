@@ -3,7 +3,7 @@
 // oracle.
 #pragma once
 
-#include "cuda/generic/gates.cuh"
+#include "cuda/common/gates.cuh"
 
 namespace flash_qla::cuda {
 
