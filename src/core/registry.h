@@ -13,7 +13,7 @@
 
 namespace flash_qla {
 
-template <class Arguments>
+template <class Arguments, class Problem = flash_qla::Problem>
 struct Path {
   // What explain() prints and options.path takes.
   const char* name;
