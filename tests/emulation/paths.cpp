@@ -9,8 +9,8 @@ namespace flash_qla {
 const char* source_commit() { return "emulated"; }
 
 const std::vector<const ForwardPath*>& chunk_forward_paths() {
-  static const std::vector<const ForwardPath*> paths = {&kCudaGenericChunkForward, &kCudaOracleChunkForward,
-                                                        &kReferenceChunkForward};
+  static const std::vector<const ForwardPath*> paths = {&kSm80ChunkForward, &kCudaGenericChunkForward,
+                                                        &kCudaOracleChunkForward, &kReferenceChunkForward};
   return paths;
 }
 

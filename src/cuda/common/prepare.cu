@@ -142,12 +142,13 @@ __global__ void __launch_bounds__(kThreads) normalize_kernel(int64_t rows, int64
   }
 }
 
+template <int kQuads>
 __global__ void __launch_bounds__(kThreads)
     copy_rows_kernel(int64_t rows, int64_t T, int64_t heads, int size, DeviceTensor from, DeviceTensor to) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const RowPlace at = row_place(r, T, heads);
     store_row(to, offset_of(to, at.b, at.t, at.head), size,
-              load_row<float, 1>(from, offset_of(from, at.b, at.t, at.head), size));
+              load_row<float, kQuads>(from, offset_of(from, at.b, at.t, at.head), size));
   }
 }
 
@@ -325,8 +326,10 @@ Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTen
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
                         cudaStream_t stream) {
   const int64_t rows = p.B * p.T * heads;
-  return launch("copy_rows", copy_rows_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T, heads,
-                static_cast<int>(size), from, to);
+  return with_quads(size, [&](auto quads) {
+    return launch("copy_rows", copy_rows_kernel<quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T,
+                  heads, static_cast<int>(size), from, to);
+  });
 }
 
 template <class Real>

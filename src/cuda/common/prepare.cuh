@@ -13,7 +13,7 @@ template <class Real>
 Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
                         cudaStream_t stream);
 
-// [B, T, heads, size] float32, bf16 or fp16, size at most 128, into another layout or dtype of them.
+// [B, T, heads, size] float32, bf16 or fp16, into another layout or dtype of them, whose rows may be longer.
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
                         cudaStream_t stream);
 
