@@ -304,6 +304,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// One block a (row, head).
+__global__ void __launch_bounds__(kThreads)
+    zero_unused_h_kernel(int64_t Hv, int K, int V, SequenceTable sequences, const __grid_constant__ PoolIndices pool,
+                         DeviceStates h) {
+  const int64_t row = blockIdx.x / Hv, head = blockIdx.x % Hv;
+  if (row < total_chunks(sequences) && read_slot(pool, sequence_of_chunk(sequences, row)) != kSkipRow) return;
+  for (int e = threadIdx.x; e < K * V; e += kThreads) {
+    store<float>(h, row * h.row + head * h.head + e / V * h.key + e % V * h.value, 0.f);
+  }
+}
+
 // Calls f with the quads of a row as a constant.
 template <class Function>
 Status with_quads(int64_t size, Function f) {
@@ -375,6 +386,13 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
   const int64_t rows = p.T * heads;
   return launch("zero_outside", zero_outside_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, heads, size,
                 sequences, x);
+}
+
+Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
+                            const DeviceStates& h, cudaStream_t stream) {
+  if (h.data == nullptr || (!p.varlen && !pool.used)) return Status();
+  return launch("zero_unused_h", zero_unused_h_kernel, h.rows * p.Hv, kThreads, 0, stream, p.Hv, static_cast<int>(p.K),
+                static_cast<int>(p.V), sequences, pool, h);
 }
 
 #define FLASH_QLA_INSTANTIATE(Real)                                                                                \

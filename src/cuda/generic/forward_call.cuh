@@ -88,7 +88,13 @@ class ForwardCall {
   using Arguments = flash_qla_forward_arguments;
 
   ForwardCall(const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args), p_(p), inputs_(args, false, p, workspace), lists_(take_checkpoint_lists(args, p, workspace)) {}
+      : args_(args), p_(p), inputs_(args, false, p, workspace) {
+    if (present(args.checkpoint_offsets)) {
+      lists_.indices = device_tensor(args.checkpoint_indices);
+      lists_.first = workspace->take<int32_t>(p.B * p.T);
+      lists_.next = workspace->take<int32_t>(args.checkpoint_offsets.shape[0]);
+    }
+  }
 
   static size_t workspace_size(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
@@ -129,7 +135,7 @@ class ForwardCall {
   const Arguments& args_;
   const Problem& p_;
   PreparedInputs<Real> inputs_;
-  CheckpointLists lists_;
+  CheckpointLists lists_{};
 };
 
 }  // namespace flash_qla::cuda

@@ -5,6 +5,19 @@
 namespace flash_qla::cuda {
 namespace {
 
+constexpr int kListThreads = 256;
+
+__global__ void __launch_bounds__(kListThreads)
+    checkpoint_lists_kernel(DeviceTensor offsets, int64_t M, int64_t tokens, CheckpointLists lists) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kListThreads;
+  for (int64_t m = static_cast<int64_t>(blockIdx.x) * kListThreads + threadIdx.x; m < M; m += step) {
+    const int64_t position = load_index(offsets, m);
+    if (position < 1 || position > tokens) continue;
+    // The order of a list varies from run to run; what is written does not, as every entry has its own slot.
+    lists.next[m] = atomicExch(&lists.first[position - 1], static_cast<int32_t>(m));
+  }
+}
+
 // Zero output for a row that is skipped.
 __device__ void skip_row(const ForwardParams& p, const BlockPlace& place, const DeviceSequence& sequence) {
   for (int64_t i = threadIdx.x; i < sequence.length * kColumns; i += kRecurrenceThreads) {
@@ -154,6 +167,16 @@ Status launch_for(const Problem& p, const ForwardParams& params, cudaStream_t st
 }
 
 }  // namespace
+
+Status launch_checkpoint_lists(const Tensor& offsets, int64_t tokens, const CheckpointLists& lists,
+                               cudaStream_t stream) {
+  if (lists.first == nullptr) return Status();
+  // Every byte 0xff: -1.
+  FLASH_QLA_RETURN_IF_ERROR(cuda_status(
+      cudaMemsetAsync(lists.first, 0xff, static_cast<size_t>(tokens) * sizeof(int32_t), stream), "cudaMemsetAsync"));
+  return launch("checkpoint_lists", checkpoint_lists_kernel, blocks_for(offsets.shape[0], kListThreads), kListThreads,
+                0, stream, device_tensor(offsets), offsets.shape[0], tokens, lists);
+}
 
 Status launch_recurrent_forward(const Problem& p, const ForwardParams& params, cudaStream_t stream) {
   switch (keys_per_lane(p.K)) {

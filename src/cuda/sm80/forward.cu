@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <string>
 
-#include "cuda/common/kept_states.cuh"
 #include "cuda/common/prepare.cuh"
 #include "cuda/paths.h"
 #include "cuda/sm80/launch.h"
+#include "cuda/sm80/listed.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/rows.h"
 
@@ -44,7 +44,7 @@ class Call {
     plan_ = plan_pass(p.N * p.Hv, p.V, kernels_.most_strips, sms_);
     sequences_ = take_sequences(p, workspace);
     records_ = workspace->take<char>(p.chunk_bound * p.Hv * kernels_.record_bytes);
-    lists_ = take_checkpoint_lists(args, p, workspace);
+    listed_ = take_listed(args, p, kernels_.record_bytes, workspace);
     const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
     if (normalizes || !rows_begin_on(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
     if (normalizes || !rows_begin_on(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
@@ -69,12 +69,12 @@ class Call {
 
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    FLASH_QLA_RETURN_IF_ERROR(launch_checkpoint_lists(args_.checkpoint_offsets, p_.B * p_.T, lists_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_list_tokens(p_, sequences_, pool_indices(args_), listed_, stream));
     PrepareParams prepare = prepare_params();
     FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.q, q_, &prepare.q, &prepare.normal_q, stream));
     FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.k, k_, &prepare.k, &prepare.normal_k, stream));
-    const int64_t parts = ceil_div(p_.group, prepare.heads_per_block);
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, p_.chunk_bound * p_.Hq * parts, stream));
+    const int64_t blocks_per_chunk = p_.Hq * ceil_div(p_.group, prepare.heads_per_block);
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
 
     ForwardParams forward = forward_params();
     forward.q = prepare.normal_q != nullptr ? q_.rows(p_) : prepare.q;
@@ -82,7 +82,16 @@ class Call {
     if (v_.used()) {
       FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(args_.v), v_.tensor(p_), stream));
     }
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, p_.N * p_.Hv * plan_.blocks_per_head, stream));
+    const int64_t blocks_per_sequence = p_.Hv * plan_.blocks_per_head;
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, p_.N * blocks_per_sequence, stream));
+    if (listed_.entries > 0) {
+      PrepareParams parts = for_parts(prepare, listed_);
+      parts.q = forward.q;
+      parts.k = forward.k;
+      FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(parts, listed_.entries * blocks_per_chunk, stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          kernels_.states(for_parts(forward, listed_, p_), listed_.entries * blocks_per_sequence, stream));
+    }
 
     const DeviceTensor o = device_tensor(args_.o);
     if (o_.used()) FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p_, p_.Hv, p_.V, o_.tensor(p_), o, stream));
@@ -126,7 +135,8 @@ class Call {
     params.checkpoints = device_states(args_.checkpoints, v_first);
     params.checkpoint_starts = device_tensor(args_.checkpoint_cu_starts);
     params.checkpoint_every = args_.checkpoint_every;
-    params.lists = lists_;
+    params.listed = listed_.lists;
+    params.listed_states = listed_.start_states(p_);
     params.K = static_cast<int32_t>(p_.K);
     params.V = static_cast<int32_t>(p_.V);
     params.Hv = static_cast<int32_t>(p_.Hv);
@@ -159,7 +169,7 @@ class Call {
   Plan plan_;
   SequenceTable sequences_;
   char* records_;
-  CheckpointLists lists_;
+  ListedTokens listed_;
   RowCopy q_, k_, v_, o_;  // not used: the caller's rows
 };
 

@@ -156,56 +156,6 @@ class Step {
     }
   }
 
-  // S^T after token `token` of the step, from the state at its start: calls take(tile, sums) for each pair of tiles of
-  // keys. What lies behind the token is masked, not multiplied by 0.
-  template <class Take>
-  __device__ void state_after(const State& state, const Tokens& errors, const Record& record, int token,
-                              Take take) const {
-    const int first = lane_ % 4 * 2;  // the lane's first column of a tile
-    const float high = record.sum_high[token], low = record.sum_low[token];
-    Packed<kTokenTiles> scaled;
-#pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) {
-      float factor[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int t = 8 * i + first + e;
-        const float c = (high - record.sum_high[t]) + (low - record.sum_low[t]);
-        factor[e] = t <= token ? record.beta[t] * __expf(c) : 0.f;
-      }
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const float x = 8 * i + first <= token ? errors.x[i][2 * row] * factor[0] : 0.f;
-        const float y = 8 * i + first + 1 <= token ? errors.x[i][2 * row + 1] * factor[1] : 0.f;
-        scaled.x[i / 2][i % 2 * 2 + row] = pack2<T>(x, y);
-      }
-    }
-    const float gamma = record.gamma[token];
-    const BlockReader<kKeys> keys(stage_ + Tr::kKeysAt, lane_, Order::kLeftOperand);
-    const auto mask = [&](uint32_t rows, int t) {
-      return rows & ((t <= token ? 0xffffu : 0u) | (t + 1 <= token ? 0xffff0000u : 0u));
-    };
-#pragma unroll
-    for (int tile = 0; tile < kKeyTiles; tile += 2) {
-      Sums<2> sums;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sums.x[0][e] = gamma * state.x[tile][e];
-        sums.x[1][e] = gamma * state.x[tile + 1][e];
-      }
-#pragma unroll
-      for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
-        uint32_t b[4];
-        load_matrix_x4_trans(keys.at(pair, tile / 2), b[0], b[1], b[2], b[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[i] = mask(b[i], 16 * pair + i % 2 * 8 + first);
-        multiply(sums.x[0], scaled.x[pair], b[0], b[1]);
-        multiply(sums.x[1], scaled.x[pair], b[2], b[3]);
-      }
-      take(tile, sums);
-    }
-  }
-
   __device__ __forceinline__ uint32_t vector_at(size_t offset) const {
     return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
   }

@@ -10,6 +10,8 @@ namespace flash_qla::cuda::sm80 {
 struct Kernels {
   Status (*prepare)(const PrepareParams& params, int64_t blocks, cudaStream_t stream);
   Status (*forward)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
+  // The same without outputs: states alone.
+  Status (*states)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
   int64_t record_bytes;  // of a chunk and value head
   int most_strips;       // of a block
 };

@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "cuda/common/gates.cuh"
-#include "cuda/common/kept_states.cuh"
 #include "cuda/common/pool.cuh"
 
 namespace flash_qla::cuda::sm80 {
@@ -16,8 +15,17 @@ struct Rows {
   int64_t batch, token, head;  // strides, elements
 };
 
+// Entries for each chunk, by its number.
+struct ChunkLists {
+  int32_t* first;  // [chunks] an entry, or -1; null: no lists
+  int32_t* next;   // [entries] the next entry of the same chunk, or -1
+};
+
 struct PrepareParams {
   SequenceTable sequences;
+  // Parts of at most a chunk in the place of the sequences' chunks, part i in place of chunk i; null: none.
+  const DeviceSequence* parts;  // [chunks]
+  int64_t chunks;
   PoolIndices pool_indices;
   Rows q, k;  // [B, T, Hq, K]
   // [B, T, Hq, row_elements] contiguous, where rows are left after division by their norms; null: taken as they are
@@ -35,10 +43,12 @@ static_assert(std::is_trivially_copyable_v<PrepareParams>);
 
 struct ForwardParams {
   SequenceTable sequences;
-  PoolIndices pool_indices;
-  Rows q, k;  // [B, T, Hq, K]
-  Rows v;     // [B, T, Hv, V]
-  Rows o;     // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
+  // Parts of sequences that are computed as sequences of their own; null: none. first_chunk is that of the records.
+  const DeviceSequence* parts;  // [N]
+  PoolIndices pool_indices;     // without an initial index: from `initial_state`, or zero
+  Rows q, k;                    // [B, T, Hq, K]
+  Rows v;                       // [B, T, Hv, V]
+  Rows o;                       // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
   const char* records;
 
   DeviceStates pool;           // [slots, Hv, K, V]
@@ -48,7 +58,8 @@ struct ForwardParams {
   DeviceStates checkpoints;    // [rows, Hv, K, V]
   DeviceTensor checkpoint_starts;
   int64_t checkpoint_every;
-  CheckpointLists lists;
+  ChunkLists listed;           // chunks of which the state at the start is wanted
+  DeviceStates listed_states;  // [entries, Hv, K, V]
 
   int32_t K, V, Hv, group;
   int32_t o_columns;  // V or more, a multiple of 4

@@ -48,21 +48,29 @@ struct PreparePlace {
 
 __device__ inline bool find_place(const PrepareParams& p, PreparePlace* place) {
   const unsigned parts = (p.group + p.heads_per_block - 1) / p.heads_per_block;
-  const unsigned part = blockIdx.x % parts, rest = blockIdx.x / parts;
+  const unsigned of_group = blockIdx.x % parts, rest = blockIdx.x / parts;
   place->chunk = rest / p.Hq;
-  if (place->chunk >= total_chunks(p.sequences)) return false;
-  const int64_t n = sequence_of_chunk(p.sequences, place->chunk);
-  const DeviceSequence sequence = sequence_at(p.sequences, n);
-  const int64_t t0 = (place->chunk - sequence.first_chunk) * kChunk, left = sequence.length - t0;
-  place->b = sequence.b;
-  place->token = sequence.begin + t0;
-  place->count = static_cast<int>(left < kChunk ? left : kChunk);
+  if (place->chunk >= (p.parts != nullptr ? p.chunks : total_chunks(p.sequences))) return false;
+  if (p.parts != nullptr) {
+    const DeviceSequence part = p.parts[place->chunk];
+    place->b = part.b;
+    place->token = part.begin;
+    place->count = static_cast<int>(part.length);
+    place->skipped = false;
+  } else {
+    const int64_t n = sequence_of_chunk(p.sequences, place->chunk);
+    const DeviceSequence sequence = sequence_at(p.sequences, n);
+    const int64_t t0 = (place->chunk - sequence.first_chunk) * kChunk, left = sequence.length - t0;
+    place->b = sequence.b;
+    place->token = sequence.begin + t0;
+    place->count = static_cast<int>(left < kChunk ? left : kChunk);
+    place->skipped = read_slot(p.pool_indices, n) == kSkipRow;
+  }
   place->key_head = static_cast<int>(rest % p.Hq);
-  place->first_head = place->key_head * p.group + static_cast<int>(part) * p.heads_per_block;
+  place->first_head = place->key_head * p.group + static_cast<int>(of_group) * p.heads_per_block;
   place->last_head = min(place->first_head + p.heads_per_block, (place->key_head + 1) * p.group);
-  place->writes_rows = part == 0;
-  place->skipped = read_slot(p.pool_indices, n) == kSkipRow;
-  return true;
+  place->writes_rows = of_group == 0;
+  return place->count > 0;
 }
 
 // Divides the rows of a tile by their norms, in place and in `out` (elements of a row side by side).
@@ -230,9 +238,6 @@ __device__ void sum_gates(const PrepareParams& p, const PreparePlace& place, int
   keep(s.sum_high + 2 * lane, high);
   keep(s.sum_low + 2 * lane, low);
   keep(s.beta + 2 * lane, beta);
-  keep(record.sum_high + at, high);
-  keep(record.sum_low + at, low);
-  keep(record.beta + at, beta);
   keep(record.gamma + at, gamma);
   keep(record.update + at, update);
   const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
@@ -305,7 +310,7 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
 }
 
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
+__global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   constexpr int kStep = step_tokens(kKeys);
   char* memory = dynamic_shared<char>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -11,25 +11,35 @@ struct StripPlace {
   int K, V;
 };
 
-// A lane's elements of a [K, V] state, whatever its dtype and strides.
-class StateView {
+// Goes through a lane's elements of a [K, V] state, whatever its dtype and strides: calls visit(tile, element, pointer)
+// for those that are inside.
+class StateWalk {
  public:
-  __device__ __forceinline__ StateView(const DeviceStates& t, int64_t row, const StripPlace& place)
-      : dtype_(t.dtype), column_(place.column + place.lane / 4), key_(place.lane % 4 * 2), K_(place.K), V_(place.V) {
+  __device__ __forceinline__ StateWalk(const DeviceStates& t, int64_t row, const StripPlace& place) : dtype_(t.dtype) {
     const int64_t size = is_wide() ? 4 : 2;
+    const int column = place.column + place.lane / 4, key = place.lane % 4 * 2;
     key_bytes_ = t.key * size;
     eight_values_ = 8 * t.value * size;
-    data_ = static_cast<char*>(t.data) + (row * t.row + place.head * t.head + column_ * t.value + key_ * t.key) * size;
+    data_ = static_cast<char*>(t.data) + (row * t.row + place.head * t.head + column * t.value + key * t.key) * size;
+    columns_ = place.V - column;
+    keys_ = place.K - key;
   }
-  // Calls f(element, pointer) for those of a lane's four elements of a tile of eight keys that are inside.
-  template <class Function>
-  __device__ __forceinline__ void for_each(int tile, Function f) const {
-    char* at = data_ + tile * 8 * key_bytes_;
+  template <int kTiles, class Visit>
+  __device__ __forceinline__ void visit(Visit visit) {
+    char* at = data_;
+    int keys = keys_;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (8 * tile + key_ + e % 2 < K_ && column_ + e / 2 * 8 < V_) {
-        f(e, at + e % 2 * key_bytes_ + (e / 2 > 0 ? eight_values_ : 0));
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (e % 2 < keys && e / 2 * 8 < columns_) {
+          visit(tile, e, at + e % 2 * key_bytes_ + (e / 2 > 0 ? eight_values_ : 0));
+        }
       }
+      at += 8 * key_bytes_;
+      keys -= 8;
+      // One tile after the other: all addresses at once would not fit into the registers beside the state.
+      asm volatile("" : "+l"(at), "+r"(keys) : : "memory");
     }
   }
   __device__ __forceinline__ float load(const char* at) const {
@@ -52,48 +62,55 @@ class StateView {
   char* data_;
   int64_t key_bytes_, eight_values_;
   int32_t dtype_;
-  int column_, key_, K_, V_;
+  int columns_, keys_;  // from the lane's first on
 };
 
 template <int kTiles>
 __device__ __forceinline__ void load_state(Sums<kTiles>& state, const DeviceStates& from, int64_t row,
                                            const StripPlace& place) {
-  const StateView view(from, row, place);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    view.for_each(tile, [&](int e, const char* at) { state.x[tile][e] = view.load(at); });
-  }
+  StateWalk walk(from, row, place);
+  walk.visit<kTiles>([&](int tile, int e, const char* at) { state.x[tile][e] = walk.load(at); });
 }
 
 template <int kTiles>
 __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const DeviceStates& to, int64_t row,
                                             const StripPlace& place) {
-  const StateView view(to, row, place);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    view.for_each(tile, [&](int e, char* at) { view.store(at, state.x[tile][e]); });
-  }
+  StateWalk walk(to, row, place);
+  walk.visit<kTiles>([&](int tile, int e, char* at) { walk.store(at, state.x[tile][e]); });
 }
 
-// O of `count` tokens of a step to their rows of `columns` values, `o` being the first: transposed, and eight bytes of
-// a row a lane, so that a row's 32 bytes are written at once.
-template <class T, int kTiles>
-__device__ __forceinline__ void store_outputs(const Sums<kTiles>& sums, uint16_t* o, int64_t stride, int columns,
-                                              int count, const StripPlace& place) {
-  const bool odd = place.lane % 2 != 0;
-  const int token = place.lane / 4, column = place.column + (odd ? 8 : 0) + place.lane % 4 / 2 * 4;
-  uint16_t* at = o + token * stride + column;
+// Rows of O of a strip: eight bytes of a row a lane, so that the 32 bytes of a row are written at once.
+template <class T>
+class OutputRows {
+ public:
+  OutputRows() = default;
+  // `o`: the row of the first token; `columns` values in it.
+  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, const StripPlace& place)
+      : stride_(stride) {
+    const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4;
+    at_ = const_cast<uint16_t*>(o) + place.lane / 4 * stride + column;
+    // A lane whose columns are past the row's end has no tokens.
+    first_ = column < columns ? place.lane / 4 : INT32_MAX;
+  }
+  // The next tokens, `left` of them or all.
+  template <int kTiles>
+  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int left) {
+    const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i, at += 8 * stride) {
-    // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those beside
-    // them: an even lane gives its last for the neighbour's first.
-    const uint32_t first = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
-    const uint32_t last = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
-    if (8 * i + token < count && column < columns) {
-      *reinterpret_cast<uint2*>(at) = odd ? make_uint2(got, last) : make_uint2(first, got);
+    for (int i = 0; i < kTiles; ++i, at_ += 8 * stride_) {
+      // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
+      // beside them: an even lane gives its last for the neighbour's first.
+      const uint32_t first = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
+      const uint32_t last = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
+      if (first_ < left - 8 * i) *reinterpret_cast<uint2*>(at_) = odd ? make_uint2(got, last) : make_uint2(first, got);
     }
   }
-}
+
+ private:
+  uint16_t* at_;
+  int64_t stride_;
+  int first_;
+};
 
 }  // namespace flash_qla::cuda::sm80

@@ -53,8 +53,6 @@ struct alignas(16) StepRecord {
   // A pass without outputs copies what is above alone.
   float scaled_gamma[kTokens];   // scale e^c
   char outputs[kTriangleBytes];  // P B
-  // Read where a listed token lies in the step: c as a sum of two floats, and beta.
-  float sum_high[kTokens], sum_low[kTokens], beta[kTokens];
 };
 
 template <int kKeys>
@@ -65,23 +63,23 @@ struct Traits {
   static constexpr int kMostThreads = 32 * (most_strips(kKeys) + 1);    // and the warp that loads
   using Record = StepRecord<kStep>;
 
-  // A stage of the ring: rows of keys and of queries, the record without its last part, and V of each strip.
+  // A stage of the ring: rows of keys and of queries, the record, and V of each strip.
   static constexpr int kRowsBytes = kStep * kKeys * 2;
-  static constexpr int kRecordBytes = static_cast<int>(offsetof(Record, sum_high));
+  static constexpr int kRecordBytes = static_cast<int>(sizeof(Record));
   static constexpr int kStateRecordBytes = static_cast<int>(offsetof(Record, scaled_gamma));
   static constexpr int kValueBytes = kStep * kStrip * 2;
   static constexpr int kKeysAt = 0, kQueriesAt = kRowsBytes, kRecordAt = 2 * kRowsBytes,
                        kValuesAt = kRecordAt + kRecordBytes;
   static constexpr int stage_bytes(int strips) { return kValuesAt + strips * kValueBytes; }
 
-  // Barriers in front of the stages: full and free, a pair a stage.
-  static constexpr int kMostStages = 3, kBarrierBytes = 64;
-  static_assert(kMostStages * 16 <= kBarrierBytes && kRecordBytes % 16 == 0 && kStateRecordBytes % 16 == 0);
+  // In front of the stages: barriers (full and free, a pair a stage), and what the block works on.
+  static constexpr int kMostStages = 3, kPlaceAt = 16 * kMostStages, kStagesAt = kPlaceAt + 16;
+  static_assert(kRecordBytes % 16 == 0 && kStateRecordBytes % 16 == 0);
   // A third stage took 5 to 10 % off a step where it fits.
   static constexpr int stages(int strips) {
-    return kBarrierBytes + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
+    return kStagesAt + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
   }
-  static constexpr int shared_bytes(int strips) { return kBarrierBytes + stages(strips) * stage_bytes(strips); }
+  static constexpr int shared_bytes(int strips) { return kStagesAt + stages(strips) * stage_bytes(strips); }
   static_assert(shared_bytes(most_strips(kKeys)) <= static_cast<int>(kMostSharedBytes));
 };
 
