@@ -33,7 +33,7 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
   static const std::vector<const BackwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kSm90ChunkBackward, &kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
+      &kSm90ChunkBackward, &kSm80ChunkBackward,      &kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
 #endif
       &kCpuChunkBackward,  &kReferenceChunkBackward,
   };

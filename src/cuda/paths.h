@@ -16,6 +16,7 @@ extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;
 
 extern const ForwardPath kSm80ChunkForward;
+extern const BackwardPath kSm80ChunkBackward;
 
 extern const ForwardPath kSm90ChunkForward;
 extern const BackwardPath kSm90ChunkBackward;

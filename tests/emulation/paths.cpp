@@ -21,8 +21,8 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 }
 
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
-  static const std::vector<const BackwardPath*> paths = {&kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
-                                                         &kReferenceChunkBackward};
+  static const std::vector<const BackwardPath*> paths = {&kSm80ChunkBackward, &kCudaGenericChunkBackward,
+                                                         &kCudaOracleChunkBackward, &kReferenceChunkBackward};
   return paths;
 }
 

@@ -59,6 +59,36 @@ TEST_P(Sm80, DrawnForward) {
               static_cast<long long>(counters.matrix_loads), static_cast<long long>(counters.bank_conflicts));
 }
 
+BackwardCall draw_sm80_backward(DType type, HeadDims dims, Random& random) {
+  Shape s = draw_sm80_shape(type, dims, random);
+  while (s.T == 0) s = draw_sm80_shape(type, dims, random);
+  const Features f = draw_features(type, random);
+  BackwardCall call;
+  call.draw(s, f, f.g && !f.gate && random.chance(0.3), random.chance(0.9), random.chance(0.5), random);
+  if (random.chance(0.3)) {  // any gradient may be unwanted
+    for (auto [name, buffer] : call.outputs()) {
+      if (random.chance(0.5)) *buffer = Buffer();
+    }
+  }
+  return call;
+}
+
+TEST_P(Sm80, DrawnBackward) {
+  Arena arena(kPieces);
+  Settings settings;
+  settings.cases = GetParam().K * GetParam().V > 128 * 128 ? 10 : 16;
+  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+    Checker checker(std::string("backward, sm80 emulated, ") + (type == DType::kBFloat16 ? "bf16" : "fp16"), settings,
+                    arena, "sm80");
+    const auto draw = [&](Random& r) { return draw_sm80_backward(type, GetParam(), r); };
+    for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
+      ++cuda_emulation::settings().seed;
+      checker.check(what, call, "sm80", "reference", FLASH_QLA_CPU);
+    });
+    EXPECT_EQ(checker.finish(), 0);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(HeadDims, Sm80, ::testing::ValuesIn(kDims), [](const auto& info) {
   return "K" + std::to_string(info.param.K) + "V" + std::to_string(info.param.V);
 });

@@ -76,6 +76,21 @@ __device__ __forceinline__ const typename Traits<kKeys>::Record* record_at(const
          step % Tr::kStepsPerChunk;
 }
 
+// Rows of a step's values for `strips` strips, a power of two; `values` of a row are there, `count` rows.
+template <int kStep>
+__device__ __forceinline__ void copy_values(uint32_t to, const uint16_t* v, int64_t stride, int values, int count,
+                                            int strips, int lane) {
+  const int pieces = 2 * strips;  // of 16 bytes in a row
+  const int piece_bits = 31 - __clz(pieces);
+#pragma unroll 2
+  for (int i = lane; i < kStep * pieces; i += 32) {
+    const int row = i >> piece_bits, piece = i & (pieces - 1), room = 2 * (values - 8 * piece);
+    const int bytes = row >= count || room <= 0 ? 0 : room < 16 ? room : 16;
+    cp_async_16(to + static_cast<uint32_t>(piece / 2 * kStep * kStrip * 2) + value_offset(row, piece % 2),
+                bytes > 0 ? v + row * stride + 8 * piece : v, bytes);
+  }
+}
+
 // The warp that loads: steps of a sequence into the ring.
 template <int kKeys, bool kOutputs>
 __device__ void load_steps(const ForwardParams& p, const Part& part, int head, int column, int lane,
@@ -86,9 +101,6 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, int head, i
   const uint16_t* k = row_at(p.k, part.b, part.begin, key_head);
   const uint16_t* q = row_at(p.q, part.b, part.begin, key_head);
   const uint16_t* v = row_at(p.v, part.b, part.begin, head) + column;
-  const int values = p.V - column;  // from here on
-  const int pieces = 2 * p.strips;  // of 16 bytes in a row of V; a power of two
-  const int piece_bits = 31 - __clz(pieces);
   const int steps = static_cast<int>(ceil_div(part.length, kStep));
   for (int step = 0; step < steps; ++step, ring.next()) {
     const int count = min(kStep, part.length - step * kStep);
@@ -101,14 +113,7 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, int head, i
     for (int i = lane; i < kRecordPieces; i += 32) {
       cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>(i) * 16, record + i * 16, 16);
     }
-#pragma unroll 2
-    for (int i = lane; i < kStep * pieces; i += 32) {
-      const int row = i >> piece_bits, piece = i & (pieces - 1), room = 2 * (values - 8 * piece);
-      const int bytes = row >= count || room <= 0 ? 0 : room < 16 ? room : 16;
-      cp_async_16(
-          stage + Tr::kValuesAt + static_cast<uint32_t>(piece / 2 * Tr::kValueBytes) + value_offset(row, piece % 2),
-          bytes > 0 ? v + row * p.v.token + 8 * piece : v, bytes);
-    }
+    copy_values<kStep>(stage + Tr::kValuesAt, v, p.v.token, p.V - column, count, p.strips, lane);
     if (kOutputs) copy_rows<kKeys, kStep, 32>(stage + Tr::kQueriesAt, q, p.q.token, p.K, count, lane);
     cp_async_arrive(ring.full());
     k += kStep * p.k.token;

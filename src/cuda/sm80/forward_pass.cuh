@@ -53,6 +53,14 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
   }
 }
 
+// The first block of the warp's strip in a matrix of a chunk, `row` blocks of 8x8 side by side.
+__device__ __forceinline__ char* strip_blocks(char* matrices, const ForwardParams& p, const BlockPlace& block,
+                                              int chunk, int row) {
+  const int value_blocks = (p.V + kStrip - 1) / kStrip * 2, strip = static_cast<int>(threadIdx.x / 32);
+  const int64_t matrix = static_cast<int64_t>(block.first_chunk + chunk) * p.Hv + block.head;
+  return matrices + ((matrix * value_blocks + block.column / 8 + 2 * strip) * row) * kBlockBytes;
+}
+
 // A warp that carries a strip.
 template <class T, int kKeys, bool kOutputs>
 __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, uint32_t barriers, Ring ring) {
@@ -84,6 +92,11 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     if (at_end) break;
 
     make_opaque(lane);
+    if (!kOutputs && p.states != nullptr && number % Tr::kStepsPerChunk == 0) {
+      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
+      store_blocks<T>(state, strip_blocks(p.states, p, block, number / Tr::kStepsPerChunk, Tr::kKeyTiles),
+                      Tr::kKeyTiles * kBlockBytes);
+    }
     Packed<Tr::kKeyTiles> packed_state;
     pack<T>(state, packed_state);
     ring.wait_full();
@@ -106,6 +119,12 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
 
     Packed<Tr::kTokenTiles> plain, scaled;
     step.pack_errors(errors, plain, scaled);
+    if (!kOutputs && p.errors != nullptr) {
+      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
+      char* to = strip_blocks(p.errors, p, block, number / Tr::kStepsPerChunk, kChunkBlocks);
+      store_blocks<T>(errors, to + number % Tr::kStepsPerChunk * Tr::kTokenTiles * kBlockBytes,
+                      kChunkBlocks * kBlockBytes);
+    }
 
     // O = scale diag(gamma) Q S0 + (P B) E
     if (kOutputs) {

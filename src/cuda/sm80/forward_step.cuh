@@ -74,14 +74,19 @@ class Step {
     }
   }
 
+  // Two tiles of V^T, packed: tokens [16 pair, 16 pair + 16).
+  __device__ __forceinline__ void load_values(int pair, uint32_t (&v)[4]) const {
+    const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
+    load_matrix_x4_trans(values_ + value_offset(row, matrix & 1) + static_cast<uint32_t>(pair * 16 * 32), v[0], v[1],
+                         v[2], v[3]);
+  }
+
   // sums = V^T - (S^T K^T) diag(gamma), from the products.
   __device__ __forceinline__ void subtract_from_values(Tokens& sums) const {
-    const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
-    const uint32_t lane_values = values_ + value_offset(row, matrix & 1);
 #pragma unroll
     for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
       uint32_t v[4];
-      load_matrix_x4_trans(lane_values + static_cast<uint32_t>(pair * 16 * 32), v[0], v[1], v[2], v[3]);
+      load_values(pair, v);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 gamma = token_pair(vector_at(offsetof(Record, gamma)), 2 * pair + i, lane_);
@@ -143,15 +148,20 @@ class Step {
 #pragma unroll
       for (int e = 0; e < 4; ++e) state.x[i][e] *= decay;
     }
-    const BlockReader<kKeys> keys(stage_ + Tr::kKeysAt, lane_, Order::kLeftOperand);
+    add_rows(state, scaled, Tr::kKeysAt);
+  }
+
+  // S^T += left X for the rows X of keys or queries.
+  __device__ __forceinline__ void add_rows(State& state, const Packed<kTokenTiles>& left, int rows_at) const {
+    const BlockReader<kKeys> rows(stage_ + static_cast<uint32_t>(rows_at), lane_, Order::kLeftOperand);
 #pragma unroll
     for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; tile += 2) {
         uint32_t b[4];
-        load_matrix_x4_trans(keys.at(pair, tile / 2), b[0], b[1], b[2], b[3]);
-        multiply(state.x[tile], scaled.x[pair], b[0], b[1]);
-        multiply(state.x[tile + 1], scaled.x[pair], b[2], b[3]);
+        load_matrix_x4_trans(rows.at(pair, tile / 2), b[0], b[1], b[2], b[3]);
+        multiply(state.x[tile], left.x[pair], b[0], b[1]);
+        multiply(state.x[tile + 1], left.x[pair], b[2], b[3]);
       }
     }
   }
@@ -160,7 +170,7 @@ class Step {
     return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
   }
 
- private:
+ protected:
   static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma_m16n8k16<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
   }

@@ -58,6 +58,9 @@ struct ForwardParams {
   DeviceStates checkpoints;    // [rows, Hv, K, V]
   DeviceTensor checkpoint_starts;
   int64_t checkpoint_every;
+  // Of a pass without outputs, as 8x8 blocks whose rows are value columns; null: not wanted. S at each chunk's start
+  // [chunks, Hv, value blocks, blocks of padded K] and E [chunks, Hv, value blocks, 8].
+  char *states, *errors;
   ChunkLists listed;           // chunks of which the state at the start is wanted
   DeviceStates listed_states;  // [entries, Hv, K, V]
 

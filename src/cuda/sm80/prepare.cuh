@@ -309,6 +309,19 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
   }
 }
 
+// Keys and queries of the chunk's tokens, as tiles one behind the other.
+template <int kKeys>
+__device__ __forceinline__ void load_rows(const PrepareParams& p, const PreparePlace& place, uint32_t tiles) {
+  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, p.K,
+                                            place.count, threadIdx.x);
+  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles + kChunk * kKeys * 2,
+                                            row_at(p.q, place.b, place.token, place.key_head), p.q.token, p.K,
+                                            place.count, threadIdx.x);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   constexpr int kStep = step_tokens(kKeys);
@@ -318,16 +331,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const 
   if (!find_place(p, &place)) return;
   if (place.skipped) return write_zeros(p, place);
 
-  // Rows of keys and queries.
-  const uint32_t tiles = smem_address(memory);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, p.K,
-                                            place.count, threadIdx.x);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles + kChunk * kKeys * 2,
-                                            row_at(p.q, place.b, place.token, place.key_head), p.q.token, p.K,
-                                            place.count, threadIdx.x);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
+  load_rows<kKeys>(p, place, smem_address(memory));
   if (p.normal_q != nullptr || p.normal_k != nullptr) {
     const int64_t stride = static_cast<int64_t>(p.Hq) * p.row_elements;
     const int64_t at = (place.b * p.sequences.T + place.token) * stride + place.key_head * p.row_elements;

@@ -79,6 +79,18 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
   walk.visit<kTiles>([&](int tile, int e, char* at) { walk.store(at, state.x[tile][e]); });
 }
 
+// Rounded, as 8x8 blocks: those of the first eight value columns side by side from `to` on, those of the others
+// `row_bytes` behind them. A warp writes a block at once.
+template <class T, int kTiles>
+__device__ __forceinline__ void store_blocks(const Sums<kTiles>& sums, char* to, int64_t row_bytes) {
+  uint32_t* at = reinterpret_cast<uint32_t*>(to) + threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i, at += kBlockBytes / 4) {
+    at[0] = pack2<T>(sums.x[i][0], sums.x[i][1]);
+    at[row_bytes / 4] = pack2<T>(sums.x[i][2], sums.x[i][3]);
+  }
+}
+
 // Rows of O of a strip: eight bytes of a row a lane, so that the 32 bytes of a row are written at once.
 template <class T>
 class OutputRows {
@@ -92,6 +104,7 @@ class OutputRows {
     // A lane whose columns are past the row's end has no tokens.
     first_ = column < columns ? place.lane / 4 : INT32_MAX;
   }
+  __device__ __forceinline__ void skip(int tokens) { at_ += tokens * stride_; }
   // The next tokens, `left` of them or all.
   template <int kTiles>
   __device__ __forceinline__ void store(const Sums<kTiles>& sums, int left) {
@@ -108,9 +121,9 @@ class OutputRows {
   }
 
  private:
-  uint16_t* at_;
-  int64_t stride_;
-  int first_;
+  uint16_t* at_ = nullptr;
+  int64_t stride_ = 0;
+  int first_ = INT32_MAX;
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -29,6 +29,7 @@ constexpr int most_strips(int keys) { return keys == 128 ? 8 : 4; }
 // A matrix that one kernel leaves for another lies as 8x8 blocks of 16-bit elements, row by row, 128 bytes each: loads
 // of whole blocks (ldmatrix) have no bank conflicts, and as transposes none either.
 inline constexpr int kBlockBytes = 128;
+inline constexpr int kChunkBlocks = static_cast<int>(kChunkSize) / 8;
 
 // A lower triangular [tokens x tokens] matrix keeps the blocks on and below its diagonal, in the order in which the
 // pass multiplies them: block columns in pairs (the 16 tokens that one product sums over), and in a pair row by row.

@@ -1,0 +1,43 @@
+// What each source of the backward's instantiations compiles.
+#pragma once
+
+#include "cuda/sm80/backward_launch.h"
+#include "cuda/sm80/backward_prepare.cuh"
+#include "cuda/sm80/gradients.cuh"
+#include "cuda/sm80/passes.cuh"
+
+namespace flash_qla::cuda::sm80 {
+
+template <class T, int kKeys>
+Status launch_backward_prepare(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_backward_prepare", sm80_backward_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
+                prepare_shared_bytes<kKeys>(), stream, params);
+}
+
+template <class T, int kKeys>
+Status launch_passes(const PassesParams& given, int64_t blocks, cudaStream_t stream) {
+  using Tr = ReverseTraits<kKeys>;
+  PassesParams params = given;
+  const int strips = params.forward.strips;
+  params.forward.stages = Tr::stages(strips);
+  params.forward.stage_bytes = Tr::stage_bytes(strips);
+  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (strips + 1),
+                static_cast<size_t>(Tr::shared_bytes(strips)), stream, params);
+}
+
+template <class T, int kKeys>
+Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_gradients", sm80_gradients_kernel<T, kKeys>, blocks, kGradientsThreads,
+                gradients_shared_bytes<kKeys>(), stream, params);
+}
+
+template <class T, int kKeys>
+inline constexpr BackwardKernels kBackwardKernels = {
+    launch_backward_prepare<T, kKeys>,
+    launch_passes<T, kKeys>,
+    launch_gradients<T, kKeys>,
+    static_cast<int64_t>(sizeof(typename Traits<kKeys>::Record)) * Traits<kKeys>::kStepsPerChunk,
+    static_cast<int64_t>(sizeof(typename ReverseTraits<kKeys>::Record)) * Traits<kKeys>::kStepsPerChunk,
+    kKeys};
+
+}  // namespace flash_qla::cuda::sm80

@@ -1,0 +1,76 @@
+// What the kernels of the backward are called with, and what they leave for each other in the workspace.
+#pragma once
+
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/traits.h"
+
+namespace flash_qla::cuda::sm80 {
+
+// The place of block (row, column) of a lower triangular matrix whose blocks are kept as the reverse pass multiplies
+// them: block rows in pairs (the 16 tokens that one product sums over), and in a pair column by column. Each block is
+// transposed.
+constexpr int transposed_block(int row, int column) {
+  const int pair = row / 2, before = pair * (2 * pair + 1);
+  return before + (column == 2 * pair + 1 ? 4 * pair + 2 : 2 * column + row % 2);
+}
+static_assert(transposed_block(3, 3) == triangle_blocks(32) - 1 && transposed_block(7, 7) == triangle_blocks(64) - 1);
+
+// What the reverse pass needs of one step and value head beside keys and queries. P is without beta here.
+template <int kTokens>
+struct alignas(16) ReverseRecord {
+  static constexpr int kTriangleBytes = triangle_blocks(kTokens) * kBlockBytes;
+  char inverse[kTriangleBytes];  // strict(G o A)^T
+  char scores[kTriangleBytes];   // P^T
+  float to_end[kTokens];         // e^(c at the step's end - c)
+  float scaled_gamma[kTokens];   // scale e^c
+  float minus_step[kTokens];     // -beta e^c
+  float beta[kTokens];
+  float decay[4];  // e^c at the step's end, four times
+};
+
+// The gates of a chunk and value head for the gradients: c from the chunk's start, as a sum of two floats.
+struct ChunkGates {
+  float sum_high[kChunkSize], sum_low[kChunkSize], beta[kChunkSize];
+};
+
+struct BackwardPrepareParams {
+  PrepareParams common;
+  char* reverse_records;  // [chunks, Hv, steps of a chunk] ReverseRecord
+  ChunkGates* gates;      // [chunks, Hv]
+};
+static_assert(std::is_trivially_copyable_v<BackwardPrepareParams>);
+
+// Both serial passes. Matrices of value columns lie as 8x8 blocks, [chunks, Hv, V / 8, K / 8] and
+// [chunks, Hv, V / 8, 8] of them, rows of a block being value columns.
+struct PassesParams {
+  ForwardParams forward;  // of the forward pass, and what both have in common
+  const char* reverse_records;
+  Rows d_o;            // [B, T, Hv, V]; null: zero
+  Rows dv;             // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
+  char *gradients;     // dS at each chunk's end; null: not wanted
+  char *d_errors;      // Z
+  DeviceStates dht;    // [N, Hv, K, V]; absent: zero
+  DeviceStates dh0;    // [N, Hv, K, V]; absent: not wanted
+  int32_t dv_columns;  // V or more, a multiple of 4
+  uint32_t reverse_blocks;
+};
+static_assert(std::is_trivially_copyable_v<PassesParams>);
+
+struct GradientsParams {
+  SequenceTable sequences;
+  Rows q, k;                                              // [B, T, Hq, K]
+  Rows d_o;                                               // [B, T, Hv, V]; null: zero
+  Rows dq, dk;                                            // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
+  const char *states, *gradients, *errors, *d_errors;     // S, dS, E and Z as the passes have left them
+  const ChunkGates* gates;                                // [chunks, Hv]
+  const float *q_inverse_norms, *k_inverse_norms;         // [B * T, Hq]; null: rows were taken as they are
+  float *dq_parts, *dk_parts;                             // [B * T, Hq, K] before the l2 norm; null: not wanted
+  float *d_log_decay, *d_beta;                            // [B * T, Hv]
+  float scale;
+  int32_t K, V, Hq, Hv, group;
+  int32_t value_blocks;  // of 8 value columns
+  bool starts_from_zero;
+};
+static_assert(std::is_trivially_copyable_v<GradientsParams>);
+
+}  // namespace flash_qla::cuda::sm80
