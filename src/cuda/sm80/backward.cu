@@ -136,7 +136,7 @@ class HeadsBackward {
   }
 
  private:
-  static constexpr int64_t kPairGrain = 2;       // elements of one store of dq and dk
+  static constexpr int64_t kPairGrain = 2;  // elements of one store of dq and dk
   static constexpr int64_t kMostKeysAtOnce = 128;
 
   template <class Params>
@@ -232,9 +232,9 @@ class HeadsBackward {
     keys.Hv = p_.Hq;
     keys.group = 1;
     const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x) {
-      return parts == nullptr ? hand_out(t, copy, p_.Hq, p_.K)
-                              : launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), true,
-                                                          device_tensor(t), stream);
+      return parts == nullptr
+                 ? hand_out(t, copy, p_.Hq, p_.K)
+                 : launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), true, device_tensor(t), stream);
     };
     FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dq, dq_, dq_parts_, args_.q));
     FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, dk_parts_, args_.k));

@@ -47,8 +47,8 @@ struct PassesParams {
   const char* reverse_records;
   Rows d_o;            // [B, T, Hv, V]; null: zero
   Rows dv;             // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
-  char *gradients;     // dS at each chunk's end; null: not wanted
-  char *d_errors;      // Z
+  char* gradients;     // dS at each chunk's end; null: not wanted
+  char* d_errors;      // Z
   DeviceStates dht;    // [N, Hv, K, V]; absent: zero
   DeviceStates dh0;    // [N, Hv, K, V]; absent: not wanted
   int32_t dv_columns;  // V or more, a multiple of 4
@@ -58,14 +58,14 @@ static_assert(std::is_trivially_copyable_v<PassesParams>);
 
 struct GradientsParams {
   SequenceTable sequences;
-  Rows q, k;                                              // [B, T, Hq, K]
-  Rows d_o;                                               // [B, T, Hv, V]; null: zero
-  Rows dq, dk;                                            // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
-  const char *states, *gradients, *errors, *d_errors;     // S, dS, E and Z as the passes have left them
-  const ChunkGates* gates;                                // [chunks, Hv]
-  const float *q_inverse_norms, *k_inverse_norms;         // [B * T, Hq]; null: rows were taken as they are
-  float *dq_parts, *dk_parts;                             // [B * T, Hq, K] before the l2 norm; null: not wanted
-  float *d_log_decay, *d_beta;                            // [B * T, Hv]
+  Rows q, k;                                           // [B, T, Hq, K]
+  Rows d_o;                                            // [B, T, Hv, V]; null: zero
+  Rows dq, dk;                                         // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
+  const char *states, *gradients, *errors, *d_errors;  // S, dS, E and Z as the passes have left them
+  const ChunkGates* gates;                             // [chunks, Hv]
+  const float *q_inverse_norms, *k_inverse_norms;      // [B * T, Hq]; null: rows were taken as they are
+  float *dq_parts, *dk_parts;                          // [B * T, Hq, K] before the l2 norm; null: not wanted
+  float *d_log_decay, *d_beta;                         // [B * T, Hv]
   float scale;
   int32_t K, V, Hq, Hv, group;
   int32_t value_blocks;  // of 8 value columns

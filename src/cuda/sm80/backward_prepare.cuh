@@ -71,7 +71,7 @@ __device__ void write_both_triangles(const BackwardPrepareParams& p, const Prepa
 }
 
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads)
+__global__ void __launch_bounds__(kPrepareThreads, 4)
     sm80_backward_prepare_kernel(const __grid_constant__ BackwardPrepareParams p) {
   constexpr int kStep = step_tokens(kKeys);
   char* memory = dynamic_shared<char>();

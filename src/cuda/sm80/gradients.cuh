@@ -36,17 +36,28 @@ struct GradientsTraits {
   static constexpr int kRowsBytes = kChunkTokens * kSlice * 2;
 };
 
-struct GradientsSums {
-  ChunkGates gates[2];  // of this head, and of the next one
-  float by_token[2][kChunkSize];    // of each half of the keys: the gradient of c
-  float from_end[2][kChunkSize];    // and its part through dS1
-  float of_states[kGradientsWarps];  // <dS1, S0>
+struct GradientsMemory {
+  // What the block works on. It is read where it is needed, and takes no registers in between.
+  const char *errors, *d_errors, *states, *gradients;  // of the chunk and the group's first head
+  const uint16_t* d_o;                                 // of its first token and the first head; null: zero
+  const ChunkGates* gates;
+  float *d_beta, *d_log_decay;  // likewise
+  int64_t row;                  // the first token's, of B * T
+  int key_head, b, token;       // the first token in its batch row
+  int count;                    // tokens of the chunk
+  int slice;                    // of the keys
+  bool starts;                  // a sequence, without a state before it
+
+  alignas(16) ChunkGates of_heads[2];  // of this head and of the next one
+  float by_token[2][kChunkSize];       // of each half of the keys: gradients of c
+  float from_end[2][kChunkSize];       // their part through dS1
+  float of_states[kGradientsWarps];    // <dS1, S0>
 };
 
 template <int kKeys>
 constexpr size_t gradients_shared_bytes() {
   using Tr = GradientsTraits<kKeys>;
-  return 2 * Tr::kRowsBytes + 2 * Tr::kStageBytes + sizeof(GradientsSums);
+  return 2 * Tr::kRowsBytes + 2 * Tr::kStageBytes + sizeof(GradientsMemory);
 }
 static_assert(gradients_shared_bytes<128>() <= kMostSharedBytes && gradients_shared_bytes<256>() <= kMostSharedBytes);
 
@@ -69,74 +80,85 @@ class Gradients {
   using Tr = GradientsTraits<kKeys>;
   static constexpr int kTiles = Tr::kTiles, kScoreTiles = kTokenStrips;
   using Keys = Sums<kTiles>;
+  using Scores = Sums<kScoreTiles>;
 
  public:
-  __device__ __forceinline__ Gradients(const GradientsParams& p, char* memory)
-      : p_(p),
-        sums_(*reinterpret_cast<GradientsSums*>(memory + 2 * Tr::kRowsBytes + 2 * Tr::kStageBytes)),
-        keys_(smem_address(memory)),
-        lane_(threadIdx.x % 32),
-        strip_(threadIdx.x / 32 % kTokenStrips),
-        half_(threadIdx.x / 32 / kTokenStrips) {}
+  __device__ __forceinline__ explicit Gradients(const GradientsParams& p) : p_(p), lane_(threadIdx.x % 32) {}
 
   __device__ void run(int64_t chunk, int key_head) {
-    const int64_t n = sequence_of_chunk(p_.sequences, chunk);
-    const DeviceSequence sequence = sequence_at(p_.sequences, n);
-    const int64_t t0 = (chunk - sequence.first_chunk) * kChunkSize, left = sequence.length - t0;
-    chunk_ = chunk;
-    b_ = sequence.b;
-    token_ = sequence.begin + t0;
-    count_ = static_cast<int>(left < kChunkSize ? left : kChunkSize);
-    starts_ = t0 == 0 && p_.starts_from_zero;
-    for (int slice = 0; slice < Tr::kSlices; ++slice) run_slice(slice, key_head);
+    if (threadIdx.x == 0) find_place(chunk, key_head);
+    for (int slice = 0; slice < Tr::kSlices; ++slice) {
+      __syncthreads();
+      if (Tr::kSlices > 1 && threadIdx.x == 0) memory().slice = slice;
+      __syncthreads();
+      run_slice();
+    }
   }
 
  private:
-  __device__ void run_slice(int slice, int key_head) {
-    const int first_key = slice * Tr::kSlice, value_slices = (p_.value_blocks + 3) / 4;
-    if (slice > 0) __syncthreads();
-    const auto copy = [&](uint32_t tile, const Rows& rows) {
-      copy_rows<Tr::kSlice, Tr::kChunkTokens, kGradientsThreads>(tile, row_at(rows, b_, token_, key_head) + first_key,
-                                                                 rows.token, p_.K - first_key, count_, threadIdx.x);
-    };
-    copy(keys_, p_.k);
-    copy(keys_ + Tr::kRowsBytes, p_.q);
-    load(slice, key_head * p_.group, 0, 0);
+  __device__ void find_place(int64_t chunk, int key_head) const {
+    const DeviceSequence sequence = sequence_at(p_.sequences, sequence_of_chunk(p_.sequences, chunk));
+    const int64_t t0 = (chunk - sequence.first_chunk) * kChunkSize, left = sequence.length - t0;
+    const int64_t token = sequence.begin + t0, matrix = chunk * p_.Hv + key_head * p_.group;
+    const int64_t token_bytes = matrix * p_.value_blocks * kChunkBlocks * kBlockBytes;
+    const int64_t state_bytes = matrix * p_.value_blocks * (kKeys / 8) * kBlockBytes;
+    memory().errors = p_.errors + token_bytes;
+    memory().d_errors = p_.d_errors + token_bytes;
+    memory().states = p_.states + state_bytes;
+    memory().gradients = p_.gradients + state_bytes;
+    memory().d_o = p_.d_o.data == nullptr ? nullptr : row_at(p_.d_o, sequence.b, token, key_head * p_.group);
+    memory().gates = p_.gates + matrix;
+    memory().row = sequence.b * p_.sequences.T + token;
+    memory().d_beta = p_.d_beta + memory().row * p_.Hv + key_head * p_.group;
+    memory().d_log_decay = p_.d_log_decay + memory().row * p_.Hv + key_head * p_.group;
+    memory().key_head = key_head;
+    memory().b = static_cast<int>(sequence.b);
+    memory().token = static_cast<int>(token);
+    memory().count = static_cast<int>(left < kChunkSize ? left : kChunkSize);
+    memory().starts = t0 == 0 && p_.starts_from_zero;
+  }
+
+  __device__ void run_slice() {
+    const int value_slices = (p_.value_blocks + 3) / 4;
+    copy_slice(keys(), p_.k);
+    copy_slice(keys() + Tr::kRowsBytes, p_.q);
+    load(0, 0, 0);
     int parity = 0;
     Keys dq, dk;
     dq.clear();
     dk.clear();
     for (int member = 0; member < p_.group; ++member) {
-      const int head = key_head * p_.group + member;
-      Keys of_q, plus, minus;  // d O S0^T, Z S0^T and E dS1^T, before the factors of their rows
-      Sums<kScoreTiles> by_d_o, by_d_error;  // dO E^T and Z E^T
-      float of_states[2][4] = {};
+      Keys of_q, plus, minus;     // dO S0^T, Z S0^T and E dS1^T, before the factors of their rows
+      Scores by_d_o, by_d_error;  // dO E^T and Z E^T
+      float of_states = 0.f;
       of_q.clear();
       plus.clear();
       minus.clear();
       by_d_o.clear();
       by_d_error.clear();
       for (int values = 0; values < value_slices; ++values, parity ^= 1) {
-        const bool more_values = values + 1 < value_slices;
-        if (more_values || member + 1 < p_.group) {
-          load(slice, more_values ? head : head + 1, more_values ? values + 1 : 0, parity ^ 1);
+        const bool more = values + 1 < value_slices;
+        if (more || member + 1 < p_.group) {
+          load(more ? member : member + 1, more ? values + 1 : 0, parity ^ 1);
         } else {
           cp_async_commit();
         }
         cp_async_wait<1>();
         __syncthreads();
+        make_opaque(lane_);
         add_slice(stage(parity), of_q, plus, minus, by_d_o, by_d_error, of_states);
         __syncthreads();
       }
       parity ^= 1;  // the last stage once more
-      write_scores(stage(parity), slice, head, by_d_o, by_d_error);
+      const ChunkGates& gates = memory().of_heads[member % 2];
+      write_scores(stage(parity), gates, by_d_o, by_d_error, slice() == 0 ? memory().d_beta + member : nullptr);
       add_states(of_states);
-      scale_rows(head, of_q, plus, minus);
+      scale_rows(gates, of_q, plus, minus);
       __syncthreads();
       add_scores(stage(parity), of_q, plus, minus);
       sum_tokens(of_q, plus, minus);
       __syncthreads();
-      if (threadIdx.x < 32) store_log_decay(slice, head);
+      if (threadIdx.x < 32) store_log_decay(gates, memory().d_log_decay + member);
       parity ^= 1;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -147,56 +169,88 @@ class Gradients {
         }
       }
     }
-    store_rows(dq, keys_ + Tr::kRowsBytes, p_.dq, p_.dq_parts, p_.q_inverse_norms, key_head, first_key);
-    store_rows(dk, keys_, p_.dk, p_.dk_parts, p_.k_inverse_norms, key_head, first_key);
+    store_rows(dq, keys() + Tr::kRowsBytes, p_.dq, p_.dq_parts, p_.q_inverse_norms);
+    store_rows(dk, keys(), p_.dk, p_.dk_parts, p_.k_inverse_norms);
   }
 
-  __device__ __forceinline__ uint32_t stage(int parity) const {
-    return keys_ + static_cast<uint32_t>(2 * Tr::kRowsBytes + parity * Tr::kStageBytes);
+  // Shared memory: tiles of keys and of queries, two stages, and the rest.
+  static __device__ __forceinline__ uint32_t keys() { return smem_address(dynamic_shared<char>()); }
+  static __device__ __forceinline__ GradientsMemory& memory() {
+    return *reinterpret_cast<GradientsMemory*>(dynamic_shared<char>() + 2 * Tr::kRowsBytes + 2 * Tr::kStageBytes);
   }
+  __device__ __forceinline__ uint32_t stage(int parity) const {
+    return keys() + static_cast<uint32_t>(2 * Tr::kRowsBytes + parity * Tr::kStageBytes);
+  }
+  __device__ __forceinline__ int strip() const { return threadIdx.x / 32 % kTokenStrips; }
+  __device__ __forceinline__ int half() const { return threadIdx.x / 32 / kTokenStrips; }
+  __device__ __forceinline__ int slice() const { return Tr::kSlices > 1 ? memory().slice : 0; }
   // Rows of tokens that the lane has of a C fragment: this and the eighth after it.
-  __device__ __forceinline__ int row() const { return strip_ * kStrip + lane_ / 4; }
+  __device__ __forceinline__ int row() const { return strip() * kStrip + lane_ / 4; }
 
   // ---- loads
 
-  // Value columns [32 values, 32 values + 32) of a head into a stage.
-  __device__ __forceinline__ void load(int slice, int head, int values, int parity) const {
-    const uint32_t to = stage(parity);
-    const int thread = threadIdx.x;
-    {
-      const int row = thread / 4, piece = thread % 4, room = 2 * (p_.V - kValueSlice * values - 8 * piece);
-      const bool inside = p_.d_o.data != nullptr && row < count_ && room > 0;
-      const void* from = inside ? static_cast<const void*>(row_at(p_.d_o, b_, token_ + row, head) +
-                                                           kValueSlice * values + 8 * piece)
-                                : p_.errors;
-      cp_async_16(to + slice_offset(row, piece), from, inside ? min(room, 16) : 0);
-    }
-    const int64_t matrix = (chunk_ * p_.Hv + head) * p_.value_blocks + kValueSlice / 8 * values;
-    const int room = p_.value_blocks - kValueSlice / 8 * values;  // blocks of value columns
-    {
+  // The slice's keys of rows of q or k.
+  __device__ __forceinline__ void copy_slice(uint32_t tile, const Rows& rows) const {
+    const uint16_t* from = row_at(rows, memory().b, memory().token, memory().key_head) + slice() * Tr::kSlice;
+    copy_rows<Tr::kSlice, Tr::kChunkTokens, kGradientsThreads>(tile, from, rows.token, p_.K - slice() * Tr::kSlice,
+                                                               memory().count, threadIdx.x);
+  }
+
+  // Value columns [32 values, 32 values + 32) of a head of the group into a stage: what belongs to tokens by half of
+  // the warps, the states by the others. Blocks past the last one become zero.
+  __device__ __forceinline__ void load(int member, int values, int parity) const {
+    constexpr int kThreads = kGradientsThreads / 2;
+    int thread = threadIdx.x;
+    make_opaque(thread);
+    const bool of_tokens = thread < kThreads;
+    thread %= kThreads;
+    const uint32_t to = stage(parity) + static_cast<uint32_t>(thread) * 16;
+    const int first = member * p_.value_blocks + kValueSlice / 8 * values;  // block of value columns
+    const int room = p_.value_blocks - kValueSlice / 8 * values;
+    if (of_tokens) {
       // Steps without tokens have left nothing.
-      constexpr int kStepBlocks = step_tokens(kKeys) / 8;
-      const int block = thread / 8, last = (count_ + 8 * kStepBlocks - 1) / (8 * kStepBlocks) * kStepBlocks;
-      const bool inside = block / kChunkBlocks < room && block % kChunkBlocks < last;
-      const int64_t at = inside ? (matrix * kChunkBlocks + block) * kBlockBytes + thread % 8 * 16 : 0;
-      cp_async_16(to + Tr::kErrorsAt + static_cast<uint32_t>(thread) * 16, p_.errors + at, inside ? 16 : 0);
-      cp_async_16(to + Tr::kDErrorsAt + static_cast<uint32_t>(thread) * 16, p_.d_errors + at, inside ? 16 : 0);
-    }
+      constexpr int kStepTokens = step_tokens(kKeys), kTurns = Tr::kTokensBytes / 16 / kThreads;
+      const bool left_something = thread / 8 % kChunkBlocks * 8 / kStepTokens * kStepTokens < memory().count;
+      const uint32_t at = static_cast<uint32_t>(first * kChunkBlocks * kBlockBytes + thread * 16);
+      const int row = thread / 4, column = kValueSlice * values + thread % 4 * 8;
+      const uint16_t* d_o = memory().d_o + row * p_.d_o.token + member * p_.d_o.head + column;
+      const int columns = memory().d_o == nullptr ? 0 : min(2 * (p_.V - column), 16), count = memory().count;
+      const char *errors = memory().errors, *d_errors = memory().d_errors;
 #pragma unroll
-    for (int i = thread; i < Tr::kStateBytes / 16; i += kGradientsThreads) {
-      const bool inside = i / Tr::kSlice < room;  // a row of blocks has kSlice pieces
-      const int64_t at =
-          inside ? (matrix + i / Tr::kSlice) * kKeys * 16 + (slice * Tr::kSlice + i % Tr::kSlice) * 16 : 0;
-      cp_async_16(to + Tr::kStatesAt + static_cast<uint32_t>(i) * 16, p_.states + at, inside ? 16 : 0);
-      cp_async_16(to + Tr::kGradientsAt + static_cast<uint32_t>(i) * 16, p_.gradients + at, inside ? 16 : 0);
-    }
-    if (values == 0 && thread < static_cast<int>(sizeof(ChunkGates) / 16)) {
-      cp_async_16(smem_address(&gates_of(head)) + static_cast<uint32_t>(thread) * 16,
-                  reinterpret_cast<const char*>(p_.gates + chunk_ * p_.Hv + head) + thread * 16, 16);
+      for (int turn = 0; turn < kTurns; ++turn) {
+        constexpr int kRows = kThreads / 4, kValueBlocks = kThreads / 8 / kChunkBlocks;
+        const bool inside = left_something && turn * kValueBlocks + thread / 8 / kChunkBlocks < room;
+        const uint32_t piece = inside ? at + turn * kThreads * 16 : 0u;
+        copy_piece(to + Tr::kErrorsAt + turn * kThreads * 16, errors + piece, inside);
+        copy_piece(to + Tr::kDErrorsAt + turn * kThreads * 16, d_errors + piece, inside);
+        const int bytes = turn * kRows + row < count && columns > 0 ? columns : 0;
+        cp_async_16(stage(parity) + slice_offset(row, thread % 4) + turn * kRows * 64,
+                    bytes > 0 ? static_cast<const void*>(d_o + turn * kRows * p_.d_o.token) : errors, bytes);
+      }
+      if (values == 0 && thread < static_cast<int>(sizeof(ChunkGates) / 16)) {
+        copy_piece(smem_address(&memory().of_heads[member % 2]) + static_cast<uint32_t>(thread) * 16,
+                   reinterpret_cast<const char*>(memory().gates + member) + thread * 16, true);
+      }
+    } else {
+      constexpr int kTurns = Tr::kStateBytes / 16 / kThreads;
+      static_assert(Tr::kStateBytes % (16 * kThreads) == 0);
+      const char *states = memory().states, *gradients = memory().gradients;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int i = turn * kThreads + thread, row = i / Tr::kSlice;  // a row of blocks has kSlice pieces
+        const bool inside = row < room;
+        const uint32_t at =
+            inside ? static_cast<uint32_t>(((first + row) * kKeys + slice() * Tr::kSlice) * 16 + i % Tr::kSlice * 16)
+                   : 0u;
+        copy_piece(to + Tr::kStatesAt + turn * kThreads * 16, states + at, inside);
+        copy_piece(to + Tr::kGradientsAt + turn * kThreads * 16, gradients + at, inside);
+      }
     }
     cp_async_commit();
   }
-  __device__ __forceinline__ const ChunkGates& gates_of(int head) const { return sums_.gates[head % 2]; }
+  static __device__ __forceinline__ void copy_piece(uint32_t to, const char* from, bool inside) {
+    cp_async_16(to, from, inside ? 16 : 0);
+  }
 
   // ---- products with a slice of the values
 
@@ -207,61 +261,75 @@ class Gradients {
     load_matrix_x4_trans(at, r[0], r[1], r[2], r[3]);
   }
 
-  __device__ __forceinline__ void add_slice(uint32_t stage, Keys& of_q, Keys& plus, Keys& minus,
-                                            Sums<kScoreTiles>& by_d_o, Sums<kScoreTiles>& by_d_error,
-                                            float (&of_states)[2][4]) const {
+  __device__ __forceinline__ void add_slice(uint32_t stage, Keys& of_q, Keys& plus, Keys& minus, Scores& by_d_o,
+                                            Scores& by_d_error, float& of_states) const {
     constexpr int kStateRow = Tr::kSlice / 8;
 #pragma unroll
     for (int k = 0; k < kValueSlice / 16; ++k) {
-      uint32_t d_o[4], error[4], d_error[4];
-      load_matrix_x4(stage + slice_offset(row_of_left(), 2 * k + lane_ / 16), d_o);
-      load_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, 2 * strip_, lane_, true), error);
-      load_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip_, lane_, true), d_error);
+      {
+        uint32_t d_o[4], d_error[4];
+        load_matrix_x4(stage + slice_offset(row_of_left(), 2 * k + lane_ / 16), d_o);
+        load_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), d_error);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile += 2) {
+          uint32_t s[4];
+          load_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            multiply(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
+            multiply(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
+          }
+        }
+#pragma unroll
+        for (int tile = 0; tile < kScoreTiles; tile += 2) {
+          if (tile > strip()) continue;
+          uint32_t e[4];
+          load_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_), e);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (tile + i > strip()) continue;
+            multiply(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
+            multiply(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
+          }
+        }
+      }
+      uint32_t error[4];
+      load_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), error);
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile += 2) {
-        uint32_t s[4], d[4];
-        load_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half_ * kTiles + tile, lane_), s);
-        load_trans(four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half_ * kTiles + tile, lane_), d);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          multiply(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
-          multiply(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
-          multiply(minus.x[tile + i], error, d[2 * i], d[2 * i + 1]);
-        }
-        // The diagonals of S0 dS1^T: a right operand of eight columns is half of a left one of as many rows.
-        if (tile / 2 == strip_) {
-          const uint32_t left[4] = {s[0], s[2], s[1], s[3]};
-          multiply(of_states[0], left, d[0], d[1]);
-          multiply(of_states[1], left, d[2], d[3]);
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < kScoreTiles; tile += 2) {
-        if (tile > strip_) continue;
-        uint32_t e[4];
-        load_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_), e);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (tile + i > strip_) continue;
-          multiply(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
-          multiply(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
-        }
+        uint32_t d[4];
+        load_trans(four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), d);
+        multiply(minus.x[tile], error, d[0], d[1]);
+        multiply(minus.x[tile + 1], error, d[2], d[3]);
       }
     }
-  }
-  __device__ __forceinline__ int row_of_left() const { return strip_ * kStrip + lane_ % 16; }
-  // The tiles of eight columns on and left of a strip's diagonal are shared by two warps: strip_ + 1 of them from here.
-  __device__ __forceinline__ int first_column() const { return half_ * (strip_ + 1); }
-
-  __device__ __forceinline__ void add_states(const float (&sums)[2][4]) const {
-    float sum = 0.f;
-    // The lane's elements of a diagonal: rows lane / 4 and that + 8 against columns 2 (lane % 4) and the next.
+    // The diagonals of S0 dS1^T, of two tiles of keys a warp: a right operand of eight columns is half of a left one of
+    // as many rows. A lane has rows lane / 4 and that + 8, and columns 2 (lane % 4) and the next.
+    if (2 * kTokenStrips > kTiles && 2 * strip() >= kTiles) return;
+    float sums[4] = {};
+#pragma unroll
+    for (int k = 0; k < kValueSlice / 16; ++k) {
+      uint32_t s[4], d[4];
+      const uint32_t at = four_blocks(stage, kStateRow, 2 * k, half() * kTiles + 2 * strip(), lane_);
+      load_trans(at + Tr::kStatesAt, s);
+      load_trans(at + Tr::kGradientsAt, d);
+      const uint32_t upper[4] = {s[0], 0u, s[1], 0u}, lower[4] = {0u, s[2], 0u, s[3]};
+      multiply(sums, upper, d[0], d[1]);
+      multiply(sums, lower, d[2], d[3]);
+    }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      if (lane_ / 4 == lane_ % 4 * 2 + e) sum += sums[0][e] + sums[1][2 + e];
+      if (lane_ / 4 == lane_ % 4 * 2 + e) of_states += sums[e] + sums[2 + e];
     }
+  }
+  __device__ __forceinline__ int row_of_left() const { return strip() * kStrip + lane_ % 16; }
+  // The tiles of eight columns on and left of a strip's diagonal are shared by two warps: strip() + 1 of them from
+  // here.
+  __device__ __forceinline__ int first_column() const { return half() * (strip() + 1); }
+
+  __device__ __forceinline__ void add_states(float sum) const {
     sum = warp_sum(sum);
-    if (lane_ == 0) sums_.of_states[threadIdx.x / 32] = sum;
+    if (lane_ == 0) memory().of_states[threadIdx.x / 32] = sum;
   }
   static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -271,31 +339,27 @@ class Gradients {
 
   // ---- products with tokens
 
-  // dP and D, [64 x 64], as blocks; dbeta.
-  __device__ __forceinline__ void write_scores(uint32_t to, int slice, int head, const Sums<kScoreTiles>& by_d_o,
-                                               const Sums<kScoreTiles>& by_d_error) const {
-    const ChunkGates& gates = gates_of(head);
+  // dP and D, [64 x 64], as blocks. d_beta: of the head and the first token; null: it is there.
+  __device__ __forceinline__ void write_scores(uint32_t to, const ChunkGates& gates, const Scores& by_d_o,
+                                               const Scores& by_d_error, float* d_beta) const {
 #pragma unroll
     for (int tile = 0; tile < kScoreTiles; ++tile) {
-      if (tile > strip_) continue;
+      if (tile > strip()) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = row() + 8 * r, j = 8 * (first_column() + tile) + lane_ % 4 * 2;
         float score[2], correction[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float c =
-              (gates.sum_high[i] - gates.sum_high[j + e]) + (gates.sum_low[i] - gates.sum_low[j + e]);
+          const float c = (gates.sum_high[i] - gates.sum_high[j + e]) + (gates.sum_low[i] - gates.sum_low[j + e]);
           const float G = (j + e <= i ? __expf(c) : 0.f) * gates.beta[j + e];
           const float d_error = by_d_error.x[tile][2 * r + e];
           score[e] = j + e <= i ? p_.scale * G * by_d_o.x[tile][2 * r + e] : 0.f;
           correction[e] = j + e < i ? -gates.beta[i] * G * d_error : 0.f;
-          if (j + e == i && i < count_ && slice == 0) {
-            p_.d_beta[((b_ * p_.sequences.T + token_ + i) * p_.Hv + head)] = d_error;
-          }
+          if (j + e == i && i < memory().count && d_beta != nullptr) d_beta[static_cast<int64_t>(i) * p_.Hv] = d_error;
         }
-        const uint32_t at = static_cast<uint32_t>(((2 * strip_ + r) * kChunkBlocks + first_column() + tile) *
-                                                  kBlockBytes + lane_ * 4);
+        const uint32_t at =
+            static_cast<uint32_t>(((2 * strip() + r) * kChunkBlocks + first_column() + tile) * kBlockBytes + lane_ * 4);
         store_shared(to + at, pack2<T>(score[0], score[1]));
         store_shared(to + Tr::kScoresBytes + at, pack2<T>(correction[0], correction[1]));
       }
@@ -306,8 +370,7 @@ class Gradients {
   }
 
   // The factors of rows, on sums over all values.
-  __device__ __forceinline__ void scale_rows(int head, Keys& of_q, Keys& plus, Keys& minus) const {
-    const ChunkGates& gates = gates_of(head);
+  __device__ __forceinline__ void scale_rows(const ChunkGates& gates, Keys& of_q, Keys& plus, Keys& minus) const {
     constexpr int kLast = Tr::kChunkTokens - 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -315,25 +378,23 @@ class Gradients {
       const float gamma = __expf(gates.sum_high[i]), beta = gates.beta[i];
       const float to_end =
           beta * __expf((gates.sum_high[kLast] - gates.sum_high[i]) + (gates.sum_low[kLast] - gates.sum_low[i]));
-      float from_end = 0.f;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const float2 k = pair_of(keys_, i, tile);
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
           of_q.x[tile][e] *= p_.scale * gamma;
           plus.x[tile][e] *= -gamma * beta;
           minus.x[tile][e] *= to_end;
-          from_end = fmaf(e % 2 == 0 ? k.x : k.y, minus.x[tile][e], from_end);
         }
       }
-      from_end = quad_sum(from_end);
-      if (lane_ % 4 == 0) sums_.from_end[half_][i] = from_end;
+      const float from_end = quad_sum(dot(keys(), i, r, minus));
+      if (lane_ % 4 == 0) memory().from_end[half()][i] = from_end;
     }
   }
   // The lane's two keys of a tile of the warp's half, of a row of keys or queries.
   __device__ __forceinline__ float2 pair_of(uint32_t rows, int i, int tile) const {
-    const uint32_t at = rows + piece_offset<Tr::kSlice>(i, half_ * kTiles + tile) + static_cast<uint32_t>(lane_ % 4) * 4;
+    const uint32_t at =
+        rows + piece_offset<Tr::kSlice>(i, half() * kTiles + tile) + static_cast<uint32_t>(lane_ % 4) * 4;
     return unpack2<T>(__float_as_uint(load_shared_f1(at)));
   }
   // Over the four lanes that share rows.
@@ -343,21 +404,21 @@ class Gradients {
   }
 
   __device__ __forceinline__ void add_scores(uint32_t scores, Keys& of_q, Keys& plus, Keys& minus) const {
-    const uint32_t corrections = scores + Tr::kScoresBytes, queries = keys_ + Tr::kRowsBytes;
+    const uint32_t corrections = scores + Tr::kScoresBytes, queries = keys() + Tr::kRowsBytes;
 #pragma unroll
     for (int pair = 0; pair < kTokenStrips; ++pair) {
-      if (pair <= strip_) {  // rows of dP and D
+      if (pair <= strip()) {  // rows of dP and D
         uint32_t score[4], correction[4];
-        load_matrix_x4(four_blocks(scores, kChunkBlocks, 2 * strip_, 2 * pair, lane_), score);
-        load_matrix_x4(four_blocks(corrections, kChunkBlocks, 2 * strip_, 2 * pair, lane_), correction);
-        add_rows(of_q, score, keys_, pair, &plus, correction);
+        load_matrix_x4(four_blocks(scores, kChunkBlocks, 2 * strip(), 2 * pair, lane_), score);
+        load_matrix_x4(four_blocks(corrections, kChunkBlocks, 2 * strip(), 2 * pair, lane_), correction);
+        add_rows(of_q, score, keys(), pair, &plus, correction);
       }
-      if (pair >= strip_) {  // columns
+      if (pair >= strip()) {  // columns
         uint32_t score[4], correction[4];
-        load_trans(four_blocks(scores, kChunkBlocks, 2 * pair, 2 * strip_, lane_, true), score);
-        load_trans(four_blocks(corrections, kChunkBlocks, 2 * pair, 2 * strip_, lane_, true), correction);
+        load_trans(four_blocks(scores, kChunkBlocks, 2 * pair, 2 * strip(), lane_, true), score);
+        load_trans(four_blocks(corrections, kChunkBlocks, 2 * pair, 2 * strip(), lane_, true), correction);
         add_rows(minus, score, queries, pair);
-        add_rows(minus, correction, keys_, pair);
+        add_rows(minus, correction, keys(), pair);
       }
     }
   }
@@ -368,7 +429,7 @@ class Gradients {
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += 2) {
       uint32_t b[4];
-      load_trans(reader.at(pair, half_ * (kTiles / 2) + tile / 2), b);
+      load_trans(reader.at(pair, half() * (kTiles / 2) + tile / 2), b);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         multiply(sums.x[tile + i], left, b[2 * i], b[2 * i + 1]);
@@ -383,34 +444,25 @@ class Gradients {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = row() + 8 * r;
-      float sum = 0.f;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const float2 k = pair_of(keys_, i, tile), q = pair_of(keys_ + Tr::kRowsBytes, i, tile);
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          const float of_k = plus.x[tile][e] - minus.x[tile][e];
-          sum = fmaf(e % 2 == 0 ? q.x : q.y, of_q.x[tile][e], fmaf(e % 2 == 0 ? k.x : k.y, of_k, sum));
-        }
-      }
-      sum = quad_sum(sum);
-      if (lane_ % 4 == 0) sums_.by_token[half_][i] = sum;
+      const float of_keys = dot(keys(), i, r, plus) - dot(keys(), i, r, minus);
+      const float sum = quad_sum(dot(keys() + Tr::kRowsBytes, i, r, of_q) + of_keys);
+      if (lane_ % 4 == 0) memory().by_token[half()][i] = sum;
     }
   }
 
   // From the gradients of c those of the log decays: sums over the tokens from each on. By one warp, a lane two tokens.
-  __device__ __forceinline__ void store_log_decay(int slice, int head) const {
+  __device__ __forceinline__ void store_log_decay(const ChunkGates& gates, float* d_log_decay) const {
     float x[2], from_end = 0.f;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int t = 2 * lane_ + e;
-      x[e] = sums_.by_token[0][t] + sums_.by_token[1][t];
-      from_end += sums_.from_end[0][t] + sums_.from_end[1][t];
+      x[e] = memory().by_token[0][t] + memory().by_token[1][t];
+      from_end += memory().from_end[0][t] + memory().from_end[1][t];
     }
     float through_states = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < kGradientsWarps; ++warp) through_states += sums_.of_states[warp];
-    const float at_end = fmaf(__expf(gates_of(head).sum_high[Tr::kChunkTokens - 1]), through_states, warp_sum(from_end));
+    for (int warp = 0; warp < kGradientsWarps; ++warp) through_states += memory().of_states[warp];
+    const float at_end = fmaf(__expf(gates.sum_high[Tr::kChunkTokens - 1]), through_states, warp_sum(from_end));
     float sum = x[0] + x[1];
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -422,70 +474,80 @@ class Gradients {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int t = 2 * lane_ + e;
-      if (t >= count_) continue;
-      float& to = p_.d_log_decay[(b_ * p_.sequences.T + token_ + t) * p_.Hv + head];
-      float value = gradient[e] + at_end + (slice > 0 ? to : 0.f);
+      if (t >= memory().count) continue;
+      float& to = d_log_decay[static_cast<int64_t>(t) * p_.Hv];
+      float value = gradient[e] + at_end + (slice() > 0 ? to : 0.f);
       // A first token without a state before it has nothing to forget: the sum of terms that cancel. NaN stays.
-      if (t == 0 && starts_ && value == value) value = 0.f;
+      if (t == 0 && memory().starts && value == value) value = 0.f;
       to = value;
     }
   }
 
-  // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once.
+  // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once. Slices of the keys
+  // leave parts of what is to go through it.
   __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const Rows& to, float* parts,
-                                             const float* inverse_norms, int key_head, int first_key) const {
-    if (to.data == nullptr && parts == nullptr) return;
-    if (inverse_norms != nullptr) {
+                                             const float* inverse_norms) const {
+    if (Tr::kSlices == 1 && inverse_norms != nullptr) {
       __syncthreads();  // the sums of the halves are used again
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float along = 0.f;
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const float2 x = pair_of(rows, row() + 8 * r, tile);
-          along = fmaf(x.x, sums.x[tile][2 * r], fmaf(x.y, sums.x[tile][2 * r + 1], along));
-        }
-        along = quad_sum(along);
-        if (lane_ % 4 == 0) sums_.by_token[half_][row() + 8 * r] = along;
+        const int i = row() + 8 * r;
+        const float along = quad_sum(dot(rows, i, r, sums));
+        if (lane_ % 4 == 0) memory().by_token[half()][i] = along;
       }
       __syncthreads();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {  // dx = (dy - <dy, y> y) / |x| with y = x / |x|
+        const int i = row() + 8 * r;
+        if (i >= memory().count) continue;
+        const float scale = inverse_norms[(memory().row + i) * p_.Hq + memory().key_head];
+        const float along = memory().by_token[0][i] + memory().by_token[1][i];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const float2 y = pair_of(rows, i, tile);
+          sums.x[tile][2 * r] = scale * fmaf(-along, y.x, sums.x[tile][2 * r]);
+          sums.x[tile][2 * r + 1] = scale * fmaf(-along, y.y, sums.x[tile][2 * r + 1]);
+        }
+      }
     }
+    const int first_key = slice() * Tr::kSlice + 8 * half() * kTiles + lane_ % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = row() + 8 * r;
-      if (i >= count_) continue;
-      const int64_t flat = (b_ * p_.sequences.T + token_ + i) * p_.Hq + key_head;
-      const float scale = inverse_norms != nullptr ? inverse_norms[flat] : 1.f;
-      const float along = inverse_norms != nullptr ? sums_.by_token[0][i] + sums_.by_token[1][i] : 0.f;
-      uint16_t* at = const_cast<uint16_t*>(row_at(to, b_, token_ + i, key_head)) + first_key;
+      if (i >= memory().count) continue;
+      if (Tr::kSlices > 1 && parts != nullptr) {
+        float* at = parts + ((memory().row + i) * p_.Hq + memory().key_head) * p_.K + first_key;
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int key = 8 * (half_ * kTiles + tile) + lane_ % 4 * 2;
-        if (first_key + key >= p_.K) continue;
-        float x[2] = {sums.x[tile][2 * r], sums.x[tile][2 * r + 1]};
-        if (parts != nullptr) {
-          float* part = parts + flat * p_.K + first_key + key;
-          part[0] = x[0];
-          if (first_key + key + 1 < p_.K) part[1] = x[1];
-          continue;
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if (first_key + 8 * tile + e < p_.K) at[8 * tile + e] = sums.x[tile][2 * r + e];
+          }
         }
-        if (inverse_norms != nullptr) {  // dx = r (dy - <dy, y> y) with y = r x
-          const float2 y = pair_of(rows, i, tile);
-          x[0] = scale * fmaf(-along, y.x, x[0]);
-          x[1] = scale * fmaf(-along, y.y, x[1]);
+      } else if (to.data != nullptr) {
+        uint16_t* at = const_cast<uint16_t*>(row_at(to, memory().b, memory().token + i, memory().key_head)) + first_key;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          if (first_key + 8 * tile >= p_.K) break;
+          *reinterpret_cast<uint32_t*>(at + 8 * tile) = pack2<T>(sums.x[tile][2 * r], sums.x[tile][2 * r + 1]);
         }
-        *reinterpret_cast<uint32_t*>(at + key) = pack2<T>(x[0], x[1]);
       }
     }
   }
+  // The lane's part of <row i of keys or queries, row r of the sums>.
+  __device__ __forceinline__ float dot(uint32_t rows, int i, int r, const Keys& sums) const {
+    make_opaque(i);
+    float sum = 0.f;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float2 x = pair_of(rows, i, tile);
+      sum = fmaf(x.x, sums.x[tile][2 * r], fmaf(x.y, sums.x[tile][2 * r + 1], sum));
+    }
+    return sum;
+  }
 
   const GradientsParams& p_;
-  GradientsSums& sums_;
-  uint32_t keys_;  // tiles: keys, queries, and the stages behind them
-  int lane_, strip_, half_;
-  int64_t chunk_, b_, token_;  // the chunk's number, and its first token in its batch row
-  int count_;                  // tokens
-  bool starts_;                // a sequence, without a state
+  int lane_;
 };
 
 template <class T, int kKeys>
@@ -493,7 +555,7 @@ __global__ void __launch_bounds__(kGradientsThreads, 1)
     sm80_gradients_kernel(const __grid_constant__ GradientsParams p) {
   const int64_t chunk = blockIdx.x / p.Hq;
   if (chunk >= total_chunks(p.sequences)) return;
-  Gradients<T, kKeys>(p, dynamic_shared<char>()).run(chunk, static_cast<int>(blockIdx.x % p.Hq));
+  Gradients<T, kKeys>(p).run(chunk, static_cast<int>(blockIdx.x % p.Hq));
 }
 
 }  // namespace flash_qla::cuda::sm80
