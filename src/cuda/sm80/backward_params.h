@@ -23,7 +23,7 @@ struct alignas(16) ReverseRecord {
   char scores[kTriangleBytes];   // P^T
   float to_end[kTokens];         // e^(c at the step's end - c)
   float scaled_gamma[kTokens];   // scale e^c
-  float minus_step[kTokens];     // -beta e^c
+  float minus_gamma[kTokens];    // -e^c
   float beta[kTokens];
   float decay[4];  // e^c at the step's end, four times
 };

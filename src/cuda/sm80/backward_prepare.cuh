@@ -24,7 +24,7 @@ __device__ void write_gates(const BackwardPrepareParams& p, const HeadGates& s, 
   ReverseRecord<kStep>& record = *reverse_record_at<kStep>(p, chunk, head, step);
   record.to_end[at] = __expf((s.sum_high[last] - high) + (s.sum_low[last] - low));
   record.scaled_gamma[at] = p.common.scale * gamma;
-  record.minus_step[at] = -beta * gamma;
+  record.minus_gamma[at] = -gamma;
   record.beta[at] = beta;
   if (at < 4) record.decay[at] = __expf(s.sum_high[last]);
   double sum = static_cast<double>(high) + static_cast<double>(low);

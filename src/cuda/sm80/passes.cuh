@@ -56,10 +56,7 @@ __device__ void carry_back(const PassesParams& p, const Part& part, uint32_t bar
     const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
     const StripPlace place = strip_place(p.forward, block);
     if (p.dht.data != nullptr) load_state(state, p.dht, block.n, place);
-    if (p.dv.data != nullptr) {
-      dv = OutputRows<T>(row_at(p.dv, part.b, part.begin, place.head), p.dv.token, p.dv_columns, place);
-      dv.skip(number * kStep);
-    }
+    dv = OutputRows<T>(row_at(p.dv, part.b, part.begin + number * kStep, place.head), p.dv.token, p.dv_columns, place);
   }
   bool at_end = true;  // of a chunk
   for (; number >= 0; --number, ring.next()) {
@@ -80,14 +77,15 @@ __device__ void carry_back(const PassesParams& p, const Part& part, uint32_t bar
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
     const ThisStep step(stage, stage + values_at, lane);
     step.multiply_rows(sums, packed_state, Tr::kKeysAt, 0, Tr::kTokenTiles / 2);
-    typename ThisStep::PackedTokens d_o, left;
-    step.load_d_o(d_o);
-    const Range<T> of_d_o = step.scale_d_o(d_o, left);
+    typename ThisStep::PackedTokens left;
+    step.load_d_o(left);
+    const Range<T> of_d_o = step.scale_d_o(left);
     const float decay = load_shared_f1(step.vector_at(offsetof(Record, decay)));
     multiply_all(state, decay * of_state.down * of_d_o.up);
     step.add_rows(state, left, Tr::kQueriesAt);
     step.multiply_tokens(sums, offsetof(Record, to_end), of_state.down);
-    step.multiply_transposed(sums, d_o, offsetof(Record, scores));
+    step.load_d_o(left);  // once more: there are no registers to keep it in
+    step.multiply_transposed(sums, left, offsetof(Record, scores));
 
     // Z = dV' + strict(G o A)^T dV'
     const Range<T> of_sums = ThisStep::pack_in_range(sums, left);
@@ -101,16 +99,17 @@ __device__ void carry_back(const PassesParams& p, const Part& part, uint32_t bar
     }
 
     // dV = B Z; dS0 -= K^T diag(gamma) B Z
-    typename ThisStep::Tokens scaled = sums;
-    step.multiply_tokens(scaled, offsetof(Record, minus_step));
-    const Range<T> of_scaled = ThisStep::pack_in_range(scaled, left);
+    step.multiply_tokens(sums, offsetof(Record, beta));
+    typename ThisStep::PackedTokens rows;
+    pack<T>(sums, rows);
+    step.multiply_tokens(sums, offsetof(Record, minus_gamma));
+    const Range<T> of_scaled = ThisStep::pack_in_range(sums, left);
     if (Range<T>::kNarrow) multiply_all(state, of_d_o.down * of_scaled.up);
     step.add_rows(state, left, Tr::kKeysAt);
     if (Range<T>::kNarrow) multiply_all(state, of_scaled.down);
-    if (p.dv.data != nullptr) step.multiply_tokens(sums, offsetof(Record, beta));
     ring.release(lane);
     if (p.dv.data != nullptr) {
-      dv.store(sums, part.length - number * kStep);
+      dv.store(rows, part.length - number * kStep);
       dv.skip(-2 * kStep);
     }
   }

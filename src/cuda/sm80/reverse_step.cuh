@@ -90,8 +90,8 @@ class ReverseStep : public Step<T, kKeys> {
     }
   }
 
-  // scale gamma dO, rounded in the range that is returned.
-  __device__ __forceinline__ Range<T> scale_d_o(const PackedTokens& d_o, PackedTokens& scaled) const {
+  // dO becomes scale gamma dO, rounded in the range that is returned.
+  __device__ __forceinline__ Range<T> scale_d_o(PackedTokens& d_o) const {
     Tokens sums;
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i) {
@@ -103,7 +103,7 @@ class ReverseStep : public Step<T, kKeys> {
       }
     }
     multiply_tokens(sums, offsetof(Record, scaled_gamma));
-    return pack_in_range(sums, scaled);
+    return pack_in_range(sums, d_o);
   }
 
   template <int kTiles>

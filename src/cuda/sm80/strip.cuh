@@ -108,13 +108,19 @@ class OutputRows {
   // The next tokens, `left` of them or all.
   template <int kTiles>
   __device__ __forceinline__ void store(const Sums<kTiles>& sums, int left) {
+    Packed<kTiles> packed;
+    pack<T>(sums, packed);
+    store(packed, left);
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void store(const Packed<kTiles>& packed, int left) {
     const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i, at_ += 8 * stride_) {
       // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
       // beside them: an even lane gives its last for the neighbour's first.
-      const uint32_t first = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
-      const uint32_t last = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
+      const uint32_t first = transpose_8x8(packed.x[i / 2][i % 2 * 2]);
+      const uint32_t last = transpose_8x8(packed.x[i / 2][i % 2 * 2 + 1]);
       const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
       if (first_ < left - 8 * i) *reinterpret_cast<uint2*>(at_) = odd ? make_uint2(got, last) : make_uint2(first, got);
     }
