@@ -309,8 +309,9 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
   }
 }
 
+// Three blocks: as many as the shared memory of an A100's multiprocessor holds with up to 128 keys.
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
+__global__ void __launch_bounds__(kPrepareThreads, 3) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   constexpr int kStep = step_tokens(kKeys);
   char* memory = dynamic_shared<char>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
