@@ -21,6 +21,7 @@ class Sm80 : public ::testing::TestWithParam<HeadDims> {};
 TEST_P(Sm80, DrawnForward) {
   Arena arena(kPieces);
   const HeadDims dims = GetParam();
+  cuda_emulation::counters() = {};
   const Settings settings = settings_for(dims.K * dims.V > 128 * 128 ? 8 : 15);
   for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
     EXPECT_EQ(test_sm80_forward_of(settings, arena, kHostOracle, type, dims), 0);

@@ -321,11 +321,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3) sm80_prepare_kernel(const 
 
   // Rows of keys and queries.
   const uint32_t tiles = smem_address(memory);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, p.K,
-                                            place.count, threadIdx.x);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles + kChunk * kKeys * 2,
-                                            row_at(p.q, place.b, place.token, place.key_head), p.q.token, p.K,
-                                            place.count, threadIdx.x);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.k.pieces, threadIdx.x)
+      .copy(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, place.count);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.q.pieces, threadIdx.x)
+      .copy(tiles + kChunk * kKeys * 2, row_at(p.q, place.b, place.token, place.key_head), p.q.token, place.count);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
