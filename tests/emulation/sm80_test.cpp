@@ -1,97 +1,90 @@
 // Path sm80 on the CPU, against the recurrence in double precision.
+#include "sm80_tests.cuh"
+
 #include <gtest/gtest.h>
 
-#include "checker.h"
 #include "memory.h"
 #include "scheduler.h"
 
 namespace flash_qla::testing {
 namespace {
 
-struct HeadDims {
-  int64_t K, V;
-};
-constexpr HeadDims kDims[] = {{64, 64}, {96, 192}, {100, 60}, {128, 128}, {128, 256}, {192, 192}, {256, 256}, {16, 16}};
-
-Shape draw_sm80_shape(DType type, HeadDims dims, Random& random) {
-  static const std::vector<int64_t> kLengths = {0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200};
-  Shape s;
-  s.dtype = type;
-  s.K = dims.K;
-  s.V = dims.V;
-  s.T = random.pick(kLengths);
-  s.Hq = random.integer(1, 2);
-  s.Hv = s.Hq * (s.K * s.V > 128 * 128 ? 1 : random.integer(1, 3));
-  if (random.chance(0.5)) {
-    s.cu_seqlens = draw_offsets(s.T, random);
-  } else {
-    s.B = random.integer(1, 2);
-  }
-  return s;
-}
-
-ForwardCall draw_sm80_forward(DType type, HeadDims dims, Random& random) {
-  const Shape s = draw_sm80_shape(type, dims, random);
-  const PoolFeatures pool = draw_pool_features(false, !s.cu_seqlens.empty(), random);
-  ForwardCall call;
-  call.draw(s, draw_features(type, random), pool, false, random);
-  return call;
+// Few enough for a minute; another order of threads for each call.
+Settings settings_for(int64_t cases) {
+  Settings settings;
+  settings.cases = cases;
+  return settings;
 }
 
 class Sm80 : public ::testing::TestWithParam<HeadDims> {};
 
 TEST_P(Sm80, DrawnForward) {
   Arena arena(kPieces);
-  Settings settings;
-  settings.cases = GetParam().K * GetParam().V > 128 * 128 ? 10 : 16;
+  const HeadDims dims = GetParam();
+  cuda_emulation::counters() = {};
+  const Settings settings = settings_for(dims.K * dims.V > 128 * 128 ? 8 : 15);
   for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-    Checker checker(std::string("forward, sm80 emulated, ") + (type == DType::kBFloat16 ? "bf16" : "fp16"), settings,
-                    arena, "sm80");
-    const auto draw = [&](Random& r) { return draw_sm80_forward(type, GetParam(), r); };
-    for_each_case(settings, settings.cases, draw, [&](const std::string& what, const ForwardCall& call) {
-      ++cuda_emulation::settings().seed;
-      checker.check(what, call, "sm80", "reference", FLASH_QLA_CPU, {.emulation = true});
-    });
-    EXPECT_EQ(checker.finish(), 0);
+    EXPECT_EQ(test_sm80_forward_of(settings, arena, kHostOracle, type, dims), 0);
   }
-  const auto& counters = cuda_emulation::counters();
-  std::printf("%lld products, %lld loads of matrices, %lld bank conflicts\n", static_cast<long long>(counters.products),
-              static_cast<long long>(counters.matrix_loads), static_cast<long long>(counters.bank_conflicts));
+  EXPECT_GT(cuda_emulation::counters().products, 0);
+  EXPECT_EQ(cuda_emulation::counters().bank_conflicts, 0);
 }
 
-BackwardCall draw_sm80_backward(DType type, HeadDims dims, Random& random) {
-  Shape s = draw_sm80_shape(type, dims, random);
-  while (s.T == 0) s = draw_sm80_shape(type, dims, random);
-  const Features f = draw_features(type, random);
-  BackwardCall call;
-  call.draw(s, f, f.g && !f.gate && random.chance(0.3), random.chance(0.9), random.chance(0.5), random);
-  if (random.chance(0.3)) {  // any gradient may be unwanted
-    for (auto [name, buffer] : call.outputs()) {
-      if (random.chance(0.5)) *buffer = Buffer();
-    }
-  }
-  return call;
-}
-
-TEST_P(Sm80, DrawnBackward) {
-  Arena arena(kPieces);
-  Settings settings;
-  settings.cases = GetParam().K * GetParam().V > 128 * 128 ? 10 : 16;
-  for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-    Checker checker(std::string("backward, sm80 emulated, ") + (type == DType::kBFloat16 ? "bf16" : "fp16"), settings,
-                    arena, "sm80");
-    const auto draw = [&](Random& r) { return draw_sm80_backward(type, GetParam(), r); };
-    for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
-      ++cuda_emulation::settings().seed;
-      checker.check(what, call, "sm80", "reference", FLASH_QLA_CPU);
-    });
-    EXPECT_EQ(checker.finish(), 0);
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(HeadDims, Sm80, ::testing::ValuesIn(kDims), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(HeadDims, Sm80, ::testing::ValuesIn(kSm80Dims), [](const auto& info) {
   return "K" + std::to_string(info.param.K) + "V" + std::to_string(info.param.V);
 });
+
+TEST(Sm80, Invariance) {
+  Arena arena(kPieces);
+  EXPECT_EQ(test_sm80_invariance(settings_for(1), arena), 0);
+}
+
+TEST(Sm80, Neighbours) {
+  Arena arena(kPieces);
+  EXPECT_EQ(test_sm80_neighbours(settings_for(1), arena), 0);
+}
+
+TEST(Sm80, ListedTokens) {
+  Arena arena(kPieces);
+  EXPECT_EQ(test_sm80_listed(settings_for(1), arena), 0);
+}
+
+TEST(Sm80, MalformedDeviceData) {
+  Arena arena(kPieces);
+  EXPECT_EQ(test_sm80_malformed(settings_for(60), arena), 0);
+}
+
+// However a call is cut into blocks, which depends on the number of multiprocessors, its bits are the same.
+TEST(Sm80, BitsDoNotDependOnTheCard) {
+  Arena arena(kPieces);
+  Checker checker("strips in a block, sm80", settings_for(1), arena, "sm80");
+  const int as_it_was = cuda_emulation::settings().multiprocessors;
+  for (const HeadDims& dims : {HeadDims{64, 128}, HeadDims{128, 144}}) {
+    Random random(5);
+    Shape s;
+    s.dtype = DType::kBFloat16;
+    s.T = 150;
+    s.Hv = 5;
+    s.K = dims.K;
+    s.V = dims.V;
+    Features f;
+    f.final_state = f.initial_state = f.l2norm = true;
+    ForwardCall drawn;
+    drawn.draw(s, f, PoolFeatures{}, false, random);
+    ForwardCall first = drawn;
+    for (const int multiprocessors : {1000, 20, 10, 5, 1}) {
+      cuda_emulation::settings().multiprocessors = multiprocessors;
+      ForwardCall call = drawn;
+      checker.run(std::to_string(multiprocessors) + " multiprocessors", call, "sm80");
+      if (multiprocessors == 1000) first = call;
+      if (!same(call.o, first.o) || !same(call.final_state, first.final_state)) {
+        checker.fail(std::to_string(multiprocessors) + " multiprocessors", "sm80", "other bits");
+      }
+    }
+  }
+  cuda_emulation::settings().multiprocessors = as_it_was;
+  EXPECT_EQ(checker.finish(), 0);
+}
 
 }  // namespace
 }  // namespace flash_qla::testing

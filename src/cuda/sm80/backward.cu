@@ -67,21 +67,21 @@ class HeadsBackward {
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), kernels_(backward_kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    plan_ = plan_pass(2 * p.N * p.Hv, p.V, most_strips(kernels_.keys), sms_);
+    plan_ = plan_pass(2 * p.N * p.Hv, p.V, sms_);
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
       wants_parts_ |= present(*t);
     }
     sequences_ = take_sequences(p, workspace);
     normalizes_ = args.options.use_qk_l2norm_in_kernel != 0;
     const auto copy = [&](const Tensor& t, bool always, int64_t heads, int64_t size, int64_t grain) {
-      const bool needed = always || t.dtype != args.q.dtype || !rows_begin_on(t, grain);
+      const bool needed = always || t.dtype != args.q.dtype || !rows_fit(t, grain);
       return present(t) && needed ? RowCopy(p, heads, size, grain, workspace) : RowCopy();
     };
     q_ = copy(whole.q, normalizes_, p.Hq, p.K, kCopyGrain);
     k_ = copy(whole.k, normalizes_, p.Hq, p.K, kCopyGrain);
     v_ = copy(whole.v, false, p.Hv, p.V, kCopyGrain);
     d_o_ = copy(whole.d_o, false, p.Hv, p.V, kCopyGrain);
-    dv_ = copy(whole.dv, p.V % kStoreGrain != 0, p.Hv, p.V, kStoreGrain);
+    dv_ = copy(whole.dv, false, p.Hv, p.V, kStoreGrain);
 
     const int64_t items = p.chunk_bound * p.Hv;
     const int64_t columns = ceil_div(p.V, kStrip) * kStrip;
@@ -92,7 +92,7 @@ class HeadsBackward {
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
     const bool by_parts = normalizes_ && kernels_.keys > kMostKeysAtOnce;
     const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
-      if (!by_parts) *rows = copy(t, p.K % kPairGrain != 0, p.Hq, p.K, kPairGrain);
+      if (!by_parts) *rows = copy(t, false, p.Hq, p.K, kPairGrain);
       if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
     };
     take_rows(whole.dq, &dq_, &dq_parts_);
@@ -150,12 +150,13 @@ class HeadsBackward {
   Status take_keys(const Tensor& t, const RowCopy& copy, float* inverse_norms, Rows* rows, cudaStream_t stream) const {
     *rows = copy.used() ? copy.rows(p_) : rows_of(t);
     if (!copy.used()) return Status();
-    return normalizes_ ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), inverse_norms, stream)
-                       : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream);
+    return normalizes_ ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), inverse_norms, stream, copy.row)
+                       : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream, copy.row);
   }
   Status take_values(const Tensor& t, const RowCopy& copy, Rows* rows, cudaStream_t stream) const {
     *rows = copy.used() ? copy.rows(p_) : rows_of(t);
-    return copy.used() ? launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(t), copy.tensor(p_), stream) : Status();
+    return copy.used() ? launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(t), copy.tensor(p_), stream, copy.row)
+                       : Status();
   }
   // Where a gradient's rows are stored.
   Rows place_of(const Tensor& t, const RowCopy& copy) const {
@@ -212,7 +213,6 @@ class HeadsBackward {
     params.d_beta = d_beta_;
     params.scale = static_cast<float>(p_.scale);
     set_sizes(&params);
-    params.V = static_cast<int32_t>(p_.V);
     params.Hq = static_cast<int32_t>(p_.Hq);
     params.value_blocks = static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8);
     params.starts_from_zero = !present(args_.initial_state);

@@ -6,14 +6,18 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// The place of block (row, column) of a lower triangular matrix whose blocks are kept as the reverse pass multiplies
-// them: block rows in pairs (the 16 tokens that one product sums over), and in a pair column by column. Each block is
-// transposed.
-constexpr int transposed_block(int row, int column) {
-  const int pair = row / 2, before = pair * (2 * pair + 1);
-  return before + (column == 2 * pair + 1 ? 4 * pair + 2 : 2 * column + row % 2);
+// The place of block (row, column) of a lower triangular [tokens x tokens] matrix whose blocks are kept as the reverse
+// pass multiplies them, each of them transposed: pairs of block columns from the last to the first, for each of these
+// pairs of rows (the 16 tokens that one product sums over), and in these column by column. The block above the diagonal
+// is not kept.
+constexpr int transposed_block(int tokens, int row, int column) {
+  const int pair = column / 2, later = tokens / 16 - 1 - pair;  // pairs of columns behind this one
+  const int before = later * (2 * later + 1);                   // their blocks
+  if (row / 2 == pair) return before + (column % 2 == 0 ? row % 2 : 2);
+  return before + 3 + 4 * (row / 2 - pair - 1) + 2 * (column % 2) + row % 2;
 }
-static_assert(transposed_block(3, 3) == triangle_blocks(32) - 1 && transposed_block(7, 7) == triangle_blocks(64) - 1);
+static_assert(transposed_block(32, 3, 3) == 2 && transposed_block(32, 3, 1) == triangle_blocks(32) - 1 &&
+              transposed_block(64, 7, 1) == triangle_blocks(64) - 1);
 
 // What the reverse pass needs of one step and value head beside keys and queries. P is without beta here.
 template <int kTokens>
@@ -45,7 +49,7 @@ static_assert(std::is_trivially_copyable_v<BackwardPrepareParams>);
 struct PassesParams {
   ForwardParams forward;  // of the forward pass, and what both have in common
   const char* reverse_records;
-  Rows d_o;            // [B, T, Hv, V]; null: zero
+  Rows d_o;            // [B, T, Hv, V]; null and without pieces: zero
   Rows dv;             // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
   char* gradients;     // dS at each chunk's end; null: not wanted
   char* d_errors;      // Z
@@ -67,7 +71,7 @@ struct GradientsParams {
   float *dq_parts, *dk_parts;                          // [B * T, Hq, K] before the l2 norm; null: not wanted
   float *d_log_decay, *d_beta;                         // [B * T, Hv]
   float scale;
-  int32_t K, V, Hq, Hv, group;
+  int32_t K, Hq, Hv, group;
   int32_t value_blocks;  // of 8 value columns
   bool starts_from_zero;
 };

@@ -63,7 +63,7 @@ __device__ void write_both_triangles(const BackwardPrepareParams& p, const Prepa
       }
       const int at = triangle_block(kStep, row, column) * kBlockBytes + lane * 4;
       *reinterpret_cast<uint32_t*>(record.transform + at) = pack2<T>(transform[0], transform[1]);
-      const int at_t = transposed_block(row, column) * kBlockBytes + lane * 4;
+      const int at_t = transposed_block(kStep, row, column) * kBlockBytes + lane * 4;
       *reinterpret_cast<uint32_t*>(reverse.inverse + at_t) = pack2<T>(inverse[0], inverse[1]);
       *reinterpret_cast<uint32_t*>(reverse.scores + at_t) = pack2<T>(score[0], score[1]);
     }

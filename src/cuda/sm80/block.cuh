@@ -43,28 +43,27 @@ class Ring {
       mbarrier_init(barriers + 16 * i + 8, static_cast<uint32_t>(readers) * kWarpArrivals);
     }
   }
-  __device__ __forceinline__ uint32_t full() const { return barriers_ + 16 * stage_; }
+  __device__ __forceinline__ uint32_t full() const { return barriers_ + 16 * (place_ >> 1); }
   __device__ __forceinline__ uint32_t free() const { return full() + 8; }
   // Since init() nobody has to wait for a free stage: the phase before the first counts as over.
-  __device__ __forceinline__ void wait_free() const { mbarrier_wait(free(), parity_ ^ 1); }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity_); }
+  __device__ __forceinline__ void wait_free() const { mbarrier_wait(free(), (place_ & 1) ^ 1); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), place_ & 1); }
   __device__ __forceinline__ void release(int lane) const {
     __syncwarp();  // all lanes have read
     mbarrier_arrive_warp(free(), lane);
   }
   __device__ __forceinline__ uint32_t stage(uint32_t first_stage) const {
-    return first_stage + static_cast<uint32_t>(stage_) * static_cast<uint32_t>(stage_bytes_);
+    return first_stage + (place_ >> 1) * static_cast<uint32_t>(stage_bytes_);
   }
   __device__ __forceinline__ void next() {
-    if (++stage_ < stages_) return;
-    stage_ = 0;
-    parity_ ^= 1;
+    place_ += 2;
+    if (place_ >= 2 * static_cast<uint32_t>(stages_)) place_ = (place_ & 1) ^ 1;
   }
 
  private:
   uint32_t barriers_;
-  int stages_, stage_bytes_, stage_ = 0;
-  uint32_t parity_ = 0;
+  int stages_, stage_bytes_;
+  uint32_t place_ = 0;  // twice the stage's number, and the parity of the phases that have been waited for
 };
 
 template <int kKeys>
@@ -76,20 +75,35 @@ __device__ __forceinline__ const typename Traits<kKeys>::Record* record_at(const
          step % Tr::kStepsPerChunk;
 }
 
-// Rows of a step's values for `strips` strips, a power of two; `values` of a row are there, `count` rows.
-template <int kStep>
-__device__ __forceinline__ void copy_values(uint32_t to, const uint16_t* v, int64_t stride, int values, int count,
-                                            int strips, int lane) {
-  const int pieces = 2 * strips;  // of 16 bytes in a row
-  const int piece_bits = 31 - __clz(pieces);
-#pragma unroll 2
-  for (int i = lane; i < kStep * pieces; i += 32) {
-    const int row = i >> piece_bits, piece = i & (pieces - 1), room = 2 * (values - 8 * piece);
-    const int bytes = row >= count || room <= 0 ? 0 : room < 16 ? room : 16;
-    cp_async_16(to + static_cast<uint32_t>(piece / 2 * kStep * kStrip * 2) + value_offset(row, piece % 2),
-                bytes > 0 ? v + row * stride + 8 * piece : v, bytes);
+// Copies values of a step for a block's strips; a lane's column is the same in every row.
+template <int kKeys>
+class ValueCopier {
+  using Tr = Traits<kKeys>;
+
+ public:
+  // `rows`: [B, T, Hv, V]; `column`: the block's first.
+  __device__ __forceinline__ ValueCopier(const Rows& rows, int column, int strips, int lane) {
+    const int pieces = 2 * strips, piece_bits = 31 - __clz(pieces);  // of 16 bytes in a row; a power of two
+    piece_ = lane & (pieces - 1);
+    first_row_ = lane >> piece_bits;
+    rows_on_ = 32 >> piece_bits;
+    inside_ = column / 8 + piece_ < rows.pieces;
   }
-}
+  // `count` rows from `from` on, `stride` elements apart; those past them become zero.
+  __device__ __forceinline__ void copy(uint32_t values, const uint16_t* from, int64_t stride, int count) const {
+    values += static_cast<uint32_t>(piece_ / 2 * Tr::kValueBytes);
+    const uint16_t* at = from + first_row_ * stride + 8 * piece_;
+#pragma unroll 2
+    for (int row = first_row_; row < Tr::kStep; row += rows_on_, at += rows_on_ * stride) {
+      const bool inside = inside_ && row < count;
+      cp_async_16_or_zero(values + value_offset(row, piece_ % 2), inside ? at : from, inside);
+    }
+  }
+
+ private:
+  int piece_, first_row_, rows_on_;
+  bool inside_;
+};
 
 // The warp that loads: steps of a sequence into the ring.
 template <int kKeys, bool kOutputs>
@@ -101,20 +115,23 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, int head, i
   const uint16_t* k = row_at(p.k, part.b, part.begin, key_head);
   const uint16_t* q = row_at(p.q, part.b, part.begin, key_head);
   const uint16_t* v = row_at(p.v, part.b, part.begin, head) + column;
+  const TileCopier<kKeys, kStep, 32> copy_keys(p.k.pieces, lane), copy_queries(p.q.pieces, lane);
+  const ValueCopier<kKeys> copy_values(p.v, column, p.strips, lane);
   const int steps = static_cast<int>(ceil_div(part.length, kStep));
   for (int step = 0; step < steps; ++step, ring.next()) {
     const int count = min(kStep, part.length - step * kStep);
     const uint32_t stage = ring.stage(first_stage);
     ring.wait_free();
-    copy_rows<kKeys, kStep, 32>(stage + Tr::kKeysAt, k, p.k.token, p.K, count, lane);
-    const char* record = reinterpret_cast<const char*>(record_at<kKeys>(p, part.first_chunk, head, step));
+    copy_keys.copy(stage + Tr::kKeysAt, k, p.k.token, count);
+    const char* record = reinterpret_cast<const char*>(record_at<kKeys>(p, part.first_chunk, head, step)) + lane * 16;
     constexpr int kRecordPieces = (kOutputs ? Tr::kRecordBytes : Tr::kStateRecordBytes) / 16;
-#pragma unroll 4
-    for (int i = lane; i < kRecordPieces; i += 32) {
-      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>(i) * 16, record + i * 16, 16);
+#pragma unroll
+    for (int i = 0; i < kRecordPieces; i += 32) {
+      if (i + 32 > kRecordPieces && i + lane >= kRecordPieces) continue;
+      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((i + lane) * 16), record + i * 16);
     }
-    copy_values<kStep>(stage + Tr::kValuesAt, v, p.v.token, p.V - column, count, p.strips, lane);
-    if (kOutputs) copy_rows<kKeys, kStep, 32>(stage + Tr::kQueriesAt, q, p.q.token, p.K, count, lane);
+    copy_values.copy(stage + Tr::kValuesAt, v, p.v.token, count);
+    if (kOutputs) copy_queries.copy(stage + Tr::kQueriesAt, q, p.q.token, count);
     cp_async_arrive(ring.full());
     k += kStep * p.k.token;
     q += kStep * p.q.token;

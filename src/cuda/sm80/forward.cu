@@ -41,17 +41,15 @@ class Call {
   Call(const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    plan_ = plan_pass(p.N * p.Hv, p.V, kernels_.most_strips, sms_);
+    plan_ = plan_pass(p.N * p.Hv, p.V, sms_);
     sequences_ = take_sequences(p, workspace);
     records_ = workspace->take<char>(p.chunk_bound * p.Hv * kernels_.record_bytes);
     listed_ = take_listed(args, p, kernels_.record_bytes, workspace);
     const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
-    if (normalizes || !rows_begin_on(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
-    if (normalizes || !rows_begin_on(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
-    if (!rows_begin_on(args.v, kCopyGrain)) v_ = RowCopy(p, p.Hv, p.V, kCopyGrain, workspace);
-    if (!rows_begin_on(args.o, kStoreGrain) || p.V % kStoreGrain != 0) {
-      o_ = RowCopy(p, p.Hv, p.V, kStoreGrain, workspace);
-    }
+    if (normalizes || !rows_fit(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
+    if (normalizes || !rows_fit(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
+    if (!rows_fit(args.v, kCopyGrain)) v_ = RowCopy(p, p.Hv, p.V, kCopyGrain, workspace);
+    if (!rows_fit(args.o, kStoreGrain)) o_ = RowCopy(p, p.Hv, p.V, kStoreGrain, workspace);
   }
 
   static size_t workspace_size(const Arguments& args, const Problem& p) {
@@ -80,7 +78,8 @@ class Call {
     forward.q = prepare.normal_q != nullptr ? q_.rows(p_) : prepare.q;
     forward.k = prepare.normal_k != nullptr ? k_.rows(p_) : prepare.k;
     if (v_.used()) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(args_.v), v_.tensor(p_), stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(args_.v), v_.tensor(p_), stream, v_.row));
     }
     const int64_t blocks_per_sequence = p_.Hv * plan_.blocks_per_head;
     FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, p_.N * blocks_per_sequence, stream));
@@ -153,13 +152,13 @@ class Call {
     *rows = rows_of(t);
     if (!copy.used()) return Status();
     const bool normalizes = args_.options.use_qk_l2norm_in_kernel != 0;
-    if (rows_begin_on(t, kCopyGrain)) {
+    if (rows_fit(t, kCopyGrain)) {
       *normal = copy.data;
       return Status();
     }
     *rows = copy.rows(p_);
-    return normalizes ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), nullptr, stream)
-                      : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream);
+    return normalizes ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), nullptr, stream, copy.row)
+                      : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream, copy.row);
   }
 
   const Arguments& args_;

@@ -61,19 +61,26 @@ __device__ __forceinline__ char* strip_blocks(char* matrices, const ForwardParam
   return matrices + ((matrix * value_blocks + block.column / 8 + 2 * strip) * row) * kBlockBytes;
 }
 
+// A strip's E of one step after another, as blocks; null: not wanted.
+struct ErrorBlocks {
+  char* at;
+  template <int kTiles>
+  __device__ __forceinline__ void store(const Packed<kTiles>& errors) {
+    if (at == nullptr) return;
+    store_blocks(errors, at, kChunkBlocks * kBlockBytes);
+    at += kTiles * kBlockBytes;
+  }
+};
+
 // A warp that carries a strip.
 template <class T, int kKeys, bool kOutputs>
 __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, uint32_t barriers, Ring ring) {
   using Tr = Traits<kKeys>;
-  using ThisStep = Step<T, kKeys>;
-  constexpr int kStep = Tr::kStep, kPairs = Tr::kTokenTiles / 2;
-  // Q S0 in two parts, each behind a chain of products that waits for itself. With 256 keys there are no registers for
-  // it before E is packed.
-  constexpr bool kEarly = kOutputs && kKeys <= 192;
+  constexpr int kStep = Tr::kStep;
   int lane = threadIdx.x % 32;
   const uint32_t values_at = Tr::kValuesAt + threadIdx.x / 32 * Tr::kValueBytes;
 
-  typename ThisStep::State state;
+  Sums<Tr::kKeyTiles> state;
   state.clear();
   OutputRows<T> o;
   {
@@ -81,64 +88,42 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     const StripPlace place = strip_place(p, block);
     const DeviceStates from = slot >= 0 ? p.pool : p.initial_state;
     if (from.data != nullptr) load_state(state, from, slot >= 0 ? slot : block.n, place);
-    if (kOutputs) o = OutputRows<T>(row_at(p.o, part.b, part.begin, place.head), p.o.token, p.o_columns, place);
+    if (kOutputs) {
+      const uint16_t* rows = row_at(p.o, part.b, part.begin, place.head);
+      o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, Step<T, kKeys, kOutputs>::kRowsLater, place);
+    }
   }
-  int left = part.length;
-  for (int number = 0;; ++number, ring.next()) {
-    const bool at_end = left <= 0;
+  Packed<Tr::kKeyTiles> packed;
+  pack<T>(state, packed);
+  Step<T, kKeys, kOutputs> step;
+  ErrorBlocks errors{};
+  for (int number = 0;; ++number) {
+    const int done = number * kStep;
+    const bool at_end = done >= part.length;
     if (at_end || (number % Tr::kStepsPerChunk == 0 && keeps_states(p))) {
-      keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? number * kStep + left : number * kStep, state);
+      keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
     }
     if (at_end) break;
-
-    make_opaque(lane);
     if (!kOutputs && p.states != nullptr && number % Tr::kStepsPerChunk == 0) {
       const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-      store_blocks<T>(state, strip_blocks(p.states, p, block, number / Tr::kStepsPerChunk, Tr::kKeyTiles),
-                      Tr::kKeyTiles * kBlockBytes);
+      const int chunk = number / Tr::kStepsPerChunk;
+      store_blocks(packed, strip_blocks(p.states, p, block, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
+      errors.at = strip_blocks(p.errors, p, block, chunk, kChunkBlocks);
     }
-    Packed<Tr::kKeyTiles> packed_state;
-    pack<T>(state, packed_state);
+    if (kKeys == 256) make_opaque(lane);
     ring.wait_full();
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
-    const ThisStep step(stage, stage + values_at, lane);
-
-    // W = V - diag(gamma) K S0, E = W + strict(G o T) W
-    typename ThisStep::Tokens errors, outputs;
-    errors.clear();
-    outputs.clear();
-    step.multiply_rows(errors, packed_state, Tr::kKeysAt, 0, kPairs);
-    if (kEarly) step.multiply_rows(outputs, packed_state, Tr::kQueriesAt, 0, kPairs / 2);
-    step.subtract_from_values(errors);
-    {
-      Packed<Tr::kTokenTiles> w;
-      pack<T>(errors, w);
-      step.multiply_triangle(errors, w, offsetof(typename Tr::Record, transform));
+    step.begin(stage, stage + values_at, lane, packed);
+    step.finish(o);  // of the step before; what the first one has of it is not stored
+    if constexpr (kOutputs) {
+      step.run(state, packed, o);
+    } else {
+      step.run(state, packed, errors);
     }
-    if (kEarly) step.multiply_rows(outputs, packed_state, Tr::kQueriesAt, kPairs / 2, kPairs);
-
-    Packed<Tr::kTokenTiles> plain, scaled;
-    step.pack_errors(errors, plain, scaled);
-    if (!kOutputs && p.errors != nullptr) {
-      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-      char* to = strip_blocks(p.errors, p, block, number / Tr::kStepsPerChunk, kChunkBlocks);
-      store_blocks<T>(errors, to + number % Tr::kStepsPerChunk * Tr::kTokenTiles * kBlockBytes,
-                      kChunkBlocks * kBlockBytes);
-    }
-
-    // O = scale diag(gamma) Q S0 + (P B) E
-    if (kOutputs) {
-      if (!kEarly) step.multiply_rows(outputs, packed_state, Tr::kQueriesAt, 0, kPairs);
-      step.scale_outputs(outputs);
-      step.multiply_triangle(outputs, plain, offsetof(typename Tr::Record, outputs));
-    }
-
-    // S1 = gamma_C S0 + K^T diag(beta gamma_C / gamma) E
-    step.update(state, scaled);
     ring.release(lane);
-    if (kOutputs) o.store(outputs, left);
-    left -= kStep;
+    ring.next();
   }
+  step.finish(o);
 }
 
 // Rows of a skipped sequence's outputs, values [column, column + size).

@@ -39,7 +39,7 @@ struct GradientsTraits {
 struct GradientsMemory {
   // What the block works on. It is read where it is needed, and takes no registers in between.
   const char *errors, *d_errors, *states, *gradients;  // of the chunk and the group's first head
-  const uint16_t* d_o;                                 // of its first token and the first head; null: zero
+  const uint16_t* d_o;                                 // of its first token and the first head
   const ChunkGates* gates;
   float *d_beta, *d_log_decay;  // likewise
   int64_t row;                  // the first token's, of B * T
@@ -106,7 +106,7 @@ class Gradients {
     memory().d_errors = p_.d_errors + token_bytes;
     memory().states = p_.states + state_bytes;
     memory().gradients = p_.gradients + state_bytes;
-    memory().d_o = p_.d_o.data == nullptr ? nullptr : row_at(p_.d_o, sequence.b, token, key_head * p_.group);
+    memory().d_o = row_at(p_.d_o, sequence.b, token, key_head * p_.group);
     memory().gates = p_.gates + matrix;
     memory().row = sequence.b * p_.sequences.T + token;
     memory().d_beta = p_.d_beta + memory().row * p_.Hv + key_head * p_.group;
@@ -192,8 +192,9 @@ class Gradients {
   // The slice's keys of rows of q or k.
   __device__ __forceinline__ void copy_slice(uint32_t tile, const Rows& rows) const {
     const uint16_t* from = row_at(rows, memory().b, memory().token, memory().key_head) + slice() * Tr::kSlice;
-    copy_rows<Tr::kSlice, Tr::kChunkTokens, kGradientsThreads>(tile, from, rows.token, p_.K - slice() * Tr::kSlice,
-                                                               memory().count, threadIdx.x);
+    TileCopier<Tr::kSlice, Tr::kChunkTokens, kGradientsThreads>(
+        min(rows.pieces - slice() * Tr::kSlice / 8, Tr::kSlice / 8), threadIdx.x)
+        .copy(tile, from, rows.token, memory().count);
   }
 
   // Value columns [32 values, 32 values + 32) of a head of the group into a stage: what belongs to tokens by half of
@@ -212,24 +213,24 @@ class Gradients {
       constexpr int kStepTokens = step_tokens(kKeys), kTurns = Tr::kTokensBytes / 16 / kThreads;
       const bool left_something = thread / 8 % kChunkBlocks * 8 / kStepTokens * kStepTokens < memory().count;
       const uint32_t at = static_cast<uint32_t>(first * kChunkBlocks * kBlockBytes + thread * 16);
-      const int row = thread / 4, column = kValueSlice * values + thread % 4 * 8;
-      const uint16_t* d_o = memory().d_o + row * p_.d_o.token + member * p_.d_o.head + column;
-      const int columns = memory().d_o == nullptr ? 0 : min(2 * (p_.V - column), 16), count = memory().count;
+      const int row = thread / 4, d_o_piece = kValueSlice / 8 * values + thread % 4, count = memory().count;
+      const uint16_t* d_o = memory().d_o + row * p_.d_o.token + member * p_.d_o.head + 8 * d_o_piece;
+      const bool given = d_o_piece < p_.d_o.pieces;
       const char *errors = memory().errors, *d_errors = memory().d_errors;
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         constexpr int kRows = kThreads / 4, kValueBlocks = kThreads / 8 / kChunkBlocks;
         const bool inside = left_something && turn * kValueBlocks + thread / 8 / kChunkBlocks < room;
         const uint32_t piece = inside ? at + turn * kThreads * 16 : 0u;
-        copy_piece(to + Tr::kErrorsAt + turn * kThreads * 16, errors + piece, inside);
-        copy_piece(to + Tr::kDErrorsAt + turn * kThreads * 16, d_errors + piece, inside);
-        const int bytes = turn * kRows + row < count && columns > 0 ? columns : 0;
-        cp_async_16(stage(parity) + slice_offset(row, thread % 4) + turn * kRows * 64,
-                    bytes > 0 ? static_cast<const void*>(d_o + turn * kRows * p_.d_o.token) : errors, bytes);
+        cp_async_16_or_zero(to + Tr::kErrorsAt + turn * kThreads * 16, errors + piece, inside);
+        cp_async_16_or_zero(to + Tr::kDErrorsAt + turn * kThreads * 16, d_errors + piece, inside);
+        const bool reads = given && turn * kRows + row < count;
+        const void* from = reads ? static_cast<const void*>(d_o + turn * kRows * p_.d_o.token) : errors;
+        cp_async_16_or_zero(stage(parity) + slice_offset(row, thread % 4) + turn * kRows * 64, from, reads);
       }
       if (values == 0 && thread < static_cast<int>(sizeof(ChunkGates) / 16)) {
-        copy_piece(smem_address(&memory().of_heads[member % 2]) + static_cast<uint32_t>(thread) * 16,
-                   reinterpret_cast<const char*>(memory().gates + member) + thread * 16, true);
+        cp_async_16(smem_address(&memory().of_heads[member % 2]) + static_cast<uint32_t>(thread) * 16,
+                    reinterpret_cast<const char*>(memory().gates + member) + thread * 16);
       }
     } else {
       constexpr int kTurns = Tr::kStateBytes / 16 / kThreads;
@@ -242,14 +243,11 @@ class Gradients {
         const uint32_t at =
             inside ? static_cast<uint32_t>(((first + row) * kKeys + slice() * Tr::kSlice) * 16 + i % Tr::kSlice * 16)
                    : 0u;
-        copy_piece(to + Tr::kStatesAt + turn * kThreads * 16, states + at, inside);
-        copy_piece(to + Tr::kGradientsAt + turn * kThreads * 16, gradients + at, inside);
+        cp_async_16_or_zero(to + Tr::kStatesAt + turn * kThreads * 16, states + at, inside);
+        cp_async_16_or_zero(to + Tr::kGradientsAt + turn * kThreads * 16, gradients + at, inside);
       }
     }
     cp_async_commit();
-  }
-  static __device__ __forceinline__ void copy_piece(uint32_t to, const char* from, bool inside) {
-    cp_async_16(to, from, inside ? 16 : 0);
   }
 
   // ---- products with a slice of the values

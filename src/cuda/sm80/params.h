@@ -8,11 +8,12 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// [B, T, heads, size] 16-bit elements as cp.async reads them: those of a row lie side by side and begin on a 16-byte
-// boundary.
+// [B, T, heads, size] 16-bit elements as cp.async reads them: those of a row lie side by side, begin on a 16-byte
+// boundary and are a multiple of 8; what is beyond K or V is zero.
 struct Rows {
   const void* data;            // null: there are none
   int64_t batch, token, head;  // strides, elements
+  int32_t pieces;              // of 16 bytes in a row
 };
 
 // Entries for each chunk, by its number.
@@ -66,7 +67,7 @@ struct ForwardParams {
 
   int32_t K, V, Hv, group;
   int32_t o_columns;  // V or more, a multiple of 4
-  int32_t strips;     // of a block: 1, 2, 4 or 8
+  int32_t strips;     // of a block: 1, 2 or 4
   int32_t blocks_per_head;
   int32_t stages, stage_bytes;
 };

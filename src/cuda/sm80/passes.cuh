@@ -16,24 +16,27 @@ __device__ void load_steps_back(const PassesParams& p, const Part& part, int hea
   constexpr int kStep = Tr::kStep;
   const ForwardParams& f = p.forward;
   const int key_head = head / f.group;
+  const TileCopier<kKeys, kStep, 32> copy_keys(f.k.pieces, lane), copy_queries(f.q.pieces, lane);
+  const ValueCopier<kKeys> copy_values(p.d_o, column, f.strips, lane);
   for (int step = static_cast<int>(ceil_div(part.length, kStep)) - 1; step >= 0; --step, ring.next()) {
     const int token = part.begin + step * kStep, count = min(kStep, part.length - step * kStep);
     const uint32_t stage = ring.stage(first_stage);
     const uint16_t* k = row_at(f.k, part.b, token, key_head);
     ring.wait_free();
-    copy_rows<kKeys, kStep, 32>(stage + Tr::kKeysAt, k, f.k.token, f.K, count, lane);
-    copy_rows<kKeys, kStep, 32>(stage + Tr::kQueriesAt, row_at(f.q, part.b, token, key_head), f.q.token, f.K, count,
-                                lane);
+    copy_keys.copy(stage + Tr::kKeysAt, k, f.k.token, count);
     const int64_t chunk = part.first_chunk + step / Tr::kStepsPerChunk;
     const char* record = p.reverse_records + ((chunk * f.Hv + head) * Tr::kStepsPerChunk + step % Tr::kStepsPerChunk) *
                                                  static_cast<int64_t>(sizeof(typename Reverse::Record));
-#pragma unroll 4
-    for (int i = lane; i < static_cast<int>(sizeof(typename Reverse::Record) / 16); i += 32) {
-      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>(i) * 16, record + i * 16, 16);
+    constexpr int kRecordPieces = sizeof(typename Reverse::Record) / 16;
+#pragma unroll
+    for (int i = 0; i < kRecordPieces; i += 32) {
+      if (i + 32 > kRecordPieces && i + lane >= kRecordPieces) continue;
+      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((i + lane) * 16), record + (i + lane) * 16);
     }
     const bool given = p.d_o.data != nullptr;
-    copy_values<kStep>(stage + Reverse::kValuesAt, given ? row_at(p.d_o, part.b, token, head) + column : k, p.d_o.token,
-                       f.V - column, given ? count : 0, f.strips, lane);
+    copy_values.copy(stage + Reverse::kValuesAt, given ? row_at(p.d_o, part.b, token, head) + column : k, p.d_o.token,
+                     given ? count : 0);
+    copy_queries.copy(stage + Tr::kQueriesAt, row_at(f.q, part.b, token, key_head), f.q.token, count);
     cp_async_arrive(ring.full());
   }
 }
@@ -43,74 +46,52 @@ template <class T, int kKeys>
 __device__ void carry_back(const PassesParams& p, const Part& part, uint32_t barriers, Ring ring) {
   using Tr = Traits<kKeys>;
   using ThisStep = ReverseStep<T, kKeys>;
-  using Record = typename ThisStep::Record;
   constexpr int kStep = Tr::kStep;
   int lane = threadIdx.x % 32;
   const uint32_t values_at = ReverseTraits<kKeys>::kValuesAt + threadIdx.x / 32 * Tr::kValueBytes;
-  int number = static_cast<int>(ceil_div(part.length, kStep)) - 1;
 
   typename ThisStep::State state;
   state.clear();
-  OutputRows<T> dv;
-  {
+  if (p.dht.data != nullptr) {
     const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-    const StripPlace place = strip_place(p.forward, block);
-    if (p.dht.data != nullptr) load_state(state, p.dht, block.n, place);
-    dv = OutputRows<T>(row_at(p.dv, part.b, part.begin + number * kStep, place.head), p.dv.token, p.dv_columns, place);
+    load_state(state, p.dht, block.n, strip_place(p.forward, block));
   }
   bool at_end = true;  // of a chunk
-  for (; number >= 0; --number, ring.next()) {
+  for (int number = static_cast<int>(ceil_div(part.length, kStep)) - 1; number >= 0; --number) {
+    const int chunk = number / Tr::kStepsPerChunk;
     make_opaque(lane);
+    Packed<Tr::kKeyTiles> packed;
     if (at_end && p.gradients != nullptr) {
+      pack<T>(state, packed);
       const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-      store_blocks<T>(state, strip_blocks(p.gradients, p.forward, block, number / Tr::kStepsPerChunk, Tr::kKeyTiles),
-                      Tr::kKeyTiles * kBlockBytes);
+      store_blocks(packed, strip_blocks(p.gradients, p.forward, block, chunk, Tr::kKeyTiles),
+                   Tr::kKeyTiles * kBlockBytes);
     }
     at_end = number % Tr::kStepsPerChunk == 0;
-
-    // dV' = diag(gamma_C / gamma) K dS1 + P^T dO; and dS0 begins with gamma_C dS1 + Q^T diag(scale gamma) dO
-    typename ThisStep::Tokens sums;
-    sums.clear();
-    Packed<Tr::kKeyTiles> packed_state;
-    const Range<T> of_state = ThisStep::pack_in_range(state, packed_state);
+    const Range<T> of_state = ThisStep::pack_in_range(state, packed);
     ring.wait_full();
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
     const ThisStep step(stage, stage + values_at, lane);
-    step.multiply_rows(sums, packed_state, Tr::kKeysAt, 0, Tr::kTokenTiles / 2);
-    typename ThisStep::PackedTokens left;
-    step.load_d_o(left);
-    const Range<T> of_d_o = step.scale_d_o(left);
-    const float decay = load_shared_f1(step.vector_at(offsetof(Record, decay)));
-    multiply_all(state, decay * of_state.down * of_d_o.up);
-    step.add_rows(state, left, Tr::kQueriesAt);
-    step.multiply_tokens(sums, offsetof(Record, to_end), of_state.down);
-    step.load_d_o(left);  // once more: there are no registers to keep it in
-    step.multiply_transposed(sums, left, offsetof(Record, scores));
 
-    // Z = dV' + strict(G o A)^T dV'
-    const Range<T> of_sums = ThisStep::pack_in_range(sums, left);
-    step.multiply_transposed(sums, left, offsetof(Record, inverse));
-    if (Range<T>::kNarrow) multiply_all(sums, of_sums.down);
-    if (p.d_errors != nullptr) {
-      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-      char* to = strip_blocks(p.d_errors, p.forward, block, number / Tr::kStepsPerChunk, kChunkBlocks);
-      store_blocks<T>(sums, to + number % Tr::kStepsPerChunk * Tr::kTokenTiles * kBlockBytes,
-                      kChunkBlocks * kBlockBytes);
-    }
-
-    // dV = B Z; dS0 -= K^T diag(gamma) B Z
-    step.multiply_tokens(sums, offsetof(Record, beta));
+    typename ThisStep::Tokens sums;
     typename ThisStep::PackedTokens rows;
-    pack<T>(sums, rows);
-    step.multiply_tokens(sums, offsetof(Record, minus_gamma));
-    const Range<T> of_scaled = ThisStep::pack_in_range(sums, left);
-    if (Range<T>::kNarrow) multiply_all(state, of_d_o.down * of_scaled.up);
-    step.add_rows(state, left, Tr::kKeysAt);
-    if (Range<T>::kNarrow) multiply_all(state, of_scaled.down);
+    Range<T> of_d_o, of_sums;
+    step.begin(state, packed, of_state, sums, rows, of_d_o, of_sums);
+    step.solve(sums, rows, of_sums);
+    if (p.d_errors != nullptr) {
+      pack<T>(sums, rows);
+      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
+      char* to = strip_blocks(p.d_errors, p.forward, block, chunk, kChunkBlocks);
+      store_blocks(rows, to + number % Tr::kStepsPerChunk * Tr::kTokenTiles * kBlockBytes, kChunkBlocks * kBlockBytes);
+    }
+    step.finish(state, sums, rows, of_d_o);
     ring.release(lane);
+    ring.next();
     if (p.dv.data != nullptr) {
-      dv.store(rows, part.length - number * kStep);
-      dv.skip(-2 * kStep);
+      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
+      const uint16_t* first = row_at(p.dv, part.b, part.begin + number * kStep, block.head);
+      OutputRows<T>(first, p.dv.token, p.dv_columns, part.length - number * kStep, 0, strip_place(p.forward, block))
+          .store(rows);
     }
   }
   if (p.dh0.data != nullptr) {

@@ -15,11 +15,11 @@ struct Plan {
 
 // Strips of a block share what it loads, but all of them are on one multiprocessor: the most of them with which the
 // fullest multiprocessor has no more strips than it would have with one a block.
-inline Plan plan_pass(int64_t heads, int64_t V, int most_strips, int multiprocessors) {
+inline Plan plan_pass(int64_t heads, int64_t V, int multiprocessors) {
   Plan plan{1, 0, ceil_div(V, kStrip)};
   const int64_t sms = multiprocessors > 0 ? multiprocessors : 1;
   const int64_t fullest = ceil_div(heads * plan.strips_per_head, sms);
-  for (int strips = 2; strips <= most_strips && strips < 2 * plan.strips_per_head; strips *= 2) {
+  for (int strips = 2; strips <= kMostStrips && strips < 2 * plan.strips_per_head; strips *= 2) {
     const int64_t blocks = heads * ceil_div(plan.strips_per_head, strips);
     if (ceil_div(blocks, sms) * strips <= fullest) plan.strips = strips;
   }

@@ -312,18 +312,18 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
 // Keys and queries of the chunk's tokens, as tiles one behind the other.
 template <int kKeys>
 __device__ __forceinline__ void load_rows(const PrepareParams& p, const PreparePlace& place, uint32_t tiles) {
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, p.K,
-                                            place.count, threadIdx.x);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles + kChunk * kKeys * 2,
-                                            row_at(p.q, place.b, place.token, place.key_head), p.q.token, p.K,
-                                            place.count, threadIdx.x);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.k.pieces, threadIdx.x)
+      .copy(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, place.count);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.q.pieces, threadIdx.x)
+      .copy(tiles + kChunk * kKeys * 2, row_at(p.q, place.b, place.token, place.key_head), p.q.token, place.count);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
 }
 
+// Three blocks: as many as the shared memory of an A100's multiprocessor holds with up to 128 keys.
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
+__global__ void __launch_bounds__(kPrepareThreads, 3) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   constexpr int kStep = step_tokens(kKeys);
   char* memory = dynamic_shared<char>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -81,13 +81,13 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
 
 // Rounded, as 8x8 blocks: those of the first eight value columns side by side from `to` on, those of the others
 // `row_bytes` behind them. A warp writes a block at once.
-template <class T, int kTiles>
-__device__ __forceinline__ void store_blocks(const Sums<kTiles>& sums, char* to, int64_t row_bytes) {
+template <int kTiles>
+__device__ __forceinline__ void store_blocks(const Packed<kTiles>& packed, char* to, int64_t row_bytes) {
   uint32_t* at = reinterpret_cast<uint32_t*>(to) + threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i, at += kBlockBytes / 4) {
-    at[0] = pack2<T>(sums.x[i][0], sums.x[i][1]);
-    at[row_bytes / 4] = pack2<T>(sums.x[i][2], sums.x[i][3]);
+    at[0] = packed.x[i / 2][i % 2 * 2];
+    at[row_bytes / 4] = packed.x[i / 2][i % 2 * 2 + 1];
   }
 }
 
@@ -96,40 +96,43 @@ template <class T>
 class OutputRows {
  public:
   OutputRows() = default;
-  // `o`: the row of the first token; `columns` values in it.
-  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, const StripPlace& place)
+  // `o`: the row of the first of `count` tokens; `columns` values in it. The first `skipped` rows that come are not
+  // stored.
+  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, int count, int skipped,
+                                        const StripPlace& place)
       : stride_(stride) {
-    const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4;
-    at_ = const_cast<uint16_t*>(o) + place.lane / 4 * stride + column;
+    const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4, row = place.lane / 4;
+    at_ = const_cast<uint16_t*>(o) + (row - skipped) * stride + column;
     // A lane whose columns are past the row's end has no tokens.
-    first_ = column < columns ? place.lane / 4 : INT32_MAX;
+    count_ = column < columns && row < count ? static_cast<uint32_t>(count - row) : 0u;
+    left_ = count_ + static_cast<uint32_t>(skipped);
   }
-  __device__ __forceinline__ void skip(int tokens) { at_ += tokens * stride_; }
-  // The next tokens, `left` of them or all.
+  // The next 8 kTiles tokens.
   template <int kTiles>
-  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int left) {
+  __device__ __forceinline__ void store(const Sums<kTiles>& sums) {
     Packed<kTiles> packed;
     pack<T>(sums, packed);
-    store(packed, left);
+    store(packed);
   }
   template <int kTiles>
-  __device__ __forceinline__ void store(const Packed<kTiles>& packed, int left) {
+  __device__ __forceinline__ void store(const Packed<kTiles>& packed) {
     const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i, at_ += 8 * stride_) {
+    for (int i = 0; i < kTiles; ++i, at_ += 8 * stride_, left_ -= 8) {
       // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
       // beside them: an even lane gives its last for the neighbour's first.
       const uint32_t first = transpose_8x8(packed.x[i / 2][i % 2 * 2]);
       const uint32_t last = transpose_8x8(packed.x[i / 2][i % 2 * 2 + 1]);
       const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
-      if (first_ < left - 8 * i) *reinterpret_cast<uint2*>(at_) = odd ? make_uint2(got, last) : make_uint2(first, got);
+      // One comparison: below 0, before the first row and behind the last.
+      store_global_u2_if(left_ - 1 < count_, at_, odd ? make_uint2(got, last) : make_uint2(first, got));
     }
   }
 
  private:
-  uint16_t* at_ = nullptr;
-  int64_t stride_ = 0;
-  int first_ = INT32_MAX;
+  uint16_t* at_;
+  int64_t stride_;
+  uint32_t left_, count_;  // of the lane's rows
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -53,7 +53,6 @@ __device__ inline void substitute(const float* lower, const float* left, const f
       y[i] = right[I * kSide + i] * value;
       if (I >= block) x[lower_block(I, block) + i * kSide + column] = value;
     }
-    __syncwarp();
   }
 }
 

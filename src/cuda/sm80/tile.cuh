@@ -56,30 +56,57 @@ class BlockReader {
   uint32_t start_, flip_;
 };
 
-// Copies rows [0, kRows) of a tile, `count` of them from `from` on (elements); the others and pieces past the row's
-// `size` elements become zero. By `kThreads` threads, of which this is number `thread`.
+// Copies tiles of kRows rows of keys or queries by kThreads threads, of which this is number `thread`. Pieces past a
+// row's `pieces` become zero.
 template <int kKeys, int kRows, int kThreads>
-__device__ __forceinline__ void copy_rows(uint32_t tile, const uint16_t* from, int64_t stride, int size, int count,
-                                          int thread) {
-  constexpr int kPieces = kKeys / 8;
-  // After kPeriod rounds a thread is in the column where it began.
-  constexpr int kPeriod = kThreads % kPieces == 0 ? 1 : 3, kRowsOn = kThreads * kPeriod / kPieces;
-  static_assert(kThreads * kPeriod % kPieces == 0 && kRows % kRowsOn == 0);
+class TileCopier {
+ public:
+  __device__ __forceinline__ TileCopier(int pieces, int thread) : whole_(pieces == kPieces) {
 #pragma unroll
-  for (int b = 0; b < kPeriod; ++b) {
-    const int row = (b * kThreads + thread) / kPieces, piece = (b * kThreads + thread) % kPieces;
-    const int left = 2 * (size - 8 * piece), bytes = left < 0 ? 0 : left < 16 ? left : 16;
-    // A copy of nothing wants a legal address, too.
-    const uint16_t* at = from + row * stride + (bytes > 0 ? 8 * piece : 0);
-#pragma unroll
-    for (int a = 0; a < kRows / kRowsOn; ++a) {
-      const int r = row + a * kRowsOn;
-      const bool inside = r < count;
-      cp_async_16(tile + piece_offset<kKeys>(r, piece), inside ? at : from, inside ? bytes : 0);
-      at += kRowsOn * stride;
+    for (int b = 0; b < kPeriod; ++b) {
+      row_[b] = (b * kThreads + thread) / kPieces;
+      const int piece = (b * kThreads + thread) % kPieces;
+      first_[b] = piece_offset<kKeys>(row_[b], piece);
+      column_[b] = piece < pieces ? piece * 8 : -1;
     }
   }
-}
+  // `count` rows from `from` on, `stride` elements apart; those past them become zero.
+  __device__ __forceinline__ void copy(uint32_t tile, const uint16_t* from, int64_t stride, int count) const {
+    if (count == kRows && whole_) {
+      copy_pieces(tile, from, stride, [](uint32_t to, const uint16_t* at, int, int) { cp_async_16(to, at); });
+    } else {
+      copy_pieces(tile, from, stride, [&](uint32_t to, const uint16_t* at, int row, int column) {
+        const bool inside = row < count && column >= 0;
+        cp_async_16_or_zero(to, inside ? at : from, inside);  // a copy of nothing wants a legal address, too
+      });
+    }
+  }
+
+ private:
+  static constexpr int kPieces = kKeys / 8;
+  // After kPeriod rounds a thread is in the column where it began, kRowsOn rows further.
+  static constexpr int kPeriod = kThreads % kPieces == 0 ? 1 : 3, kRowsOn = kThreads * kPeriod / kPieces;
+  static_assert(kThreads * kPeriod % kPieces == 0 && kRows % kRowsOn == 0);
+
+  template <class Copy>
+  __device__ __forceinline__ void copy_pieces(uint32_t tile, const uint16_t* from, int64_t stride, Copy copy) const {
+#pragma unroll
+    for (int b = 0; b < kPeriod; ++b) {
+      const uint16_t* at = from + row_[b] * stride + column_[b];
+#pragma unroll
+      for (int a = 0; a < kRows / kRowsOn; ++a, at += kRowsOn * stride) {
+        // The rows before and those skipped share no bit, so that the places change in two steps.
+        const uint32_t to = tile + (first_[b] ^ static_cast<uint32_t>(piece_flip<kKeys>(a * kRowsOn) * 16)) +
+                            static_cast<uint32_t>(a * kRowsOn * kKeys * 2);
+        copy(to, at, row_[b] + a * kRowsOn, column_[b]);
+      }
+    }
+  }
+
+  int row_[kPeriod], column_[kPeriod];  // of a thread's first pieces; below 0: past the row's end
+  uint32_t first_[kPeriod];
+  bool whole_;
+};
 
 // V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
 __device__ __forceinline__ uint32_t value_offset(int row, int half) {
@@ -95,7 +122,8 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
 template <int kBlocks>
 class BlockStream {
  public:
-  __device__ __forceinline__ BlockStream(uint32_t blocks, int lane) : at_(blocks + static_cast<uint32_t>(lane) * 16) {
+  __device__ __forceinline__ void start(uint32_t blocks, int lane) {
+    at_ = blocks + static_cast<uint32_t>(lane) * 16;
     load(0);
   }
   // Block `number`: one more than that of the last call.

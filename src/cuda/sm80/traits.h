@@ -20,9 +20,9 @@ inline constexpr size_t kMostSharedBytes = 99 * 1024;
 // 128).
 constexpr int step_tokens(int keys) { return keys <= 96 ? 64 : 32; }
 
-// Strips that a block may have, one warp each: they share keys, queries and gates. Limited by registers, 65536 to a
-// multiprocessor, and by shared memory (V of the strips): eight times 168 registers fit, eight times 233 do not.
-constexpr int most_strips(int keys) { return keys == 128 ? 8 : 4; }
+// Strips that a block may have, one warp each, which share keys, queries and gates. With five warps a thread may have
+// 255 registers; with nine it would have 168, which is too few from 128 keys on.
+inline constexpr int kMostStrips = 4;
 
 // ---- 8x8 blocks
 
@@ -61,7 +61,7 @@ struct Traits {
   static constexpr int kStep = step_tokens(kKeys);
   static constexpr int kStepsPerChunk = static_cast<int>(kChunkSize) / kStep;
   static constexpr int kKeyTiles = kKeys / 8, kTokenTiles = kStep / 8;  // of a product's columns
-  static constexpr int kMostThreads = 32 * (most_strips(kKeys) + 1);    // and the warp that loads
+  static constexpr int kMostThreads = 32 * (kMostStrips + 1);           // and the warp that loads
   using Record = StepRecord<kStep>;
 
   // A stage of the ring: rows of keys and of queries, the record, and V of each strip.
@@ -81,7 +81,7 @@ struct Traits {
     return kStagesAt + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
   }
   static constexpr int shared_bytes(int strips) { return kStagesAt + stages(strips) * stage_bytes(strips); }
-  static_assert(shared_bytes(most_strips(kKeys)) <= static_cast<int>(kMostSharedBytes));
+  static_assert(shared_bytes(kMostStrips) <= static_cast<int>(kMostSharedBytes));
 };
 
 // The smallest of the compiled dimensions that holds K keys.
