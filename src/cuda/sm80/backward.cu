@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/common/few_tokens.h"
 #include "cuda/common/prepare.cuh"
+#include "cuda/generic/last_tokens.cuh"
 #include "cuda/paths.h"
 #include "cuda/sm80/backward_launch.h"
 #include "cuda/sm80/plan.h"
@@ -57,6 +59,7 @@ std::string reject(const Arguments& args, const Problem& p) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, args.options.device_index) < 8) {
     return "needs a GPU of compute capability 8.0 or newer";
   }
+  if (wants_float32(args.options, p)) return "needs more than 64 tokens";
   return {};
 }
 
@@ -106,6 +109,7 @@ class HeadsBackward {
     d_log_decay_ = workspace->take<float>(p.B * p.T * p.Hv);
     d_beta_ = workspace->take<float>(p.B * p.T * p.Hv);
     gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
+    if (has_last_tokens(p, args.dht)) last_tokens_ = workspace->take<float>(last_tokens_scratch(p));
   }
 
   Status run(cudaStream_t stream) const {
@@ -132,6 +136,7 @@ class HeadsBackward {
     FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
     FLASH_QLA_RETURN_IF_ERROR(run_passes(q, k, v, d_o, stream));
     if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(q, k, d_o, stream));
+    if (last_tokens_ != nullptr) FLASH_QLA_RETURN_IF_ERROR(run_last_tokens(stream));
     return finish(stream);
   }
 
@@ -219,6 +224,30 @@ class HeadsBackward {
     return kernels_.gradients(params, p_.chunk_bound * p_.Hq, stream);
   }
 
+  Status run_last_tokens(cudaStream_t stream) const {
+    const bool v_first = args_.options.state_v_first != 0;
+    LastTokensParams params{};
+    params.sequences = sequences_;
+    params.q = q_.used() ? q_.tensor(p_) : device_tensor(args_.q);
+    params.k = k_.used() ? k_.tensor(p_) : device_tensor(args_.k);
+    params.v = device_tensor(args_.v);
+    params.d_o = device_tensor(args_.d_o);
+    params.gates = device_gates(args_, args_.g_is_cumsum != 0);
+    params.initial_state = device_states(args_.initial_state, v_first);
+    params.dht = device_states(args_.dht, v_first);
+    params.states = {reinterpret_cast<const uint16_t*>(states_),
+                     static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8), kernels_.keys / 8};
+    params.scratch = last_tokens_;
+    params.d_log_decay = d_log_decay_;
+    params.d_beta = d_beta_;
+    params.scale = static_cast<float>(p_.scale);
+    set_sizes(&params);
+    params.V = static_cast<int32_t>(p_.V);
+    params.type = static_cast<int32_t>(p_.dtype);
+    params.exact_short = has_exact_short(args_.options, p_);
+    return launch_last_tokens(p_, params, stream);
+  }
+
   // Gradients to where and as the caller wants them.
   Status finish(cudaStream_t stream) const {
     const auto hand_out = [&](const Tensor& t, const RowCopy& copy, int64_t heads, int64_t size) {
@@ -258,6 +287,7 @@ class HeadsBackward {
   float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr, *dq_parts_ = nullptr, *dk_parts_ = nullptr;
   float *d_log_decay_ = nullptr, *d_beta_ = nullptr;
   double* gate_sums_ = nullptr;
+  float* last_tokens_ = nullptr;
 };
 
 // Key heads [first, first + count) of a call, with the value heads of their groups.

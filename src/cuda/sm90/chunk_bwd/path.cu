@@ -3,6 +3,7 @@
 // and heads go through in groups where all at once would take too much scratch.
 #include <algorithm>
 
+#include "cuda/common/few_tokens.h"
 #include "cuda/common/prepare.cuh"
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/launch.h"
@@ -36,18 +37,6 @@ bool is_hopper(int device) {
 // Chunks of a forced cut's segments: as many edges as there can be with chunks inside.
 constexpr int32_t kForcedSegment = 2;
 
-// Sequences of one pair of chunks, times value heads, up to which these take fp32 for dbeta and dg: two for each
-// multiprocessor, some 0.1 ms. A call whose sequences must not depend on what is computed beside them takes it always.
-constexpr int64_t kMostExactShort = 264;
-
-// dq and dk of one token have a single inner product of rounded operands for a factor, and a few percent of these are
-// past the bound. So calls of one chunk are left to float32: 0.11 ms on the device in place of 0.04 to 0.05, beside
-// about 0.07 that a call takes on the host. Not where a caller names this path, nor where a sequence's bits must not
-// depend on what is computed beside it.
-bool wants_float32(const Arguments& args, const Problem& p) {
-  return args.options.path == nullptr && args.options.cp_mode == FLASH_QLA_CP_AUTO && p.B * p.T <= kChunkSize;
-}
-
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.K != kDim || p.V != kDim) return "needs K = V = 128";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
@@ -61,7 +50,7 @@ std::string reject(const Arguments& args, const Problem& p) {
     if (present(*t) && !is_float(dtype(*t))) return "needs gates, states and their gradients in fp32, bf16 or fp16";
   }
   if (!is_hopper(args.options.device_index)) return "needs a GPU of compute capability 9.0";
-  if (wants_float32(args, p)) return "needs more than 64 tokens";
+  if (wants_float32(args.options, p)) return "needs more than 64 tokens";
   return {};
 }
 
@@ -95,7 +84,7 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
   params.may_be_exact = by_call && exact_dg;
   const auto dense_pairs = static_cast<int32_t>(ceil_div(p.T, 2 * kChunkSize));
   params.exact_by_sequence = !by_call && exact_dg && (p.varlen || wants_exact(dense_pairs));
-  params.exact_short = !by_call || p.N * p.Hv <= kMostExactShort;
+  params.exact_short = has_exact_short(args.options, p);
   if (p.varlen) {
     // Where only a size is asked for there may be no memory, but there are offsets all the same.
     static const char kSomewhere = 0;
