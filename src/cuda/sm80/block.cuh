@@ -66,13 +66,9 @@ class Ring {
   uint32_t place_ = 0;  // twice the stage's number, and the parity of the phases that have been waited for
 };
 
-template <int kKeys>
-__device__ __forceinline__ const typename Traits<kKeys>::Record* record_at(const ForwardParams& p, int64_t first_chunk,
-                                                                           int head, int step) {
-  using Tr = Traits<kKeys>;
-  const int64_t chunk = first_chunk + step / Tr::kStepsPerChunk;
-  return reinterpret_cast<const typename Tr::Record*>(p.records) + (chunk * p.Hv + head) * Tr::kStepsPerChunk +
-         step % Tr::kStepsPerChunk;
+__device__ __forceinline__ const StepRecord* record_at(const ForwardParams& p, int64_t first_chunk, int head,
+                                                       int step) {
+  return p.records + ((first_chunk + step / kStepsPerChunk) * p.Hv + head) * kStepsPerChunk + step % kStepsPerChunk;
 }
 
 // The warp that loads: steps of a sequence into the ring.
@@ -80,7 +76,6 @@ template <int kKeys, bool kOutputs>
 __device__ void load_steps(const ForwardParams& p, const Part& part, int head, int column, int lane,
                            uint32_t first_stage, Ring ring) {
   using Tr = Traits<kKeys>;
-  constexpr int kStep = Tr::kStep;
   const int key_head = head / p.group;
   const uint16_t* k = row_at(p.k, part.b, part.begin, key_head);
   const uint16_t* q = row_at(p.q, part.b, part.begin, key_head);
@@ -98,7 +93,7 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, int head, i
     const uint32_t stage = ring.stage(first_stage);
     ring.wait_free();
     copy_keys.copy(stage + Tr::kKeysAt, k, p.k.token, count);
-    const char* record = reinterpret_cast<const char*>(record_at<kKeys>(p, part.first_chunk, head, step)) + lane * 16;
+    const char* record = reinterpret_cast<const char*>(record_at(p, part.first_chunk, head, step)) + lane * 16;
     constexpr int kRecordPieces = (kOutputs ? Tr::kRecordBytes : Tr::kStateRecordBytes) / 16;
 #pragma unroll
     for (int i = 0; i < kRecordPieces; i += 32) {

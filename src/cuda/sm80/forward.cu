@@ -43,8 +43,8 @@ class Call {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
     plan_ = plan_pass(p.N * p.Hv, p.V, sms_);
     sequences_ = take_sequences(p, workspace);
-    records_ = workspace->take<char>(p.chunk_bound * p.Hv * kernels_.record_bytes);
-    listed_ = take_listed(args, p, kernels_.record_bytes, workspace);
+    records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
+    listed_ = take_listed(args, p, workspace);
     const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
     if (normalizes || !rows_fit(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
     if (normalizes || !rows_fit(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
@@ -167,7 +167,7 @@ class Call {
   int sms_;
   Plan plan_;
   SequenceTable sequences_;
-  char* records_;
+  StepRecord* records_;
   ListedTokens listed_;
   RowCopy q_, k_, v_, o_;  // not used: the caller's rows
 };

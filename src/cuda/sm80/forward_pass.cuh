@@ -57,7 +57,6 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
 template <class T, int kKeys, bool kOutputs>
 __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, uint32_t barriers, Ring ring) {
   using Tr = Traits<kKeys>;
-  constexpr int kStep = Tr::kStep;
   int lane = threadIdx.x % 32;
   const uint32_t values_at = Tr::kValuesAt + threadIdx.x / 32 * Tr::kValueBytes;
 
@@ -80,7 +79,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   for (int number = 0;; ++number) {
     const int done = number * kStep;
     const bool at_end = done >= part.length;
-    if (at_end || (number % Tr::kStepsPerChunk == 0 && keeps_states(p))) {
+    if (at_end || (number % kStepsPerChunk == 0 && keeps_states(p))) {
       keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
     }
     if (at_end) break;
@@ -108,8 +107,7 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
 }
 
 template <class T, int kKeys, bool kOutputs>
-__global__ void __launch_bounds__(Traits<kKeys>::kMostThreads, 1)
-    sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tr = Traits<kKeys>;
   const unsigned rest = blockIdx.x / p.blocks_per_head;
   const int n = static_cast<int>(rest / p.Hv);

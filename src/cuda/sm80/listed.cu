@@ -53,8 +53,7 @@ DeviceStates ListedTokens::start_states(const Problem& p) const {
   return {states, p.Hv * p.K * p.V, p.K * p.V, 1, p.K, entries, static_cast<int32_t>(DType::kFloat32)};
 }
 
-ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, int64_t record_bytes,
-                         Workspace* workspace) {
+ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, Workspace* workspace) {
   ListedTokens listed{};
   if (!present(args.checkpoint_offsets)) return listed;
   listed.entries = args.checkpoint_offsets.shape[0];
@@ -65,7 +64,7 @@ ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem&
   listed.parts = workspace->take<DeviceSequence>(listed.entries);
   listed.slots = workspace->take<int64_t>(listed.entries);
   listed.states = workspace->take<float>(listed.entries * p.Hv * p.K * p.V);
-  listed.records = workspace->take<char>(listed.entries * p.Hv * record_bytes);
+  listed.records = workspace->take<StepRecord>(listed.entries * p.Hv * kStepsPerChunk);
   return listed;
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/common/gates.cuh"
 #include "cuda/common/pool.cuh"
+#include "cuda/sm80/traits.h"
 
 namespace flash_qla::cuda::sm80 {
 
@@ -34,7 +35,7 @@ struct PrepareParams {
   Gates gates;
   DeviceTensor g_cumsum;  // [B, T, Hv]; absent: not wanted
   DeviceTensor A;         // [B, T, Hv, 64]; likewise
-  char* records;          // [chunks, Hv, steps of a chunk] StepRecord
+  StepRecord* records;    // [chunks, Hv, kStepsPerChunk]
   float scale;
   int32_t K, Hq, Hv, group;
   int32_t row_elements;     // of normal_q and normal_k
@@ -50,7 +51,7 @@ struct ForwardParams {
   Rows q, k;                    // [B, T, Hq, K]
   Rows v;                       // [B, T, Hv, V]
   Rows o;                       // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
-  const char* records;
+  const StepRecord* records;    // [chunks, Hv, kStepsPerChunk]
 
   DeviceStates pool;           // [slots, Hv, K, V]
   DeviceStates initial_state;  // [N, Hv, K, V]

@@ -117,9 +117,8 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + token * rows.token + head * rows.head;
 }
 
-// Right operands that lie in shared memory as blocks one after another, taken in that order. Four blocks come with a
-// load, which is on its way while the four before it are used; the last load may reach past the last block.
-template <int kBlocks>
+// A triangular matrix of a step as right operands, block after block in the order in which they lie. Four blocks come
+// with a load, which is on its way while the four before it are used; the last load may reach past the last block.
 class BlockStream {
  public:
   __device__ __forceinline__ void start(uint32_t blocks, int lane) {
@@ -128,7 +127,7 @@ class BlockStream {
   }
   // Block `number`: one more than that of the last call.
   __device__ __forceinline__ uint32_t take(int number) {
-    if (number % 4 == 0 && number + 4 < kBlocks) load(number / 4 + 1);
+    if (number % 4 == 0 && number + 4 < kTriangleBlocks) load(number / 4 + 1);
     return r_[number / 4 % 2][number % 4];
   }
 
