@@ -37,8 +37,8 @@ constexpr size_t prepare_shared_bytes() {
 
 // Where a block works.
 struct PreparePlace {
-  int64_t b, token, chunk;  // the chunk's first token in its batch row, and its number
-  int count;                // tokens
+  int b, token, chunk;  // the chunk's first token in its batch row, and its number
+  int count;            // tokens
   int key_head, first_head, last_head;
   bool writes_rows;  // of several blocks to a group one writes the normalised rows
   bool skipped;      // the sequence is
@@ -47,20 +47,20 @@ struct PreparePlace {
 __device__ inline bool find_place(const PrepareParams& p, PreparePlace* place) {
   const unsigned parts = (p.group + p.heads_per_block - 1) / p.heads_per_block;
   const unsigned of_group = blockIdx.x % parts, rest = blockIdx.x / parts;
-  place->chunk = rest / p.Hq;
+  place->chunk = static_cast<int>(rest / p.Hq);
   if (place->chunk >= (p.parts != nullptr ? p.chunks : total_chunks(p.sequences))) return false;
   if (p.parts != nullptr) {
     const DeviceSequence part = p.parts[place->chunk];
-    place->b = part.b;
-    place->token = part.begin;
+    place->b = static_cast<int>(part.b);
+    place->token = static_cast<int>(part.begin);
     place->count = static_cast<int>(part.length);
     place->skipped = false;
   } else {
     const int64_t n = sequence_of_chunk(p.sequences, place->chunk);
     const DeviceSequence sequence = sequence_at(p.sequences, n);
     const int64_t t0 = (place->chunk - sequence.first_chunk) * kChunk, left = sequence.length - t0;
-    place->b = sequence.b;
-    place->token = sequence.begin + t0;
+    place->b = static_cast<int>(sequence.b);
+    place->token = static_cast<int>(sequence.begin + t0);
     place->count = static_cast<int>(left < kChunk ? left : kChunk);
     place->skipped = read_slot(p.pool_indices, n) == kSkipRow;
   }
@@ -197,9 +197,9 @@ __device__ __forceinline__ TokenGates load_gates(const PrepareParams& p, const P
   return gates;
 }
 
-// The gates of a value head, by one warp: sums in double, in shared memory and in the records.
+// The gates of a value head, by one warp: sums in double, in shared memory and in the records. `kk`: K K^T.
 __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, const TokenGates& gates,
-                                 HeadGates& s) {
+                                 const float* kk, HeadGates& s) {
   constexpr int kLanesPerStep = kStep / 2;
   constexpr double kLog2E = 1.4426950408889634;
   const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
@@ -239,6 +239,18 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   keep(record.update + at, update);
   const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
   keep(record.scaled_gamma + at, scaled);
+  if (p.decays != nullptr) {
+    // A token multiplies a state by e^g (I - beta k k^T), whose norm is at most e^g max(1, |1 - beta |k|^2|).
+    float bound = 0.f;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int t = 2 * lane + e;
+      bound += gates.g[e] + __logf(fmaxf(1.f, fabsf(1.f - gates.beta[e] * kk[lower_index(t, t)])));
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, distance);
+    if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = bound;
+  }
   if (lane % kLanesPerStep < 4) record.decay[lane % kLanesPerStep] = exp2_approx(static_cast<float>(end));
 }
 
@@ -355,12 +367,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const 
   const bool wants_A = p.A.data != nullptr;
   multiply_rows<T, kKeys>(memory, wants_A);
   PrepareMemory& s = *reinterpret_cast<PrepareMemory*>(memory);
+  if (p.decays != nullptr) __syncthreads();  // they want the diagonal of K K^T
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
+    make_opaque(place.token);  // addresses of every tensor do not fit into the registers beside a substitution
     if (warp < heads) {
       if (first > place.first_head) gates = load_gates(p, place, first + warp);
-      sum_gates(p, place, first + warp, gates, s.gates[warp]);
+      sum_gates(p, place, first + warp, gates, s.kk, s.gates[warp]);
     }
     __syncthreads();
     // A warp makes a block of columns, each half of it for a head of its own (or both for the last one).

@@ -12,6 +12,10 @@ namespace flash_qla::cuda::sm80 {
 // What is computed from x behind this is computed where it stands: moved in front of a loop it would take registers
 // from the state.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+template <class T>
+__device__ __forceinline__ void make_opaque(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
 // banks. Rows of 192 bytes (96 keys) shift by half of the banks from row to row: two bits of every second row are
