@@ -26,8 +26,8 @@ inline bool has_exact_short(const flash_qla_options& options, const Problem& p) 
 
 // dq and dk of one token have a single inner product of rounded operands for a factor, and a few percent of these are
 // past the bound. So calls of one chunk are left to float32: 0.11 ms on the device in place of 0.04 to 0.05, beside
-// about 0.07 that a call takes on the host. Not where a caller names a path, nor where a sequence's bits must not depend
-// on what is computed beside it.
+// about 0.07 that a call takes on the host. Not where a caller names a path, nor where a sequence's bits must not
+// depend on what is computed beside it.
 inline bool wants_float32(const flash_qla_options& options, const Problem& p) {
   return options.path == nullptr && options.cp_mode == FLASH_QLA_CP_AUTO && p.B * p.T <= kChunkSize;
 }

@@ -8,8 +8,8 @@ namespace {
 constexpr int kThreads = 256;  // a value column each
 static_assert(kThreads >= FLASH_QLA_MAX_HEAD_DIM);
 constexpr int kWarps = kThreads / 32;
-constexpr int kRows = 16;     // tokens at once
-constexpr int kKeySlice = 64;  // keys at once
+constexpr int kRows = 16;             // tokens at once
+constexpr int kKeySlice = 64;         // keys at once
 constexpr int64_t kMostBlocks = 132;  // each of them has scratch
 
 // Sums over the value columns, of each token and warp.
@@ -73,7 +73,8 @@ class LastTokens {
     const int t = threadIdx.x;
     if (t < kLastTokens) {
       const bool inside = t < w_.count;
-      s_.g[t] = inside ? clamp_log_decay(log_decay<float>(p_.gates, w_.b, w_.token + t, w_.head, t % kChunkSize == 0)) : 0.f;
+      s_.g[t] =
+          inside ? clamp_log_decay(log_decay<float>(p_.gates, w_.b, w_.token + t, w_.head, t % kChunkSize == 0)) : 0.f;
       s_.beta[t] = inside ? effective_beta<float>(p_.gates, w_.b, w_.token + t, w_.head) : 0.f;
     }
     __syncthreads();
@@ -279,7 +280,7 @@ class LastTokens {
     __syncthreads();
     const int t = threadIdx.x;
     if (t >= w_.count) return;
-    const auto total = [&](const float (TokenSums::* of)[kLastTokens], int j) {
+    const auto total = [&](const float (TokenSums::*of)[kLastTokens], int j) {
       float sum = 0.f;
       for (int warp = 0; warp < kWarps; ++warp) sum += (s_.sums[warp].*of)[j];
       return sum;

@@ -1,7 +1,7 @@
 // dbeta and dg of a sequence's last tokens once more, in fp32, where they are those of a few tokens
 // (common/few_tokens.h): a final state's gradient reaches few tokens where gates are strong, and outweighs all else in
-// them. Each of their dbeta is then one inner product, and each dg may be less than what sums of larger terms leave when
-// these cancel.
+// them. Each of their dbeta is then one inner product, and each dg may be less than what sums of larger terms leave
+// when these cancel.
 //
 // The tokens are at most two chunks and end with the sequence. S0 is the state before them, H the final state's
 // gradient, G_ji = e^(c_j - c_i). With A_ji = scale G_ji (q_j k_i) for i <= j, B_ji = G_ji (k_j k_i) for i < j,
@@ -27,13 +27,13 @@ struct ChunkStates {
 
 struct LastTokensParams {
   SequenceTable sequences;
-  DeviceTensor q, k;           // [B, T, Hq, K], divided by their norms where they are to be
-  DeviceTensor v, d_o;         // [B, T, Hv, V]; d_o absent: zero
+  DeviceTensor q, k;    // [B, T, Hq, K], divided by their norms where they are to be
+  DeviceTensor v, d_o;  // [B, T, Hv, V]; d_o absent: zero
   Gates gates;
-  DeviceStates initial_state;  // [N, Hv, K, V]; absent: zero
-  DeviceStates dht;            // [N, Hv, K, V]; absent: zero
-  ChunkStates states;          // read where a sequence has tokens before its last two chunks
-  float* scratch;              // last_tokens_scratch()
+  DeviceStates initial_state;   // [N, Hv, K, V]; absent: zero
+  DeviceStates dht;             // [N, Hv, K, V]; absent: zero
+  ChunkStates states;           // read where a sequence has tokens before its last two chunks
+  float* scratch;               // last_tokens_scratch()
   float *d_log_decay, *d_beta;  // [B * T, Hv], those of the tokens are replaced
   float scale;
   int32_t K, V, Hv, group, type;  // type: a DType, of the states

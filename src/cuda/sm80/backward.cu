@@ -38,14 +38,10 @@ namespace {
 
 using Arguments = flash_qla_backward_arguments;
 
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
-}
-
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
   if (p.K <= kFewKeys) return "needs more than 4 key dimensions";
+  if (p.dtype == DType::kBFloat16 && p.K < kLeastBf16Keys) return "needs at least 32 key dimensions in bf16";
   if (p.T == 0 || p.N == 0) return "needs tokens and sequences";
   // Numbers of blocks and tokens are 32-bit.
   constexpr int64_t kMost = INT32_MAX;
@@ -70,7 +66,7 @@ class HeadsBackward {
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), kernels_(backward_kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    plan_ = plan_pass(2 * p.N * p.Hv, p.V, sms_);
+    strips_ = strips_of_a_block(2 * p.N * p.Hv, p.V, sms_);
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
       wants_parts_ |= present(*t);
     }
@@ -88,8 +84,8 @@ class HeadsBackward {
 
     const int64_t items = p.chunk_bound * p.Hv;
     const int64_t columns = ceil_div(p.V, kStrip) * kStrip;
-    records_ = workspace->take<char>(items * kernels_.record_bytes);
-    reverse_records_ = workspace->take<char>(items * kernels_.reverse_record_bytes);
+    records_ = workspace->take<StepRecord>(items * kStepsPerChunk);
+    reverse_records_ = workspace->take<ReverseRecord>(items * kStepsPerChunk);
     gates_ = workspace->take<ChunkGates>(items);
     if (!wants_parts_) return;
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
@@ -178,21 +174,22 @@ class HeadsBackward {
     forward.v = v;
     forward.records = records_;
     forward.initial_state = device_states(args_.initial_state, v_first);
-    forward.states = states_;
-    forward.errors = errors_;
     set_sizes(&forward);
     forward.V = static_cast<int32_t>(p_.V);
-    forward.strips = plan_.strips;
-    forward.blocks_per_head = static_cast<int32_t>(plan_.blocks_per_head);
+    const int64_t blocks_per_head = ceil_div(p_.V, kStrip * strips_);
+    forward.strips = strips_;
+    forward.blocks_per_head = static_cast<int32_t>(blocks_per_head);
     params.reverse_records = reverse_records_;
     params.d_o = d_o;
     params.dv = place_of(args_.dv, dv_);
+    params.states = states_;
+    params.errors = errors_;
     params.gradients = gradients_;
     params.d_errors = d_errors_;
     params.dht = device_states(args_.dht, v_first);
     params.dh0 = device_states(args_.dh0, v_first);
     params.dv_columns = static_cast<int32_t>(dv_.used() ? dv_.row : p_.V);
-    const int64_t blocks = p_.N * p_.Hv * plan_.blocks_per_head;
+    const int64_t blocks = p_.N * p_.Hv * blocks_per_head;
     params.reverse_blocks = static_cast<uint32_t>(blocks);
     return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
   }
@@ -276,12 +273,12 @@ class HeadsBackward {
   const Arguments& args_;
   const Problem& p_;
   const BackwardKernels& kernels_;
-  int sms_;
-  Plan plan_;
+  int sms_, strips_;
   bool wants_parts_ = false, normalizes_;
   SequenceTable sequences_;
   RowCopy q_, k_, v_, d_o_, dq_, dk_, dv_;  // not used: the caller's rows
-  char *records_, *reverse_records_;
+  StepRecord* records_;
+  ReverseRecord* reverse_records_;
   ChunkGates* gates_;
   char *states_ = nullptr, *gradients_ = nullptr, *errors_ = nullptr, *d_errors_ = nullptr;
   float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr, *dq_parts_ = nullptr, *dk_parts_ = nullptr;

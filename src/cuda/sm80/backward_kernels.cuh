@@ -32,12 +32,7 @@ Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStrea
 }
 
 template <class T, int kKeys>
-inline constexpr BackwardKernels kBackwardKernels = {
-    launch_backward_prepare<T, kKeys>,
-    launch_passes<T, kKeys>,
-    launch_gradients<T, kKeys>,
-    static_cast<int64_t>(sizeof(typename Traits<kKeys>::Record)) * Traits<kKeys>::kStepsPerChunk,
-    static_cast<int64_t>(sizeof(typename ReverseTraits<kKeys>::Record)) * Traits<kKeys>::kStepsPerChunk,
-    kKeys};
+inline constexpr BackwardKernels kBackwardKernels = {launch_backward_prepare<T, kKeys>, launch_passes<T, kKeys>,
+                                                     launch_gradients<T, kKeys>, kKeys};
 
 }  // namespace flash_qla::cuda::sm80

@@ -11,8 +11,7 @@ struct BackwardKernels {
   Status (*prepare)(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream);
   Status (*passes)(const PassesParams& params, int64_t blocks, cudaStream_t stream);
   Status (*gradients)(const GradientsParams& params, int64_t blocks, cudaStream_t stream);
-  int64_t record_bytes, reverse_record_bytes;  // of a chunk and value head
-  int keys;                                    // padded
+  int keys;  // padded
 };
 
 const BackwardKernels& backward_kernels_for(DType type, int64_t K);

@@ -6,41 +6,39 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// The place of block (row, column) of a lower triangular [tokens x tokens] matrix whose blocks are kept as the reverse
+// The place of block (row, column) of a lower triangular matrix of a step's tokens whose blocks are kept as the reverse
 // pass multiplies them, each of them transposed: pairs of block columns from the last to the first, for each of these
 // pairs of rows (the 16 tokens that one product sums over), and in these column by column. The block above the diagonal
 // is not kept.
-constexpr int transposed_block(int tokens, int row, int column) {
-  const int pair = column / 2, later = tokens / 16 - 1 - pair;  // pairs of columns behind this one
-  const int before = later * (2 * later + 1);                   // their blocks
+constexpr int transposed_block(int row, int column) {
+  const int pair = column / 2, later = kTileRows / 2 - 1 - pair;  // pairs of columns behind this one
+  const int before = later * (2 * later + 1);                     // their blocks
   if (row / 2 == pair) return before + (column % 2 == 0 ? row % 2 : 2);
   return before + 3 + 4 * (row / 2 - pair - 1) + 2 * (column % 2) + row % 2;
 }
-static_assert(transposed_block(32, 3, 3) == 2 && transposed_block(32, 3, 1) == triangle_blocks(32) - 1 &&
-              transposed_block(64, 7, 1) == triangle_blocks(64) - 1);
+static_assert(transposed_block(3, 3) == 2 && transposed_block(3, 1) == kTriangleBlocks - 1);
 
 // What the reverse pass needs of one step and value head beside keys and queries. P is without beta here.
-template <int kTokens>
 struct alignas(16) ReverseRecord {
-  static constexpr int kTriangleBytes = triangle_blocks(kTokens) * kBlockBytes;
-  char inverse[kTriangleBytes];  // strict(G o A)^T
-  char scores[kTriangleBytes];   // P^T
-  float to_end[kTokens];         // e^(c at the step's end - c)
-  float scaled_gamma[kTokens];   // scale e^c
-  float minus_gamma[kTokens];    // -e^c
-  float beta[kTokens];
+  char inverse[StepRecord::kTriangleBytes];  // strict(G o A)^T
+  char scores[StepRecord::kTriangleBytes];   // P^T
+  float to_end[kStep];                       // e^(c at the step's end - c)
+  float scaled_gamma[kStep];                 // scale e^c
+  float minus_gamma[kStep];                  // -e^c
+  float beta[kStep];
   float decay[4];  // e^c at the step's end, four times
 };
 
-// The gates of a chunk and value head for the gradients: c from the chunk's start, as a sum of two floats.
+// The gates of a chunk and value head for the gradients: c from the chunk's start, in powers of two, as a sum of two
+// floats.
 struct ChunkGates {
-  float sum_high[kChunkSize], sum_low[kChunkSize], beta[kChunkSize];
+  float high[kChunk], low[kChunk], beta[kChunk];
 };
 
 struct BackwardPrepareParams {
   PrepareParams common;
-  char* reverse_records;  // [chunks, Hv, steps of a chunk] ReverseRecord
-  ChunkGates* gates;      // [chunks, Hv]
+  ReverseRecord* reverse_records;  // [chunks, Hv, kStepsPerChunk]
+  ChunkGates* gates;               // [chunks, Hv]
 };
 static_assert(std::is_trivially_copyable_v<BackwardPrepareParams>);
 
@@ -48,14 +46,14 @@ static_assert(std::is_trivially_copyable_v<BackwardPrepareParams>);
 // [chunks, Hv, V / 8, 8] of them, rows of a block being value columns.
 struct PassesParams {
   ForwardParams forward;  // of the forward pass, and what both have in common
-  const char* reverse_records;
-  Rows d_o;            // [B, T, Hv, V]; null and without pieces: zero
-  Rows dv;             // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
-  char* gradients;     // dS at each chunk's end; null: not wanted
-  char* d_errors;      // Z
-  DeviceStates dht;    // [N, Hv, K, V]; absent: zero
-  DeviceStates dh0;    // [N, Hv, K, V]; absent: not wanted
-  int32_t dv_columns;  // V or more, a multiple of 4
+  const ReverseRecord* reverse_records;
+  Rows d_o;                    // [B, T, Hv, V]; null and without pieces: zero
+  Rows dv;                     // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
+  char *states, *errors;       // S at each chunk's start, E; null: not wanted, nor are those below
+  char *gradients, *d_errors;  // dS at each chunk's end, Z
+  DeviceStates dht;            // [N, Hv, K, V]; absent: zero
+  DeviceStates dh0;            // [N, Hv, K, V]; absent: not wanted
+  int32_t dv_columns;          // V or more, a multiple of 4
   uint32_t reverse_blocks;
 };
 static_assert(std::is_trivially_copyable_v<PassesParams>);

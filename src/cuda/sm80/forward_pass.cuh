@@ -11,40 +11,44 @@ namespace flash_qla::cuda::sm80 {
 
 __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const BlockPlace& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
-          p.K, p.V};
+          p.K, block.transition ? p.K : p.V};
 }
 
-// Whether states are kept on the way.
-__device__ __forceinline__ bool keeps_states(const ForwardParams& p) {
-  return p.h.data != nullptr || p.checkpoint_every > 0 || p.listed.first != nullptr;
-}
-
-// What is kept of the state after the first `tokens` tokens of a sequence: a multiple of 64 before its end, or all.
+// What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
 template <class State>
 __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shared_place, bool at_end, int tokens,
                                            const State& state) {
   const BlockPlace block = load_place(shared_place);
   const StripPlace place = strip_place(p, block);
   const int64_t chunk = block.first_chunk + tokens / kChunkSize;
+  const int of_sequence = block.offset + tokens;
+  const bool ends = at_end && block.last;
   int32_t entry = !at_end && p.listed.first != nullptr ? p.listed.first[chunk] : -1;
   // In one loop: the code that stores is long.
 #pragma unroll 1
-  for (int kind = 0; kind < 4 || entry >= 0; ++kind) {
+  for (int kind = 0; kind < 6 || entry >= 0; ++kind) {
     DeviceStates to{};
     int64_t row = -1;
     if (kind == 0 && !at_end) {
       to = p.h;
       row = chunk;
-    } else if (kind == 1 && p.checkpoint_every > 0 && tokens > 0 && tokens % p.checkpoint_every == 0) {
+    } else if (kind == 1 && p.checkpoint_every > 0 && of_sequence > 0 && of_sequence % p.checkpoint_every == 0 &&
+               (ends || !at_end)) {  // at a cut the next part keeps it
       to = p.checkpoints;
-      row = load_index(p.checkpoint_starts, block.n) + tokens / p.checkpoint_every - 1;
-    } else if (kind == 2 && at_end) {
+      row = load_index(p.checkpoint_starts, block.n) + of_sequence / p.checkpoint_every - 1;
+    } else if (kind == 2 && ends) {
       to = p.final_state;
       row = block.n;
-    } else if (kind == 3 && at_end) {
+    } else if (kind == 3 && ends) {
       to = p.pool;
       row = write_slot(p.pool_indices, block.n, 0);
-    } else if (kind > 3) {
+    } else if (kind == 4 && at_end) {
+      to = block.transition ? p.transitions : p.starts;
+      row = block.end_row;
+    } else if (kind == 5 && tokens == 0 && !at_end) {
+      to = p.starts;
+      row = block.copy_row;
+    } else if (kind > 5) {
       to = p.listed_states;
       row = entry;
       entry = p.listed.next[entry];
@@ -53,32 +57,11 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
   }
 }
 
-// The first block of the warp's strip in a matrix of a chunk, `row` blocks of 8x8 side by side.
-__device__ __forceinline__ char* strip_blocks(char* matrices, const ForwardParams& p, const BlockPlace& block,
-                                              int chunk, int row) {
-  const int value_blocks = (p.V + kStrip - 1) / kStrip * 2, strip = static_cast<int>(threadIdx.x / 32);
-  const int64_t matrix = static_cast<int64_t>(block.first_chunk + chunk) * p.Hv + block.head;
-  return matrices + ((matrix * value_blocks + block.column / 8 + 2 * strip) * row) * kBlockBytes;
-}
-
-// A strip's E of one step after another, as blocks; null: not wanted.
-struct ErrorBlocks {
-  char* at;
-  template <int kTiles>
-  __device__ __forceinline__ void store(const Packed<kTiles>& errors) {
-    if (at == nullptr) return;
-    store_blocks(errors, at, kChunkBlocks * kBlockBytes);
-    at += kTiles * kBlockBytes;
-  }
-};
-
 // A warp that carries a strip.
 template <class T, int kKeys, bool kOutputs>
 __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, uint32_t barriers, Ring ring) {
   using Tr = Traits<kKeys>;
-  constexpr int kStep = Tr::kStep;
-  int lane = threadIdx.x % 32;
-  const uint32_t values_at = Tr::kValuesAt + threadIdx.x / 32 * Tr::kValueBytes;
+  int thread = threadIdx.x;
 
   Sums<Tr::kKeyTiles> state;
   state.clear();
@@ -86,8 +69,19 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   {
     const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
     const StripPlace place = strip_place(p, block);
-    const DeviceStates from = slot >= 0 ? p.pool : p.initial_state;
-    if (from.data != nullptr) load_state(state, from, slot >= 0 ? slot : block.n, place);
+    DeviceStates from{};
+    int64_t row = part.n;
+    if (part.start_row >= 0) {
+      from = p.starts;
+      row = part.start_row;
+    } else if (slot >= 0) {
+      from = p.pool;
+      row = slot;
+    } else if (part.first && !part.transition) {
+      from = p.initial_state;
+    }
+    if (from.data != nullptr) load_state(state, from, row, place);
+    if (!kOutputs && part.transition) set_identity(state, place);
     if (kOutputs) {
       const uint16_t* rows = row_at(p.o, part.b, part.begin, place.head);
       o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, Step<T, kKeys, kOutputs>::kRowsLater, place);
@@ -96,30 +90,21 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   Packed<Tr::kKeyTiles> packed;
   pack<T>(state, packed);
   Step<T, kKeys, kOutputs> step;
-  ErrorBlocks errors{};
   for (int number = 0;; ++number) {
     const int done = number * kStep;
     const bool at_end = done >= part.length;
-    if (at_end || (number % Tr::kStepsPerChunk == 0 && keeps_states(p))) {
+    if (at_end || (number % kStepsPerChunk == 0 && p.keeps_states != 0)) {
       keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
+      pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-    if (!kOutputs && p.states != nullptr && number % Tr::kStepsPerChunk == 0) {
-      const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-      const int chunk = number / Tr::kStepsPerChunk;
-      store_blocks(packed, strip_blocks(p.states, p, block, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
-      errors.at = strip_blocks(p.errors, p, block, chunk, kChunkBlocks);
-    }
-    if (kKeys == 256) make_opaque(lane);
+    if (kKeys == 256) make_opaque(thread);
+    const int lane = thread % 32;
     ring.wait_full();
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
-    step.begin(stage, stage + values_at, lane, packed);
+    step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * Tr::kValueBytes), lane, packed);
     step.finish(o);  // of the step before; what the first one has of it is not stored
-    if constexpr (kOutputs) {
-      step.run(state, packed, o);
-    } else {
-      step.run(state, packed, errors);
-    }
+    step.run(state, packed, o);
     ring.release(lane);
     ring.next();
   }
@@ -137,26 +122,34 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
   }
 }
 
+// A pass over sequences or segments with outputs; without, over what is computed for its states alone.
 template <class T, int kKeys, bool kOutputs>
-__global__ void __launch_bounds__(Traits<kKeys>::kMostThreads, 1)
-    sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tr = Traits<kKeys>;
-  const unsigned rest = blockIdx.x / p.blocks_per_head;
-  const int n = static_cast<int>(rest / p.Hv);
+  const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
+  const unsigned block = transition ? blockIdx.x - static_cast<unsigned>(p.first_transition) : blockIdx.x;
+  const int blocks_per_head = transition ? p.transition_blocks_per_head : p.blocks_per_head;
+  const int columns = transition ? p.K : p.V;
+  const unsigned rest = block / blocks_per_head;
   const int head = static_cast<int>(rest % p.Hv),
-            column = static_cast<int>(blockIdx.x % p.blocks_per_head) * p.strips * kStrip;
-  const Part part = part_at(p, n);
-  const int64_t slot = p.pool_indices.initial.data == nullptr ? kNoSlot : read_slot(p.pool_indices, n);
+            column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
+  Part part;
+  if (!find_part<!kOutputs>(p, rest / p.Hv, transition, &part)) return;
+  if (transition && forgets(p, part.first_chunk, part.length, head)) return;
+  // Parts that start from `starts` are of sequences that are not skipped, but for segments.
+  int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {
     if (kOutputs) write_zero_rows(p, part, head, column, p.strips * kStrip);
     return;
   }
+  if (!part.first || transition) slot = kNoSlot;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int strips = min(p.strips, (p.V - column + kStrip - 1) / kStrip);  // of this block
+  const int strips = min(p.strips, (columns - column + kStrip - 1) / kStrip);  // of this block
   const uint32_t barriers = smem_address(dynamic_shared<char>());
   if (threadIdx.x == 0) {
     Ring::init(barriers, p.stages, strips);
-    store_place(barriers + Tr::kPlaceAt, {n, head, column, part.first_chunk});
+    store_place(barriers + Tr::kPlaceAt, {part.n, head, column, part.first_chunk, part.offset, part.copy_row,
+                                          part.end_row, part.last, transition});
   }
   __syncthreads();
   const Ring ring(barriers, p.stages, p.stage_bytes);

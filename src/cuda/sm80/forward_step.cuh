@@ -51,7 +51,6 @@ template <class T, int kKeys, bool kOutputs>
 class Step {
  public:
   using Tr = Traits<kKeys>;
-  using Record = typename Tr::Record;
   static constexpr int kTokenTiles = Tr::kTokenTiles, kKeyTiles = Tr::kKeyTiles;
   // Tiles of a group: two, the least that a product sums over. With 256 keys the whole step, as there are no registers
   // for the products of two groups, nor for those with queries beside those with keys.
@@ -75,13 +74,14 @@ class Step {
   }
 
   // From the state at the step's start to that at its end, both as sums and rounded. rows.store(sums): O of a group;
-  // that of the last one is left to finish(). Without outputs E of a group, rounded.
+  // that of the last one is left to finish(). Without outputs, rows.keep(E of a
+  // group, rounded).
   template <class Rows>
   __device__ __forceinline__ void run(State& state, Packed<kKeyTiles>& packed, Rows& rows) {
     errors_.clear();
     made_.clear();
-    transform_.start(record_at(offsetof(Record, transform)), lane_);
-    if (kOutputs && kAhead) outputs_.start(record_at(offsetof(Record, outputs)), lane_);
+    transform_.start(record_at(offsetof(StepRecord, transform)), lane_);
+    if (kOutputs && kAhead) outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
     PackedGroup plain, scaled;  // E of the group before
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -98,12 +98,12 @@ class Step {
         }
       }
       pack_errors(plain, scaled, group);
-      if constexpr (!kOutputs) rows.store(plain);
+      if constexpr (!kOutputs) rows.keep(plain);
     }
     constexpr int kLast = kGroups - 1;
     if constexpr (kOutputs && !kAhead) {
       multiply(queries_[0], packed, Tr::kQueriesAt);
-      outputs_.start(record_at(offsetof(Record, outputs)), lane_);
+      outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
       add_outputs(plain, kLast);
       rows.store(queries_[0]);
     }
@@ -119,8 +119,6 @@ class Step {
   }
 
  private:
-  static constexpr int kBlocks = triangle_blocks(Tr::kStep);
-
   // S^T K^T and S^T Q^T of a group.
   __device__ __forceinline__ void multiply_both(const Packed<kKeyTiles>& state, int group) {
     const BlockReader<kKeys> rows(stage_ + Tr::kKeysAt, lane_, Order::kRightOperand);
@@ -164,7 +162,7 @@ class Step {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tile = 2 * pair + i;
-        const float2 gamma = token_pair(record_at(offsetof(Record, gamma)), group * kTiles + tile, lane_);
+        const float2 gamma = token_pair(record_at(offsetof(StepRecord, gamma)), group * kTiles + tile, lane_);
         float (&x)[4] = sums.x[tile];
         const float2 low = unpack2<T>(v[2 * i]), high = unpack2<T>(v[2 * i + 1]);
         x[0] = fmaf(-gamma.x, x[0], low.x);
@@ -188,7 +186,7 @@ class Step {
     pack<T>(errors, plain);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const float2 factor = token_pair(record_at(offsetof(Record, update)), group * kTiles + i, lane_);
+      const float2 factor = token_pair(record_at(offsetof(StepRecord, update)), group * kTiles + i, lane_);
       const float (&e)[4] = errors.x[i];
       scaled.x[i / 2][i % 2 * 2] = pack2<T>(e[0] * factor.x, e[1] * factor.y);
       scaled.x[i / 2][i % 2 * 2 + 1] = pack2<T>(e[2] * factor.x, e[3] * factor.y);
@@ -199,7 +197,7 @@ class Step {
   __device__ __forceinline__ void add_outputs(const PackedGroup& errors, int group) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      const float2 gamma = token_pair(record_at(offsetof(Record, scaled_gamma)), group * kTiles + i, lane_);
+      const float2 gamma = token_pair(record_at(offsetof(StepRecord, scaled_gamma)), group * kTiles + i, lane_);
       float (&o)[4] = queries_[group].x[i];
       const float (&before)[4] = made_.x[group * kTiles + i];
 #pragma unroll
@@ -213,7 +211,7 @@ class Step {
 
   // Adds left M^T for the columns of a triangular matrix M that are this group's tokens: to the group itself, and to
   // what later groups will have.
-  __device__ __forceinline__ void add_triangle(BlockStream<kBlocks>& blocks, Sums<kTokenTiles>& later, Group& own,
+  __device__ __forceinline__ void add_triangle(BlockStream& blocks, Sums<kTokenTiles>& later, Group& own,
                                                const PackedGroup& left, int group) const {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
@@ -222,8 +220,8 @@ class Step {
       for (int row = 0; row < kTokenTiles; ++row) {
         if (row < 2 * pair) continue;
         // Above the diagonal there is no block.
-        const uint32_t upper = blocks.take(triangle_block(Tr::kStep, row, 2 * pair));
-        const uint32_t lower = row == 2 * pair ? 0u : blocks.take(triangle_block(Tr::kStep, row, 2 * pair + 1));
+        const uint32_t upper = blocks.take(triangle_block(row, 2 * pair));
+        const uint32_t lower = row == 2 * pair ? 0u : blocks.take(triangle_block(row, 2 * pair + 1));
         product(row < (group + 1) * kTiles ? own.x[row % kTiles] : later.x[row], left.x[i], upper, lower);
       }
     }
@@ -231,7 +229,7 @@ class Step {
 
   // S^T = gamma_C S^T + (beta gamma_C / gamma E)^T K, the sum over a group's tokens.
   __device__ __forceinline__ void decay(State& state) const {
-    const float decay = load_shared_f1(record_at(offsetof(Record, decay)));
+    const float decay = load_shared_f1(record_at(offsetof(StepRecord, decay)));
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
@@ -263,7 +261,7 @@ class Step {
   int lane_;
   Group keys_[kGroups], queries_[kGroups];  // products, which become errors and outputs
   Sums<kTokenTiles> errors_, made_;         // what the errors and outputs of a group have of the groups before it
-  BlockStream<kBlocks> transform_, outputs_;
+  BlockStream transform_, outputs_;
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -26,14 +26,13 @@ template <int kKeys>
 struct GradientsTraits {
   static constexpr int kSlices = kKeys <= 128 ? 1 : 2, kSlice = kKeys / kSlices;  // of the keys
   static constexpr int kTiles = kSlice / 16;                                      // of a warp: half of the slice
-  static constexpr int kChunkTokens = static_cast<int>(kChunkSize);
   // A stage: 32 value columns of dO, E, Z, S and dS. dP and D take its place once it has been read.
-  static constexpr int kTokensBytes = kChunkTokens * kValueSlice * 2, kStateBytes = kSlice * kValueSlice * 2;
+  static constexpr int kTokensBytes = kChunk * kValueSlice * 2, kStateBytes = kSlice * kValueSlice * 2;
   static constexpr int kErrorsAt = kTokensBytes, kDErrorsAt = 2 * kTokensBytes, kStatesAt = 3 * kTokensBytes,
                        kGradientsAt = kStatesAt + kStateBytes, kStageBytes = kGradientsAt + kStateBytes;
   static constexpr int kScoresBytes = kChunkBlocks * kChunkBlocks * kBlockBytes;
   static_assert(2 * kScoresBytes <= kStageBytes);
-  static constexpr int kRowsBytes = kChunkTokens * kSlice * 2;
+  static constexpr int kRowsBytes = kChunk * kSlice * 2;
 };
 
 struct GradientsMemory {
@@ -192,8 +191,8 @@ class Gradients {
   // The slice's keys of rows of q or k.
   __device__ __forceinline__ void copy_slice(uint32_t tile, const Rows& rows) const {
     const uint16_t* from = row_at(rows, memory().b, memory().token, memory().key_head) + slice() * Tr::kSlice;
-    TileCopier<Tr::kSlice, Tr::kChunkTokens, kGradientsThreads>(
-        min(rows.pieces - slice() * Tr::kSlice / 8, Tr::kSlice / 8), threadIdx.x)
+    TileCopier<Tr::kSlice, kChunk, kGradientsThreads>(min(rows.pieces - slice() * Tr::kSlice / 8, Tr::kSlice / 8),
+                                                      threadIdx.x)
         .copy(tile, from, rows.token, memory().count);
   }
 
@@ -210,8 +209,8 @@ class Gradients {
     const int room = p_.value_blocks - kValueSlice / 8 * values;
     if (of_tokens) {
       // Steps without tokens have left nothing.
-      constexpr int kStepTokens = step_tokens(kKeys), kTurns = Tr::kTokensBytes / 16 / kThreads;
-      const bool left_something = thread / 8 % kChunkBlocks * 8 / kStepTokens * kStepTokens < memory().count;
+      constexpr int kTurns = Tr::kTokensBytes / 16 / kThreads;
+      const bool left_something = thread / 8 % kChunkBlocks * 8 / kStep * kStep < memory().count;
       const uint32_t at = static_cast<uint32_t>(first * kChunkBlocks * kBlockBytes + thread * 16);
       const int row = thread / 4, d_o_piece = kValueSlice / 8 * values + thread % 4, count = memory().count;
       const uint16_t* d_o = memory().d_o + row * p_.d_o.token + member * p_.d_o.head + 8 * d_o_piece;
@@ -349,8 +348,8 @@ class Gradients {
         float score[2], correction[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float c = (gates.sum_high[i] - gates.sum_high[j + e]) + (gates.sum_low[i] - gates.sum_low[j + e]);
-          const float G = (j + e <= i ? __expf(c) : 0.f) * gates.beta[j + e];
+          const float c = (gates.high[i] - gates.high[j + e]) + (gates.low[i] - gates.low[j + e]);
+          const float G = (j + e <= i ? exp2_approx(c) : 0.f) * gates.beta[j + e];
           const float d_error = by_d_error.x[tile][2 * r + e];
           score[e] = j + e <= i ? p_.scale * G * by_d_o.x[tile][2 * r + e] : 0.f;
           correction[e] = j + e < i ? -gates.beta[i] * G * d_error : 0.f;
@@ -369,13 +368,12 @@ class Gradients {
 
   // The factors of rows, on sums over all values.
   __device__ __forceinline__ void scale_rows(const ChunkGates& gates, Keys& of_q, Keys& plus, Keys& minus) const {
-    constexpr int kLast = Tr::kChunkTokens - 1;
+    constexpr int kLast = kChunk - 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = row() + 8 * r;
-      const float gamma = __expf(gates.sum_high[i]), beta = gates.beta[i];
-      const float to_end =
-          beta * __expf((gates.sum_high[kLast] - gates.sum_high[i]) + (gates.sum_low[kLast] - gates.sum_low[i]));
+      const float gamma = exp2_approx(gates.high[i]), beta = gates.beta[i];
+      const float to_end = beta * exp2_approx((gates.high[kLast] - gates.high[i]) + (gates.low[kLast] - gates.low[i]));
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -460,7 +458,7 @@ class Gradients {
     float through_states = 0.f;
 #pragma unroll
     for (int warp = 0; warp < kGradientsWarps; ++warp) through_states += memory().of_states[warp];
-    const float at_end = fmaf(__expf(gates.sum_high[Tr::kChunkTokens - 1]), through_states, warp_sum(from_end));
+    const float at_end = fmaf(exp2_approx(gates.high[kChunk - 1]), through_states, warp_sum(from_end));
     float sum = x[0] + x[1];
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {

@@ -12,7 +12,6 @@ struct Kernels {
   Status (*forward)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
   // The same without outputs: states alone.
   Status (*states)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
-  int64_t record_bytes;  // of a chunk and value head
 };
 
 const Kernels& kernels_for(DType type, int64_t K);

@@ -12,9 +12,8 @@ namespace flash_qla::cuda::sm80 {
 template <int kKeys>
 struct ReverseTraits {
   using Tr = Traits<kKeys>;
-  using Record = ReverseRecord<Tr::kStep>;
-  static_assert(sizeof(Record) >= sizeof(typename Tr::Record) && sizeof(Record) % 16 == 0);
-  static constexpr int kValuesAt = Tr::kRecordAt + static_cast<int>(sizeof(Record));
+  static_assert(sizeof(ReverseRecord) >= sizeof(StepRecord));
+  static constexpr int kValuesAt = Tr::kRecordAt + static_cast<int>(sizeof(ReverseRecord));
   static constexpr int stage_bytes(int strips) { return kValuesAt + strips * Tr::kValueBytes; }
   static constexpr int stages(int strips) {
     return Tr::kStagesAt + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
@@ -69,7 +68,6 @@ template <class T, int kKeys>
 class ReverseStep {
  public:
   using Tr = Traits<kKeys>;
-  using Record = typename ReverseTraits<kKeys>::Record;
   static constexpr int kTokenTiles = Tr::kTokenTiles, kKeyTiles = Tr::kKeyTiles, kPairs = kTokenTiles / 2;
   using State = Sums<kKeyTiles>;
   using Tokens = Sums<kTokenTiles>;
@@ -98,12 +96,12 @@ class ReverseStep {
     }
     PackedTokens scaled;
     of_d_o = scale_d_o(scaled);
-    multiply_all(state, load_shared_f1(record_at(offsetof(Record, decay))) * of_state.down * of_d_o.up);
-    BlockStream<kBlocks> blocks;
-    blocks.start(record_at(offsetof(Record, scores)), lane_);
+    multiply_all(state, load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down * of_d_o.up);
+    BlockStream blocks;
+    blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
-      multiply_tokens(sums, pair, offsetof(Record, to_end), of_state.down);
+      multiply_tokens(sums, pair, offsetof(ReverseRecord, to_end), of_state.down);
 #pragma unroll
       for (int row = pair; row < kPairs; ++row) {
         uint32_t d_o[4];
@@ -117,8 +115,8 @@ class ReverseStep {
 
   // Z = dV' + strict(G o A)^T dV'.
   __device__ __forceinline__ void solve(Tokens& sums, const PackedTokens& rounded, const Range<T>& of_sums) const {
-    BlockStream<kBlocks> blocks;
-    blocks.start(record_at(offsetof(Record, inverse)), lane_);
+    BlockStream blocks;
+    blocks.start(record_at(offsetof(ReverseRecord, inverse)), lane_);
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
 #pragma unroll
@@ -130,10 +128,10 @@ class ReverseStep {
   // dV = B Z, rounded; dS0 = dS - K^T diag(gamma) dV.
   __device__ __forceinline__ void finish(State& state, Tokens& sums, PackedTokens& d_v, const Range<T>& of_d_o) const {
 #pragma unroll
-    for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(Record, beta));
+    for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(ReverseRecord, beta));
     pack<T>(sums, d_v);
 #pragma unroll
-    for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(Record, minus_gamma));
+    for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(ReverseRecord, minus_gamma));
     PackedTokens left;
     const Range<T> range = pack_in_range(sums, left);
     if (Range<T>::kNarrow) multiply_all(state, of_d_o.down * range.up);
@@ -152,8 +150,6 @@ class ReverseStep {
   }
 
  private:
-  static constexpr int kBlocks = triangle_blocks(Tr::kStep);
-
   // Two tiles of dO^T.
   __device__ __forceinline__ void load_d_o(int pair, uint32_t (&d_o)[4]) const {
     const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
@@ -173,7 +169,7 @@ class ReverseStep {
         sums.x[2 * pair + i / 2][i % 2 * 2] = x.x;
         sums.x[2 * pair + i / 2][i % 2 * 2 + 1] = x.y;
       }
-      multiply_tokens(sums, pair, offsetof(Record, scaled_gamma));
+      multiply_tokens(sums, pair, offsetof(ReverseRecord, scaled_gamma));
     }
     return pack_in_range(sums, scaled);
   }
@@ -189,13 +185,13 @@ class ReverseStep {
   }
 
   // sums += left M of two tiles of columns, for a pair of block rows of a triangular matrix M of the record.
-  __device__ __forceinline__ void multiply_triangle(BlockStream<kBlocks>& blocks, Tokens& sums,
-                                                    const uint32_t (&left)[4], int row, int pair) const {
+  __device__ __forceinline__ void multiply_triangle(BlockStream& blocks, Tokens& sums, const uint32_t (&left)[4],
+                                                    int row, int pair) const {
 #pragma unroll
     for (int column = 2 * pair; column < 2 * pair + 2; ++column) {
       const bool above = row == pair && column % 2 == 1;
-      const uint32_t upper = above ? 0u : blocks.take(transposed_block(Tr::kStep, 2 * row, column));
-      const uint32_t lower = blocks.take(transposed_block(Tr::kStep, 2 * row + 1, column));
+      const uint32_t upper = above ? 0u : blocks.take(transposed_block(2 * row, column));
+      const uint32_t lower = blocks.take(transposed_block(2 * row + 1, column));
       multiply(sums.x[column], left, upper, lower);
     }
   }

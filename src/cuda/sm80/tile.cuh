@@ -12,6 +12,10 @@ namespace flash_qla::cuda::sm80 {
 // What is computed from x behind this is computed where it stands: moved in front of a loop it would take registers
 // from the state.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+template <class T>
+__device__ __forceinline__ void make_opaque(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
 // banks. Rows of 192 bytes (96 keys) shift by half of the banks from row to row: two bits of every second row are
@@ -117,9 +121,8 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + token * rows.token + head * rows.head;
 }
 
-// Right operands that lie in shared memory as blocks one after another, taken in that order. Four blocks come with a
-// load, which is on its way while the four before it are used; the last load may reach past the last block.
-template <int kBlocks>
+// A triangular matrix of a step as right operands, block after block in the order in which they lie. Four blocks come
+// with a load, which is on its way while the four before it are used; the last load may reach past the last block.
 class BlockStream {
  public:
   __device__ __forceinline__ void start(uint32_t blocks, int lane) {
@@ -128,7 +131,7 @@ class BlockStream {
   }
   // Block `number`: one more than that of the last call.
   __device__ __forceinline__ uint32_t take(int number) {
-    if (number % 4 == 0 && number + 4 < kBlocks) load(number / 4 + 1);
+    if (number % 4 == 0 && number + 4 < kTriangleBlocks) load(number / 4 + 1);
     return r_[number / 4 % 2][number % 4];
   }
 

@@ -1,4 +1,5 @@
-// Groups of tests about the backward of path sm80: of cuda_generic_test on a GPU, and of cuda_emulation_test on the CPU.
+// Groups of tests about the backward of path sm80: of cuda_generic_test on a GPU, and of cuda_emulation_test on the
+// CPU.
 #pragma once
 
 #include "sm80_tests.cuh"
