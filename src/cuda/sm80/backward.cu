@@ -4,35 +4,16 @@
 #include <string>
 
 #include "cuda/common/few_tokens.h"
+#include "cuda/common/heads.h"
 #include "cuda/common/prepare.cuh"
 #include "cuda/generic/last_tokens.cuh"
 #include "cuda/paths.h"
-#include "cuda/sm80/backward_launch.h"
+#include "cuda/sm80/launch.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/rows.h"
 
 namespace flash_qla {
 namespace cuda::sm80 {
-
-// Each in a source of its own, so that they compile side by side.
-extern const BackwardKernels kBackwardK64Bf16, kBackwardK96Bf16, kBackwardK128Bf16, kBackwardK192Bf16,
-    kBackwardK256Bf16, kBackwardK64Fp16, kBackwardK96Fp16, kBackwardK128Fp16, kBackwardK192Fp16, kBackwardK256Fp16;
-
-const BackwardKernels& backward_kernels_for(DType type, int64_t K) {
-  const bool bf16 = type == DType::kBFloat16;
-  switch (padded_keys(K)) {
-    case 64:
-      return bf16 ? kBackwardK64Bf16 : kBackwardK64Fp16;
-    case 96:
-      return bf16 ? kBackwardK96Bf16 : kBackwardK96Fp16;
-    case 128:
-      return bf16 ? kBackwardK128Bf16 : kBackwardK128Fp16;
-    case 192:
-      return bf16 ? kBackwardK192Bf16 : kBackwardK192Fp16;
-    default:
-      return bf16 ? kBackwardK256Bf16 : kBackwardK256Fp16;
-  }
-}
 
 namespace {
 
@@ -64,7 +45,7 @@ class HeadsBackward {
  public:
   // `whole`: the call, which decides what is copied, so that all of its groups have the same scratch.
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args), p_(p), kernels_(backward_kernels_for(p.dtype, p.K)) {
+      : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
     strips_ = strips_of_a_block(2 * p.N * p.Hv, p.V, sms_);
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
@@ -89,7 +70,7 @@ class HeadsBackward {
     gates_ = workspace->take<ChunkGates>(items);
     if (!wants_parts_) return;
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
-    const bool by_parts = normalizes_ && kernels_.keys > kMostKeysAtOnce;
+    const bool by_parts = normalizes_ && padded_keys(p.K) > kMostKeysAtOnce;
     const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
       if (!by_parts) *rows = copy(t, false, p.Hq, p.K, kPairGrain);
       if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
@@ -100,7 +81,8 @@ class HeadsBackward {
       q_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
       k_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
     }
-    for (char** states : {&states_, &gradients_}) *states = workspace->take<char>(items * kernels_.keys * columns * 2);
+    for (char** states : {&states_, &gradients_})
+      *states = workspace->take<char>(items * padded_keys(p.K) * columns * 2);
     for (char** errors : {&errors_, &d_errors_}) *errors = workspace->take<char>(items * kChunkSize * columns * 2);
     d_log_decay_ = workspace->take<float>(p.B * p.T * p.Hv);
     d_beta_ = workspace->take<float>(p.B * p.T * p.Hv);
@@ -129,7 +111,7 @@ class HeadsBackward {
     prepare.reverse_records = reverse_records_;
     prepare.gates = gates_;
     const int64_t blocks_per_chunk = p_.Hq * ceil_div(p_.group, prepare.common.heads_per_block);
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
     FLASH_QLA_RETURN_IF_ERROR(run_passes(q, k, v, d_o, stream));
     if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(q, k, d_o, stream));
     if (last_tokens_ != nullptr) FLASH_QLA_RETURN_IF_ERROR(run_last_tokens(stream));
@@ -233,7 +215,7 @@ class HeadsBackward {
     params.initial_state = device_states(args_.initial_state, v_first);
     params.dht = device_states(args_.dht, v_first);
     params.states = {reinterpret_cast<const uint16_t*>(states_),
-                     static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8), kernels_.keys / 8};
+                     static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8), padded_keys(p_.K) / 8};
     params.scratch = last_tokens_;
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
@@ -272,7 +254,7 @@ class HeadsBackward {
 
   const Arguments& args_;
   const Problem& p_;
-  const BackwardKernels& kernels_;
+  const Kernels& kernels_;
   int sms_, strips_;
   bool wants_parts_ = false, normalizes_;
   SequenceTable sequences_;
@@ -287,33 +269,6 @@ class HeadsBackward {
   float* last_tokens_ = nullptr;
 };
 
-// Key heads [first, first + count) of a call, with the value heads of their groups.
-Arguments heads_of(const Arguments& args, const Problem& p, int64_t first, int64_t count) {
-  Arguments part = args;
-  const auto cut = [](Tensor* t, int dimension, int64_t begin, int64_t size) {
-    if (!present(*t)) return;
-    if (t->data != nullptr) {
-      t->data = static_cast<char*>(t->data) + begin * t->stride[dimension] * size_of(dtype(*t));
-    }
-    t->shape[dimension] = size;
-  };
-  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk}) cut(t, 2, first, count);
-  const int64_t first_value = first * p.group, values = count * p.group;
-  for (Tensor* t : {&part.v, &part.d_o, &part.dv, &part.g, &part.beta, &part.dg, &part.dbeta}) {
-    cut(t, 2, first_value, values);
-  }
-  for (Tensor* t : {&part.initial_state, &part.dht, &part.dh0}) cut(t, 1, first_value, values);
-  for (Tensor* t : {&part.A_log, &part.dt_bias, &part.dA_log, &part.ddt_bias}) cut(t, 0, first_value, values);
-  return part;
-}
-
-Problem problem_of(const Problem& p, int64_t key_heads) {
-  Problem part = p;
-  part.Hq = key_heads;
-  part.Hv = key_heads * p.group;
-  return part;
-}
-
 size_t bytes_for(const Arguments& args, const Problem& p, int64_t key_heads) {
   Workspace workspace(nullptr);
   const Arguments part = heads_of(args, p, 0, key_heads);
@@ -322,9 +277,8 @@ size_t bytes_for(const Arguments& args, const Problem& p, int64_t key_heads) {
   return workspace.bytes();
 }
 
-// Scratch up to which all heads go through together. Beyond it they go in groups, one after another in the same
-// scratch, of as many key heads as fit, but of no fewer than give both passes of one sequence 256 strips together.
-constexpr size_t kWholeScratch = size_t{768} << 20;
+// Where all heads together would take more scratch than that they go in groups, one after another in the same scratch,
+// of as many key heads as fit, but of no fewer than give both passes of one sequence 256 strips together.
 constexpr int64_t kLeastStrips = 128;
 
 int64_t least_heads(const Problem& p) {
@@ -332,16 +286,16 @@ int64_t least_heads(const Problem& p) {
 }
 
 int64_t heads_at_once(const Arguments& args, const Problem& p) {
-  if (bytes_for(args, p, p.Hq) <= kWholeScratch) return p.Hq;
+  if (bytes_for(args, p, p.Hq) <= most_scratch) return p.Hq;
   int64_t heads = least_heads(p);
-  while (heads < p.Hq && bytes_for(args, p, heads + 1) <= kWholeScratch) ++heads;
+  while (heads < p.Hq && bytes_for(args, p, heads + 1) <= most_scratch) ++heads;
   return ceil_div(p.Hq, ceil_div(p.Hq, heads));  // groups alike
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {
   const size_t all = bytes_for(args, p, p.Hq);
   // Not less than a smaller call that takes more of its heads together.
-  return all <= kWholeScratch ? all : std::max(kWholeScratch, bytes_for(args, p, least_heads(p)));
+  return all <= most_scratch ? all : std::max(most_scratch, bytes_for(args, p, least_heads(p)));
 }
 
 Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/common/few_tokens.h"
+#include "cuda/common/heads.h"
 #include "cuda/common/prepare.cuh"
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/launch.h"
@@ -282,33 +283,6 @@ class HeadsBackward {
   ChunkBackwardParams params_{};
   char* kernels_ = nullptr;
 };
-
-// Key heads [first, first + count) of a call, with the value heads of their groups.
-Arguments heads_of(const Arguments& args, const Problem& p, int64_t first, int64_t count) {
-  Arguments part = args;
-  const auto cut = [](Tensor* t, int dimension, int64_t begin, int64_t size) {
-    if (!present(*t)) return;
-    if (t->data != nullptr) {
-      t->data = static_cast<char*>(t->data) + begin * t->stride[dimension] * size_of(dtype(*t));
-    }
-    t->shape[dimension] = size;
-  };
-  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk}) cut(t, 2, first, count);
-  const int64_t first_value = first * p.group, values = count * p.group;
-  for (Tensor* t : {&part.v, &part.A, &part.d_o, &part.dv, &part.g, &part.beta, &part.dg, &part.dbeta}) {
-    cut(t, 2, first_value, values);
-  }
-  for (Tensor* t : {&part.initial_state, &part.dht, &part.dh0}) cut(t, 1, first_value, values);
-  for (Tensor* t : {&part.A_log, &part.dt_bias, &part.dA_log, &part.ddt_bias}) cut(t, 0, first_value, values);
-  return part;
-}
-
-Problem problem_of(const Problem& p, int64_t key_heads) {
-  Problem part = p;
-  part.Hq = key_heads;
-  part.Hv = key_heads * p.group;
-  return part;
-}
 
 size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrapping, int64_t key_heads) {
   Workspace workspace(nullptr);
