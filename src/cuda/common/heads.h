@@ -6,7 +6,8 @@
 namespace flash_qla::cuda {
 
 // Key heads [first, first + count) of a call, with the value heads of their groups.
-inline flash_qla_backward_arguments heads_of(const flash_qla_backward_arguments& args, const Problem& p, int64_t first, int64_t count) {
+inline flash_qla_backward_arguments heads_of(const flash_qla_backward_arguments& args, const Problem& p, int64_t first,
+                                             int64_t count) {
   flash_qla_backward_arguments part = args;
   const auto cut = [](Tensor* t, int dimension, int64_t begin, int64_t size) {
     if (!present(*t)) return;
