@@ -36,7 +36,9 @@ def check(
 @app.command()
 def bench(
     cpu: bool = typer.Option(False, "--cpu", help="the CPU path against Transformers' torch functions"),
-    mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode,options"),
+    mode: str = typer.Option(
+        "fwd", help="on a GPU: any of fwd,bwd,train,decode,options,portable_forward,portable_backward"
+    ),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
     short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, a minute in all"),

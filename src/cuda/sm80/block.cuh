@@ -131,6 +131,10 @@ class Ring {
   __device__ __forceinline__ uint32_t stage(uint32_t first_stage) const {
     return first_stage + (place_ >> 1) * static_cast<uint32_t>(stage_bytes_);
   }
+  // Where step `number` is in a ring of two stages.
+  __device__ __forceinline__ void set_of_two(int number) {
+    place_ = static_cast<uint32_t>((number & 1) * 2 + (number >> 1 & 1));
+  }
   __device__ __forceinline__ void next() {
     place_ += 2;
     if (place_ >= 2 * static_cast<uint32_t>(stages_)) place_ = (place_ & 1) ^ 1;

@@ -61,6 +61,7 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
 template <class T, int kKeys, bool kOutputs>
 __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, uint32_t barriers, Ring ring) {
   using Tr = Traits<kKeys>;
+  constexpr bool kTwoStages = Tr::stages(1) == 2;  // one register less, where there are none
   int thread = threadIdx.x;
 
   Sums<Tr::kKeyTiles> state;
@@ -84,7 +85,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     if (!kOutputs && part.transition) set_identity(state, place);
     if (kOutputs) {
       const uint16_t* rows = row_at(p.o, part.b, part.begin, place.head);
-      o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, Step<T, kKeys, kOutputs>::kRowsLater, place);
+      o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
     }
   }
   Packed<Tr::kKeyTiles> packed;
@@ -99,16 +100,17 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     }
     if (at_end) break;
     if (kKeys == 256) make_opaque(thread);
+    if (kTwoStages) ring.set_of_two(number);
     const int lane = thread % 32;
     ring.wait_full();
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
     step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * Tr::kValueBytes), lane, packed);
-    step.finish(o);  // of the step before; what the first one has of it is not stored
-    step.run(state, packed, o);
+    step.finish(o, done);  // before the first step there is nothing to store
+    step.run(state, packed, o, done);
     ring.release(lane);
-    ring.next();
+    if (!kTwoStages) ring.next();
   }
-  step.finish(o);
+  step.finish(o, static_cast<int>(ceil_div(part.length, kStep)) * kStep);
 }
 
 // Rows of a skipped sequence's outputs, values [column, column + size).

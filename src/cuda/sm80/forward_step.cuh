@@ -73,11 +73,11 @@ class Step {
     }
   }
 
-  // From the state at the step's start to that at its end, both as sums and rounded. rows.store(sums): O of a group;
-  // that of the last one is left to finish(). Without outputs, rows.keep(E of a
-  // group, rounded).
+  // From the state at the step's start to that at its end, both as sums and rounded. rows.store(sums, token): O of a
+  // group from that token on, `first` being the step's first one; that of the last group is left to finish(). Without
+  // outputs, rows.keep(E of a group, rounded).
   template <class Rows>
-  __device__ __forceinline__ void run(State& state, Packed<kKeyTiles>& packed, Rows& rows) {
+  __device__ __forceinline__ void run(State& state, Packed<kKeyTiles>& packed, Rows& rows, int first) {
     errors_.clear();
     made_.clear();
     transform_.start(record_at(offsetof(StepRecord, transform)), lane_);
@@ -94,7 +94,7 @@ class Step {
       if constexpr (kOutputs) {
         if (group > 0) {
           add_outputs(plain, group - 1);
-          rows.store(queries_[group - 1]);
+          rows.store(queries_[group - 1], first + (group - 1) * 8 * kTiles);
         }
       }
       pack_errors(plain, scaled, group);
@@ -105,17 +105,18 @@ class Step {
       multiply(queries_[0], packed, Tr::kQueriesAt);
       outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
       add_outputs(plain, kLast);
-      rows.store(queries_[0]);
+      rows.store(queries_[0], first);
     }
     update(state, scaled, kLast);
     if (kOutputs && kAhead) add_outputs(plain, kLast);
     pack<T>(state, packed);
   }
-  // O of a step's last group, where it is not stored yet: behind products of the next step that do not wait for it.
+  // O of the last group of the step before the one whose first token is `next`, where it is not stored yet: behind
+  // products that do not wait for it.
   static constexpr int kRowsLater = kAhead ? 8 * kTiles : 0;
   template <class Rows>
-  __device__ __forceinline__ void finish(Rows& rows) const {
-    if constexpr (kOutputs && kAhead) rows.store(queries_[kGroups - 1]);
+  __device__ __forceinline__ void finish(Rows& rows, int next) const {
+    if constexpr (kOutputs && kAhead) rows.store(queries_[kGroups - 1], next - kRowsLater);
   }
 
  private:
@@ -211,7 +212,7 @@ class Step {
 
   // Adds left M^T for the columns of a triangular matrix M that are this group's tokens: to the group itself, and to
   // what later groups will have.
-  __device__ __forceinline__ void add_triangle(BlockStream& blocks, Sums<kTokenTiles>& later, Group& own,
+  __device__ __forceinline__ void add_triangle(BlockStream<kAhead>& blocks, Sums<kTokenTiles>& later, Group& own,
                                                const PackedGroup& left, int group) const {
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i) {
@@ -261,7 +262,7 @@ class Step {
   int lane_;
   Group keys_[kGroups], queries_[kGroups];  // products, which become errors and outputs
   Sums<kTokenTiles> errors_, made_;         // what the errors and outputs of a group have of the groups before it
-  BlockStream transform_, outputs_;
+  BlockStream<kAhead> transform_, outputs_;
 };
 
 }  // namespace flash_qla::cuda::sm80

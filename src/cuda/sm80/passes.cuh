@@ -53,7 +53,7 @@ __device__ void carry_on(const PassesParams& p, const Part& part, uint32_t barri
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
     step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * Tr::kValueBytes), thread % 32,
                packed);
-    step.run(state, packed, errors);
+    step.run(state, packed, errors, number * kStep);
     ring.release(thread % 32);
     ring.next();
   }
@@ -140,7 +140,7 @@ __device__ void carry_back(const PassesParams& p, const Part& part, uint32_t bar
       const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
       const uint16_t* first = row_at(p.dv, part.b, part.begin + number * kStep, block.head);
       OutputRows<T>(first, p.dv.token, p.dv_columns, part.length - number * kStep, 0, strip_place(p.forward, block))
-          .store(rows);
+          .store(rows, 0);
     }
   }
   if (p.dh0.data != nullptr) {

@@ -340,9 +340,12 @@ __device__ __forceinline__ void copy_tiles(const PrepareParams& p, const Prepare
   cp_async_commit();
 }
 
-// Three blocks: as many as the shared memory of an A100's multiprocessor holds with up to 128 keys.
+// Blocks of a multiprocessor: what registers allow, and with more keys shared memory.
+constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
+
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads, 4) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
+__global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
+    sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   char* memory = dynamic_shared<char>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   PreparePlace place;

@@ -72,6 +72,7 @@ class ReverseStep {
   using State = Sums<kKeyTiles>;
   using Tokens = Sums<kTokenTiles>;
   using PackedTokens = Packed<kTokenTiles>;
+  using Blocks = BlockStream<kKeys <= 192>;  // with 256 keys there are no registers for more
 
   // `stage`: shared address of the step's stage; `values`: of this strip's dO in it.
   __device__ __forceinline__ ReverseStep(uint32_t stage, uint32_t values, int lane)
@@ -97,7 +98,7 @@ class ReverseStep {
     PackedTokens scaled;
     of_d_o = scale_d_o(scaled);
     multiply_all(state, load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down * of_d_o.up);
-    BlockStream blocks;
+    Blocks blocks;
     blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
@@ -115,7 +116,7 @@ class ReverseStep {
 
   // Z = dV' + strict(G o A)^T dV'.
   __device__ __forceinline__ void solve(Tokens& sums, const PackedTokens& rounded, const Range<T>& of_sums) const {
-    BlockStream blocks;
+    Blocks blocks;
     blocks.start(record_at(offsetof(ReverseRecord, inverse)), lane_);
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
@@ -185,8 +186,8 @@ class ReverseStep {
   }
 
   // sums += left M of two tiles of columns, for a pair of block rows of a triangular matrix M of the record.
-  __device__ __forceinline__ void multiply_triangle(BlockStream& blocks, Tokens& sums, const uint32_t (&left)[4],
-                                                    int row, int pair) const {
+  __device__ __forceinline__ void multiply_triangle(Blocks& blocks, Tokens& sums, const uint32_t (&left)[4], int row,
+                                                    int pair) const {
 #pragma unroll
     for (int column = 2 * pair; column < 2 * pair + 2; ++column) {
       const bool above = row == pair && column % 2 == 1;

@@ -109,36 +109,36 @@ template <class T>
 class OutputRows {
  public:
   OutputRows() = default;
-  // `o`: the row of the first of `count` tokens; `columns` values in it. The first `skipped` rows that come are not
-  // stored.
-  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, int count, int skipped,
+  // `o`: the row of token 0 of `count`; `columns` values in it. The rows that come first are those of token `first`,
+  // which may be below 0.
+  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, int count, int first,
                                         const StripPlace& place)
       : stride_(stride) {
     const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4, row = place.lane / 4;
-    at_ = const_cast<uint16_t*>(o) + (row - skipped) * stride + column;
+    at_ = const_cast<uint16_t*>(o) + (row + first) * stride + column;
     // A lane whose columns are past the row's end has no tokens.
     count_ = column < columns && row < count ? static_cast<uint32_t>(count - row) : 0u;
-    left_ = count_ + static_cast<uint32_t>(skipped);
   }
-  // The next 8 kTiles tokens.
+  // The next 8 kTiles tokens, from `first` on.
   template <int kTiles>
-  __device__ __forceinline__ void store(const Sums<kTiles>& sums) {
+  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int first) {
     Packed<kTiles> packed;
     pack<T>(sums, packed);
-    store(packed);
+    store(packed, first);
   }
   template <int kTiles>
-  __device__ __forceinline__ void store(const Packed<kTiles>& packed) {
+  __device__ __forceinline__ void store(const Packed<kTiles>& packed, int first) {
     const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i, left_ -= 8) {
+    for (int i = 0; i < kTiles; ++i) {
       // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
       // beside them: an even lane gives its last for the neighbour's first.
-      const uint32_t first = transpose_8x8(packed.x[i / 2][i % 2 * 2]);
-      const uint32_t last = transpose_8x8(packed.x[i / 2][i % 2 * 2 + 1]);
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
-      // One comparison: below 0, before the first row and behind the last.
-      store_global_u2_if(left_ - 1 < count_, at_, odd ? make_uint2(got, last) : make_uint2(first, got));
+      const uint32_t low = transpose_8x8(packed.x[i / 2][i % 2 * 2]);
+      const uint32_t high = transpose_8x8(packed.x[i / 2][i % 2 * 2 + 1]);
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+      // One comparison: a token below 0 is a large number.
+      store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < count_, at_,
+                         odd ? make_uint2(got, high) : make_uint2(low, got));
       at_ += 8 * stride_;
       make_opaque(at_);  // multiples of the stride are not kept in registers
     }
@@ -150,7 +150,7 @@ class OutputRows {
  private:
   uint16_t* at_;
   int64_t stride_;
-  uint32_t left_, count_;  // of the lane's rows
+  uint32_t count_;  // of the tokens whose row the lane has, those that are there
 };
 
 }  // namespace flash_qla::cuda::sm80

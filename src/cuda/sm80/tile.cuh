@@ -122,25 +122,28 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
 }
 
 // A triangular matrix of a step as right operands, block after block in the order in which they lie. Four blocks come
-// with a load, which is on its way while the four before it are used; the last load may reach past the last block.
+// with a load, kAhead while the four before them are used; the last load may reach past the last block.
+template <bool kAhead>
 class BlockStream {
  public:
   __device__ __forceinline__ void start(uint32_t blocks, int lane) {
     at_ = blocks + static_cast<uint32_t>(lane) * 16;
-    load(0);
+    if (kAhead) load(0);
   }
   // Block `number`: one more than that of the last call.
   __device__ __forceinline__ uint32_t take(int number) {
-    if (number % 4 == 0 && number + 4 < kTriangleBlocks) load(number / 4 + 1);
-    return r_[number / 4 % 2][number % 4];
+    const int quad = number / 4 + (kAhead ? 1 : 0);
+    if (number % 4 == 0 && quad * 4 < kTriangleBlocks) load(quad);
+    return r_[number / 4 % kBuffers][number % 4];
   }
 
  private:
+  static constexpr int kBuffers = kAhead ? 2 : 1;
   __device__ __forceinline__ void load(int quad) {
-    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % 2]);
+    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % kBuffers]);
   }
   uint32_t at_;
-  uint32_t r_[2][4];
+  uint32_t r_[kBuffers][4];
 };
 
 }  // namespace flash_qla::cuda::sm80
