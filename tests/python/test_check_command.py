@@ -1,7 +1,8 @@
 """`python -m flash_qla check`, and the metric that it and the bench judge by: the same as that of these tests."""
 
-import helpers
 import importlib
+
+import helpers
 import pytest
 import torch
 
