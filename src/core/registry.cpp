@@ -13,7 +13,7 @@ namespace flash_qla {
 const std::vector<const ForwardPath*>& chunk_forward_paths() {
   static const std::vector<const ForwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kSm90ChunkForward, &kCudaGenericChunkForward, &kCudaOracleChunkForward,
+      &kSm90ChunkForward, &kSm80ChunkForward,      &kCudaGenericChunkForward, &kCudaOracleChunkForward,
 #endif
       &kCpuChunkForward,  &kReferenceChunkForward,
   };

@@ -15,6 +15,8 @@ extern const ForwardPath kCudaOracleChunkForward;
 extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;
 
+extern const ForwardPath kSm80ChunkForward;
+
 extern const ForwardPath kSm90ChunkForward;
 extern const BackwardPath kSm90ChunkBackward;
 
