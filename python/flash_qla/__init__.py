@@ -21,6 +21,7 @@ from .ops.gated_delta_rule import (
     fused_recurrent_gated_delta_rule,
     gated_delta_rule_decode,
     gated_delta_rule_prefill,
+    gated_delta_rule_verify,
 )
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
 
@@ -39,6 +40,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
+    "gated_delta_rule_verify",
     "ops",
     "use_path",
     "workspace_size",
