@@ -40,8 +40,8 @@ ffi::Any verify(int64_t action, ffi::String operation, ffi::Optional<ffi::String
                         flash_qla_verify_run, flash_qla_verify_explain);
 }
 
-// Scratch bytes of a call that does not exist yet, of max_seqs sequences and max_tokens tokens at most: one sequence may
-// have all that a call takes.
+// Scratch bytes of a call that does not exist yet, of max_seqs sequences and max_tokens tokens at most: one sequence
+// may have all that a call takes.
 int64_t verify_workspace_size(ffi::String operation, ffi::Optional<ffi::String> path, ffi::Optional<double> scale,
                               bool state_v_first, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel,
                               bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode,

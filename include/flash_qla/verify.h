@@ -1,5 +1,5 @@
-/* Verification of draft tokens (flash_qla_verify_*): a few tokens a sequence, in a chain or a tree, from states that are
- * read and not written. flash_qla.h includes it; it is valid C99 and C++17.
+/* Verification of draft tokens (flash_qla_verify_*): a few tokens a sequence, in a chain or a tree, from states that
+ * are read and not written. flash_qla.h includes it; it is valid C99 and C++17.
  */
 #ifndef FLASH_QLA_VERIFY_H_
 #define FLASH_QLA_VERIFY_H_
@@ -11,8 +11,8 @@ extern "C" {
 #endif
 
 /* N sequences of T draft tokens, 1 to FLASH_QLA_MAX_DRAFT_TOKENS. Each token continues from the state after its parent,
- * the first ones from the sequence's slot of the pool. Hv is a multiple of Hq. States are [.., K, V], or [.., V, K] with
- * state_v_first. "float" is float32, bfloat16 or float16. Between tokens a state keeps full precision. */
+ * the first ones from the sequence's slot of the pool. Hv is a multiple of Hq. States are [.., K, V], or [.., V, K]
+ * with state_v_first. "float" is float32, bfloat16 or float16. Between tokens a state keeps full precision. */
 typedef struct flash_qla_verify_arguments {
   size_t struct_size; /* sizeof(flash_qla_verify_arguments), set by the init function; another one is refused */
   flash_qla_options options;
@@ -26,7 +26,8 @@ typedef struct flash_qla_verify_arguments {
   flash_qla_tensor A_log;   /* [Hv] float, with use_gate_in_kernel */
   flash_qla_tensor dt_bias; /* [Hv] float, optional, with use_gate_in_kernel */
 
-  flash_qla_tensor state_pool; /* [slots, Hv, K, V] float, only read; any slot stride; the inner three dims contiguous */
+  flash_qla_tensor
+      state_pool; /* [slots, Hv, K, V] float, only read; any slot stride; the inner three dims contiguous */
   flash_qla_tensor initial_state_indices; /* [N] int32 or int64: the slot that each sequence starts from */
   int64_t null_index;       /* an initial index <= this, or past the pool, skips the sequence: zero output, no states */
   flash_qla_tensor parents; /* [N, T] int32 or int64: the token before token t, from 0 to t - 1, or -1 for the pool's

@@ -19,9 +19,10 @@ Status validate_states_out(const Validator& check, const Arguments& args, const 
   FLASH_QLA_RETURN_IF_ERROR(check.whole_states(out));
   if (present(indices.tensor)) return check.vector_of_sequences(indices, p, 0);
   if (out.tensor.shape[0] < p.N) {
-    return check.value_error("states_out.shape[0] (%lld) must be at least %lld, the number of sequences, without "
-                             "states_out_indices",
-                             Validator::as_ll(out.tensor.shape[0]), Validator::as_ll(p.N));
+    return check.value_error(
+        "states_out.shape[0] (%lld) must be at least %lld, the number of sequences, without "
+        "states_out_indices",
+        Validator::as_ll(out.tensor.shape[0]), Validator::as_ll(p.N));
   }
   return Status();
 }

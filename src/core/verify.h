@@ -1,4 +1,5 @@
-// A verify call as host code reads it: where a sequence starts, which token a draft token continues, where its states go.
+// A verify call as host code reads it: where a sequence starts, which token a draft token continues, where its states
+// go.
 #pragma once
 
 #include "core/host_tensor.h"

@@ -17,7 +17,8 @@ namespace {
 
 using Arguments = flash_qla_verify_arguments;
 
-// What one thread works with. `states`: those after each token of a tree, or the one that a chain moves on, [V, K] each.
+// What one thread works with. `states`: those after each token of a tree, or the one that a chain moves on, [V, K]
+// each.
 template <class T>
 struct Scratch {
   Steps<T> steps;

@@ -1,6 +1,6 @@
 // Draft tokens in chains and trees: the token recurrence along the path of each (docs/math.md, "Token recurrence").
-#include "core/registry.h"
 #include "core/verify.h"
+#include "core/registry.h"
 #include "reference/paths.h"
 #include "reference/tokens.h"
 
