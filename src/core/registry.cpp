@@ -42,8 +42,10 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
 
 const std::vector<const VerifyPath*>& verify_paths() {
   static const std::vector<const VerifyPath*> paths = {
-      &kCpuVerify,
-      &kReferenceVerify,
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaVerify, &kCudaGenericVerify, &kCudaOracleVerify,
+#endif
+      &kCpuVerify,  &kReferenceVerify,
   };
   return paths;
 }

@@ -1,5 +1,5 @@
-// States as decode and verify kernels move them: 16 bytes a thread and access, kept as they were read until they are used;
-// and sums over the lanes of a warp.
+// States as decode and verify kernels move them: 16 bytes a thread and access, kept as they were read until they are
+// used; and sums over the lanes of a warp.
 #pragma once
 
 #include "cuda/common/device_tensor.cuh"

@@ -1,5 +1,5 @@
-// The tokens of a decode or verify call's row on their way into shared memory, with the options applied, while the row's
-// state is on its own way. Params is the kernel's: q, k, v, gates, group, T, V and l2norm are read.
+// The tokens of a decode or verify call's row on their way into shared memory, with the options applied, while the
+// row's state is on its own way. Params is the kernel's: q, k, v, gates, group, T, V and l2norm are read.
 #pragma once
 
 #include "cuda/common/bulk.cuh"

@@ -23,6 +23,7 @@
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 #include "sm90_stale_tests.cuh"
+#include "verify_tests.h"
 
 namespace flash_qla::testing {
 namespace {
@@ -273,6 +274,7 @@ int run(const Settings& settings) {
       {"oracle", false, [&] { return test_oracle(settings, arena); }},
       {"generic", false, [&] { return test_generic(settings, arena); }},
       {"decode", false, [&] { return test_decode(settings, arena); }},
+      {"verify", false, [&] { return test_verify(settings, arena, "cuda_reference", FLASH_QLA_CUDA); }},
       {"nan", false, [&] { return test_nan(settings, arena); }},
       {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
       {"sm90 forward, drawn", true, [&] { return test_sm90_forward(settings, arena); }},
