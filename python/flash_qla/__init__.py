@@ -12,6 +12,7 @@ from typing import Any
 
 # _distribution comes first: it stops the import where another distribution has overwritten files of this package.
 from . import _distribution, ops  # noqa: F401
+from ._determinism import determinism
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
 from .ops.gated_delta_rule import (
@@ -36,6 +37,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
+    "determinism",
     "explain",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule_decode",

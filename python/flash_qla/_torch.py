@@ -482,8 +482,8 @@ def compute_into(
     sources: tuple,
     out: Optional[Tensor],
 ) -> Tensor:
-    """o of a serving call: `out`, or a new tensor where that is None. It is the last of the tensors and arguments of the
-    operator `name`, and not among those given here. `sources`: what a gradient of o would go to."""
+    """o of a serving call: `out`, or a new tensor where that is None. It is the last of the tensors and arguments of
+    the operator `name`, and not among those given here. `sources`: what a gradient of o would go to."""
     if out is not None and _wants_gradient(sources) and not _ffi.is_explaining():
         if out.requires_grad and out.is_leaf:
             raise ValueError(f"{options.operation}: out (a leaf that requires a gradient) must not be written in place")

@@ -1,6 +1,6 @@
-// Paths "cuda_generic" and "cuda_reference" of the verification of draft tokens: every shape and option, in float32 and in
-// float64. The chunk form of a tree (docs/math.md): every token's state is the pool's, decayed, and the writes of its
-// ancestors, so that the pool's state is read once for all tokens and no state of another token is needed.
+// Paths "cuda_generic" and "cuda_reference" of the verification of draft tokens: every shape and option, in float32 and
+// in float64. The chunk form of a tree (docs/math.md): every token's state is the pool's, decayed, and the writes of
+// its ancestors, so that the pool's state is read once for all tokens and no state of another token is needed.
 //   u_t = beta_t (v_t - w_t S0^T k_t - sum_a w_ta <k_a, k_t> u_a)      a: the ancestors of t
 //   o_t = scale (w_t S0^T q_t + sum_a w_ta <k_a, q_t> u_a)             a: t and its ancestors
 //   S_t = w_t S0 + sum_a w_ta k_a u_a^T
@@ -70,8 +70,8 @@ __device__ void follow_paths(DraftTile<Real>& tile, int T) {
   }
 }
 
-// sum of w_ta of_a u_a over the tokens of a path below `before`. Others are left out and not multiplied by zero: they may
-// be NaN.
+// sum of w_ta of_a u_a over the tokens of a path below `before`. Others are left out and not multiplied by zero: they
+// may be NaN.
 template <class Real>
 __device__ Real along_path(const Real (&behind)[kDrafts], const Real (&of)[kDrafts], const Real (&u)[kDrafts],
                            uint32_t path, int before) {

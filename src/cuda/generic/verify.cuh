@@ -1,5 +1,5 @@
-// Where the sequences of a verify call start, what their draft tokens continue, and where their states go. All of it lies
-// on the device; whatever values it has, nothing outside of the tensors is named.
+// Where the sequences of a verify call start, what their draft tokens continue, and where their states go. All of it
+// lies on the device; whatever values it has, nothing outside of the tensors is named.
 #pragma once
 
 #include "core/verify.h"

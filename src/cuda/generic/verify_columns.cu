@@ -1,7 +1,7 @@
-// Path "cuda_verify": draft tokens at the speed of memory, for [V, K] states. As in decode.cu a warp has all keys of some
-// columns, and their state stays in registers from token to token. A token that does not continue the one before it
-// begins again from the pool's state and repeats the updates of its ancestors, whose u have stayed in shared memory in
-// the place of their values: the same operations in the same order as where it was the next of a chain.
+// Path "cuda_verify": draft tokens at the speed of memory, for [V, K] states. As in decode.cu a warp has all keys of
+// some columns, and their state stays in registers from token to token. A token that does not continue the one before
+// it begins again from the pool's state and repeats the updates of its ancestors, whose u have stayed in shared memory
+// in the place of their values: the same operations in the same order as where it was the next of a chain.
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/generic/state_columns.cuh"
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   constexpr int kAccesses = Block::kAccesses, kColumns = Block::kColumns;
   const int tokens = p.T;
   SharedToken<kKeys>* s_tokens = dynamic_shared<SharedToken<kKeys>>();
-  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);           // [T][kColumns]: v, and u behind it
+  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);          // [T][kColumns]: v, and u behind it
   int* s_parents = reinterpret_cast<int*>(s_values + tokens * kColumns);  // [T]
 
   const Place place = place_of(p);
@@ -167,8 +167,7 @@ std::string reject(const Arguments& args, const Problem& p) {
   const bool wanted = present(args.states_out);
   const int64_t vector = 16 / size_of(dtype(args.state_pool));
   if (!moves_in_vectors(args.state_pool) ||
-      (wanted &&
-       (!moves_in_vectors(states_after(args.states_out, 0)) || args.states_out.stride[1] % vector != 0))) {
+      (wanted && (!moves_in_vectors(states_after(args.states_out, 0)) || args.states_out.stride[1] % vector != 0))) {
     return "needs contiguous states on 16-byte boundaries";
   }
   return {};

@@ -157,8 +157,7 @@ inline VerifyCall draw_verify_columns(Random& random) {
 }
 
 // Returns how many checks failed. `reference`, on `where`: what float32 paths are compared with.
-inline int64_t test_verify(const Settings& settings, Arena& arena, const char* reference,
-                           flash_qla_device_type where) {
+inline int64_t test_verify(const Settings& settings, Arena& arena, const char* reference, flash_qla_device_type where) {
   constexpr int64_t kHostState = 66 * 66;
   const bool on_host = where == FLASH_QLA_CPU;
   Checker oracle("verify, cuda_reference against the host", settings, arena, "cuda_reference");
