@@ -5,9 +5,9 @@ heads, they compute the prefill of its QwenGatedDeltaNetAttention layers (Qwen3-
 
 - the operation, ChunkGatedDeltaRule, with vLLM's own steps around it;
 - the layer, which is one call in place of the gathering of states, their zeroing, the kernel behind the convolution,
-  the scattering and the concatenation: states are read and written in vLLM's pool in the dtype that they have, gates and
-  norms are computed in the kernel, and in cache mode "align" the states for the prefix cache leave the same launch, so
-  that the scheduler need not split a prefill for them.
+  the scattering and the concatenation: states are read and written in vLLM's pool in the dtype that they have, gates
+  and norms are computed in the kernel, and in cache mode "align" the states for the prefix cache leave the same launch,
+  so that the scheduler need not split a prefill for them.
 
 Batches of decode tokens alone and batches with speculative tokens stay with vLLM's own kernels.
 
@@ -160,10 +160,10 @@ def _slow_reason(model: Any) -> Optional[str]:
     from .. import _paths
 
     text = model.hf_text_config
-    dims = [getattr(text, name, None) for name in ("linear_key_head_dim", "linear_value_head_dim")]
-    if None in dims:
+    K, V = getattr(text, "linear_key_head_dim", None), getattr(text, "linear_value_head_dim", None)
+    if K is None or V is None:
         return "the model names no head dimensions"
-    return _paths.slow_reason(_current_device(), model.dtype, dims[0], dims[1], False)
+    return _paths.slow_reason(_current_device(), model.dtype, K, V, False)
 
 
 def _current_device() -> int:
@@ -183,7 +183,7 @@ def _say_taken(what: str) -> None:
 
 
 def _operation_class(module: ModuleType) -> type:
-    base = getattr(module, _OPERATION)
+    base: Any = getattr(module, _OPERATION)
 
     class FlashQLAChunkGatedDeltaRule(base):
         """vLLM's operation, computed by this library where that is faster."""
@@ -242,7 +242,7 @@ def _operation_class(module: ModuleType) -> type:
 
 
 def _layer_class(module: ModuleType) -> type:
-    base = getattr(module, _LAYER)
+    base: Any = getattr(module, _LAYER)
 
     class FlashQLAQwenGatedDeltaNetAttention(base):
         """vLLM's layer, whose batches with prefills are computed by this library where that is faster."""
@@ -265,12 +265,12 @@ def _layer_class(module: ModuleType) -> type:
             _say_taken("layer QwenGatedDeltaNetAttention: prefill in the pool")
 
         def _warmup_prefill_kernels(self, mixed_qkv: Any, v_dim: int) -> None:
-            """There is nothing to compile. vLLM measures here how much memory is left for its cache, so that the scratch
-            of the largest call has to be seen."""
+            """There is nothing to compile. vLLM measures here how much memory is left for its cache: the scratch of the
+            largest call has to be seen."""
             if self._flash_qla_auto_cp is None or self.speculative_config is not None:
                 return super()._warmup_prefill_kernels(mixed_qkv, v_dim)
             if not self._prefill_kernels_warmed_up:
-                self._prefill_kernels_warmed_up = True
+                self._prefill_kernels_warmed_up: bool = True
                 _touch_scratch(self, mixed_qkv)
 
         def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
@@ -367,20 +367,20 @@ def _compute_core(
         "dt_bias": layer.dt_bias,
         "use_beta_sigmoid_in_kernel": True,
     }
+    inputs = {"q": q, "k": k, "v": v, "g": a, "beta": b, "out": core_attn_out}
     if decodes > 0:
-        rows = [x[:decodes].unsqueeze(1) for x in (q, k, v, a, b, core_attn_out)]
+        rows: Dict[str, Any] = {name: x[:decodes].unsqueeze(1) for name, x in inputs.items()}
         slots = metadata.non_spec_state_indices_tensor[:decodes]
-        gated_delta_rule_decode(*rows[:5], pool, slots, out=rows[5], **common)
-    packed = [x[decodes:tokens].unsqueeze(0) for x in (q, k, v, a, b, core_attn_out)]
-    offsets, slots = metadata.prefill_query_start_loc, metadata.prefill_state_indices
+        gated_delta_rule_decode(state_pool=pool, initial_state_indices=slots, **rows, **common)
+    packed: Dict[str, Any] = {name: x[decodes:tokens].unsqueeze(0) for name, x in inputs.items()}
+    offsets = metadata.prefill_query_start_loc
     gated_delta_rule_prefill(
-        *packed[:5],
-        pool,
-        slots,
+        state_pool=pool,
+        initial_state_indices=metadata.prefill_state_indices,
         cu_seqlens=offsets,
         has_initial_state=metadata.prefill_has_initial_state,
-        out=packed[5],
         auto_cp=layer._flash_qla_auto_cp,
+        **packed,
         **_listed(metadata.checkpoint, offsets),
         **common,
     )
