@@ -41,10 +41,15 @@ def version_of(distribution: str) -> Optional[str]:
         return None
 
 
+def is_version(version: str, prefixes: Sequence[str]) -> bool:
+    """Whether a version is one of some: "0.33" stands for all of 0.33.x."""
+    return any(version == prefix or version.startswith(prefix + ".") for prefix in prefixes)
+
+
 def unknown_version(name: str, version: str, known: Sequence[str], switch: str) -> Optional[str]:
-    """Why a version is left alone; None where it is one of `known` ("0.33" stands for all of 0.33.x). What an adapter
-    calls may have another meaning in a version that nobody has looked at, under the same name."""
-    if any(version == prefix or version.startswith(prefix + ".") for prefix in known):
+    """Why a version is left alone; None where it is one of `known`. What an adapter calls may have another meaning in a
+    version that nobody has looked at, under the same name."""
+    if is_version(version, known):
         return None
     return f"{name} {version} is not known here ({', '.join(known)} are); {switch}=1 tries it all the same"
 
@@ -62,7 +67,7 @@ def missing(holder: Any, names: Iterable[str]) -> Tuple[str, ...]:
     return tuple(name for name in names if not hasattr(holder, name))
 
 
-def slow_on_this_machine() -> Optional[str]:
+def slow_on_this_machine(needs_grad: bool = False) -> Optional[str]:
     """Why the fast kernels would not take a model's calls (K = V = 128, bfloat16) on the first GPU; None: they do."""
     from .. import _paths
 
@@ -72,4 +77,4 @@ def slow_on_this_machine() -> Optional[str]:
         return "PyTorch is not installed"
     if not torch.cuda.is_available():
         return "no GPU"
-    return _paths.slow_reason(0, torch.bfloat16, 128, 128, False)
+    return _paths.slow_reason(0, torch.bfloat16, 128, 128, needs_grad)
