@@ -47,24 +47,25 @@ if not LIBRARY.exists():
         "and build it, which puts the module there"
     )
 
-# tvm-ffi, the native module and two of its exports, once load() has been called.
+# tvm-ffi, the native module and those of its exports that compute, once load() has been called.
 tvm_ffi: Any = None
 _module: Any = None
 _forward: Any = None
 _backward: Any = None
+_verify: Any = None
 
 
 def load() -> Any:
     """The native module. The first call that needs it loads it: tvm-ffi imports torch where that is installed, which
     takes seconds that a process without torch need not spend. Threads that do so at the same time get the same one."""
-    global tvm_ffi, _module, _forward, _backward
+    global tvm_ffi, _module, _forward, _backward, _verify
     if _module is None:
         with _without_torch_addon():
             tvm_ffi = importlib.import_module("tvm_ffi")
         # tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)
         module = tvm_ffi.load_module(str(LIBRARY))
-        _forward, _backward = module["forward"], module["backward"]
+        _forward, _backward, _verify = module["forward"], module["backward"], module["verify"]
         _module = module
     return _module
 
@@ -72,6 +73,12 @@ def load() -> Any:
 def workspace_size(*arguments: Any) -> int:
     """`workspace_size` of bindings/ffi/module.cpp."""
     size: int = load()["workspace_size"](*arguments)
+    return size
+
+
+def verify_workspace_size(*arguments: Any) -> int:
+    """`verify_workspace_size` of bindings/ffi/verify.cpp."""
+    size: int = load()["verify_workspace_size"](*arguments)
     return size
 
 
@@ -126,3 +133,8 @@ def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
     _call(_backward or load()["backward"], allocate, arguments)
+
+
+def verify(allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """`verify` of bindings/ffi/verify.cpp, from `operation` to `o`; `allocate` and result as in forward()."""
+    return _call(_verify or load()["verify"], allocate, arguments)

@@ -40,6 +40,16 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
   return paths;
 }
 
+const std::vector<const VerifyPath*>& verify_paths() {
+  static const std::vector<const VerifyPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaVerify, &kCudaGenericVerify, &kCudaOracleVerify,
+#endif
+      &kCpuVerify,  &kReferenceVerify,
+  };
+  return paths;
+}
+
 const std::vector<const DeviceAccess*>& device_accesses() {
   static const std::vector<const DeviceAccess*> accesses = {
 #ifdef FLASH_QLA_WITH_CUDA

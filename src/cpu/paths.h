@@ -8,6 +8,7 @@ namespace flash_qla {
 extern const ForwardPath kCpuChunkForward;
 extern const ForwardPath kCpuRecurrent;
 extern const BackwardPath kCpuChunkBackward;
+extern const VerifyPath kCpuVerify;
 extern const DeviceAccess kCpuAccess;
 
 }  // namespace flash_qla

@@ -11,6 +11,10 @@ extern const BackwardPath kCudaGenericChunkBackward;
 
 extern const ForwardPath kCudaDecode;
 
+extern const VerifyPath kCudaVerify;
+extern const VerifyPath kCudaGenericVerify;
+extern const VerifyPath kCudaOracleVerify;
+
 extern const ForwardPath kCudaOracleChunkForward;
 extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;

@@ -9,5 +9,6 @@ namespace flash_qla {
 extern const ForwardPath kReferenceChunkForward;
 extern const ForwardPath kReferenceRecurrent;
 extern const BackwardPath kReferenceChunkBackward;
+extern const VerifyPath kReferenceVerify;
 
 }  // namespace flash_qla

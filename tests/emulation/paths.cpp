@@ -26,6 +26,12 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
   return paths;
 }
 
+const std::vector<const VerifyPath*>& verify_paths() {
+  static const std::vector<const VerifyPath*> paths = {&kCudaVerify, &kCudaGenericVerify, &kCudaOracleVerify,
+                                                       &kReferenceVerify};
+  return paths;
+}
+
 const std::vector<const DeviceAccess*>& device_accesses() {
   static const std::vector<const DeviceAccess*> none;
   return none;

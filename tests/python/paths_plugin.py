@@ -74,6 +74,7 @@ class Paths:
         _ffi.load()
         _ffi._forward = self._watched(_ffi._forward, lambda arguments: ("recurrent" if arguments[0] else FORWARD, arguments[1:]))
         _ffi._backward = self._watched(_ffi._backward, lambda arguments: (BACKWARD, arguments))
+        _ffi._verify = self._watched(_ffi._verify, lambda arguments: ("verify", arguments))
         _ffi.workspace_size = self._watched_question(_ffi.workspace_size)
 
     def _watched(self, function, operation_and_options):
