@@ -1,5 +1,5 @@
-// The rules that the operations' arguments have in common: shapes, dtypes, memory. Each refusal names operation, argument,
-// rule and what was given. Reads no tensor memory.
+// The rules that the operations' arguments have in common: shapes, dtypes, memory. Each refusal names operation,
+// argument, rule and what was given. Reads no tensor memory.
 #pragma once
 
 #include <cstdio>
