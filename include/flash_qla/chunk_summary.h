@@ -22,7 +22,7 @@ typedef enum flash_qla_link_kind {
 
 /* Forward links: of each part the one of its last token's sequence, where that goes on after the part. */
 typedef struct flash_qla_chunk_summary_arguments {
-  size_t struct_size; /* sizeof(flash_qla_chunk_summary_arguments), set by the init function */
+  size_t struct_size;        /* sizeof(flash_qla_chunk_summary_arguments), set by the init function */
   flash_qla_options options; /* cp_mode off, and float64: nothing is forgotten (cp_tolerance) */
 
   /* inputs, as in flash_qla_forward_arguments: this rank's tokens */
@@ -49,10 +49,9 @@ typedef struct flash_qla_chunk_summary_arguments {
 /* Fills in the defaults, as flash_qla_forward_arguments_init does. Does nothing with NULL. */
 FLASH_QLA_API void flash_qla_chunk_summary_arguments_init(flash_qla_chunk_summary_arguments* args);
 
-FLASH_QLA_API flash_qla_status
-flash_qla_chunk_summary_can_implement(const flash_qla_chunk_summary_arguments* args);
-FLASH_QLA_API flash_qla_status
-flash_qla_chunk_summary_workspace_size(const flash_qla_chunk_summary_arguments* args, size_t* bytes);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_can_implement(const flash_qla_chunk_summary_arguments* args);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_workspace_size(const flash_qla_chunk_summary_arguments* args,
+                                                                      size_t* bytes);
 FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_run(const flash_qla_chunk_summary_arguments* args,
                                                            void* workspace, size_t workspace_bytes, void* stream);
 FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_explain(const flash_qla_chunk_summary_arguments* args,

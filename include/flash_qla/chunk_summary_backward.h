@@ -14,7 +14,7 @@ extern "C" {
 
 /* Backward links: of each part the one of its first token's sequence, where that began before the part. */
 typedef struct flash_qla_chunk_summary_backward_arguments {
-  size_t struct_size; /* sizeof(flash_qla_chunk_summary_backward_arguments), set by the init function */
+  size_t struct_size;        /* sizeof(flash_qla_chunk_summary_backward_arguments), set by the init function */
   flash_qla_options options; /* those of the forward link */
 
   /* inputs, as in flash_qla_backward_arguments: this rank's tokens */
@@ -23,9 +23,9 @@ typedef struct flash_qla_chunk_summary_backward_arguments {
   flash_qla_tensor dht; /* [R, Hv, K, V] float, optional: of sequences that end here */
 
   /* inputs, as flash_qla_sequence_cut writes them. A row out of range counts as none */
-  flash_qla_tensor rows;    /* [P, 2] index */
-  flash_qla_tensor enters;  /* [P] bool */
-  flash_qla_tensor through; /* [P] bool */
+  flash_qla_tensor rows;         /* [P, 2] index */
+  flash_qla_tensor enters;       /* [P] bool */
+  flash_qla_tensor through;      /* [P] bool */
   flash_qla_tensor forward_kind; /* [P, Hv] float32 (float64): the kind of the forward links */
 
   /* outputs, any strides */
@@ -40,12 +40,10 @@ FLASH_QLA_API flash_qla_status
 flash_qla_chunk_summary_backward_can_implement(const flash_qla_chunk_summary_backward_arguments* args);
 FLASH_QLA_API flash_qla_status
 flash_qla_chunk_summary_backward_workspace_size(const flash_qla_chunk_summary_backward_arguments* args, size_t* bytes);
-FLASH_QLA_API flash_qla_status
-flash_qla_chunk_summary_backward_run(const flash_qla_chunk_summary_backward_arguments* args, void* workspace,
-                                     size_t workspace_bytes, void* stream);
-FLASH_QLA_API flash_qla_status
-flash_qla_chunk_summary_backward_explain(const flash_qla_chunk_summary_backward_arguments* args, char* text,
-                                         size_t size);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_backward_run(
+    const flash_qla_chunk_summary_backward_arguments* args, void* workspace, size_t workspace_bytes, void* stream);
+FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_backward_explain(
+    const flash_qla_chunk_summary_backward_arguments* args, char* text, size_t size);
 
 #ifdef __cplusplus
 }

@@ -27,9 +27,7 @@ struct SummaryCombineArguments : ArgumentsOf<flash_qla_summary_combine_arguments
 
 // Which sequences a rank holds, and which of them go on at its neighbours.
 struct SequenceCut {
-  static Status can_implement(const SequenceCutArguments& args) {
-    return flash_qla_sequence_cut_can_implement(&args);
-  }
+  static Status can_implement(const SequenceCutArguments& args) { return flash_qla_sequence_cut_can_implement(&args); }
   static Status workspace_size(const SequenceCutArguments& args, size_t* bytes) {
     return flash_qla_sequence_cut_workspace_size(&args, bytes);
   }

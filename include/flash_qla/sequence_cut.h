@@ -30,7 +30,7 @@ typedef struct flash_qla_sequence_cut_arguments {
 
   /* outputs: this rank's R rows (sequences of its own calls) */
   flash_qla_tensor local_cu_seqlens; /* [R + 1] index, offsets in this rank's tokens. Always wanted: it says R */
-  flash_qla_tensor sequences;   /* [R] index, the row's number among the N sequences, -1 behind the last */
+  flash_qla_tensor sequences;        /* [R] index, the row's number among the N sequences, -1 behind the last */
   flash_qla_tensor starts_here; /* [R] bool, the sequence has its first token here (an empty one: is listed here) */
   flash_qla_tensor ends_here;   /* [R] bool, its last token */
   flash_qla_tensor row_count;   /* [1] index, rows that are sequences: what R has to be at least */
@@ -48,10 +48,9 @@ typedef struct flash_qla_sequence_cut_arguments {
 /* Fills in the defaults: the structure's size, everything absent, last_part -1. Does nothing with NULL. */
 FLASH_QLA_API void flash_qla_sequence_cut_arguments_init(flash_qla_sequence_cut_arguments* args);
 
-FLASH_QLA_API flash_qla_status
-flash_qla_sequence_cut_can_implement(const flash_qla_sequence_cut_arguments* args);
-FLASH_QLA_API flash_qla_status
-flash_qla_sequence_cut_workspace_size(const flash_qla_sequence_cut_arguments* args, size_t* bytes);
+FLASH_QLA_API flash_qla_status flash_qla_sequence_cut_can_implement(const flash_qla_sequence_cut_arguments* args);
+FLASH_QLA_API flash_qla_status flash_qla_sequence_cut_workspace_size(const flash_qla_sequence_cut_arguments* args,
+                                                                     size_t* bytes);
 FLASH_QLA_API flash_qla_status flash_qla_sequence_cut_run(const flash_qla_sequence_cut_arguments* args, void* workspace,
                                                           size_t workspace_bytes, void* stream);
 FLASH_QLA_API flash_qla_status flash_qla_sequence_cut_explain(const flash_qla_sequence_cut_arguments* args, char* text,

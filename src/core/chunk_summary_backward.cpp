@@ -86,8 +86,8 @@ flash_qla_status flash_qla_chunk_summary_backward_can_implement(
     const flash_qla_chunk_summary_backward_arguments* args) {
   return can_implement<ChunkSummaryBackwardOp>(args);
 }
-flash_qla_status flash_qla_chunk_summary_backward_workspace_size(
-    const flash_qla_chunk_summary_backward_arguments* args, size_t* bytes) {
+flash_qla_status flash_qla_chunk_summary_backward_workspace_size(const flash_qla_chunk_summary_backward_arguments* args,
+                                                                 size_t* bytes) {
   return workspace_size<ChunkSummaryBackwardOp>(args, bytes);
 }
 flash_qla_status flash_qla_chunk_summary_backward_run(const flash_qla_chunk_summary_backward_arguments* args,

@@ -1,5 +1,5 @@
-// Validated calls of the operations for streams that are cut over ranks, their tables of paths, and rules that they have
-// in common.
+// Validated calls of the operations for streams that are cut over ranks, their tables of paths, and rules that they
+// have in common.
 #pragma once
 
 #include "core/registry.h"

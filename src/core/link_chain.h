@@ -7,8 +7,8 @@
 
 namespace flash_qla {
 
-// The links between the nearest constant one and a place in the stream, in the order in which a state goes through them.
-// Going backward the stream is read from its other end.
+// The links between the nearest constant one and a place in the stream, in the order in which a state goes through
+// them. Going backward the stream is read from its other end.
 struct LinkChain {
   int64_t first;  // place of the constant link, or the first link of all if there is none
   int64_t steps;  // links from there on, the constant one included

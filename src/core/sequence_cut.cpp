@@ -43,8 +43,7 @@ Status validate_cut(const Arguments& args, const char* operation, bool need_data
     FLASH_QLA_RETURN_IF_ERROR(check.shape(t, Role::kOutput, {rows}));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(t, DType::kBool, "bool"));
   }
-  for (const Named& t :
-       {Named{"enters", args.enters}, Named{"leaves", args.leaves}, Named{"through", args.through}}) {
+  for (const Named& t : {Named{"enters", args.enters}, Named{"leaves", args.leaves}, Named{"through", args.through}}) {
     if (!present(t.tensor)) continue;
     FLASH_QLA_RETURN_IF_ERROR(check.shape(t, Role::kOutput, {parts}));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(t, DType::kBool, "bool"));
@@ -112,8 +111,8 @@ flash_qla_status flash_qla_sequence_cut_can_implement(const flash_qla_sequence_c
 flash_qla_status flash_qla_sequence_cut_workspace_size(const flash_qla_sequence_cut_arguments* args, size_t* bytes) {
   return workspace_size<SequenceCutOp>(args, bytes);
 }
-flash_qla_status flash_qla_sequence_cut_run(const flash_qla_sequence_cut_arguments* args, void* workspace,
-                                            size_t bytes, void* stream) {
+flash_qla_status flash_qla_sequence_cut_run(const flash_qla_sequence_cut_arguments* args, void* workspace, size_t bytes,
+                                            void* stream) {
   return run<SequenceCutOp>(args, workspace, bytes, stream);
 }
 flash_qla_status flash_qla_sequence_cut_explain(const flash_qla_sequence_cut_arguments* args, char* text, size_t size) {

@@ -44,8 +44,7 @@ class Summary {
     const int64_t tasks = p_.P * p_.Hv, threads = thread_count(args_.options.num_threads, tasks);
     for (int64_t i = 0; i < threads; ++i) scratch.emplace_back(&arena, p_);
     // 6 K V operations a token for S and 6 K^2 for M, and those of A.
-    const double operations =
-        12.0 * static_cast<double>(p_.B * p_.T * p_.Hv * p_.K) * static_cast<double>(p_.V + p_.K);
+    const double operations = 12.0 * static_cast<double>(p_.B * p_.T * p_.Hv * p_.K) * static_cast<double>(p_.V + p_.K);
     parallel_for(tasks, worthwhile_threads(threads, operations), [&](int64_t task, int64_t worker) {
       run_head(task / p_.Hv, task % p_.Hv, &scratch[static_cast<size_t>(worker)]);
     });
@@ -71,8 +70,7 @@ class Summary {
     if (may_forget(args_.options, p_.dtype)) {
       window = chunks.last_window(threshold, scratch->chunk.k);
       // One decision for both directions: the gradient, too, must be forgotten.
-      if (through && window <= chunks.count() &&
-          chunks.first_window(threshold, scratch->chunk.k) > chunks.count()) {
+      if (through && window <= chunks.count() && chunks.first_window(threshold, scratch->chunk.k) > chunks.count()) {
         window = chunks.count() + 1;
       }
     }

@@ -115,7 +115,7 @@ Status run(const Arguments& args, const SummaryProblem& p, void* workspace, void
 }  // namespace
 }  // namespace cpu
 
-const ChunkSummaryBackwardPath kCpuChunkSummaryBackward = {
-    "cpu", FLASH_QLA_CPU, false, cpu::accept, cpu::workspace_size, cpu::run};
+const ChunkSummaryBackwardPath kCpuChunkSummaryBackward = {"cpu",       FLASH_QLA_CPU,       false,
+                                                           cpu::accept, cpu::workspace_size, cpu::run};
 
 }  // namespace flash_qla

@@ -42,9 +42,7 @@ class Cut {
  private:
   int64_t offset(int64_t n) const { return cu_[static_cast<size_t>(n)]; }
   // The sequence with the token at a position that lies in one.
-  int64_t sequence_at(int64_t token) const {
-    return std::upper_bound(cu_.begin(), cu_.end(), token) - cu_.begin() - 1;
-  }
+  int64_t sequence_at(int64_t token) const { return std::upper_bound(cu_.begin(), cu_.end(), token) - cu_.begin() - 1; }
 
   void cut_part(int64_t part) {
     const int64_t begin = load_index(args_.bounds, part, 0), end = load_index(args_.bounds, part, 1);
@@ -54,7 +52,7 @@ class Cut {
     const auto place = [this](auto found) { return std::min<int64_t>(found - cu_.begin(), p_.N); };
     int64_t first = place(std::lower_bound(cu_.begin(), cu_.end(), begin));
     if (begin < end && first > 0 && offset(first) > begin) --first;
-    const int64_t behind = is_last      ? p_.N
+    const int64_t behind = is_last       ? p_.N
                            : begin < end ? std::max(first, place(std::lower_bound(cu_.begin(), cu_.end(), end)))
                                          : first;
 

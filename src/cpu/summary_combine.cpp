@@ -150,8 +150,7 @@ template <class T>
 size_t size_for(const Arguments& args, const CombineProblem& p) {
   Arena of_thread(nullptr);
   Scratch<T>(&of_thread, p);
-  return of_thread.used() *
-         static_cast<size_t>(thread_count(args.options.num_threads, Combine<T>(args, p).tasks()));
+  return of_thread.used() * static_cast<size_t>(thread_count(args.options.num_threads, Combine<T>(args, p).tasks()));
 }
 
 size_t workspace_size(const Arguments& args, const CombineProblem& p) {
@@ -166,7 +165,6 @@ Status run(const Arguments& args, const CombineProblem& p, void* workspace, void
 }  // namespace
 }  // namespace cpu
 
-const SummaryCombinePath kCpuSummaryCombine = {"cpu",          FLASH_QLA_CPU,       false,
-                                               cpu::accept, cpu::workspace_size, cpu::run};
+const SummaryCombinePath kCpuSummaryCombine = {"cpu", FLASH_QLA_CPU, false, cpu::accept, cpu::workspace_size, cpu::run};
 
 }  // namespace flash_qla

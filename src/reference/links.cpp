@@ -1,5 +1,5 @@
-// Reference of the links of parts: the token recurrence in fp64, forward from the identity for M, and its own reverse for
-// the gradient of the state. Nothing is forgotten, whatever the options say.
+// Reference of the links of parts: the token recurrence in fp64, forward from the identity for M, and its own reverse
+// for the gradient of the state. Nothing is forgotten, whatever the options say.
 #include "core/host_tensor.h"
 #include "core/link_chain.h"
 #include "reference/paths.h"
@@ -28,7 +28,6 @@ Vector identity(int64_t K) {
   for (int64_t i = 0; i < K; ++i) M[static_cast<size_t>(i * K + i)] = 1.0;
   return M;
 }
-
 
 template <class Arguments>
 Token load_inputs(const Arguments& args, const Problem& p, const Sequence& s, int64_t t, int64_t head) {
@@ -95,8 +94,8 @@ Status run_backward(const BackwardArguments& args, const SummaryProblem& p, void
       for (int64_t t = enters ? s->length - 1 : -1; t >= 0; --t) {
         Token token = load_inputs(args, p, *s, t, head);
         token.q = load_key(args.q, s->b, s->begin + t, head / p.group, l2norm);
-        const Vector d_o = present(args.d_o) ? load_row(args.d_o, s->b, s->begin + t, head)
-                                             : Vector(static_cast<size_t>(p.V), 0.0);
+        const Vector d_o =
+            present(args.d_o) ? load_row(args.d_o, s->b, s->begin + t, head) : Vector(static_cast<size_t>(p.V), 0.0);
         reverse_step(token, p.scale, d_o, &dS);
       }
       store_state(args.R, false, part, head, p.K, p.V, dS);
@@ -228,8 +227,8 @@ size_t no_workspace(const Arguments&, const Problem&) {
 }  // namespace
 }  // namespace reference
 
-const ChunkSummaryPath kReferenceChunkSummary = {
-    "reference", FLASH_QLA_CPU, true, reference::accept, reference::no_workspace, reference::run_summary};
+const ChunkSummaryPath kReferenceChunkSummary = {"reference",       FLASH_QLA_CPU,           true,
+                                                 reference::accept, reference::no_workspace, reference::run_summary};
 const ChunkSummaryBackwardPath kReferenceChunkSummaryBackward = {
     "reference", FLASH_QLA_CPU, true, reference::accept, reference::no_workspace, reference::run_backward};
 const SummaryCombinePath kReferenceSummaryCombine = {

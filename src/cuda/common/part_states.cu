@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = part < parts ? part : n;
   for (int i = threadIdx.x; i < K * V; i += kThreads) {
     const int64_t key = i / V, value = i % V;
-    const Real x = from.data == nullptr ? Real(0)
-                                        : load<Real>(from, row * from.row + head * from.head + key * from.key +
-                                                               value * from.value);
+    const Real x = from.data == nullptr
+                       ? Real(0)
+                       : load<Real>(from, row * from.row + head * from.head + key * from.key + value * from.value);
     store<Real>(to, n * to.row + head * to.head + key * to.key + value * to.value, x);
   }
 }
@@ -55,7 +55,7 @@ Status RowsOfStates::fill(const Tensor& given, const Problem& p, cudaStream_t st
 template <const auto* kPath, class Call>
 constexpr Path<typename Call::Arguments> with_parts(const char* name, bool only_by_name) {
   using Functions = WithPartStates<kPath, Call>;
-  return {name,           FLASH_QLA_CUDA,   only_by_name, Functions::reject, Functions::workspace_size,
+  return {name,           FLASH_QLA_CUDA,  only_by_name, Functions::reject, Functions::workspace_size,
           Functions::run, Functions::notes};
 }
 

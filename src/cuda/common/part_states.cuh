@@ -1,6 +1,6 @@
-// States of ranks' parts (entering_*, leaving_* of the arguments) for paths that know rows of initial_state and dht alone:
-// one small kernel copies them to such rows in the workspace. It costs the memory of N states and the time to write them
-// (2 MiB for a sequence of 32 heads of 128 x 128). Calls without such states go through as they are.
+// States of ranks' parts (entering_*, leaving_* of the arguments) for paths that know rows of initial_state and dht
+// alone: one small kernel copies them to such rows in the workspace. It costs the memory of N states and the time to
+// write them (2 MiB for a sequence of 32 heads of 128 x 128). Calls without such states go through as they are.
 #pragma once
 
 #include "core/registry.h"
