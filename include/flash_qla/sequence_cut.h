@@ -33,9 +33,9 @@ typedef struct flash_qla_sequence_cut_arguments {
   flash_qla_tensor sequences;        /* [R] index, the row's number among the N sequences, -1 behind the last */
   flash_qla_tensor starts_here; /* [R] bool, the sequence has its first token here (an empty one: is listed here) */
   flash_qla_tensor ends_here;   /* [R] bool, its last token */
-  flash_qla_tensor row_count;   /* [1] index, rows that are sequences: what R has to be at least */
 
   /* outputs: of each part */
+  flash_qla_tensor row_counts;    /* [P] index, its rows. R has to be at least their sum */
   flash_qla_tensor rows;          /* [P, 2] index, row of the part's first token and of its last, -1 without tokens */
   flash_qla_tensor enters;        /* [P] bool, the first token's sequence began before the part */
   flash_qla_tensor leaves;        /* [P] bool, the last token's sequence goes on after the part */

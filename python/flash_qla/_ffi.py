@@ -126,3 +126,13 @@ def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
     _call(_backward or load()["backward"], allocate, arguments)
+
+
+def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """The export `name`, with its arguments between `action` and `workspace`; else as forward()."""
+    return _call(load()[name], allocate, arguments)
+
+
+def check(name: str, arguments: tuple) -> None:
+    """Raises what call() would raise before anything is computed."""
+    load()[name](_EXPLAIN, *arguments, None)

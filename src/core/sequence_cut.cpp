@@ -49,7 +49,7 @@ Status validate_cut(const Arguments& args, const char* operation, bool need_data
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(t, DType::kBool, "bool"));
   }
   for (const Named& t : {Named{"entering_rows", args.entering_rows}, Named{"leaving_rows", args.leaving_rows},
-                         Named{"halo_tokens", args.halo_tokens}}) {
+                         Named{"halo_tokens", args.halo_tokens}, Named{"row_counts", args.row_counts}}) {
     if (!present(t.tensor)) continue;
     FLASH_QLA_RETURN_IF_ERROR(check.shape(t, Role::kOutput, {parts}));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_index(t));
@@ -62,11 +62,6 @@ Status validate_cut(const Arguments& args, const char* operation, bool need_data
   if (present(args.sequences)) {
     const Named t{"sequences", args.sequences};
     FLASH_QLA_RETURN_IF_ERROR(check.shape(t, Role::kOutput, {rows}));
-    FLASH_QLA_RETURN_IF_ERROR(check.dtype_index(t));
-  }
-  if (present(args.row_count)) {
-    const Named t{"row_count", args.row_count};
-    FLASH_QLA_RETURN_IF_ERROR(check.shape(t, Role::kOutput, {{1, "1"}}));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_index(t));
   }
   return Status();

@@ -35,7 +35,6 @@ class Cut {
   void run() {
     put(args_.local_cu_seqlens, 0, 0);
     for (int64_t part = 0; part < p_.P; ++part) cut_part(part);
-    put(args_.row_count, row_, 0);
     for (; row_ < p_.R; ++row_) put_row(-1, false, false);
   }
 
@@ -62,6 +61,8 @@ class Cut {
     } else {
       for (int64_t n = first; n < behind; ++n) sequence_row(n, begin, end, true);
     }
+
+    put(args_.row_counts, row_ - first_row, part);
 
     const int64_t last_token = std::min(end, offset(p_.N)) - 1;
     const bool has_tokens = begin >= offset(0) && begin <= last_token;

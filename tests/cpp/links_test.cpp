@@ -1,5 +1,5 @@
-// Streams that are cut over ranks, as a user of the C++ interface does it: cut, summary, links side by side, combine, call.
-// Held to one call over the whole stream by the reference; and what the four operations refuse.
+// Streams that are cut over ranks, as a user of the C++ interface does it: cut, summary, links side by side, combine,
+// call. Held to one call over the whole stream by the reference; and what the four operations refuse.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -147,8 +147,10 @@ class Ranks {
 
   // All N sequences are rows of every rank, so that states are one tensor for all of them.
   void cut(int64_t rank) {
-    Rank r{std::vector<int64_t>(c_.N + 1), std::vector<int64_t>(2), std::vector<int64_t>(1), std::vector<int64_t>(1),
-           std::vector<uint8_t>(c_.N),     std::vector<uint8_t>(c_.N), std::vector<uint8_t>(1), std::vector<uint8_t>(1),
+    Rank r{std::vector<int64_t>(c_.N + 1), std::vector<int64_t>(2),
+           std::vector<int64_t>(1),        std::vector<int64_t>(1),
+           std::vector<uint8_t>(c_.N),     std::vector<uint8_t>(c_.N),
+           std::vector<uint8_t>(1),        std::vector<uint8_t>(1),
            std::vector<uint8_t>(1),        {}};
     SequenceCutArguments args;
     args.cu_seqlens = c_.cu_seqlens.view();
@@ -316,8 +318,7 @@ struct RandomLinks {
     std::vector<double> result(place.size() * static_cast<size_t>(C * Hv * K * V), std::nan(""));
     SummaryCombineArguments args = arguments(0, L, backward);
     args.place = tensor(place.data(), DType::kInt64, {static_cast<int64_t>(place.size())});
-    args.state =
-        tensor(result.data(), DType::kFloat64, {static_cast<int64_t>(place.size()), C, Hv, K, V});
+    args.state = tensor(result.data(), DType::kFloat64, {static_cast<int64_t>(place.size()), C, Hv, K, V});
     const Status status = run<SummaryCombine>(args);
     EXPECT_TRUE(status.ok()) << status.message();
     return result;
@@ -332,8 +333,8 @@ TEST(SummaryCombine, MachinesOfSeveralRanksComposeTheirLinks) {
       links.compose(2, 3, backward, &machines, 1);
       links.compose(5, 2, backward, &machines, 2);
       // What enters the second machine's first rank, and the third's; backward, the first's last rank and the second's.
-      const std::vector<double> whole = links.state(backward ? std::vector<int64_t>{1, 4} : std::vector<int64_t>{2, 5},
-                                                    backward);
+      const std::vector<double> whole =
+          links.state(backward ? std::vector<int64_t>{1, 4} : std::vector<int64_t>{2, 5}, backward);
       const std::vector<double> composed =
           machines.state(backward ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{1, 2}, backward);
       ASSERT_LT(distance(composed, whole), 1e-12) << "seed " << seed << (backward ? " backward" : "");
@@ -401,7 +402,8 @@ TEST(ChunkSummary, RefusesWhatTheContractForbids) {
     return message;
   };
   EXPECT_EQ(refused([](auto& a) { a.rows = Tensor{}; }), "chunk_summary: rows (None) must be given");
-  EXPECT_EQ(refused([](auto& a) { a.leaves.dtype = FLASH_QLA_INT32; }), "chunk_summary: leaves.dtype (int32) must be bool");
+  EXPECT_EQ(refused([](auto& a) { a.leaves.dtype = FLASH_QLA_INT32; }),
+            "chunk_summary: leaves.dtype (int32) must be bool");
   EXPECT_EQ(refused([](auto& a) { a.through.shape[0] = 2; }),
             "chunk_summary: through.shape[0] (2) must be rows.shape[0] (1)");
   EXPECT_EQ(refused([](auto& a) { a.M.shape[3] = 4; }), "chunk_summary: M.shape[3] (4) must be k.shape[3] (3)");
@@ -409,8 +411,7 @@ TEST(ChunkSummary, RefusesWhatTheContractForbids) {
             "chunk_summary: S.dtype (float32) must be float64, as k is");
   EXPECT_EQ(refused([](auto& a) { a.S.stride[1] = 0; }),
             "chunk_summary: S.stride[1] (0) must not be zero: it is written");
-  EXPECT_EQ(refused([](auto& a) { a.options.path = "no"; }),
-            "chunk_summary: path (no) must be one of: cpu, reference");
+  EXPECT_EQ(refused([](auto& a) { a.options.path = "no"; }), "chunk_summary: path (no) must be one of: cpu, reference");
   EXPECT_TRUE(run<ChunkSummary>(legal()).ok());
 }
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -14,12 +15,8 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Flags = std::vector<uint8_t>;
 
-Tensor view(Ints& values, std::initializer_list<int64_t> shape) {
-  return tensor(values.data(), DType::kInt64, shape);
-}
-Tensor view(Flags& values) {
-  return tensor(values.data(), DType::kBool, {static_cast<int64_t>(values.size())});
-}
+Tensor view(Ints& values, std::initializer_list<int64_t> shape) { return tensor(values.data(), DType::kInt64, shape); }
+Tensor view(Flags& values) { return tensor(values.data(), DType::kBool, {static_cast<int64_t>(values.size())}); }
 
 // One rank's cut, filled with what no cut writes.
 struct Cut {
@@ -36,7 +33,7 @@ struct Cut {
         entering(P, -7),
         leaving(P, -7),
         halo(P, -7),
-        count(1, -7),
+        count(P, -7),
         starts(R, 7),
         ends(R, 7),
         enters(P, 7),
@@ -53,7 +50,7 @@ struct Cut {
     args.sequences = view(sequences, {R});
     args.starts_here = view(starts);
     args.ends_here = view(ends);
-    args.row_count = view(count, {1});
+    args.row_counts = view(count, {P});
     args.rows = view(rows, {P, 2});
     args.enters = view(enters);
     args.leaves = view(leaves);
@@ -82,7 +79,7 @@ void expect_cut(const Cut& cut, const Ints& cu, const Ints& bounds, bool all_row
   for (int64_t row = 0; row < cut.R; ++row) {
     const int64_t n = cut.sequences[row];
     if (n < 0) {
-      ASSERT_GE(row, cut.count[0]);
+      ASSERT_GE(row, std::accumulate(cut.count.begin(), cut.count.end(), int64_t{0}));
       ASSERT_EQ(cut.local[row + 1], local);
       ASSERT_FALSE(cut.starts[row] || cut.ends[row]);
       continue;
@@ -93,8 +90,10 @@ void expect_cut(const Cut& cut, const Ints& cu, const Ints& bounds, bool all_row
     local = cut.local[row + 1];
   }
   local = 0;
+  int64_t first_row = 0;
   for (int64_t p = 0; p < cut.P; ++p) {
     const int64_t begin = bounds[2 * p], end = bounds[2 * p + 1];
+    const int64_t row_behind = first_row + cut.count[p];
     int64_t first = -1, last = -1;
     for (int64_t token = begin; token < end; ++token) {
       const int64_t n = owner(cu, token);
@@ -106,10 +105,13 @@ void expect_cut(const Cut& cut, const Ints& cu, const Ints& bounds, bool all_row
       if (all_rows) {
         ASSERT_EQ(row, p * N + n);
       }
+      ASSERT_GE(row, first_row);
+      ASSERT_LT(row, row_behind);
       if (first < 0) first = row;
       last = row;
       ++local;
     }
+    first_row = row_behind;
     ASSERT_EQ(cut.rows[2 * p], first);
     ASSERT_EQ(cut.rows[2 * p + 1], last);
     const bool enters = first >= 0 && begin > 0 && owner(cu, begin - 1) == cut.sequences[first];
