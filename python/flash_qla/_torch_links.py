@@ -1,5 +1,5 @@
-"""PyTorch operators for streams that are cut over ranks: links of parts, what enters from them, and the chunked calls with
-states of parts. docs/several_cards.md explains the terms; _context_parallel.py puts them together.
+"""PyTorch operators for streams that are cut over ranks: links of parts, what enters from them, and the chunked calls
+with states of parts. docs/several_cards.md explains the terms; _context_parallel.py puts them together.
 
 A link travels as one packed row of numbers: S [K, V], M [K, K], the kind, and three zeros.
 """
@@ -33,6 +33,11 @@ def row_size(K: int, V: int) -> int:
     return K * (V + K) + KIND_SIZE
 
 
+def zero_padding(packed: Tensor) -> None:
+    """Zeroes what stands behind the kinds: nothing of an older buffer is sent."""
+    packed[..., 1 - KIND_SIZE :].zero_()
+
+
 def unpack(packed: Tensor, K: int, V: int) -> Links:
     """The links in packed rows."""
     S = packed[..., : K * V].unflatten(-1, (K, V))
@@ -59,7 +64,7 @@ def _summary_output(k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
 def _chunk_summary(options: Options, inputs: tuple, rest: tuple) -> Tensor:
     k, v = inputs[0], inputs[1]
     packed = _summary_output(k, v, rest[0])
-    packed[..., 1 - KIND_SIZE :].zero_()
+    zero_padding(packed)
     arguments = (*_link_options(options), _threads(k), *inputs, *rest, *unpack(packed, k.shape[-1], v.shape[-1]))
     _ffi.call("chunk_summary", _allocator(k), arguments)
     return packed
@@ -81,8 +86,8 @@ _define(
 _torch._NAMES["chunk_summary"] = _SUMMARY_NAMES
 
 
-# chunk_summary_backward: the packed backward links [P, Hv, row], with R in the place of S. `kept`: M, the kind and zeros
-# of the forward links, [P, Hv, K K + 4].
+# chunk_summary_backward: the packed backward links [P, Hv, row], with R in the place of S. `kept`: M, the kind and
+# zeros of the forward links, [P, Hv, K K + 4].
 
 
 def _backward_summary_output(q: Tensor, kept: Tensor, V: int) -> Tensor:
@@ -252,8 +257,9 @@ def _part_backward_fake(options: Options, inputs: tuple, rest: tuple) -> List[Te
 
 
 _define(
-    f"part_backward({_OPTIONS}, {_torch._INPUTS}, Tensor? initial_state, Tensor? entering_rows, Tensor? entering_state, "
-    "Tensor? leaving_rows, Tensor? leaving_dht, Tensor? A, Tensor? do, Tensor? dht, bool[] wanted) -> Tensor[]",
+    f"part_backward({_OPTIONS}, {_torch._INPUTS}, Tensor? initial_state, Tensor? entering_rows, "
+    "Tensor? entering_state, Tensor? leaving_rows, Tensor? leaving_dht, Tensor? A, Tensor? do, Tensor? dht, "
+    "bool[] wanted) -> Tensor[]",
     _part_backward,
     _part_backward_fake,
 )

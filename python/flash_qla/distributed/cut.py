@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Parts(NamedTuple):
     place: Tensor  # [P] index; one of them where parts are batch rows
 
 
+def _each(parts: Parts, function: Callable[[Tensor], Tensor]) -> Parts:
+    return Parts(*(None if t is None else function(t) for t in parts))  # type: ignore[arg-type]
+
+
 # Those of a StreamCut beside its parts.
 _TENSORS = ("cu_seqlens", "local_cu_seqlens", "sequences", "halo_tokens", "row_counts")
 
@@ -51,7 +55,10 @@ class StreamCut:
     parts: Parts
     row_counts: Tensor  # [P] rows of each part
     part_rows: List[int]  # the same on the host
-    local_offsets: Optional[List[int]]  # local_cu_seqlens on the host; None with all_rows
+    # Without all_rows the host knows the cut as well: local_cu_seqlens, and of each part entering_rows, leaving_rows.
+    local_offsets: Optional[List[int]] = None
+    entering_rows: Tuple[int, ...] = ()
+    leaving_rows: Tuple[int, ...] = ()
 
     @property
     def part_tokens(self) -> List[int]:
@@ -64,7 +71,7 @@ class StreamCut:
         own_bounds = torch.tensor([self.bounds[place] for place in self.places], dtype=torch.int64)
         _run_cut(self, own_bounds.to(self.cu_seqlens.device))
 
-    def to(self, device: torch.device) -> "StreamCut":
+    def to(self, device: torch.device) -> StreamCut:
         """The same with its tensors on another device."""
         if self.parts.rows.device == device:
             return self
@@ -72,15 +79,14 @@ class StreamCut:
             name: getattr(self, name).to(device)
             for name in _TENSORS
         }
-        parts = Parts(*(None if t is None else t.to(device) for t in self.parts))
-        return dataclasses.replace(self, parts=parts, **moved)
+        return dataclasses.replace(self, parts=_each(self.parts, lambda t: t.to(device)), **moved)
 
-    def clone(self) -> "StreamCut":
+    def clone(self) -> StreamCut:
         """The same with tensors of its own."""
         copied = {
             name: getattr(self, name).clone() for name in _TENSORS
         }
-        return dataclasses.replace(self, parts=Parts(*(None if t is None else t.clone() for t in self.parts)), **copied)
+        return dataclasses.replace(self, parts=_each(self.parts, Tensor.clone), **copied)
 
 
 def _outputs(cut: StreamCut) -> tuple:
@@ -100,7 +106,7 @@ def _run_cut(cut: StreamCut, own_bounds: Tensor) -> None:
 
 
 def zigzag_order(world: int, device: torch.device) -> Tensor:
-    """Row of the gathered links with the stream's i-th part: they lie rank by rank, the front part before the back one."""
+    """Row of the gathered links with the stream's i-th part. They lie rank by rank, a rank's front part first."""
     return torch.tensor([2 * i if i < world else 2 * (2 * world - 1 - i) + 1 for i in range(2 * world)], device=device)
 
 
@@ -109,7 +115,9 @@ def places_of(rank: int, world: int, layout: str) -> Tuple[int, ...]:
     return (rank,) if layout == "contiguous" else (rank, 2 * world - 1 - rank)
 
 
-def stream_bounds(operation: str, total: int, world: int, layout: str, rank_tokens: Optional[Sequence[Any]]) -> List[Bounds]:
+def stream_bounds(
+    operation: str, total: int, world: int, layout: str, rank_tokens: Optional[Sequence[Any]]
+) -> List[Bounds]:
     """First token of each part and the one after its last, in the stream's order."""
     count = world if layout == "contiguous" else 2 * world
     if rank_tokens is None:
@@ -133,7 +141,8 @@ def stream_bounds(operation: str, total: int, world: int, layout: str, rank_toke
 
 def _part_lengths(operation: str, world: int, layout: str, rank_tokens: Sequence[Any]) -> List[int]:
     if len(rank_tokens) != world:
-        raise ValueError(f"{operation}: the length of rank_tokens ({len(rank_tokens)}) must be the number of ranks ({world})")
+        given = f"the length of rank_tokens ({len(rank_tokens)})"
+        raise ValueError(f"{operation}: {given} must be the number of ranks ({world})")
     pairs = []
     for rank, given in enumerate(rank_tokens):
         if layout == "zigzag" and isinstance(given, (tuple, list)):
@@ -175,21 +184,29 @@ def cut_stream(
     home = device if all_rows else torch.device("cpu")
     N, P = cu_seqlens.shape[0] - 1, len(places)
     R = P * N if all_rows else N + P
-    wide = dict(dtype=torch.int64, device=home)
-    flag = dict(dtype=torch.bool, device=home)
+
+    def index(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=home)
+
+    def flag(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bool, device=home)
+
+    def given(values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=home)
+
     local_dtype = torch.int64 if bounds[-1][1] > 2**31 - 1 else torch.int32
     order = zigzag_order(ranks.size, home) if layout == "zigzag" else None
     parts = Parts(
-        rows=torch.empty((P, 2), **wide),
-        enters=torch.empty(P, **flag),
-        leaves=torch.empty(P, **flag),
-        through=torch.empty(P, **flag),
-        entering_rows=torch.empty(P, **wide),
-        leaving_rows=torch.empty(P, **wide),
-        starts_here=torch.empty(R, **flag),
-        ends_here=torch.empty(R, **flag),
+        rows=index(P, 2),
+        enters=flag(P),
+        leaves=flag(P),
+        through=flag(P),
+        entering_rows=index(P),
+        leaving_rows=index(P),
+        starts_here=flag(R),
+        ends_here=flag(R),
         order=order,
-        place=torch.tensor(places, **wide),
+        place=given(places),
     )
     cut = StreamCut(
         ranks=ranks,
@@ -198,16 +215,15 @@ def cut_stream(
         all_rows=all_rows,
         exchange=exchange,
         crosses=True if offsets is None or all_rows else _crosses(offsets, bounds),
-        cu_seqlens=torch.tensor(offsets, **wide) if not all_rows else cu_seqlens.to(torch.int64, copy=True),
+        cu_seqlens=cu_seqlens.to(torch.int64, copy=True) if all_rows or offsets is None else given(offsets),
         local_cu_seqlens=torch.empty(R + 1, dtype=local_dtype, device=home),
-        sequences=torch.empty(R, **wide),
-        halo_tokens=torch.empty(P, **wide),
-        row_counts=torch.empty(P, **wide),
+        sequences=index(R),
+        halo_tokens=index(P),
+        row_counts=index(P),
         parts=parts,
         part_rows=[N] * P,
-        local_offsets=None,
     )
-    _run_cut(cut, torch.tensor([bounds[place] for place in places], **wide))
+    _run_cut(cut, given([bounds[place] for place in places]))
     if all_rows:
         return cut
     cut.part_rows = cut.row_counts.tolist()
@@ -216,4 +232,5 @@ def cut_stream(
     cut.local_cu_seqlens = cut.local_cu_seqlens[: count + 1]
     cut.parts = parts._replace(starts_here=parts.starts_here[:count], ends_here=parts.ends_here[:count])
     cut.local_offsets = cut.local_cu_seqlens.tolist()
+    cut.entering_rows, cut.leaving_rows = tuple(parts.entering_rows.tolist()), tuple(parts.leaving_rows.tolist())
     return cut.to(device)

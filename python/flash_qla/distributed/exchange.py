@@ -53,8 +53,8 @@ def start_gather(operation: str, what: str, ranks: Ranks, x: Tensor) -> Callable
     [size, *x.shape].
 
     Raises (there or here):
-        RuntimeError: a rank failed or did not come within the group's own time-out; the message names operation, rank and
-            what was gathered.
+        RuntimeError: a rank failed or did not come within the group's own time-out; the message names operation, rank
+            and what was gathered.
     """
     if torch.compiler.is_compiling():
         if ranks.name is None:
@@ -63,9 +63,8 @@ def start_gather(operation: str, what: str, ranks: Ranks, x: Tensor) -> Callable
         flat = functional.all_gather_into_tensor(x, ranks.size, ranks.name)
         return lambda: functional.wait_tensor(flat).view(ranks.size, *x.shape)
     if ranks.name is None:
-        return lambda found=_guarded(operation, what, ranks, lambda: ranks.group.all_gather(x)): _stacked(
-            operation, ranks, x, found
-        )
+        found = _guarded(operation, what, ranks, lambda: ranks.group.all_gather(x))
+        return lambda: _stacked(operation, ranks, x, found)
     out = x.new_empty((ranks.size, *x.shape))
     work = _guarded(
         operation, what, ranks, lambda: torch.distributed.all_gather_into_tensor(out, x, ranks.group, async_op=True)
@@ -95,8 +94,6 @@ def _stacked(operation: str, ranks: Ranks, x: Tensor, found: Any) -> Tensor:
     shape: Tuple[int, ...] = (ranks.size, *x.shape)
     result = found if isinstance(found, Tensor) else torch.stack(tuple(found))
     if tuple(result.shape) != shape:
-        raise ValueError(
-            f"{operation}: cp_context.group.all_gather() gave {tuple(result.shape)}, which must be {shape}: every rank's "
-            "tensor"
-        )
+        given = f"cp_context.group.all_gather() of shape {tuple(result.shape)}"
+        raise ValueError(f"{operation}: {given} must have that of all ranks' tensors, {shape}")
     return result

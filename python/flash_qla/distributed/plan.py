@@ -89,13 +89,13 @@ def _foreign_parts(operation: str, context: Any, q: Tensor, ranks: Ranks) -> Par
     count = 2 if zigzag else 1
     if zigzag:
         first, last = context.is_first_by_part, context.is_last_by_part
-        borders = (0, context.front_num_seqs, cu_seqlens.shape[0] - 1)
+        borders = [0, context.front_num_seqs, cu_seqlens.shape[0] - 1]
     else:
         first, last = (context.is_first_rank,), (context.is_last_rank,)
-        borders = (0, cu_seqlens.shape[0] - 1)
+        borders = [0, cu_seqlens.shape[0] - 1]
     before, after = (getattr(context, name, None) for name in ("pre_num_ranks_dev", "post_num_ranks_dev"))
     if before is None and after is None and any(flag is None for flag in (*first, *last)):
-        raise ValueError(f"{operation}: cp_context must say which ranks come first and last (is_first_rank, is_last_rank)")
+        raise ValueError(f"{operation}: cp_context.is_first_rank and is_last_rank ({first}, {last}) must be given")
     device = cu_seqlens.device
     enters = _flags(first, device) if before is None else before.reshape(count) > 0
     leaves = _flags(last, device) if after is None else after.reshape(count) > 0

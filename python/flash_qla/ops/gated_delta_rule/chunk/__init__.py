@@ -79,11 +79,11 @@ def chunk_gated_delta_rule(
             allowed; tokens after the last offset give zeros.
         cu_seqlens_cpu, chunk_indices: accepted, no effect: plans are made on the device. With FLASH_QLA_CHECK=1 a
             cu_seqlens_cpu that differs from cu_seqlens is refused.
-        cp_context: a context of build_cp_context(), FLA or FlashQLA; its cu_seqlens replace the call's. Of several cards:
-            all ranks of its group make the call, each on its own tokens, and sequences go on from rank to rank. A row of
-            initial_state counts, and has a gradient, where its sequence begins; a row of final_state where it ends; all
-            other rows are ignored, zero, and have zero gradients. Gradients of A_log and dt_bias are those of this rank's
-            tokens. With FLASH_QLA_CHECK=1 the ranks first compare what they were called with.
+        cp_context: a context of build_cp_context(), FLA or FlashQLA; its cu_seqlens replace the call's. Of several
+            cards: all ranks of its group make the call, each on its own tokens, and sequences go on from rank to rank.
+            A row of initial_state counts, and has a gradient, where its sequence begins; a row of final_state where it
+            ends; all other rows are ignored, zero, and have zero gradients. Gradients of A_log and dt_bias are those of
+            this rank's tokens. With FLASH_QLA_CHECK=1 the ranks first compare what they were called with.
         auto_cp: whether a sequence may be cut into segments computed side by side. True: planned from the whole batch.
             False: a sequence's bits depend on nothing but the sequence. "invariant": planned from its length alone.
         cp_tolerance: largest part of a state, relative to the largest norm it has had, that a cut may drop (None:

@@ -1,13 +1,13 @@
 """Context parallelism: one long stream of tokens, cut over several cards (inter) or over one card's SMs (intra).
 
-Contexts have the field names of FLA and FlashQLA. What is theirs is kept for their callers; a call of this package reads
-`ranks`, `cut` and `rank_tokens` of its own contexts, and the public fields of others.
+Contexts have the field names of FLA and FlashQLA. What is theirs is kept for their callers; a call of this package
+reads `ranks`, `cut` and `rank_tokens` of its own contexts, and the public fields of others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Dict, List, Optional, Sequence, Tuple, TypeVar
 
 _Context = TypeVar("_Context", bound="FLACPContext")
 
@@ -30,8 +30,8 @@ class FLACPContext:
         pre_num_ranks_dev, post_num_ranks_dev: the counts on the device, where they change between replays of a graph.
         layout: "contiguous": a rank holds one part of the stream. "zigzag": two, and the fields that follow are set.
         part_len, front_num_seqs: tokens of a part; sequences of the first part.
-        pre_num_ranks_by_part, post_num_ranks_by_part, is_first_by_part, is_last_by_part, pre_num_conv_tokens_by_part: as
-            above, of either part.
+        pre_num_ranks_by_part, post_num_ranks_by_part, is_first_by_part, is_last_by_part, pre_num_conv_tokens_by_part:
+            as above, of either part.
     """
 
     group: Any = None
@@ -163,11 +163,12 @@ def build_cp_context(
 
     Args:
         cu_seqlens: [N + 1] int32 or int64, packed token offsets of the whole stream. Empty sequences are allowed, and
-            tokens after the last offset belong to none. None: rows of the batch are sequences, and every rank holds a part
-            of each.
+            tokens after the last offset belong to none. None: rows of the batch are sequences, and every rank holds a
+            part of each.
         group: torch.distributed process group over whose ranks the stream is cut, or an object with rank(), size() and
             all_gather(tensor) -> [size, *tensor.shape].
-        conv1d_kernel_size: taps of a short convolution in front of the operation, for flash_qla.distributed.conv_halo().
+        conv1d_kernel_size: taps of a short convolution in front of the operation, for
+            flash_qla.distributed.conv_halo().
         cu_seqlens_cpu: the offsets on the host; else they are copied from the device, which waits for it.
         use_tf32x3_affine_chain: must be True, no effect: states are handed on in float32.
         layout: "contiguous": rank r holds the r-th part of the stream. "zigzag": with W ranks it holds parts r and
@@ -176,11 +177,11 @@ def build_cp_context(
         enable_intra: let the library cut it over the card's SMs (as auto_cp=True does).
         num_v_heads, chunk_size, g, is_train: accepted, no effect: plans are made when a call is made, on the device.
         force_intra_cp: cut it over the SMs wherever that is possible.
-        rank_tokens: tokens of each rank, 0 allowed; with "zigzag" a number, of which the first part has the larger half,
-            or a pair. None: equal shares.
-        all_rows: every rank has a row for each of the N sequences (2 N with "zigzag"), empty where it holds none of it, so
-            that no shape depends on the offsets, which refresh() may change. Otherwise its rows are the sequences that it
-            holds tokens of, and empty ones whose offset lies in its part.
+        rank_tokens: tokens of each rank, 0 allowed; with "zigzag" a number, of which the first part has the larger
+            half, or a pair. None: equal shares.
+        all_rows: every rank has a row for each of the N sequences (2 N with "zigzag"), empty where it holds none of it,
+            so that no shape depends on the offsets, which refresh() may change. Otherwise its rows are the sequences
+            that it holds tokens of, and empty ones whose offset lies in its part.
         exchange: "gather": one gather of links each way. "serial": states are handed from rank to rank, which computes
             the bits of one rank where parts begin at multiples of 64 tokens of a sequence, with auto_cp=False; it takes
             the time of all ranks together, and is for comparisons.
@@ -195,7 +196,7 @@ def build_cp_context(
     for name, value, known in (("layout", layout, _LAYOUTS), ("exchange", exchange, _EXCHANGES)):
         if value not in known:
             raise ValueError(f'{operation}: {name} ({value!r}) must be "{known[0]}" or "{known[1]}"')
-    common = dict(
+    common: Dict[str, Any] = dict(
         conv1d_kernel_size=conv1d_kernel_size, is_intra=enable_intra or force_intra_cp, force_intra_cp=force_intra_cp
     )
     ranks = _ranks(group, enable_inter)
@@ -336,8 +337,8 @@ def _neighbours(offsets: List[int], cut: Any, place: int) -> Tuple[int, int, int
 
 
 def apply_context(operation: str, context: Any, cu_seqlens: Any, force_intra_cp: bool) -> Tuple[Any, bool, Any]:
-    """cu_seqlens and force_intra_cp of a call with `cp_context`: any object with the fields above; and its ranks, None for
-    one card.
+    """cu_seqlens and force_intra_cp of a call with `cp_context`: any object with the fields above; and its ranks, None
+    for one card.
 
     Raises:
         ValueError: the context has neighbours and no group.
@@ -353,10 +354,8 @@ def apply_context(operation: str, context: Any, cu_seqlens: Any, force_intra_cp:
     if ranks is None:
         neighbours = [getattr(context, name, None) or 0 for name in ("pre_num_ranks", "post_num_ranks")]
         if sum(neighbours) > 0:
-            raise ValueError(
-                f"{operation}: cp_context.group ({group}) must be given: the context has parts on {sum(neighbours)} other "
-                "ranks"
-            )
+            others = f"the context has parts on {sum(neighbours)} other ranks"
+            raise ValueError(f"{operation}: cp_context.group ({group}) must be given: {others}")
     own = getattr(context, "cu_seqlens", None)
     forced = force_intra_cp or bool(getattr(context, "force_intra_cp", False))
     return (cu_seqlens if own is None else own), forced, ranks
