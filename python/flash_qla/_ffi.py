@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 _TORCH_ADDON_SWITCH = "TVM_FFI_DISABLE_TORCH_C_DLPACK"
 
@@ -52,6 +52,7 @@ tvm_ffi: Any = None
 _module: Any = None
 _forward: Any = None
 _backward: Any = None
+_exports: Dict[str, Any] = {}  # the others, as they are called for
 
 
 def load() -> Any:
@@ -130,9 +131,16 @@ def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
 
 def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
     """The export `name`, with its arguments between `action` and `workspace`; else as forward()."""
-    return _call(load()[name], allocate, arguments)
+    return _call(_export(name), allocate, arguments)
 
 
 def check(name: str, arguments: tuple) -> None:
     """Raises what call() would raise before anything is computed."""
-    load()[name](_EXPLAIN, *arguments, None)
+    _export(name)(_EXPLAIN, *arguments, None)
+
+
+def _export(name: str) -> Any:
+    found = _exports.get(name)
+    if found is None:
+        found = _exports[name] = load()[name]
+    return found

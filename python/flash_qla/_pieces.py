@@ -127,7 +127,7 @@ class Gradients:
         self._sums.append(sums)
 
     def all(self) -> List[Optional[Tensor]]:
-        """dq, dk, dv, dg, dbeta, dA_log, ddt_bias; None where not wanted. Parameters' are added in the order of add()."""
+        """dq, dk, dv, dg, dbeta, dA_log, ddt_bias; None where not wanted. Parameters have sums over the pieces."""
         totals: List[Optional[Tensor]] = []
         for x, *found in zip(self._inputs[_PER_TOKEN : _PER_TOKEN + 2], *self._sums):
             if x is None or any(part is None for part in found):
