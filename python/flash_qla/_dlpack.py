@@ -59,6 +59,10 @@ class Arrays:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._namespace.empty(tuple(shape), dtype=dtype, **self._place)
 
+    def named(self, dtype: str) -> Any:
+        """The dtype of a name; numpy before 2.0 calls its bool by another."""
+        return getattr(self._namespace, dtype, None) or getattr(self._namespace, dtype + "_")
+
     def allocate(self, size: int) -> Any:
         return tvm_ffi.from_dlpack(self.empty((size,), self._namespace.uint8))
 
@@ -87,6 +91,11 @@ def _written_view(operation: str, name: str, x: Any) -> Any:
         return None if x is None else tvm_ffi.from_dlpack(x)
     except BufferError:  # what numpy and others raise where memory may only be read
         raise ValueError(f"{operation}: {name} (a read-only array) must be writeable") from None
+
+
+def view_of(x: Any) -> Any:
+    """The native module's view of an argument, if it is an array."""
+    return _view(x) if hasattr(x, "__dlpack__") else x
 
 
 def _views(arrays: Sequence[Any]) -> List[Any]:

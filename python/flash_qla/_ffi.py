@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 _TORCH_ADDON_SWITCH = "TVM_FFI_DISABLE_TORCH_C_DLPACK"
 
@@ -52,20 +52,20 @@ tvm_ffi: Any = None
 _module: Any = None
 _forward: Any = None
 _backward: Any = None
-_verify: Any = None
+_exports: Dict[str, Any] = {}  # the others, as they are called for
 
 
 def load() -> Any:
     """The native module. The first call that needs it loads it: tvm-ffi imports torch where that is installed, which
     takes seconds that a process without torch need not spend. Threads that do so at the same time get the same one."""
-    global tvm_ffi, _module, _forward, _backward, _verify
+    global tvm_ffi, _module, _forward, _backward
     if _module is None:
         with _without_torch_addon():
             tvm_ffi = importlib.import_module("tvm_ffi")
         # tvm-ffi knows this kind by name only once it is registered; without, it arrives as RuntimeError.
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)
         module = tvm_ffi.load_module(str(LIBRARY))
-        _forward, _backward, _verify = module["forward"], module["backward"], module["verify"]
+        _forward, _backward = module["forward"], module["backward"]
         _module = module
     return _module
 
@@ -135,6 +135,23 @@ def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     _call(_backward or load()["backward"], allocate, arguments)
 
 
+def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """The export `name`, with its arguments between `action` and `workspace`; else as forward()."""
+    return _call(_export(name), allocate, arguments)
+
+
+def check(name: str, arguments: tuple) -> None:
+    """Raises what call() would raise before anything is computed."""
+    _export(name)(_EXPLAIN, *arguments, None)
+
+
 def verify(allocate: Callable[[int], Any], arguments: tuple) -> bool:
     """`verify` of bindings/ffi/verify.cpp, from `operation` to `o`; `allocate` and result as in forward()."""
-    return _call(_verify or load()["verify"], allocate, arguments)
+    return call("verify", allocate, arguments)
+
+
+def _export(name: str) -> Any:
+    found = _exports.get(name)
+    if found is None:
+        found = _exports[name] = load()[name]
+    return found

@@ -334,6 +334,14 @@ def _forward_only(operation: str, x: Tensor, inputs: Sequence[Optional[Tensor]],
     return _NotDifferentiable.apply(message, in_place, x, *inputs)
 
 
+def refuse_second_derivatives(
+    operation: str, gradients: Sequence[Optional[Tensor]], sources: Sequence[Optional[Tensor]]
+) -> List[Optional[Tensor]]:
+    """The gradients, such that asking for one of theirs raises NotImplementedError."""
+    message = f"{operation}: second derivatives are not supported"
+    return [None if x is None else _NotDifferentiable.apply(message, False, x, *sources) for x in gradients]
+
+
 class _ChunkGatedDeltaRule(torch.autograd.Function):
     """o and final_state, differentiable in every floating-point input. Saved: the inputs and A."""
 
@@ -357,8 +365,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         tensors = (*inputs, A, do, dht)
         found = _compute("chunk_backward", tensors, ctx.options, (*inputs,), (False, A, do, dht, False, wanted))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
-            message = f"{ctx.options.operation}: second derivatives are not supported"
-            found = [_NotDifferentiable.apply(message, False, gradient, *inputs, do, dht) for gradient in found]
+            found = refuse_second_derivatives(ctx.options.operation, found, (*inputs, do, dht))
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/commit.h"
+#include "core/context_parallel.h"
 #include "core/operation.h"
 #include "core/validate.h"
 
@@ -140,6 +141,10 @@ flash_qla_status flash_qla_build_info(char* text, size_t size) {
     append_names("chunk_forward", chunk_forward_paths(), &info);
     append_names("recurrent", recurrent_paths(), &info);
     append_names("chunk_backward", chunk_backward_paths(), &info);
+    append_names("sequence_cut", sequence_cut_paths(), &info);
+    append_names("chunk_summary", chunk_summary_paths(), &info);
+    append_names("chunk_summary_backward", chunk_summary_backward_paths(), &info);
+    append_names("summary_combine", summary_combine_paths(), &info);
     append_names("verify", verify_paths(), &info);
     for (const DeviceAccess* access : device_accesses()) info += access->describe();
     return copy_text(info, text, size, "build_info");

@@ -93,6 +93,20 @@ Status validate_checkpoints(const Validator& check, const flash_qla_forward_argu
   return Status();
 }
 
+// States of parts beside those of rows (entering_*, leaving_*): both of a pair or neither.
+Status validate_parts_states(const Validator& check, const Named& rows, const Named& states, const Problem& p) {
+  if (!present(rows.tensor) && !present(states.tensor)) return Status();
+  FLASH_QLA_RETURN_IF_ERROR(check.require(rows));
+  FLASH_QLA_RETURN_IF_ERROR(check.require(states));
+  FLASH_QLA_RETURN_IF_ERROR(check.shape(rows, Role::kInput, {{-1, ""}}));
+  FLASH_QLA_RETURN_IF_ERROR(check.dtype_index(rows));
+  const std::string parts = std::string(rows.name) + ".shape[0]";
+  FLASH_QLA_RETURN_IF_ERROR(
+      check.shape(states, Role::kInput,
+                  {{rows.tensor.shape[0], parts}, {p.Hv, "v.shape[2]"}, {p.K, "q.shape[3]"}, {p.V, "v.shape[3]"}}));
+  return check.dtype_accumulator(states, p);
+}
+
 // What a caller hands over to be written shares no memory with what is read, nor with each other.
 Status validate_memory(const Validator& check, const flash_qla_forward_arguments& args) {
   const Named written[] = {{"state_pool", args.state_pool}, {"checkpoints", args.checkpoints}, {"o", args.o}};
@@ -105,6 +119,8 @@ Status validate_memory(const Validator& check, const flash_qla_forward_arguments
                           {"dt_bias", args.dt_bias},
                           {"cu_seqlens", args.cu_seqlens},
                           {"initial_state", args.initial_state},
+                          {"entering_rows", args.entering_rows},
+                          {"entering_state", args.entering_state},
                           {"initial_state_indices", args.initial_state_indices},
                           {"final_state_indices", args.final_state_indices},
                           {"has_initial_state", args.has_initial_state},
@@ -140,6 +156,9 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
   FLASH_QLA_RETURN_IF_ERROR(validate_pool(check, args, kind, *p));
+  const Named entering_rows{"entering_rows", args.entering_rows}, entering_state{"entering_state", args.entering_state};
+  FLASH_QLA_RETURN_IF_ERROR(validate_parts_states(check, entering_rows, entering_state, *p));
+  if (present(args.state_pool)) FLASH_QLA_RETURN_IF_ERROR(check.forbid(entering_rows, "must not come with state_pool"));
 
   const Named o{"o", args.o}, final_state{"final_state", args.final_state}, g_cumsum{"g_cumsum", args.g_cumsum},
       A{"A", args.A}, h{"h", args.h};
@@ -152,7 +171,7 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
   }
   if (kind == ForwardKind::kRecurrent) {
     for (const Named& t :
-         {g_cumsum, A, h, Named{"checkpoints", args.checkpoints},
+         {g_cumsum, A, h, entering_rows, Named{"checkpoints", args.checkpoints},
           Named{"checkpoint_cu_starts", args.checkpoint_cu_starts},
           Named{"checkpoint_offsets", args.checkpoint_offsets}, Named{"checkpoint_indices", args.checkpoint_indices}}) {
       FLASH_QLA_RETURN_IF_ERROR(check.forbid(t, "must be left to the chunked forward"));
@@ -195,6 +214,10 @@ Status validate_backward(const flash_qla_backward_arguments& args, const char* o
     FLASH_QLA_RETURN_IF_ERROR(check.state_shape(t, Role::kInput, sequences, *p));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
+  FLASH_QLA_RETURN_IF_ERROR(
+      validate_parts_states(check, {"entering_rows", args.entering_rows}, {"entering_state", args.entering_state}, *p));
+  FLASH_QLA_RETURN_IF_ERROR(
+      validate_parts_states(check, {"leaving_rows", args.leaving_rows}, {"leaving_dht", args.leaving_dht}, *p));
   if (present(args.A)) FLASH_QLA_RETURN_IF_ERROR(validate_A(check, args.A, args.k, Role::kInput, *p));
   for (const Named& t : {Named{"o", args.o}, Named{"do", args.d_o}}) {
     if (!present(t.tensor)) continue;
