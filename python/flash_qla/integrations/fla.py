@@ -16,6 +16,8 @@ import sys
 from types import ModuleType
 from typing import Any, Optional, Tuple
 
+from .._identity import OFFERS_ITSELF
+
 __all__ = ["register", "unregister"]
 
 _OPERATION = "gated_delta_rule"
@@ -29,7 +31,7 @@ _holder: Optional[str] = None
 _active = False
 
 # False once register_if_imported() has found fla: a call need not look for it any more.
-awaited = True
+awaited = OFFERS_ITSELF
 
 
 def _device_index(q: Any) -> Optional[int]:
