@@ -1,5 +1,5 @@
-"""What a copy of this package under another name has of its own. tools/hub_kernel.py writes this file anew in copies that
-it makes; two of them, and this package, can then be in one process."""
+"""What a copy of this package under another name has of its own. tools/hub_kernel.py writes this file anew in the
+copies that it makes; two of them, and this package, can then be in one process."""
 
 # Of the operators: torch.ops.<NAMESPACE>.
 NAMESPACE = "flash_qla"

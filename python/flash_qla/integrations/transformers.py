@@ -17,7 +17,7 @@ import torch
 
 from .. import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["patch", "status", "unpatch"]
 
 # Packages below transformers.models whose modeling module holds its own copy of the gated delta rule.
 _MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
@@ -143,3 +143,10 @@ def unpatch() -> None:
     while _replaced:
         holder, name, before = _replaced.pop()
         setattr(holder, name, before)
+
+
+def status() -> Tuple[bool, str]:
+    """Whether Transformers' models would compute with this library, and why not. Imports nothing of Transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return False, "not installed"
+    return True, "by flash_qla.integrations.transformers.patch(), and through FLA without it"
