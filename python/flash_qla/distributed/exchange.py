@@ -65,14 +65,14 @@ def start_gather(operation: str, what: str, ranks: Ranks, x: Tensor) -> Callable
     if ranks.name is None:
         found = _guarded(operation, what, ranks, lambda: ranks.group.all_gather(x))
         return lambda: _stacked(operation, ranks, x, found)
-    out = x.new_empty((ranks.size, *x.shape))
+    out = x.new_empty((ranks.size * x.shape[0], *x.shape[1:]))
     work = _guarded(
         operation, what, ranks, lambda: torch.distributed.all_gather_into_tensor(out, x, ranks.group, async_op=True)
     )
 
     def wait() -> Tensor:
         _guarded(operation, what, ranks, work.wait)
-        return out
+        return out.view(ranks.size, *x.shape)
 
     return wait
 
