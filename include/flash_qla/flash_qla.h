@@ -153,5 +153,6 @@ FLASH_QLA_API flash_qla_status flash_qla_build_info(char* text, size_t size);
 #include "flash_qla/chunk_summary_backward.h"
 #include "flash_qla/sequence_cut.h"
 #include "flash_qla/summary_combine.h"
+#include "flash_qla/verify.h"
 
 #endif /* FLASH_QLA_FLASH_QLA_H_ */

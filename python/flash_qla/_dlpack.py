@@ -169,6 +169,17 @@ def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any
     return dq, dk, dv, db, dg, dh0
 
 
+def verify(options: Options, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:
+    """o of gated_delta_rule_verify(). `inputs`: q .. dt_bias; `states`: state_pool .. null_index."""
+    arrays = Arrays(options.operation, inputs[0])
+    pool, indices, parents, states_out, rows, null_index = states
+    views = (*_views((pool, indices, parents)), _written_view(options.operation, "states_out", states_out), _view(rows))
+    o = arrays.empty(inputs[2].shape, arrays.dtype) if out is None else out
+    o_view = _written_view(options.operation, "out", out) if out is not None else tvm_ffi.from_dlpack(o)
+    _ffi.verify(arrays.allocate, (*options, 0, *_views(inputs), *views, null_index, o_view))
+    return o
+
+
 def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:
     """o of gated_delta_rule_prefill() and gated_delta_rule_decode(). `inputs`: q .. cu_seqlens; `states`: state_pool ..
     checkpoint_indices."""

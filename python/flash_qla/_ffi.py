@@ -47,7 +47,7 @@ if not LIBRARY.exists():
         "and build it, which puts the module there"
     )
 
-# tvm-ffi, the native module and two of its exports, once load() has been called.
+# tvm-ffi, the native module and those of its exports that compute, once load() has been called.
 tvm_ffi: Any = None
 _module: Any = None
 _forward: Any = None
@@ -73,6 +73,12 @@ def load() -> Any:
 def workspace_size(*arguments: Any) -> int:
     """`workspace_size` of bindings/ffi/module.cpp."""
     size: int = load()["workspace_size"](*arguments)
+    return size
+
+
+def verify_workspace_size(*arguments: Any) -> int:
+    """`verify_workspace_size` of bindings/ffi/verify.cpp."""
+    size: int = load()["verify_workspace_size"](*arguments)
     return size
 
 
@@ -137,6 +143,11 @@ def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
 def check(name: str, arguments: tuple) -> None:
     """Raises what call() would raise before anything is computed."""
     _export(name)(_EXPLAIN, *arguments, None)
+
+
+def verify(allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """`verify` of bindings/ffi/verify.cpp, from `operation` to `o`; `allocate` and result as in forward()."""
+    return call("verify", allocate, arguments)
 
 
 def _export(name: str) -> Any:

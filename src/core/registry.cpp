@@ -14,6 +14,7 @@ const std::vector<const ForwardPath*>& chunk_forward_paths() {
   static const std::vector<const ForwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
       &kSm90ChunkForwardWithParts,
+      &kSm80ChunkForwardWithParts,
       &kCudaGenericChunkForwardWithParts,
       &kCudaOracleChunkForwardWithParts,
 #endif
@@ -42,6 +43,16 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
 #endif
       &kCpuChunkBackward,
       &kReferenceChunkBackward,
+  };
+  return paths;
+}
+
+const std::vector<const VerifyPath*>& verify_paths() {
+  static const std::vector<const VerifyPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaVerify, &kCudaGenericVerify, &kCudaOracleVerify,
+#endif
+      &kCpuVerify,  &kReferenceVerify,
   };
   return paths;
 }

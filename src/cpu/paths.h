@@ -13,6 +13,7 @@ extern const SequenceCutPath kCpuSequenceCut;
 extern const ChunkSummaryPath kCpuChunkSummary;
 extern const ChunkSummaryBackwardPath kCpuChunkSummaryBackward;
 extern const SummaryCombinePath kCpuSummaryCombine;
+extern const VerifyPath kCpuVerify;
 extern const DeviceAccess kCpuAccess;
 
 }  // namespace flash_qla

@@ -13,5 +13,6 @@ extern const BackwardPath kReferenceChunkBackward;
 extern const ChunkSummaryPath kReferenceChunkSummary;
 extern const ChunkSummaryBackwardPath kReferenceChunkSummaryBackward;
 extern const SummaryCombinePath kReferenceSummaryCombine;
+extern const VerifyPath kReferenceVerify;
 
 }  // namespace flash_qla

@@ -64,6 +64,7 @@ constexpr Path<typename Call::Arguments> with_parts(const char* name, bool only_
 using cuda::BackwardOfRows, cuda::ForwardOfRows;
 
 const ForwardPath kSm90ChunkForwardWithParts = cuda::with_parts<&kSm90ChunkForward, ForwardOfRows>("sm90", false);
+const ForwardPath kSm80ChunkForwardWithParts = cuda::with_parts<&kSm80ChunkForward, ForwardOfRows>("sm80", false);
 const ForwardPath kCudaGenericChunkForwardWithParts =
     cuda::with_parts<&kCudaGenericChunkForward, ForwardOfRows>("cuda_generic", false);
 const ForwardPath kCudaOracleChunkForwardWithParts =
