@@ -8,10 +8,10 @@ namespace flash_qla {
 // Sequences [first, behind) of the stream are in the part: those with tokens there, and empty ones at offsets in
 // [begin, end), with those at the end where the stream ends.
 struct PartCut {
-  int64_t begin, end;       // its tokens
-  int64_t first, behind;    // its sequences
-  int64_t left, right;      // those of its first token and of its last; -1 without tokens
-  int64_t halo;             // tokens of `left` before the part
+  int64_t begin, end;     // its tokens
+  int64_t first, behind;  // its sequences
+  int64_t left, right;    // those of its first token and of its last; -1 without tokens
+  int64_t halo;           // tokens of `left` before the part
   bool enters, leaves, through;
 
   constexpr int64_t inside(int64_t offset) const {

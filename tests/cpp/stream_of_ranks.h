@@ -1,5 +1,5 @@
-// Streams that are cut over ranks, as a user of the C++ interface computes them: cut, summary, links side by side, combine,
-// call. One process has all ranks, and results go into the buffers of the whole stream.
+// Streams that are cut over ranks, as a user of the C++ interface computes them: cut, summary, links side by side,
+// combine, call. One process has all ranks, and results go into the buffers of the whole stream.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -92,7 +92,7 @@ struct StreamCase {
 };
 
 // Tokens [begin, end) of a [1, T, ...] tensor.
-Tensor tokens(Tensor t, int64_t begin, int64_t end) {
+inline Tensor tokens(Tensor t, int64_t begin, int64_t end) {
   t.data = static_cast<char*>(t.data) + begin * t.stride[1] * size_of(dtype(t));
   t.shape[1] = end - begin;
   return t;
@@ -105,7 +105,12 @@ struct Gathered {
   std::vector<T> memory;
 
   Gathered(int64_t W, int64_t Hv, int64_t K, int64_t V)
-      : W(W), Hv(Hv), K(K), V(V), row(K * (V + K) + 4), memory(static_cast<size_t>(W * Hv * row), std::numeric_limits<T>::quiet_NaN()) {}
+      : W(W),
+        Hv(Hv),
+        K(K),
+        V(V),
+        row(K * (V + K) + 4),
+        memory(static_cast<size_t>(W * Hv * row), std::numeric_limits<T>::quiet_NaN()) {}
 
   // S, M and kind of ranks [first, first + count), with `ndim` dimensions: those of one rank have no stream of its own.
   Tensor view(int64_t first, int64_t count, int64_t offset, std::vector<int64_t> shape, std::vector<int64_t> stride) {
@@ -134,11 +139,7 @@ class Ranks {
  public:
   // `path`: of the operations that have one of this name; NULL: the library's choice. `device`: of all tensors.
   Ranks(StreamCase<T>* whole, std::vector<int64_t> cuts, const char* path, DeviceType device)
-      : c_(*whole),
-        cuts_(std::move(cuts)),
-        path_(path),
-        device_(device),
-        W_(static_cast<int64_t>(cuts_.size()) - 1) {
+      : c_(*whole), cuts_(std::move(cuts)), path_(path), device_(device), W_(static_cast<int64_t>(cuts_.size()) - 1) {
     for (int64_t rank = 0; rank < W_; ++rank) cut(rank);
   }
 
@@ -229,9 +230,8 @@ class Ranks {
   }
   template <class Paths>
   bool has_path(const Paths& paths) const {
-    return path_ != nullptr && std::any_of(paths.begin(), paths.end(), [this](const auto* path) {
-             return std::string(path->name) == path_;
-           });
+    return path_ != nullptr && std::any_of(paths.begin(), paths.end(),
+                                           [this](const auto* path) { return std::string(path->name) == path_; });
   }
 
   static Tensor flags(std::vector<uint8_t>* x) {
@@ -331,11 +331,11 @@ double distance(const std::vector<X>& x, const std::vector<Y>& y) {
   return std::sqrt(difference) / std::max(std::sqrt(norm), 1e-6 * std::sqrt(static_cast<double>(x.size()) + 1.0));
 }
 
-// Drawn streams over drawn ranks by a path, held to one call over the whole stream by the reference. `change`: what a test
-// does to a case before.
+// Drawn streams over drawn ranks by a path, held to one call over the whole stream by the reference. `change`: what a
+// test does to a case before.
 template <class T, class Change>
-void hold_to_one_rank(const char* path, DeviceType device, int rounds, int64_t longest, int64_t K, int64_t V, double bound,
-                      Change&& change) {
+void hold_to_one_rank(const char* path, DeviceType device, int rounds, int64_t longest, int64_t K, int64_t V,
+                      double bound, Change&& change) {
   std::mt19937 random(3);
   const auto draw = [&](int64_t least, int64_t most) {
     return std::uniform_int_distribution<int64_t>(least, most)(random);

@@ -19,11 +19,11 @@ TEST(LinksEmulated, Generic) {
 }
 
 TEST(LinksEmulated, FewKeysAreInDouble) {
-  hold_to_one_rank<float>("cuda_generic", DeviceType::kCuda, 6, 90, 3, 2, 1e-5, mix_gates);
+  hold_to_one_rank<float>("cuda_generic", DeviceType::kCuda, 4, 90, 3, 2, 1e-5, mix_gates);
 }
 
 TEST(LinksEmulated, Oracle) {
-  hold_to_one_rank<double>("cuda_reference", DeviceType::kCuda, 8, 90, 5, 3, 1e-12, mix_gates);
+  hold_to_one_rank<double>("cuda_reference", DeviceType::kCuda, 5, 90, 5, 3, 1e-12, mix_gates);
 }
 
 }  // namespace

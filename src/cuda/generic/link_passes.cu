@@ -1,5 +1,5 @@
-// The passes of links: the forward recurrence without outputs, on columns of S and then of M, and the reverse one. A block
-// takes 16 columns of one (part, value head), as recurrence.cuh lays them out.
+// The passes of links: the forward recurrence without outputs, on columns of S and then of M, and the reverse one. A
+// block takes 16 columns of one (part, value head), as recurrence.cuh lays them out.
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/generic/links.cuh"
 

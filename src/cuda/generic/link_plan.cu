@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     square = warp_sum(square);
     const float g =
-        p.in.g.data == nullptr ? 0.f
-                               : clamp_log_decay(load<float>(p.in.g, offset_of(p.in.g, sequence.b, token, head)));
+        p.in.g.data == nullptr ? 0.f : clamp_log_decay(load<float>(p.in.g, offset_of(p.in.g, sequence.b, token, head)));
     const float beta =
         p.in.beta.data == nullptr ? 1.f : load<float>(p.in.beta, offset_of(p.in.beta, sequence.b, token, head));
     const float factor = fabsf(1.f - beta * square);
@@ -69,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The chunks from one end of a row on whose product leaves at most e^threshold of a state, chunks + 1 if even all of them
-// leave more. A warp; the sums are in the order of the chunks, 32 at a time.
+// The chunks from one end of a row on whose product leaves at most e^threshold of a state, chunks + 1 if even all of
+// them leave more. A warp; the sums are in the order of the chunks, 32 at a time.
 __device__ int64_t window(const LinkParams& p, const DeviceSequence& sequence, int head, bool from_end) {
   const int64_t chunks = ceil_div(sequence.length, kChunkSize);
   const int lane = threadIdx.x % kWarp;

@@ -17,16 +17,16 @@ struct LinkPass {
 
 struct LinkParams {
   SequenceTable sequences;
-  TokenInputs in;        // forward: x is v; backward: x is the gradient of o
-  DeviceTensor rows;     // [P, 2]
-  DeviceTensor crosses;  // [P] bool: leaves, or enters going backward
-  DeviceTensor through;  // [P] bool
+  TokenInputs in;             // forward: x is v; backward: x is the gradient of o
+  DeviceTensor rows;          // [P, 2]
+  DeviceTensor crosses;       // [P] bool: leaves, or enters going backward
+  DeviceTensor through;       // [P] bool
   DeviceTensor forward_kind;  // [P, Hv], backward
-  DeviceStates given;    // [R, Hv, K, V] initial_state or dht; absent: zero
-  DeviceTensor kind;     // [P, Hv] out
-  DeviceStates S;        // [P, Hv, K, V] out: S, or R
-  DeviceStates M;        // [P, Hv, K, K] out, forward
-  LinkPass* passes;      // [P, Hv]
+  DeviceStates given;         // [R, Hv, K, V] initial_state or dht; absent: zero
+  DeviceTensor kind;          // [P, Hv] out
+  DeviceStates S;             // [P, Hv, K, V] out: S, or R
+  DeviceStates M;             // [P, Hv, K, K] out, forward
+  LinkPass* passes;           // [P, Hv]
   // Of each chunk, sum g + sum log max(1, |1 - beta |k|^2|): [chunks, Hv]. NULL: nothing is forgotten.
   const float* log_norms;
   float threshold;

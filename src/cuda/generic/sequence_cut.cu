@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads) sequence_cut_kernel(const __grid_con
   int64_t row = 0, local = 0;  // the same in every thread: each makes the same bisections
   if (threadIdx.x == 0) put(p.local_cu_seqlens, 0, 0);
   for (int64_t part = 0; part < p.P; ++part) {
-    const PartCut cut = cut_part(load_index(p.bounds, part, 0), load_index(p.bounds, part, 1), part == p.last_part,
-                                 p.N, offset);
+    const PartCut cut =
+        cut_part(load_index(p.bounds, part, 0), load_index(p.bounds, part, 1), part == p.last_part, p.N, offset);
     const int64_t first = p.all_rows ? 0 : cut.first, behind = p.all_rows ? p.N : cut.behind;
     const int64_t base = local - cut.inside(offset(first));
     for (int64_t n = first + threadIdx.x; n < behind; n += kThreads) {

@@ -1,7 +1,7 @@
 // summary_combine on a device. A block takes 16 columns of one (part, stream, value head) and applies one link after
-// another: its columns of the state stay in shared memory, and M comes through it 32 columns at a time. Sums are in Real,
-// in the order of M's columns. The composed link's S is what enters a place behind all links, and its M the same of the
-// identity's columns.
+// another: its columns of the state stay in shared memory, and M comes through it 32 columns at a time. Sums are in
+// Real, in the order of M's columns. The composed link's S is what enters a place behind all links, and its M the same
+// of the identity's columns.
 #include "core/link_chain.h"
 #include "cuda/common/device_tensor.cuh"
 #include "cuda/common/dynamic_shared.cuh"
@@ -15,10 +15,10 @@ namespace {
 using Arguments = flash_qla_summary_combine_arguments;
 
 constexpr int kThreads = 256;
-constexpr int kSlice = 16;                   // columns of a block: 8 blocks a head of 128 columns, 256 of 32 heads
+constexpr int kSlice = 16;  // columns of a block: 8 blocks a head of 128 columns, 256 of 32 heads
 constexpr int kRowGroups = kThreads / kSlice;
 constexpr int kRowsPerThread = FLASH_QLA_MAX_HEAD_DIM / kRowGroups;
-constexpr int kTile = 32;                    // columns of M in shared memory at once
+constexpr int kTile = 32;  // columns of M in shared memory at once
 
 // Strides of links [L, C, Hv, rows, columns], or of results, whose first may be parts.
 struct LinkTensor {
@@ -60,7 +60,8 @@ __device__ Real* at(const LinkTensor& t, int64_t first, int64_t stream, int64_t 
 template <class Real>
 struct Memory {
   Real state[FLASH_QLA_MAX_HEAD_DIM][kSlice];
-  Real M[kTile][FLASH_QLA_MAX_HEAD_DIM + 1];  // by column of M (M^T): the rows lie side by side, one more against conflicts
+  Real M[kTile]
+        [FLASH_QLA_MAX_HEAD_DIM + 1];  // by column of M (M^T): the rows lie side by side, one more against conflicts
 };
 
 // One block's links.
@@ -141,8 +142,7 @@ __global__ void __launch_bounds__(kThreads) summary_combine_kernel(const __grid_
   if (p.what == Columns::kState) {
     place = load_index(p.place, part);
     wanted = place >= 0 && place < p.L &&
-             (p.wanted.data == nullptr ||
-              static_cast<const uint8_t*>(p.wanted.data)[part * p.wanted.stride[0]] != 0);
+             (p.wanted.data == nullptr || static_cast<const uint8_t*>(p.wanted.data)[part * p.wanted.stride[0]] != 0);
   }
   for (int row = group; row < p.K; row += kRowGroups) {
     memory.state[row][column] = transition && row == column0 + column ? Real(1) : Real(0);
@@ -226,7 +226,8 @@ Status run(const Arguments& args, const CombineProblem& p, void*, void* stream) 
 }  // namespace
 }  // namespace cuda
 
-// Links in float32 are combined in float32, links in float64 in float64: one kernel for both, so the oracle has no other.
+// Links in float32 are combined in float32, links in float64 in float64: one kernel for both, so the oracle has no
+// other.
 const SummaryCombinePath kCudaGenericSummaryCombine = {"cuda_generic", FLASH_QLA_CUDA,     false,
                                                        cuda::accept,   cuda::no_workspace, cuda::run};
 

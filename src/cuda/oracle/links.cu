@@ -20,8 +20,7 @@ struct ColumnPlace {
 __device__ ColumnPlace column_place(const LinkParams& p, int columns) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t rest = index / columns;
-  return {rest / p.in.Hv, static_cast<int>(rest % p.in.Hv), static_cast<int>(index % columns),
-          rest < p.P * p.in.Hv};
+  return {rest / p.in.Hv, static_cast<int>(rest % p.in.Hv), static_cast<int>(index % columns), rest < p.P * p.in.Hv};
 }
 
 __device__ double key(const TokenInputs& in, const DeviceTensor& t, int64_t b, int64_t token, int head, int i) {
@@ -35,8 +34,8 @@ __device__ double value(const TokenInputs& in, int64_t b, int64_t token, int hea
 __device__ void load_given(const LinkParams& p, const LinkPass& pass, const ColumnPlace& at, double* state) {
   if (!pass.starts || p.given.data == nullptr) return;
   for (int i = 0; i < p.in.K; ++i) {
-    state[i] = load<double>(p.given, pass.row * p.given.row + at.head * p.given.head + i * p.given.key +
-                                         at.column * p.given.value);
+    state[i] = load<double>(
+        p.given, pass.row * p.given.row + at.head * p.given.head + i * p.given.key + at.column * p.given.value);
   }
 }
 
@@ -108,8 +107,8 @@ int64_t blocks(const Problem& p, const LinkParams& params, int64_t columns) {
 }  // namespace
 
 Status launch_oracle_link_states(const Problem& p, const LinkParams& params, cudaStream_t stream) {
-  FLASH_QLA_RETURN_IF_ERROR(launch("oracle_link_states", oracle_link_states_kernel, blocks(p, params, p.V), kThreads,
-                                   0, stream, params, false));
+  FLASH_QLA_RETURN_IF_ERROR(launch("oracle_link_states", oracle_link_states_kernel, blocks(p, params, p.V), kThreads, 0,
+                                   stream, params, false));
   LinkParams of_keys = params;
   of_keys.in.x = DeviceTensor{};
   of_keys.in.V = of_keys.in.K;
