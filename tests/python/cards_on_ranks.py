@@ -59,17 +59,18 @@ def autocast_results(rank, case, cut):
 def gathers_of(rank, case, cut):
     """How many collectives a forward and a backward pass make."""
     made = []
-    original = distributed.all_gather_into_tensor
+    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    original = getattr(distributed, name)
 
     def counted(out, x, *rest, **named):
         made.append(tuple(x.shape))
         return original(out, x, *rest, **named)
 
-    distributed.all_gather_into_tensor = counted
+    setattr(distributed, name, counted)
     try:
         results(rank, case, cut)
     finally:
-        distributed.all_gather_into_tensor = original
+        setattr(distributed, name, original)
     return made
 
 

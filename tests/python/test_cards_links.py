@@ -296,7 +296,7 @@ def test_summary_combine(kind, backward, device):
     for draw in range(20):
         dtype = np.float32 if device != "cpu" or draw % 2 else np.float64
         S, M, kinds = (x.astype(dtype) for x in _random_links(rng, 6))
-        place = rng.integers(0, 6, 3)
+        place = rng.integers(-1, 6, 3) if backward else rng.integers(0, 7, 3)  # one of them is beyond the last link
         wanted = rng.integers(0, 2, 3).astype(bool)
         order = rng.permutation(6)
         shuffled = np.argsort(order)  # row r of what is handed in is the link of place shuffled[r]

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) summary_combine_kernel(const __grid_
   bool wanted = true;
   if (p.what == Columns::kState) {
     place = load_index(p.place, part);
-    wanted = place >= 0 && place < p.L &&
+    wanted = is_place(place, p.L, backward) &&
              (p.wanted.data == nullptr || static_cast<const uint8_t*>(p.wanted.data)[part * p.wanted.stride[0]] != 0);
   }
   for (int row = group; row < p.K; row += kRowGroups) {
