@@ -6,7 +6,7 @@
 #include "core/host_tensor.h"
 #include "split_plan_model.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::cp {
 namespace {
 
 // What offsets that may be anything are taken for, by contract: sequence n has tokens [max(cu[0 .. n]),
@@ -131,4 +131,4 @@ TEST(SplitCapacity, TheSameTokensTwiceFit) {
 }
 
 }  // namespace
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::cp

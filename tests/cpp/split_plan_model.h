@@ -13,9 +13,9 @@
 #include <random>
 #include <vector>
 
-#include "cuda/sm90/chunk_fwd/split_plan.h"
+#include "cuda/sm90/context_parallel/plan.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::cp {
 
 inline constexpr uint64_t kPrime = 2147483647;
 
@@ -309,4 +309,4 @@ inline void check(const Batch& batch, const Plan& plan) {
   for (int count : ends) ASSERT_EQ(count, 1);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::cp

@@ -1,10 +1,10 @@
 // The planner of the sequence split, run on the host over drawn lengths, gates and cards (split_plan_model.h).
 #include <cmath>
 
-#include "cuda/sm90/chunk_fwd/split_even.h"
+#include "cuda/sm90/context_parallel/regular_plan.h"
 #include "split_plan_model.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::cp {
 namespace {
 
 TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
@@ -505,4 +505,4 @@ TEST(SplitPlan, BucketsAreInOrder) {
 }
 
 }  // namespace
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::cp

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "mbarrier.cuh"
+#include "cuda/common/mbarrier.cuh"
 
 namespace flash_qla::cuda {
 

@@ -6,8 +6,8 @@
 #include <memory>
 #include <thread>
 
-#include "cuda/sm90/chunk_fwd/kernel_params.h"
-#include "cuda/sm90/chunk_fwd/split_plan.h"
+#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/context_parallel/plan.h"
 #include "malformed_calls.cuh"
 #include "repeated_call.cuh"
 #include "sm90_forward_tests.cuh"
@@ -272,7 +272,7 @@ class MalformedGroup {
 
   // The lists of a plan are within the room that shapes give them.
   void check_plan(const std::string& what, const ForwardCall& call, const void* workspace) {
-    using namespace cuda::sm90;
+    using namespace cuda::sm90::cp;
     const Shape& s = call.in.shape;
     SplitCounters plan{};  // at the start of a planned call's scratch
     check_cuda(cudaMemcpy(&plan, workspace, sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");

@@ -29,7 +29,7 @@
 namespace {
 
 using namespace flash_qla;
-using namespace flash_qla::cuda::sm90;
+using namespace flash_qla::cuda::sm90::bwd;
 
 #define CHECK(...)                                                                                  \
   do {                                                                                              \

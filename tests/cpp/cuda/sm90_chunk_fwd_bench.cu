@@ -11,6 +11,8 @@
 namespace {
 
 using namespace flash_qla::cuda::sm90;
+using namespace flash_qla::cuda::sm90::cp;
+using namespace flash_qla::cuda::sm90::fwd;
 using namespace flash_qla::cuda::sm90::bench;
 
 uint64_t checksum(const void* device, int64_t bytes) {

@@ -14,9 +14,12 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sm90/chunk_fwd/params.h"
-#include "cuda/sm90/chunk_fwd/split.h"
+#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/context_parallel/plan_args.h"
 namespace flash_qla::cuda::sm90::bench {
+
+using namespace fwd;
+using namespace cp;
 
 #define CHECK_CUDA(call)                                                                      \
   do {                                                                                        \

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/sm90/chunk_fwd/split_plan.h"
+#include "cuda/sm90/context_parallel/plan.h"
 #include "sm90_split_tests.cuh"
 
 namespace flash_qla::testing {
@@ -217,7 +217,7 @@ class UnequalCall {
 
 // Whether the device goes on to cut sequences of these lengths, in tensors of so many tokens.
 inline bool cuts_pay(const std::vector<int32_t>& offsets, int64_t tokens, int64_t key_heads, int64_t heads) {
-  using namespace cuda::sm90;
+  using namespace cuda::sm90::cp;
   int32_t longest = 0;
   for (size_t n = 1; n < offsets.size(); ++n) longest = std::max(longest, chunks_in(offsets[n] - offsets[n - 1]));
   int device = 0, sms = 0;

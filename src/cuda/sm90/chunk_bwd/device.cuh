@@ -9,10 +9,10 @@
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/sm90/chunk_bwd/params.h"
+#include "cuda/sm90/chunk_bwd/args.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 // Where many are loaded, the type is asked for once: with_type().
 template <DType kType>
@@ -238,4 +238,4 @@ __device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x
   for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(acc, x + 4 * j, wgmma_advance(y, j * 2048));
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

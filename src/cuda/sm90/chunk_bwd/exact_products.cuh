@@ -9,9 +9,9 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
-#include "cuda/sm90/chunk_bwd/gradients_parts.cuh"
+#include "cuda/sm90/chunk_bwd/gradients/layout.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kExactProductsThreads = 256;  // a warp has 16 tokens of the pair
 
@@ -201,4 +201,4 @@ __global__ __launch_bounds__(kExactProductsThreads) void sm90_chunk_bwd_exact_pr
   store_element(p.dg, offset, d_g + lost);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 // What memory holds of two tokens, in its own type: to convert it would be to wait for it.
 struct RawGates {
@@ -127,4 +127,4 @@ __device__ __forceinline__ void note_small_beta(const ChunkBackwardParams& p, in
   p.small_tiles[atomicAdd(p.small_count, 1)] = tile;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

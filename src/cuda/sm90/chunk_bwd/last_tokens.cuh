@@ -17,10 +17,10 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
-#include "cuda/sm90/chunk_bwd/gradients_parts.cuh"
+#include "cuda/sm90/chunk_bwd/gradients/layout.cuh"
 #include "cuda/sm90/chunk_bwd/last_window.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kLastTokensThreads = 256;
 constexpr int kSlices = 4;  // blocks of a cluster; more columns of V would not fit shared memory
@@ -466,4 +466,4 @@ __global__ __launch_bounds__(kLastTokensThreads,
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kWindow = 2 * kChunk;
 
@@ -77,4 +77,4 @@ __device__ __forceinline__ LastWindow find_window(const ChunkBackwardParams& p, 
   return {chunk + before, tokens - before * kChunk};
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -5,11 +5,11 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/sm90/chunk_bwd/combine.cuh"
 #include "cuda/sm90/chunk_bwd/plan.cuh"
+#include "cuda/sm90/chunk_bwd/scan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 namespace {
 
 // dq and dk of a pair of 128 tokens and key head have the bytes of two states.
@@ -341,4 +341,4 @@ cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const Chunk
                                       : launch_chunk_backward_fp16(p, maps, stage, multiprocessors, stream);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

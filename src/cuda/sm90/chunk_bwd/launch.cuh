@@ -3,17 +3,17 @@
 
 #include <algorithm>
 
+#include "cuda/sm90/chunk_bwd/decay_sums.cuh"
 #include "cuda/sm90/chunk_bwd/exact_products.cuh"
-#include "cuda/sm90/chunk_bwd/gradients.cuh"
-#include "cuda/sm90/chunk_bwd/growths.cuh"
+#include "cuda/sm90/chunk_bwd/gradients/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/last_tokens.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
+#include "cuda/sm90/chunk_bwd/passes/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
 #include "cuda/sm90/chunk_bwd/solve.cuh"
-#include "cuda/sm90/chunk_bwd/states.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 template <typename Kernel>
 cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
@@ -112,4 +112,4 @@ cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const Chun
   return cudaSuccess;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -7,7 +7,7 @@
 
 #include <cstddef>
 
-#include "cuda/sm90/chunk_bwd/params.h"
+#include "cuda/sm90/chunk_bwd/args.h"
 
 // Leaves the function with the first error. Variadic: template arguments hold commas.
 #define FLASH_QLA_RETURN_IF_CUDA_ERROR(...)                                             \
@@ -15,7 +15,7 @@
     if (const cudaError_t error_ = (__VA_ARGS__); error_ != cudaSuccess) return error_; \
   } while (0)
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 // Starts a kernel whose blocks may come before the stream's kernel before it has ended: it calls
 // wait_for_predecessors(). kCluster blocks at a time see each other's shared memory.
@@ -82,4 +82,4 @@ cudaError_t launch_chunk_backward_bf16(const ChunkBackwardParams& params, const 
 cudaError_t launch_chunk_backward_fp16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
                                        const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream);
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

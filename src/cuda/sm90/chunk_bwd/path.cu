@@ -9,7 +9,7 @@
 #include "cuda/sm90/chunk_bwd/traits.h"
 
 namespace flash_qla {
-namespace cuda::sm90 {
+namespace cuda::sm90::bwd {
 namespace {
 
 using Arguments = flash_qla_backward_arguments;
@@ -361,9 +361,9 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 }
 
 }  // namespace
-}  // namespace cuda::sm90
+}  // namespace cuda::sm90::bwd
 
 const BackwardPath kSm90ChunkBackward = {
-    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::reject, cuda::sm90::workspace_size, cuda::sm90::run};
+    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::bwd::reject, cuda::sm90::bwd::workspace_size, cuda::sm90::bwd::run};
 
 }  // namespace flash_qla

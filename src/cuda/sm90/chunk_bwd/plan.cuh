@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kPlanThreads = 1024;
 // The last sequence that starts at or before `slot`: empty ones share their successor's start.
@@ -154,4 +154,4 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -5,10 +5,10 @@
 // for each chunk.
 #pragma once
 
+#include "cuda/sm90/chunk_bwd/chunk_order.cuh"
 #include "cuda/sm90/chunk_bwd/gates.cuh"
-#include "cuda/sm90/chunk_bwd/order.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 struct PrepareTraits {
   static constexpr int kGroups = 4;          // warpgroups of a block
@@ -252,4 +252,4 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   wait_for_predecessors();  // who had no work at all
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

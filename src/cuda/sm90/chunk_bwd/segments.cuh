@@ -19,7 +19,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 // Chunks. Beyond it a head costs less the exact way (the first round is three passes over a segment).
 constexpr int kMostWarmup = 8;
@@ -136,4 +136,4 @@ __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const S
   return warmup;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -8,7 +8,7 @@
 
 #include "cuda/sm90/chunk_bwd/last_window.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kSmallBetasThreads = kDim;  // one of V each, and a token of a pair each
 static_assert(kSmallBetasThreads >= 2 * kChunk);
@@ -142,4 +142,4 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -4,7 +4,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kSolveThreads = 128;  // one warpgroup: it owns K K^T
 
@@ -117,4 +117,4 @@ __global__ __launch_bounds__(kSolveThreads,
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -5,7 +5,7 @@
 
 #include "flash_qla/flash_qla.hpp"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kChunk = FLASH_QLA_CHUNK_SIZE;
 constexpr int kDim = 128;  // K and V
@@ -52,4 +52,4 @@ constexpr int kEdgesOfSegment = 3;
 // inner products down to 1e-20, and what is left below are zeros.
 constexpr float small_beta(DType type) { return type == DType::kFloat16 ? 0x1p-6f : 0x1p-30f; }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -9,16 +9,56 @@
 // the copy engine. All chunks of all tiles of a block form one numbered stream m = 0, 1, ..; its records are in a ring
 // that one thread fills six ahead.
 #pragma once
+#pragma once
 
-#include "aux_role.cuh"
-#include "chunk_stream.cuh"
-#include "clear.cuh"
-#include "duty_roles.cuh"
-#include "kernel_params.h"
-#include "state_role.cuh"
-#include "traits.h"
+#include "cuda/sm90/chunk_fwd/exact_inverse_warp.cuh"
+#include "cuda/sm90/chunk_fwd/gate_warp.cuh"
+#include "cuda/sm90/chunk_fwd/inverse_warp.cuh"
+#include "cuda/sm90/chunk_fwd/load_warp.cuh"
+#include "cuda/sm90/chunk_fwd/producer_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/product_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/traits.h"
+#include "cuda/sm90/chunk_fwd/work_queue.cuh"
+#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
+
+// Instructions that no warp executes: they move the code behind them to other places of the instruction cache.
+template <int kCount>
+__device__ __forceinline__ void move_code(const ChunkForwardKernelParams& p) {
+  if constexpr (kCount > 0) {
+    if (p.tiles < 0) {  // never, which only the launcher knows
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) asm volatile("nanosleep.u32 1;");
+    }
+  }
+}
+
+// What an auxiliary warp does. thread: in its warpgroup.
+template <typename Traits>
+__device__ __forceinline__ void run_duty(const ChunkForwardKernelParams& p, int group, int thread) {
+  if (group == 1) {
+    move_code<Traits::kMoved.products>(p);
+    ProductRole<Traits>{{{}, p, thread}}.run();
+    finish_tiles(p, thread, 128);
+    if constexpr (Traits::kEndsWhereKept) clear_skipped(p, thread, 128);
+    return;
+  }
+  const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
+  thread &= 31;
+  if (warp == 0) {
+    move_code<Traits::kMoved.copies>(p);
+    CopyRole<Traits>{{{}, p, thread}}.run();
+  } else if (warp == 1) {
+    move_code<Traits::kMoved.gates>(p);
+    GateRole<Traits>{{{}, p, thread}}.run();
+  } else {
+    move_code<Traits::kMoved.inverse>(p);
+    using Inverse = std::conditional_t<Traits::kFastInverse, FastInverseRole<Traits>, InverseRole<Traits>>;
+    Inverse{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
+  }
+}
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -116,4 +156,4 @@ ChunkForwardKernel describe_kernel() {
           kStagesStates<Traits>};
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

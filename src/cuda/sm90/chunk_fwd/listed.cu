@@ -1,8 +1,8 @@
 #include "cuda/sm90/chunk_fwd/listed.h"
 
-#include "cuda/sm90/chunk_fwd/chunk_stream.cuh"
+#include "cuda/sm90/chunk_fwd/work_queue.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
 constexpr int kThreads = 256;
@@ -144,4 +144,4 @@ Status launch_listed_states(const ChunkForwardArgs& args, const ListedStates& li
                      "the sm90 forward to listed tokens");
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

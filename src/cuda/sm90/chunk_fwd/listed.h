@@ -9,9 +9,9 @@
 
 #include "cuda/common/device_tensor.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/sm90/chunk_fwd/params.h"
+#include "cuda/sm90/chunk_fwd/args.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 
 struct ListedStates {
   DeviceTensor offsets, slots;  // [entries] token positions and pool slots; absent: no list
@@ -40,4 +40,4 @@ Status launch_list_starts(const ChunkForwardArgs& args, const ListedStates& list
 // After the forward.
 Status launch_listed_states(const ChunkForwardArgs& args, const ListedStates& listed, cudaStream_t stream);
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

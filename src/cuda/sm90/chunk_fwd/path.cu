@@ -5,13 +5,13 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/paths.h"
+#include "cuda/sm90/chunk_fwd/args.h"
 #include "cuda/sm90/chunk_fwd/listed.h"
-#include "cuda/sm90/chunk_fwd/params.h"
 #include "cuda/sm90/chunk_fwd/prepare.h"
 #include "cuda/sm90/chunk_fwd/traits.h"
 
 namespace flash_qla {
-namespace cuda::sm90 {
+namespace cuda::sm90::fwd {
 namespace {
 
 using Arguments = flash_qla_forward_arguments;
@@ -255,7 +255,7 @@ class Call {
     set.data = t.data;
     set.slot_stride = t.stride[0];
     set.head_stride = t.stride[1];
-    if (!cuda::sm90::takes_states(t) && t.shape[0] > 0) {
+    if (!fwd::takes_states(t) && t.shape[0] > 0) {
       set.data = workspace->take<char>(t.shape[0] * p_.Hv * kMatrix * size_of(dtype(t)));
       set.slot_stride = p_.Hv * kMatrix;
       set.head_stride = kMatrix;
@@ -360,10 +360,14 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 }
 
 }  // namespace
-}  // namespace cuda::sm90
+}  // namespace cuda::sm90::fwd
 
-const ForwardPath kSm90ChunkForward = {
-    "sm90",          FLASH_QLA_CUDA,         false, cuda::sm90::reject, cuda::sm90::Call::workspace_size,
-    cuda::sm90::run, cuda::sm90::Call::notes};
+const ForwardPath kSm90ChunkForward = {"sm90",
+                                       FLASH_QLA_CUDA,
+                                       false,
+                                       cuda::sm90::fwd::reject,
+                                       cuda::sm90::fwd::Call::workspace_size,
+                                       cuda::sm90::fwd::run,
+                                       cuda::sm90::fwd::Call::notes};
 
 }  // namespace flash_qla

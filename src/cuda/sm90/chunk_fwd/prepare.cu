@@ -5,7 +5,7 @@
 
 #include "cuda/sm90/chunk_fwd/traits.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
 constexpr int kThreads = 256;
@@ -240,4 +240,4 @@ Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCop
   return launch("sm90_chunk_fwd_prepare", sm90_chunk_fwd_prepare_kernel, blocks, kThreads, 0, stream, work);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

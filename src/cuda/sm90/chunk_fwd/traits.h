@@ -2,18 +2,13 @@
 #pragma once
 
 #include <cuda_bf16.h>
-
 #include <cstdint>
 #include <type_traits>
 
-#include "split_types.h"
+#include "cuda/sm90/common/sizes.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 
-inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
-inline constexpr int kHeadDim = 128;  // K = V
-// e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
-inline constexpr float kGateFloor = -80.0f;
 // Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (deal_tiles()).
 inline constexpr int kMostSorted = 31;
 // ... and tiles of its own that it then lists.
@@ -182,4 +177,4 @@ struct ChunkForwardTraits : WholeHeadTraits<Element, kSave, kFastInverse, kSaveH
 template <typename Element>
 struct KeepingForwardTraits : WholeHeadTraits<Element, false, true, false, true> {};
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

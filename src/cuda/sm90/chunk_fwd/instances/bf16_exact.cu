@@ -1,0 +1,7 @@
+#include "cuda/sm90/chunk_fwd/kernel.cuh"
+
+namespace flash_qla::cuda::sm90::fwd {
+
+ChunkForwardKernel chunk_forward_bf16() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, false>>(); }
+
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -1,0 +1,100 @@
+// Where things are in the blocks of a pair, and what their roles wait for.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/sm90/chunk_fwd/chunk_descriptor.cuh"
+#include "cuda/sm90/common/device.cuh"
+
+namespace flash_qla::cuda::sm90::fwd_2cta {
+
+using fwd::ChunkRecord;
+
+// rank: of the block in its pair; the parity of the chunks that it prepares.
+template <typename Traits>
+struct PairPlaces {
+  uint32_t rank;
+
+  __device__ static ChunkRecord& record(uint32_t m) {
+    return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  }
+  __device__ static uint32_t stage_k(uint32_t m) {
+    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+  }
+  __device__ static uint32_t stage_q(uint32_t m) {
+    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+  }
+  __device__ static uint32_t stage_v(uint32_t m) {
+    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
+  }
+  __device__ static uint32_t tile_a(uint32_t m) {
+    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
+  }
+  __device__ static uint32_t tile_p(uint32_t m) {
+    return smem() + Traits::kSmemP + m % Traits::kStagesP * Traits::kBytesMatrix;
+  }
+  // Of the block's own chunks, every kBlocks-th.
+  __device__ static uint32_t own_gate(uint32_t m) {
+    return smem() + Traits::kSmemGate + m / Traits::kBlocks % Traits::kOwnGates * Traits::kBytesGate;
+  }
+  __device__ static uint32_t factors(uint32_t m) {
+    return smem() + Traits::kSmemFactors + m / Traits::kBlocks % Traits::kOwnGates * Traits::kBytesFactors;
+  }
+
+  __device__ static uint32_t full_p(uint32_t m) { return smem() + Traits::kFullP + 8 * (m % Traits::kStagesP); }
+  __device__ static uint32_t full_gate(uint32_t m) {
+    return smem() + Traits::kFullGate + 8 * (m / Traits::kBlocks % Traits::kBarriersGate);
+  }
+  __device__ static void wait_gate(uint32_t m) {
+    mbarrier_wait(full_gate(m), m / Traits::kBlocks / Traits::kBarriersGate & 1);
+  }
+  __device__ static uint32_t full_record(uint32_t m) {
+    return smem() + Traits::kFullRecord + 8 * (m % Traits::kChunkRing / Traits::kBurst);
+  }
+  __device__ static void wait_record(uint32_t m) { mbarrier_wait(full_record(m), m / Traits::kChunkRing & 1); }
+  __device__ static bool test_record(uint32_t m) { return mbarrier_test(full_record(m), m / Traits::kChunkRing & 1); }
+
+  __device__ bool own(uint32_t m) const { return (m & 1) == rank; }
+  __device__ uint32_t in_other_block(uint32_t address) const { return cluster_address(address, rank ^ 1); }
+
+  __device__ static uint32_t received_gate(uint32_t m) {
+    return smem() + Traits::kSmemGate + (Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
+  }
+  __device__ uint32_t state_gate(uint32_t m) const { return own(m) ? own_gate(m) : received_gate(m); }
+
+  __device__ static uint32_t full_k(uint32_t m) { return smem() + Traits::kFullK + 8 * (m % Traits::kBarriers); }
+  __device__ static uint32_t full_q(uint32_t m) { return smem() + Traits::kFullQ + 8 * (m % Traits::kBarriers); }
+  __device__ static uint32_t full_o(uint32_t m) { return smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO); }
+  __device__ static void wait_k(uint32_t m) { mbarrier_wait(full_k(m), m / Traits::kBarriers & 1); }
+  __device__ static void wait_q(uint32_t m) { mbarrier_wait(full_q(m), m / Traits::kBarriers & 1); }
+  __device__ static void wait_p(uint32_t m) { mbarrier_wait(full_p(m), m / Traits::kStagesP & 1); }
+  // Whether all that a state warp waits for is there.
+  __device__ static bool ready(uint32_t m) {
+    const bool k = mbarrier_test(full_k(m), m / Traits::kBarriers & 1);
+    const bool q = mbarrier_test(full_q(m), m / Traits::kBarriers & 1);
+    const bool p = mbarrier_test(full_p(m), m / Traits::kStagesP & 1);
+    return k & q & p;
+  }
+  __device__ static uint32_t done(uint32_t m) { return smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone); }
+  // Until both blocks' state groups are through with chunk m - back, if there is one.
+  __device__ static void wait_done(uint32_t m, uint32_t back) {
+    if (m >= back) mbarrier_wait(done(m - back), (m - back) / Traits::kBarriersDone & 1);
+  }
+  // Until the gates of an own chunk may be written.
+  __device__ static void wait_own_gate(uint32_t m) { wait_done(m, 2 * Traits::kOwnGates); }
+  // A state warp is through with chunk m: in both blocks.
+  __device__ static void arrive_done(uint32_t m, int lane) {
+    jitter();
+    const uint32_t barrier = done(m);
+    if constexpr (kWarpArrivals == 32) {
+      mbarrier_arrive_cluster(cluster_address(barrier, 0));
+      mbarrier_arrive_cluster(cluster_address(barrier, 1));
+    } else if (lane < 2) {
+      mbarrier_arrive_cluster(cluster_address(barrier, lane));
+    }
+  }
+};
+
+}  // namespace flash_qla::cuda::sm90::fwd_2cta

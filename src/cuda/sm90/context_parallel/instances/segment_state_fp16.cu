@@ -1,0 +1,7 @@
+#include "cuda/sm90/context_parallel/segment_state.cuh"
+
+namespace flash_qla::cuda::sm90::fwd {
+
+ChunkForwardKernel chunk_forward_fp16_states() { return cp::describe_state_kernel<cp::StateKernelTraits<__half>>(); }
+
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -1,0 +1,88 @@
+// Scratch of a plan, and the launch of its two kernels.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <algorithm>
+
+#include "cuda/sm90/common/launch_kernel.h"
+#include "cuda/sm90/context_parallel/cut_states.cuh"
+#include "cuda/sm90/context_parallel/plan_device.cuh"
+
+namespace flash_qla::cuda::sm90::cp {
+
+using fwd::ChunkForwardArgs, fwd::chunk_forward_workspace_size, fwd::kClearBlocks;
+
+size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity, void* base,
+                     SplitWorkspace* workspace) {
+  size_t used = 0;
+  auto take = [&](size_t bytes) {
+    char* place = static_cast<char*>(base) + used;
+    used += (bytes + 255) / 256 * 256;
+    return place;
+  };
+  const size_t n = static_cast<size_t>(std::max(args.num_sequences, 0));
+  const size_t slots = static_cast<size_t>(capacity.slots);
+  SplitWorkspace w;
+  w.counters = reinterpret_cast<SplitCounters*>(take(sizeof(SplitCounters)));
+  w.start = reinterpret_cast<SplitStart*>(take(sizeof(SplitStart)));
+  w.classifiers = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * kMostUnitBlocks));
+  w.warmups = reinterpret_cast<uint8_t*>(take(slots));
+  w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
+  w.cut = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+  w.unsplit = take(chunk_forward_workspace_size(args.num_sequences));
+  w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
+  w.state_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.state_tiles)));
+  w.output_tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(capacity.output_tiles)));
+  w.chains = reinterpret_cast<TransitionChain*>(take(sizeof(TransitionChain) * static_cast<size_t>(capacity.chains)));
+  w.boundary_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
+                                                         : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
+  w.transitions = take(rows * kTransitionSteps * slots);
+  if (workspace != nullptr) *workspace = w;
+  return used;
+}
+
+cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream) {
+  const ChunkForwardArgs& args = params.args;
+  const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
+  params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
+  params.group = args.num_value_heads / args.num_key_heads;
+  params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
+  params.by_parts = Divisor(params.parts);
+  params.by_boundary_units = Divisor(args.num_key_heads * params.parts);
+  params.by_heads = Divisor(args.num_value_heads);
+  params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
+  // A block to each unit of the expected lengths, and a loop for those of others: the state kernel's blocks wait for
+  // SMs where these have nothing to do.
+  int64_t units = params.units;
+  if (const int64_t spacing = params.expected_grid.spacing; spacing > 0) {
+    const int64_t windows = divide_up(args.num_tokens, kChunk * spacing);
+    units = std::min(units, windows * args.num_key_heads * params.parts);
+  }
+  // Behind an unsplit kernel, which leaves hardly any SM idle, no more than find room at once when it ends.
+  const int at_once = (params.least_longest != 0 ? 1 : kClassifyBlocksPerSm) * params.sms;
+  params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
+  params.unit_blocks = static_cast<int32_t>(std::clamp<int64_t>(units, 1, std::min(at_once, kMostUnitBlocks)));
+  // The state kernel's blocks come late where boundaries are classified. State tiles go elsewhere where there is room
+  // for those that are likely: to that end these blocks come in twos, on pairs of SMs, as state tiles do. Not where
+  // chains are in more pieces than there are state tiles: blocks that come late then help with them.
+  int32_t likely_tiles = 0;
+  const int32_t pairs = args.num_sequences * args.num_value_heads;
+  bool by_pairs = false;
+  if (args.split == SplitMode::kAuto && args.force_split == 0 && params.expected_grid.spacing > 0 &&
+      params.usual_choices.choice(pairs / 4, pairs, &likely_tiles) >= 0 &&
+      kCombineSlices * (pairs / 4) <= likely_tiles) {
+    const int64_t room = params.sms - 1 - likely_tiles;
+    by_pairs = params.unit_blocks <= room;
+  }
+  if (by_pairs) params.unit_blocks += params.unit_blocks % 2;
+  static_assert(kMostUnitBlocks % 2 == 0 && kClearBlocks % 2 == 0);
+  const int blocks = params.unit_blocks + params.clear_blocks;
+  if (!by_pairs) params.unit_blocks = 0;  // the planner need not know
+  const cudaError_t error =
+      launch_kernel(classify_kernel(args.type), blocks, kClassifyThreads, 0, params, true, stream, by_pairs ? 2 : 1);
+  if (error != cudaSuccess) return error;
+  return launch_kernel(list_kernel(), 1, kListThreads, 0, params, true, stream);
+}
+
+}  // namespace flash_qla::cuda::sm90::cp
