@@ -22,6 +22,9 @@ from pathlib import Path
 _HEADER = struct.Struct("<40xQ10xHHH")
 _SECTION = struct.Struct("<II16xQQ4xI16x")
 _NO_BITS = 8
+# The section .nv.info: format, attribute and size of an entry; the one that has a symbol's number and its registers.
+_ENTRY, _PAIR = struct.Struct("<BBH"), struct.Struct("<II")
+_WORDS, _REGISTERS = 4, 0x2F
 # nvcc names a file's unnamed namespace by a hash of the file's path and options, which two build trees do not share.
 _UNNAMED = re.compile(r"(?<=_GLOBAL__N__)[0-9a-f]{8}(?=_)")
 
@@ -40,10 +43,29 @@ def sections(elf: bytes) -> dict:
     }
 
 
+def registers(info: bytes) -> dict:
+    """Registers of a thread by the number of the kernel's symbol, from the section .nv.info: entries of a format, an
+    attribute and a size, of which those that hold words have format 4."""
+    found, at = {}, 0
+    while at + 4 <= len(info):
+        form, attribute, size = _ENTRY.unpack_from(info, at)
+        at += 4
+        if form == _WORDS:
+            if attribute == _REGISTERS:
+                symbol, count = _PAIR.unpack_from(info, at)
+                found[symbol] = count
+            at += size
+    return found
+
+
 def kernels_of_cubin(elf: bytes) -> dict:
-    """Registers of a thread, which the highest byte of the section's info has, and machine code by the kernel's mangled name."""
-    found = sections(elf).items()
-    return {name[len(".text.") :]: (info >> 24, code) for name, (code, info) in found if name.startswith(".text.")}
+    """Registers and machine code by the kernel's mangled name."""
+    found = sections(elf)
+    counts = registers(found[".nv.info"][0]) if ".nv.info" in found else {}
+    return {
+        name[len(".text.") :]: (counts.get(info & 0xFFFFFF, 0), code)
+        for name, (code, info) in found.items() if name.startswith(".text.")
+    }  # fmt: skip
 
 
 def cuobjdump() -> str:

@@ -11,17 +11,20 @@ import compare_machine_code as compare  # noqa: E402
 
 
 def elf(registers=8, **kernels):
-    """An ELF file with a section .text.<name> for each kernel, and two more."""
-    contents = [("", b""), (".data", b"other"), *((f".text.{name}", code) for name, code in kernels.items())]
+    """An ELF file with a section .text.<name> for each kernel, whose info is its symbol's number, and three more."""
+    symbols = {f".text.{name}": number for number, name in enumerate(kernels, start=5)}
+    info = b"".join(struct.pack("<BBHII", 4, 0x2F, 8, symbol, registers) for symbol in symbols.values())
+    info = struct.pack("<BBH", 3, 0x01, 0) + struct.pack("<BBHII", 4, 0x11, 8, 5, 0) + info
+    contents = [("", b""), (".nv.info", info), (".data", b"other"), *((f".text.{name}", code) for name, code in kernels.items())]
     names, body, headers = b"", b"", []
     contents.append((".shstrtab", b"".join(name.encode() + b"\0" for name, _ in [*contents, (".shstrtab", b"")])))
     for name, data in contents:
-        headers.append((len(names), 1, 64 + len(body), len(data)))
+        headers.append((len(names), 1, 64 + len(body), len(data), symbols.get(name, 0)))
         names += name.encode() + b"\0"
         body += data
     head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01", 2, 190, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64,
                        len(headers), len(headers) - 1)  # fmt: skip
-    return head + body + b"".join(struct.pack("<IIQQQQIIQQ", n, t, 0, 0, at, size, 0, registers << 24, 0, 0) for n, t, at, size in headers)
+    return head + body + b"".join(struct.pack("<IIQQQQIIQQ", n, t, 0, 0, at, size, 0, i, 0, 0) for n, t, at, size, i in headers)
 
 
 def test_reads_the_code_of_each_kernel():

@@ -566,7 +566,7 @@ class Runner {
   void time() {
     run();
     // Of runs of `calls` in a row: a call by itself has the caches and the power that the pause before it left.
-    auto median = [&](ChunkBackwardStage stage, int calls = 1) {
+    auto median = [&](Parts stage, int calls = 1) {
       cudaEvent_t begin, end;
       CHECK(cudaEventCreate(&begin));
       CHECK(cudaEventCreate(&end));
@@ -945,7 +945,7 @@ class Runner {
     }
   }
 
-  void run(ChunkBackwardStage stage = {}) {
+  void run(Parts stage = {}) {
     for (Buffer<uint16_t>* b : {&dq_, &dk_, &dv_}) b->fill(0xff);
     for (Buffer<float>* b : {&dg_, &dbeta_, &dh0_}) b->fill(0xff);
     CHECK(cudaMemset(workspace_, 0xff, workspace_bytes_));
@@ -1018,8 +1018,8 @@ class Runner {
   Buffer<int> offsets_{c_.lengths.size() + 1};
   Buffer<int64_t> offsets64_{c_.lengths.size() + 1};
   Outputs checked_;
-  ChunkBackwardParams p_{};
-  ChunkBackwardMaps maps_{};
+  Args p_{};
+  Maps maps_{};
   void* workspace_ = nullptr;
   char* workspace_place_ = nullptr;  // where it is to lie, in memory of somebody else
   size_t workspace_bytes_ = 0;

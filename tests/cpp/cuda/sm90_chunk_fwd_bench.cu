@@ -54,10 +54,10 @@ bool run_check(const Case& c, int repeats) {
   }
   // The kernel that makes A behind the forward has the same bits; of other NaN.
   bool other_a = false;
-  if (c.save_a && c.split == SplitMode::kAuto && !c.poison_tail) {
+  if (c.save_a && c.split == Mode::kAuto && !c.poison_tail) {
     const uint64_t a = checksum(p.args.a, p.tokens * c.hv * 128);
-    ChunkForwardArgs other = p.args;
-    other.split = SplitMode::kOff;
+    Args other = p.args;
+    other.split = Mode::kOff;
     poison_outputs(p);
     CHECK_CUDA(launch_chunk_forward(other, c.variant, nullptr));
     other_a = checksum(p.args.a, p.tokens * c.hv * 128) != a;
@@ -110,7 +110,7 @@ void run_time(const Case& c) {
   }
   std::sort(times.begin(), times.end());
   const double ms = times[times.size() / 2];
-  const int sms = c.variant == ChunkForwardVariant::kSplitV ? 2 : 1;
+  const int sms = c.variant == Variant::kTwoCta ? 2 : 1;
   const int tiles = static_cast<int>(c.lengths.size()) * c.hv * sms;
   const double steps = static_cast<double>((tiles + 131) / 132) * ((c.lengths[0] + 63) / 64);
   std::printf("%-26s %8.4f ms (min %.4f)  bar %.4f  %5.3f us/step  o %.2e (%.2e) state %.2e%s\n", c.name.c_str(), ms,
@@ -123,11 +123,11 @@ void run_time(const Case& c) {
 }
 
 // Median milliseconds of graph replays, the graphs taking turns.
-std::vector<double> time_graphs(const std::vector<ChunkForwardArgs>& calls, ChunkForwardVariant variant, int rounds) {
+std::vector<double> time_graphs(const std::vector<Args>& calls, Variant variant, int rounds) {
   cudaStream_t stream;
   CHECK_CUDA(cudaStreamCreate(&stream));
   std::vector<cudaGraphExec_t> graphs;
-  for (const ChunkForwardArgs& args : calls) {
+  for (const Args& args : calls) {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
@@ -167,11 +167,11 @@ std::vector<double> time_graphs(const std::vector<ChunkForwardArgs>& calls, Chun
 // One row without and with a split: times, and errors per head.
 bool run_split(Case c) {
   using T = __nv_bfloat16;
-  c.split = SplitMode::kAuto;
+  c.split = Mode::kAuto;
   Problem p = build<T>(c, 23);
-  const bool planned = decide_split(p.args, sm_count()).planned;
-  ChunkForwardArgs unsplit = p.args;
-  unsplit.split = SplitMode::kOff;
+  const bool planned = decide(p.args, sm_count()).planned;
+  Args unsplit = p.args;
+  unsplit.split = Mode::kOff;
   Errors errors[2];
   for (int i = 0; i < 2; ++i) {
     poison_outputs(p);
@@ -186,7 +186,7 @@ bool run_split(Case c) {
   add_up<<<264, 256>>>(static_cast<const uint32_t*>(p.args.final_state.data), p.state_elements, sum_of_bits);
   unsigned bits = 0;
   CHECK_CUDA(cudaMemcpy(&bits, sum_of_bits, 4, cudaMemcpyDeviceToHost));
-  SplitCounters plan{};
+  PlanCounters plan{};
   if (planned) CHECK_CUDA(cudaMemcpy(&plan, p.args.workspace, sizeof(plan), cudaMemcpyDeviceToHost));
   double worse = 0;
   for (int i = 0; i < c.hv; ++i) {
@@ -200,8 +200,8 @@ bool run_split(Case c) {
               c.bar_ms > 0 && ms[1] > c.bar_ms ? " MISSED" : "", errors[0].o, errors[1].o, errors[0].state,
               errors[1].state, worse);
   std::printf("bits %08x spacing %d merge %d/%d tiles %d+%d+%d+%d+%d, chains %u%s%s\n", bits, plan.spacing,
-              plan.light_merge, plan.heavy_merge, plan.states.tiles, plan.outputs.tiles, plan.outputs.dependent_tiles,
-              plan.halves.tiles, plan.halves.dependent_tiles, plan.progress.pieces / kCombineSlices,
+              plan.decaying_join, plan.exact_join, plan.states.items, plan.outputs.items, plan.outputs.dependent_items,
+              plan.halves.items, plan.halves.dependent_items, plan.progress.pieces / kScanSlices,
               plan.even == 1 ? " (even)" : "", planned ? "" : " (not planned)");
   std::fflush(stdout);
   release();
@@ -211,7 +211,7 @@ bool run_split(Case c) {
 // `count` runs of one row, all outputs compared bit by bit with the first.
 bool run_repeat(Case c, int count) {
   using T = __nv_bfloat16;
-  c.split = SplitMode::kAuto;
+  c.split = Mode::kAuto;
   Problem p = build<T>(c, 29);
   poison_outputs(p);
   const int64_t o_bytes = p.tokens * c.hv * 256, s_bytes = p.state_elements * 4;
@@ -243,7 +243,7 @@ bool run_repeat(Case c, int count) {
 bool run_soak(int count) {
   using T = __nv_bfloat16;
   Case c;
-  c.name = "soak", c.hq = 2, c.hv = 4, c.split = SplitMode::kAuto;
+  c.name = "soak", c.hq = 2, c.hv = 4, c.split = Mode::kAuto;
   c.lengths = {12288, 0, 0, 0, 0, 0};
   Problem p = build<T>(c, 31);
   cudaStream_t stream;
@@ -318,7 +318,7 @@ int main(int argc, char** argv) {
   } else if (command == "split" || command == "repeat") {
     for (Case& c : split_cases()) {
       if (c.name.find(filter) == std::string::npos) continue;
-      if (command == "split" && option >= 0) c.variant = static_cast<ChunkForwardVariant>(option);
+      if (command == "split" && option >= 0) c.variant = static_cast<Variant>(option);
       ok &= command == "split" ? run_split(c) : run_repeat(c, option >= 0 ? option : 1000);
     }
   } else if (command == "soak") {
@@ -327,8 +327,8 @@ int main(int argc, char** argv) {
     for (Case& c : time_cases()) {
       if (c.name.find(filter) == std::string::npos) continue;
       if (option >= 0)
-        c.variant = static_cast<ChunkForwardVariant>(option & 3), c.half = option & 4, c.save = option & 8,
-        c.dense = option & 16, c.split = option & 32 ? SplitMode::kAuto : c.split,
+        c.variant = static_cast<Variant>(option & 3), c.half = option & 4, c.save = option & 8, c.dense = option & 16,
+        c.split = option & 32 ? Mode::kAuto : c.split,
         c.gates = option & 128  ? Gates::kAllStrong
                   : option & 64 ? Gates::kStrong
                                 : c.gates;

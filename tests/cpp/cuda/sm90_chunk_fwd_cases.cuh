@@ -6,7 +6,7 @@
 namespace flash_qla::cuda::sm90::bench {
 
 // The forms in which several SMs work on a head.
-inline constexpr std::pair<const char*, ChunkForwardVariant> kSharedForms[] = {{"split", ChunkForwardVariant::kSplitV}};
+inline constexpr std::pair<const char*, Variant> kSharedForms[] = {{"split", Variant::kTwoCta}};
 
 inline std::vector<Case> check_cases() {
   std::vector<Case> cases;
@@ -70,7 +70,7 @@ inline std::vector<Case> check_cases() {
       Case c = cases[i];
       if (half && c.half) continue;
       c.name = (half ? "any bits, fp16, " : "any bits, ") + c.name;
-      c.half |= half, c.split = SplitMode::kAuto, c.variant = ChunkForwardVariant::kWholeHead;
+      c.half |= half, c.split = Mode::kAuto, c.variant = Variant::kOneCta;
       cases.push_back(c);
       // Kernels of their own as well.
       const std::string name = c.name;
@@ -107,8 +107,8 @@ inline std::vector<Case> check_cases() {
     Case& c = add("save", 2, 8, {37, 300, 64, 129, 1});
     c.save = true;
   }
-  for (SplitMode mode : {SplitMode::kAuto, SplitMode::kInvariant}) {
-    const std::string name = mode == SplitMode::kAuto ? "cut, " : "cut by length, ";
+  for (Mode mode : {Mode::kAuto, Mode::kInvariant}) {
+    const std::string name = mode == Mode::kAuto ? "cut, " : "cut by length, ";
     auto add_cut = [&](const char* what, int hq, int hv, std::vector<int> lengths) -> Case& {
       Case& c = add((name + what).c_str(), hq, hv, std::move(lengths));
       c.split = mode, c.force_split = true;
@@ -148,13 +148,13 @@ inline std::vector<Case> check_cases() {
                                {"auto long and short", {64, 9000, 300, 1, 0, 5000}},
                                {"auto 20 equal", std::vector<int>(20, 500)}}) {
     Case& c = add(name, 2, 8, lengths);
-    c.split = SplitMode::kAuto;
+    c.split = Mode::kAuto;
   }
   // Lengths are looked at first: uncut, with a poisoned tail behind them, and cut.
   for (auto [name, lengths] : {std::pair<const char*, std::vector<int>>{"asked 2x16384", {16384, 16384}},
                                {"asked 28672+4096", {28672, 4096}}}) {
     Case& c = add(name, 8, 24, lengths);
-    c.split = SplitMode::kAuto, c.padding = 77;
+    c.split = Mode::kAuto, c.padding = 77;
   }
   {
     Case& c = add("scale 0", 2, 2, {200});

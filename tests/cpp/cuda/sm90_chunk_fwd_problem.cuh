@@ -53,8 +53,8 @@ struct Case {
   ElementType state_type = ElementType::kFloat32;
   bool pool = false;
   bool some_from_zero = false;  // every third sequence has no initial state
-  ChunkForwardVariant variant = ChunkForwardVariant::kAuto;
-  SplitMode split = SplitMode::kOff;
+  Variant variant = Variant::kAuto;
+  Mode split = Mode::kOff;
   bool force_split = false;
   double bar_ms = 0.0;
   float scale = 0.08838834764831845f;
@@ -297,7 +297,7 @@ T* scratch(int64_t count) {
 }
 
 struct Problem {
-  ChunkForwardArgs args;
+  Args args;
   OracleArgs oracle;
   int64_t tokens = 0, chunks = 0, state_elements = 0;
   size_t workspace_bytes = 0;
@@ -382,7 +382,7 @@ Problem build(const Case& c, uint64_t seed) {
   int* d_offsets_32 = scratch<int>(n + 1);
   CHECK_CUDA(cudaMemcpy(d_offsets_32, offsets_32.data(), (n + 1) * sizeof(int), cudaMemcpyHostToDevice));
 
-  ChunkForwardArgs& a = p.args;
+  Args& a = p.args;
   a.q = q, a.k = k, a.v = v, a.o = o, a.g = g, a.beta = beta;
   a.q_token_stride = a.k_token_stride = c.hq * 128;
   a.v_token_stride = a.o_token_stride = c.hv * 128;
@@ -457,7 +457,7 @@ Problem build(const Case& c, uint64_t seed) {
 }
 
 inline void poison_outputs(const Problem& p) {
-  const ChunkForwardArgs& a = p.args;
+  const Args& a = p.args;
   CHECK_CUDA(cudaMemset(a.o, 0xff, p.tokens * a.num_value_heads * 256));
   CHECK_CUDA(
       cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == ElementType::kFloat32 ? 4 : 2)));

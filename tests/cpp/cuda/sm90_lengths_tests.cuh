@@ -224,9 +224,9 @@ inline bool cuts_pay(const std::vector<int32_t>& offsets, int64_t tokens, int64_
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const auto value_heads = static_cast<int32_t>(heads);
-  const SplitCosts costs(static_cast<int32_t>(key_heads), value_heads);
-  return longest >= least_longest(divide_up(tokens, kSplitChunk), static_cast<int32_t>(offsets.size()) - 1, value_heads,
-                                  sms, costs);
+  const Costs costs(static_cast<int32_t>(key_heads), value_heads);
+  return longest >=
+         least_longest(divide_up(tokens, kChunk), static_cast<int32_t>(offsets.size()) - 1, value_heads, sms, costs);
 }
 
 template <typename T>

@@ -126,7 +126,7 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
   }
   if (!repeated.status().ok()) checker.fail(what, "sm90", repeated.status().message());
   if (even) {
-    cuda::sm90::cp::SplitCounters plan{};  // at the start of a planned call's scratch
+    cuda::sm90::cp::PlanCounters plan{};  // at the start of a planned call's scratch
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     check_cuda(cudaMemcpy(&plan, repeated.workspace(), sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");
     if (plan.even != 1) checker.fail(what, "sm90", "the plan is not an even one");
@@ -141,7 +141,7 @@ inline void expect_all_launched(bool backward, Checker& checker) {
   const std::set<std::string> launched = launched_kernels();
   for (const std::string& name : kernels_of_the_program()) {
     if (name.compare(0, 6, "sm90::") != 0 || (name.find("chunk_bwd") != std::string::npos) != backward) continue;
-    if (name == "sm90::fwd::ask_lengths_kernel") continue;  // in test_unequal_call()
+    if (name == "sm90::fwd::read_lengths_kernel") continue;  // in test_unequal_call()
     if (launched.count(name) == 0) checker.fail(name, "sm90", "no case launches it");
   }
 }

@@ -43,7 +43,7 @@ struct alignas(16) SegmentInfo {
 };
 static_assert(sizeof(SegmentInfo) == 32);
 
-struct ChunkBackwardParams {
+struct Args {
   int32_t B, T, N;        // N sequences: B of T tokens, or packed in B = 1 with cu_seqlens
   int32_t Hq, Hv, group;  // group = Hv / Hq
   int32_t chunk_bound;    // chunk slots that the workspace has
@@ -69,9 +69,9 @@ struct ChunkBackwardParams {
   bool exact_short;    // dbeta and dg of sequences of one pair in fp32 (last_tokens.cuh)
   bool solves_A;       // the caller has no A
   bool beside;         // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
-  bool fused;          // the serial passes make G o A and P themselves (states.cuh); set when the workspace is bound
-  bool keeps_exact;    // it is: the passes keep states in fp32 too; set when the workspace is bound
-  bool whole_values;   // a block of the passes has both halves of V (states.cuh); set when the workspace is bound
+  bool fused;  // the serial passes make G o A and P themselves (passes/kernel.cuh); set when the workspace is bound
+  bool keeps_exact;   // it is: the passes keep states in fp32 too; set when the workspace is bound
+  bool whole_values;  // a block of the passes has both halves of V (passes/kernel.cuh); set when the workspace is bound
   // dS at the end of a pair of 128 tokens waits in the rows of dq and dk of that pair and key head, which the gradients
   // kernel stores when it is done with it: the first value head's in dq, the second one's in dk. For groups of at most
   // two heads, where dq and dk are there.
@@ -107,7 +107,7 @@ struct ChunkBackwardParams {
   // What the passes have left of each pair for the gradients, which run beside them: chunks, counted once for each
   // pass, half of V and value head of the group, a chunk without a second one twice (kPairCount of a value head).
   uint32_t* progress;  // [pair_bound, Hq]
-  uint32_t* prepared;  // [chunk_bound, Hq] 1 when prepare.cuh (or growths.cuh) has left it to who is beside it
+  uint32_t* prepared;  // [chunk_bound, Hq] 1 when prepare.cuh (or decay_sums.cuh) has left it to who is beside it
   // The gradients' work, (pair * Hq + key head) + 1, in the order in which the passes leave it; 0: not yet there. And
   // how many places are filled, and how many are taken.
   uint32_t* ready;                    // [pair_bound, Hq]
@@ -117,11 +117,11 @@ struct ChunkBackwardParams {
   int32_t* small_tiles;  // [chunk_bound * Hv] (slot * Hv + head) of those with a beta below small_beta, in any order
   SegmentInfo* segment_map;  // [segment_bound]; with segments alone
   int32_t* first_segment;    // [N]; with segments alone
-  float* log_growths;        // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk; for warm-ups
+  float* log_decay_sums;     // [chunk_bound, Hv]: sum of g and log max(1, |1 - beta |k|^2|) over a chunk; for warm-ups
   int32_t* warmups;          // [segment_bound, Hv, 2]: chunks of warm-up of the forward and the reverse pass
   int32_t* round_lists;      // [2, segment_bound * Hv * 3]: the passes of each round (segments.cuh)
   int32_t* round_counts;     // [2]: how many
-  int32_t *chain_listed, *chain_count, *chains;  // [N, Hv, 2] flags, [1], [N * Hv * 2]: what is combined (combine.cuh)
+  int32_t *chain_listed, *chain_count, *chains;  // [N, Hv, 2] flags, [1], [N * Hv * 2]: what is combined (scan.cuh)
   float* edges;                                  // [segment_bound, Hv, 3, 128, 128]: F, R, M (segments.cuh)
   uint8_t* GA;                                   // [chunk_bound, Hv] tiles [64 i][64 j]: G o A; unless fused
   uint8_t* P;           // [chunk_bound, Hv] tiles [64 i][64 j]: scale G o (Q K^T); unless fused
@@ -138,11 +138,11 @@ struct ChunkBackwardParams {
   int32_t* first_exact;
   uint8_t* v_new;  // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 };
-static_assert(std::is_trivially_copyable_v<ChunkBackwardParams>);
+static_assert(std::is_trivially_copyable_v<Args>);
 
 // Tiles of 64 tokens by 64 columns of one head: dims (64, T, 2 (A: 1), heads, B), 128-byte swizzle. dq and dk: with
 // grads_in_outputs alone.
-struct ChunkBackwardMaps {
+struct Maps {
   CUtensorMap q, k, v, d_o, dv, A, dq, dk;
   CUtensorMap state_grads;  // dims (64, 64 of V, 2 halves of V, 2 halves of K, states)
   CUtensorMap edges;        // with segments alone: fp32, dims (32, 128 rows, 4 quarters of the columns, edges, 1)

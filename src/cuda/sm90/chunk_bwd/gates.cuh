@@ -26,8 +26,7 @@ __device__ __forceinline__ float from_bits(uint32_t bits, DType type) {
   return type == DType::kFloat32 ? __uint_as_float(bits) : type == DType::kFloat16 ? half : __uint_as_float(bits << 16);
 }
 
-__device__ __forceinline__ RawGates load_gates(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                               int lane) {
+__device__ __forceinline__ RawGates load_gates(const Args& p, const ChunkInfo& chunk, int head, int lane) {
   RawGates raw{};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -50,7 +49,7 @@ struct Gates {
   float2 cumsum, gamma, ratio, beta;
 };
 
-__device__ __forceinline__ Gates make_gates(const ChunkBackwardParams& p, const RawGates& raw, int valid, int lane) {
+__device__ __forceinline__ Gates make_gates(const Args& p, const RawGates& raw, int valid, int lane) {
   constexpr float kLog2E = 1.4426950408889634f;
   float c0 = from_bits(raw.g[0], p.g.type), c1 = from_bits(raw.g[1], p.g.type);
   float beta[2];
@@ -123,7 +122,7 @@ __device__ __forceinline__ void store_pass_gates(uint32_t smem, const Gates& gat
 }
 
 // One thread: (slot * Hv + head) has a beta that small_betas.cuh sees to.
-__device__ __forceinline__ void note_small_beta(const ChunkBackwardParams& p, int tile) {
+__device__ __forceinline__ void note_small_beta(const Args& p, int tile) {
   p.small_tiles[atomicAdd(p.small_count, 1)] = tile;
 }
 

@@ -12,8 +12,7 @@ constexpr int kKnownWarmups = 6144;
 
 // One block. Passes that warm up may run in either round, unless an exact edge needs what they leave: they fill what
 // the first round leaves idle of its last wave of blocks.
-__global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(const ChunkBackwardParams p,
-                                                                               int multiprocessors) {
+__global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(const Args p, int multiprocessors) {
   // Beside prepare.cuh, whose chunks it waits for (find_warmup): all blocks of that kernel have started, and the plan
   // kernel has ended. At its end it waits for all of them, for the sake of the passes, which wait for this one alone.
   launch_dependents();
@@ -101,7 +100,7 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
     }
   }
   // The order within a list changes no result. In the second round those at exact edges come last: the others need not
-  // wait for them (states.cuh).
+  // wait for them (passes/kernel.cuh).
   const int free_in_second = all.z - free_in_first;
   auto list = [&](int round, int piece, Pass pass) {
     round_list(p, round)[atomicAdd(&listed[round], 1)] = list_entry(piece, pass);
@@ -138,18 +137,18 @@ __global__ __launch_bounds__(kRoundsThreads) void sm90_chunk_bwd_rounds_kernel(c
   wait_for_predecessors();
 }
 
-struct CombineTraits {
+struct ScanTraits {
   static constexpr int kThreads = 256, kWarps = kThreads / 32;
   static constexpr int kColumns = 8;  // of V, a block: 16 blocks share the reading of M
-  static constexpr int kColumnBlocks = kDim / kColumns;
+  static constexpr int kColumnBlocks = kHeadDim / kColumns;
   static constexpr int kFlags = kThreads;  // longer chains are taken in pieces of so many segments
 
   // M's of the segments to come, [4 quarters of the columns][128 rows][32], swizzled: lanes read a row's columns, or 16
   // bytes of a row each, without bank conflicts. In the place of the one just used the warps' parts of the product.
   static constexpr int kStages = 3;
-  static constexpr uint32_t kQuarter = kDim * 128;
+  static constexpr uint32_t kQuarter = kHeadDim * 128;
   static constexpr uint32_t kStage = 4 * kQuarter;
-  static constexpr uint32_t kPart = kDim * kColumns * 4;  // of a warp: [2 halves of the columns][128 of K][4]
+  static constexpr uint32_t kPart = kHeadDim * kColumns * 4;  // of a warp: [2 halves of the columns][128 of K][4]
   static_assert(kWarps * kPart <= kStage);
   static constexpr uint32_t kState = kStages * kStage;  // what enters, as a part
   static constexpr uint32_t kBarriers = kState + kPart;
@@ -158,10 +157,10 @@ struct CombineTraits {
 
 // One warp's part of a product, 16 of the 128 terms of each sum. acc[a][v]: row lane + 32 a.
 template <bool kReverse>
-__device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumns], uint32_t sM, uint32_t sX, int warp,
+__device__ __forceinline__ void add_terms(float (&acc)[4][ScanTraits::kColumns], uint32_t sM, uint32_t sX, int warp,
                                           int lane) {
-  using Traits = CombineTraits;
-  constexpr int kTerms = kDim / Traits::kWarps;
+  using Traits = ScanTraits;
+  constexpr int kTerms = kHeadDim / Traits::kWarps;
   // M is stored by columns: its row for the forward pass, its column for the reverse one.
 #pragma unroll 1
   for (int first = warp * kTerms; first < (warp + 1) * kTerms; first += 4) {
@@ -186,7 +185,7 @@ __device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumn
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 x = load_shared_f4(sX + (half * kDim + first + i) * 16);
+        const float4 x = load_shared_f4(sX + (half * kHeadDim + first + i) * 16);
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
           acc[a][4 * half] += m[a][i] * x.x;
@@ -201,11 +200,10 @@ __device__ __forceinline__ void add_terms(float (&acc)[4][CombineTraits::kColumn
 
 // F and R become what leaves each segment, in the chains that the rounds kernel has listed: (sequence, value head,
 // direction), a block some columns of V.
-__global__ __launch_bounds__(CombineTraits::kThreads,
-                             1) void sm90_chunk_bwd_combine_kernel(const ChunkBackwardParams p,
-                                                                   const __grid_constant__ ChunkBackwardMaps maps) {
+__global__ __launch_bounds__(ScanTraits::kThreads,
+                             1) void sm90_chunk_bwd_scan_kernel(const Args p, const __grid_constant__ Maps maps) {
   launch_dependents();
-  using Traits = CombineTraits;
+  using Traits = ScanTraits;
   extern __shared__ uint8_t raw[];
   __shared__ bool needed[Traits::kFlags];
   const uint32_t smem = (smem_address(raw) + 1023u) & ~1023u, sX = smem + Traits::kState;
@@ -228,7 +226,7 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
     Segment s;
     if (!find_segment(p, first, &s)) continue;
     const Edge edge = reverse ? kEdgeReverse : kEdgeForward;
-    auto slab = [&](int segment, Edge e) { return p.edges + edge_index(p, segment, head, e) * (kDim * kDim); };
+    auto slab = [&](int segment, Edge e) { return p.edges + edge_index(p, segment, head, e) * (kHeadDim * kHeadDim); };
     const int last = first + s.count - 1, direction = reverse ? -1 : 1;
 
     int entered = -1;  // the segment whose result is in shared memory
@@ -265,19 +263,19 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
       float own[4];
       auto fetch_own = [&](int turn) {
         if (turn >= turns) return;
-        const float* from = slab(segment_of(turn), edge) + (v0 + 4 * half) * kDim + k;
+        const float* from = slab(segment_of(turn), edge) + (v0 + 4 * half) * kHeadDim + k;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) own[i] = from[i * kDim];
+        for (int i = 0; i < 4; ++i) own[i] = from[i * kHeadDim];
       };
       int turn = next_needed(0);
       fetch_own(turn);
       while (turn < turns) {
         const int segment = segment_of(turn);
         if (entered != segment - direction) {
-          const float* enters = slab(segment - direction, edge) + (v0 + 4 * half) * kDim + k;
-          store_shared_u4(sX + (half * kDim + k) * 16,
-                          make_uint4(__float_as_uint(enters[0]), __float_as_uint(enters[kDim]),
-                                     __float_as_uint(enters[2 * kDim]), __float_as_uint(enters[3 * kDim])));
+          const float* enters = slab(segment - direction, edge) + (v0 + 4 * half) * kHeadDim + k;
+          store_shared_u4(sX + (half * kHeadDim + k) * 16,
+                          make_uint4(__float_as_uint(enters[0]), __float_as_uint(enters[kHeadDim]),
+                                     __float_as_uint(enters[2 * kHeadDim]), __float_as_uint(enters[3 * kHeadDim])));
           __syncthreads();
         }
         float sum[4];
@@ -300,7 +298,7 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
         for (int a = 0; a < 4; ++a) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            store_shared_u4(stage + warp * Traits::kPart + (h * kDim + lane + 32 * a) * 16,
+            store_shared_u4(stage + warp * Traits::kPart + (h * kHeadDim + lane + 32 * a) * 16,
                             make_uint4(__float_as_uint(acc[a][4 * h]), __float_as_uint(acc[a][4 * h + 1]),
                                        __float_as_uint(acc[a][4 * h + 2]), __float_as_uint(acc[a][4 * h + 3])));
           }
@@ -308,21 +306,21 @@ __global__ __launch_bounds__(CombineTraits::kThreads,
         __syncthreads();
 #pragma unroll
         for (int w = 0; w < Traits::kWarps; ++w) {
-          const float4 part = load_shared_f4(stage + w * Traits::kPart + (half * kDim + k) * 16);
+          const float4 part = load_shared_f4(stage + w * Traits::kPart + (half * kHeadDim + k) * 16);
           sum[0] += part.x;
           sum[1] += part.y;
           sum[2] += part.z;
           sum[3] += part.w;
         }
-        store_shared_u4(sX + (half * kDim + k) * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
-                                                                __float_as_uint(sum[2]), __float_as_uint(sum[3])));
+        store_shared_u4(sX + (half * kHeadDim + k) * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                                                    __float_as_uint(sum[2]), __float_as_uint(sum[3])));
         entered = segment;
         fence_proxy_async();  // the next M but two comes where the parts are
         __syncthreads();
         load_next();
-        float* leaves = slab(segment, edge) + (v0 + 4 * half) * kDim + k;
+        float* leaves = slab(segment, edge) + (v0 + 4 * half) * kHeadDim + k;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) leaves[i * kDim] = sum[i];
+        for (int i = 0; i < 4; ++i) leaves[i * kHeadDim] = sum[i];
       }
     }
   }

@@ -8,7 +8,7 @@
 namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kChunk = FLASH_QLA_CHUNK_SIZE;
-constexpr int kDim = 128;  // K and V
+constexpr int kHeadDim = 128;  // K and V
 
 // 64 rows of 64 16-bit elements: rows of 128 bytes, their 16-byte pieces permuted by (piece ^ row % 8), the 128-byte
 // swizzle that the copy engine and wgmma share. Every operand is made of these.
@@ -31,7 +31,7 @@ constexpr uint32_t kAllGateBytes = kGateBytes + kPassGateBytes;
 constexpr uint32_t kPassRatio = kChunk * 4, kPassStep = 2 * kChunk * 4, kPassBeta = 3 * kChunk * 4;
 constexpr uint32_t kPassGiven = 4 * kChunk * 4, kPassFactor = 5 * kChunk * 4;
 
-// What ChunkBackwardParams::progress counts of a pair and value head: two chunks, two passes, two halves of V.
+// What Args::progress counts of a pair and value head: two chunks, two passes, two halves of V.
 constexpr uint32_t kPairCount = 8;
 
 constexpr int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }

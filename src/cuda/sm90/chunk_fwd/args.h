@@ -13,11 +13,11 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-using cp::SplitCounters, cp::SplitMode, cp::SplitStart, cp::Tile, cp::TileList, cp::TileTickets, cp::TransitionChain;
+using cp::PlanCounters, cp::Mode, cp::PlanStart, cp::WorkItem, cp::ItemList, cp::ItemTickets, cp::Scan;
 
 inline constexpr int64_t kLargestGateStride = (int64_t{1} << 29) - 1;  // the kernel counts a stride's bytes in 32 bits
 
-struct ChunkForwardArgs {
+struct Args {
   // Token-major tensors. The last dimension is contiguous, every other stride a multiple of 8 elements, every base
   // 16-byte aligned.
   const void* q = nullptr;  // [T, Hq, 128]
@@ -44,7 +44,7 @@ struct ChunkForwardArgs {
   // Inputs are made by the kernel launched just before, which lets the next one start beside it.
   int32_t prepared = 0;
 
-  // Training: what the backward needs, by a kernel of its own (inverse.h). Rows past the last offset become zero.
+  // Training: what the backward needs, by a kernel of its own (save_a.h). Rows past the last offset become zero.
   float* g_cumsum = nullptr;  // [T, Hv] contiguous, natural logarithm, restarting at each chunk; null: not saved
   void* a = nullptr;  // [T, Hv, 64] contiguous and 16-byte aligned, gate-free UT transform, q's type; null: not saved
 
@@ -66,7 +66,7 @@ struct ChunkForwardArgs {
   float* start_states = nullptr;         // [entries, Hv, K, V] or [entries, Hv, V, K], contiguous and 16-byte aligned
 
   // States after listed tokens, into slots of final_state, where the forward writes them itself
-  // (keeps_listed_states()).
+  // (writes_listed_states()).
   const void* listed_offsets = nullptr;  // [num_listed] the state after the tokens before it, int32 or int64
   const void* listed_slots = nullptr;    // [num_listed] int32 or int64
   int64_t listed_offsets_stride = 1, listed_slots_stride = 1;  // elements
@@ -86,114 +86,114 @@ struct ChunkForwardArgs {
   ElementType type = ElementType::kBFloat16;  // of q, k, v, o
   float scale = 0.0f;                         // of q k^T
 
-  // Sequence split: pieces of one sequence beside each other (docs/design/sequence_split.md).
-  SplitMode split = SplitMode::kOff;
+  // Context parallelism: segments of one sequence concurrently (docs/kernels/context_parallel.md).
+  Mode split = Mode::kOff;
   int32_t force_split = 0;                  // cut wherever it is possible
   float decay_threshold = kDecayThreshold;  // logarithm of the share of a state that may be dropped; kDecayThreshold or
                                             // less
 
   void* workspace = nullptr;  // chunk_forward_workspace_size() bytes, 256-byte aligned, any contents
 };
-static_assert(std::is_trivially_copyable_v<ChunkForwardArgs>);
+static_assert(std::is_trivially_copyable_v<Args>);
 
-// How many SMs work on a tile: one; two, each with half of V; or four, two to each half, of which one carries the state
-// and one makes O. kAuto picks by the number of tiles and SMs.
-enum class ChunkForwardVariant : int32_t { kAuto = 0, kWholeHead = 1, kSplitV = 2 };
+// How many CTAs work on an item: one, or a cluster of two, each with half of V. kAuto picks by the number of items and
+// SMs.
+enum class Variant : int32_t { kAuto = 0, kOneCta = 1, kTwoCta = 2 };
 
-// Of a call without a split.
+// Of a call that is not cut.
 size_t chunk_forward_workspace_size(int32_t num_sequences);
 // Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_key_heads,
-// num_value_heads, dense_length, cu_seqlens (null or not), split and force_split. smaller_too: what serves all calls of
-// no more tokens and sequences, of which some may be planned for a split where this one is not.
-size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms, bool smaller_too = false);
+// num_value_heads, dense_length, cu_seqlens (null or not), mode and force_split. smaller_too: what serves all calls of
+// no more tokens and sequences, of which some may be cut where this one is not.
+size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too = false);
 
-// Whether a call of these shapes is planned on the device for a split (its gates and lengths decide there), and why or
+// Whether a call of these shapes may be cut (its gates and lengths decide on the device), and why or
 // why not, as half a sentence. Reads the same members as above.
-struct SplitDecision {
+struct Decision {
   bool planned;
   const char* reason;
 };
-SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms);
+Decision decide(const Args& args, int32_t sms);
 
 // Whether the forward of a call with `entries` listed tokens can write the states after them itself: where whole heads
 // are made by one SM each and bits may depend on the list (a chunk ends at a listed token, and the next one begins
 // there). Reads the same members.
-bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t sms);
+bool writes_listed_states(const Args& args, int64_t entries, int32_t sms);
 
 // Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four to seven
-// of a sequence split; one more where A or the gates' sums are wanted. No allocation, no synchronisation; the arguments
-// must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
-cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream);
+// of a call that may be cut; one more where A or the gates' sums are wanted. No allocation, no synchronisation; the
+// arguments must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
+cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream);
 
 // How blocks find their sequences by themselves.
-enum class BlockOrder : int32_t {
-  kGiven = 0,    // in the given order, tiles round robin
-  kOneTile = 1,  // likewise, with offsets and one tile at most
+enum class SequenceOrder : int32_t {
+  kGiven = 0,    // in the given order, items round robin
+  kOneItem = 1,  // likewise, with offsets and one item at most
   kSorted = 2,   // up to kMostSorted with offsets, longest first
 };
 
-struct ChunkForwardKernelParams {
+struct KernelArgs {
   CUtensorMap q, k, v, o;
-  CUtensorMap h;  // of kernels with kStagedH
-  ChunkForwardArgs args;
-  // With a sequence split: the tiles by their tickets, and the boundary states and transitions by slot, in the order of
-  // the state groups' registers (boundary_place()) and as operands of the combination (TransitionRows).
-  const Tile* list;  // null: no split
-  const TileList* sizes;
-  TileTickets* tickets;
-  float4* boundary_states;
+  CUtensorMap h;  // of kernels with kStoresHByTma
+  Args args;
+  // Where the call may be cut: the items by their tickets, and the states at cuts and transitions by slot, in the order
+  // of the state groups' registers (cut_state_position()) and as operands of the scan (TransitionRows).
+  const WorkItem* list;  // null: nothing is cut
+  const ItemList* sizes;
+  ItemTickets* tickets;
+  float4* cut_states;
   void* transitions;
-  const TransitionChain* chains;
-  SplitCounters* counters;
-  SplitStart* start;
+  const Scan* scans;
+  PlanCounters* counters;
+  PlanStart* start;
   // [N * Hv][2], where final states overwrite initial ones: warps of a half of a head's rows that have yet to read the
   // initial state; null elsewhere.
   uint32_t* readers;
-  const PlannedSequence* plan;  // [N] longest first; null: blocks look themselves
-  BlockOrder order;             // without a plan and a list
-  // Tiles given out beyond the first of each block; null: they go by their numbers, or are dealt (kSorted).
+  const SequenceSpan* plan;  // [N] longest first; null: blocks look themselves
+  SequenceOrder order;       // without a plan and a list
+  // Items given out beyond the first of each block; null: they go by their numbers, or are assigned (kSorted).
   uint32_t* ticket;
-  // Where lengths are looked at first, 0 there: the unsplit kernel does the work, else that of the lists. Null: no
+  // Where lengths are looked at first, 0 there: the uncut kernel does the work, else that of the lists. Null: no
   // such question.
   const int32_t* cut;
-  int32_t tiles;     // N * Hv
-  int32_t followed;  // 1: a kernel of the same call comes behind this one, and may start beside it
-  // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which copy warps bring them
-  // (StagedState). At the end, so that kernels that know nothing of it find the rest where they do.
-  int32_t staged_initial;
+  int32_t items;     // N * Hv
+  int32_t followed;  // 1: a kernel of the same call comes after this one, and may start beside it
+  // 1: `initial` is a map of the initial states, in boxes of a quarter of K, by which load warps bring them
+  // (PrefetchedState). At the end, so that kernels that know nothing of it find the rest where they do.
+  int32_t prefetched_initial;
   CUtensorMap initial;
-  CUtensorMap a;  // of kernels with kKeepsA
+  CUtensorMap a;  // of kernels with kSavesA
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.
-struct ChunkForwardKernel {
+struct Kernel {
   const void* function;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t state_groups;               // of 64 rows of V
-  int32_t blocks;                     // that work on a tile together: a cluster
-  bool takes_slots = false;           // without a planner: its blocks look for skipped sequences themselves
-  bool stages_states = false;         // initial states come by the copy engine where it can read them (StagedState)
-  const void* behind_plan = nullptr;  // the function that goes behind a split's plan, if that is another one
+  int32_t state_groups;              // of 64 rows of V
+  int32_t blocks;                    // that work on an item together: a cluster
+  bool takes_slots = false;          // without a planner: its blocks look for skipped sequences themselves
+  bool prefetches_state = false;     // initial states come by the copy engine where it can read them (PrefetchedState)
+  const void* after_plan = nullptr;  // the function that goes after a plan, if that is another one
 };
 
-ChunkForwardKernel chunk_forward_bf16();
-ChunkForwardKernel chunk_forward_bf16_fast();
-ChunkForwardKernel chunk_forward_bf16_fast_a();
-ChunkForwardKernel chunk_forward_bf16_fast_h();
-ChunkForwardKernel chunk_forward_bf16_fast_save();
-ChunkForwardKernel chunk_forward_bf16_save();
-ChunkForwardKernel chunk_forward_bf16_split();
-ChunkForwardKernel chunk_forward_bf16_split_save();
-ChunkForwardKernel chunk_forward_bf16_states();
-ChunkForwardKernel chunk_forward_fp16();
-ChunkForwardKernel chunk_forward_fp16_fast();
-ChunkForwardKernel chunk_forward_fp16_fast_a();
-ChunkForwardKernel chunk_forward_fp16_fast_h();
-ChunkForwardKernel chunk_forward_fp16_fast_save();
-ChunkForwardKernel chunk_forward_fp16_save();
-ChunkForwardKernel chunk_forward_fp16_split();
-ChunkForwardKernel chunk_forward_fp16_split_save();
-ChunkForwardKernel chunk_forward_fp16_states();
+Kernel exact_bf16();
+Kernel one_cta_bf16();
+Kernel one_cta_save_a_bf16();
+Kernel one_cta_save_h_bf16();
+Kernel one_cta_save_bf16();
+Kernel exact_save_bf16();
+Kernel two_cta_bf16();
+Kernel two_cta_save_bf16();
+Kernel segment_states_bf16();
+Kernel exact_fp16();
+Kernel one_cta_fp16();
+Kernel one_cta_save_a_fp16();
+Kernel one_cta_save_h_fp16();
+Kernel one_cta_save_fp16();
+Kernel exact_save_fp16();
+Kernel two_cta_fp16();
+Kernel two_cta_save_fp16();
+Kernel segment_states_fp16();
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -13,14 +13,14 @@
 namespace flash_qla::cuda::sm90::fwd {
 
 // One warp to each chunk in turn: from -M, which the tile holds transposed, tile[column][row], to A_g in its place. The
-// bits are those of invert() in aux_role.cuh: the same products of the same numbers in the same order, here by
-// mma.sync.
+// bits are those of invert() in ut_transform_wgmma.cuh: the same products of the same numbers in the same order, here
+// by mma.sync.
 template <typename Traits>
-struct InverseRole : DutyRole<Traits> {
-  using Base = DutyRole<Traits>;
+struct ExactInverseWarp : WarpRole<Traits> {
+  using Base = WarpRole<Traits>;
   using Element = typename Traits::Element;
+  using Base::descriptor;
   using Base::p;
-  using Base::record;
 
   using Left = HalfLeft;
   using Right = HalfRight;
@@ -149,7 +149,7 @@ struct InverseRole : DutyRole<Traits> {
       }
     }
 
-    // A = (I + ..) D, block by block, with the factors of store_mild() and store_gated() in aux_role.cuh.
+    // A = (I + ..) D, block by block, with the factors of store_mild() and store_gated() in decay_products.cuh.
     this->wait_gates(m);
     find_place();
     auto store = [&](int i, int j, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
@@ -209,7 +209,7 @@ struct InverseRole : DutyRole<Traits> {
           const float sum = load_shared_f1(gate + Traits::kGateSum + 64 * i + 4 * g + (k > 0 ? 32 : 0));
           const uint32_t place = 64 * i + 8 * q + (k > 1 ? 32 : 0);
           const float2 column = load_shared_f2(gate + Traits::kGateSum + place);
-          const float2 beta = load_shared_f2(this->stage_raw(m) + Traits::kRawBeta + place);
+          const float2 beta = load_shared_f2(this->stage_input(m) + Traits::kInputBeta + place);
           diagonal[k] = pack2<Element>(y.x * (exp2_approx(sum - column.x) * beta.x),
                                        y.y * (exp2_approx(sum - column.y) * beta.y));
         }
@@ -227,7 +227,7 @@ struct InverseRole : DutyRole<Traits> {
 
   __device__ void run(uint32_t first) const {
 #pragma unroll 1
-    for (uint32_t m = first; record(m).valid >= 0; m += 2) invert(m);
+    for (uint32_t m = first; descriptor(m).valid >= 0; m += 2) invert(m);
   }
 };
 

@@ -8,20 +8,20 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-// The same with FastInverse.
+// One warp to each chunk in turn: from -M, which the tile holds transposed, to A_g in its place.
 template <typename Traits>
-struct FastInverseRole : DutyRole<Traits> {
-  using Base = DutyRole<Traits>;
-  using Base::record;
+struct InverseWarp : WarpRole<Traits> {
+  using Base = WarpRole<Traits>;
+  using Base::descriptor;
 
   __device__ void run(uint32_t first) const {
 #pragma unroll 1
-    for (uint32_t m = first; record(m).valid >= 0; m += 2) {
+    for (uint32_t m = first; descriptor(m).valid >= 0; m += 2) {
       mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
       const uint32_t gate = this->stage_gate(m);
-      const auto keep_block = [&](int i, int j, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
-        const ChunkRecord& c = record(m);
-        // Out of a shuffle, lest the rows be kept from block to block, and spilled.
+      const auto save_block = [&](int i, int j, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+        const ChunkDescriptor& c = descriptor(m);
+        // Out of a shuffle, so that the rows are not kept from block to block, and spilled.
         const int lane = __shfl_sync(0xffffffffu, this->lane(), this->lane()), row = 16 * i + (lane >> 2);
         const int row_words = this->p.args.num_value_heads * (kChunk / 2);
         uint32_t* out = static_cast<uint32_t*>(this->p.args.a) + int64_t{c.row + row} * row_words +
@@ -30,9 +30,9 @@ struct FastInverseRole : DutyRole<Traits> {
         if (row + 8 < c.valid) out[8 * row_words] = x2, out[8 * row_words + 4] = x3;
         __syncwarp();
       };
-      FastInverse<Traits>::run(
-          this->tile_a(m), gate, this->stage_raw(m) + Traits::kRawBeta, gate + Traits::kGateMild, this->lane(),
-          [&] { this->wait_gates(m); }, keep_block);
+      UtTransform<Traits>::run(
+          this->tile_a(m), gate, this->stage_input(m) + Traits::kInputBeta, gate + Traits::kGateMild, this->lane(),
+          [&] { this->wait_gates(m); }, save_block);
       fence_proxy_async();
       __syncwarp();
       mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());

@@ -11,18 +11,18 @@ namespace flash_qla::cuda::sm90::fwd {
 
 // One warp: K, Q and V into their stages, O out of V's.
 template <typename Traits>
-struct CopyRole : DutyRole<Traits> {
-  using Base = DutyRole<Traits>;
+struct LoadWarp : WarpRole<Traits> {
+  using Base = WarpRole<Traits>;
   using Element = typename Traits::Element;
+  using Base::descriptor;
   using Base::p;
-  using Base::record;
 
-  // Of a chunk's record: what its loads take. Read ahead, so that a load goes as soon as its stage is free.
+  // Of a chunk's descriptor: what its loads take. Read ahead, so that a load goes as soon as its stage is free.
   struct Rows {
     int row, valid, head, key_head;
   };
   __device__ Rows rows(uint32_t m) const {
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     return {c.row, c.valid, c.head, c.key_head};
   }
   __device__ void load_k(uint32_t m, const Rows& c) const {
@@ -38,20 +38,20 @@ struct CopyRole : DutyRole<Traits> {
     tma_load_4d(this->stage_q(m), &p.q, barrier, 0, c.row, 0, c.key_head);
   }
   // At a sequence's end V comes through a barrier of its own: its tail is cleared before it is passed on. The
-  // announcement also says that the warp has read O of the stage: for racecheck all lanes make it.
-  static constexpr bool kAllAnnounceV = kWarpArrivals == 32;
+  // arrival also says that the warp has read O of the stage: for racecheck all lanes make it.
+  static constexpr bool kAllLanesArriveForV = kWarpArrivals == 32;
   __device__ void load_v(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
     const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : smem() + Traits::kTailV + 8 * (m & 1);
-    if (kAllAnnounceV && this->lane() != 0) return mbarrier_arrive(barrier);
+    if (kAllLanesArriveForV && this->lane() != 0) return mbarrier_arrive(barrier);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
     tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, 0, c.head);
   }
 
-  // A quarter of the initial state of the tile that chunk m begins, into the stage that is lent for it.
-  using Staged = StagedState<Traits>;
+  // A quarter of the initial state of the work item that chunk m begins, into the free stage that takes it.
+  using Staged = PrefetchedState<Traits>;
   __device__ void load_quarter(uint32_t m, int quarter) const {
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     const Staged state(c.flags);
     if (quarter == 0) mbarrier_arrive_expect(state.full(), Staged::kQuarters * Staged::kBytesQuarter);
     const bool v_first = p.args.state_v_first;  // then its rows are V, and blocks of 32 floats K
@@ -60,30 +60,31 @@ struct CopyRole : DutyRole<Traits> {
   }
   // What the stages were to hold, once the state groups have the state.
   __device__ void load_late(uint32_t m) const {
-    const Staged state(record(m).flags);
+    const Staged state(descriptor(m).flags);
     mbarrier_wait(state.free(), state.parity());
     const Rows next = rows(m + Staged::kLateV);
     if (this->lane() == 0) {
       load_k(m + Staged::kLateK, rows(m + Staged::kLateK));
       load_q(m + Staged::kLateQ, next);
     }
-    if (kAllAnnounceV || this->lane() == 0) load_v(m + Staged::kLateV, next);
+    if (kAllLanesArriveForV || this->lane() == 0) load_v(m + Staged::kLateV, next);
   }
 
   // O of chunk m from its V stage to global memory; at a sequence's end: rows by hand. Where a chunk ends earlier, at a
-  // listed token, the rows behind it are those of the next chunks, whose O is not sent before this one is in memory.
+  // listed token, the rows after it are those of the next chunks, whose O is not sent before this one is in memory.
   __device__ void store_o(uint32_t m) const {
     // Also where nothing is sent: the state groups have written to the stage, which the copy engine fills next.
     fence_proxy_async();
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     const auto wait_for_rows_before = [&] {
-      if (Traits::kEndsWhereKept && ((c.flags | record(m - 1).flags) & kInsideOnGrid)) tma_store_wait_all();
+      if (Traits::kEndsAtCheckpoints && ((c.flags | descriptor(m - 1).flags) & kStartsInsideChunk))
+        tma_store_wait_all();
     };
-    if (c.valid < kChunk && (!Traits::kEndsWhereKept || !(c.flags & kRowsFollow))) {
+    if (c.valid < kChunk && (!Traits::kEndsAtCheckpoints || !(c.flags & kRowsFollow))) {
       constexpr int kPieces = Traits::kDv / 8;
       Element* out =
           static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
-      if constexpr (Traits::kEndsWhereKept) {
+      if constexpr (Traits::kEndsAtCheckpoints) {
         if (this->lane() == 0) wait_for_rows_before();
         __syncwarp();
       }
@@ -94,7 +95,7 @@ struct CopyRole : DutyRole<Traits> {
         *reinterpret_cast<uint4*>(out + row * p.args.o_token_stride + piece * 8) = value;
       }
       __syncwarp();
-    } else if (this->lane() == 0 && !(c.flags & kSilentChunk)) {
+    } else if (this->lane() == 0 && !(c.flags & kWarmupChunk)) {
       wait_for_rows_before();
       tma_store_4d(&p.o, this->stage_v(m), 0, c.row, c.half, c.head);
       tma_store_commit();
@@ -117,7 +118,7 @@ struct CopyRole : DutyRole<Traits> {
     }
     fence_proxy_async();
     __syncwarp();
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     if (c.valid == kChunk) {
       if (lane == 0) {
         tma_store_4d(&p.a, tile, 0, c.row, 0, c.head);
@@ -134,42 +135,44 @@ struct CopyRole : DutyRole<Traits> {
     __syncwarp();
   }
 
-  // Whether a chunk begins a tile with kStagedState.
-  __device__ bool staged(uint32_t m) const {
-    if constexpr (!kStagesStates<Traits>) return false;
-    const ChunkRecord& c = record(m);
-    return c.valid >= 0 && (c.flags & kStagedState) != 0;
+  // Whether a chunk begins a work item with kPrefetchedState.
+  __device__ bool prefetched(uint32_t m) const {
+    if constexpr (!kPrefetchesState<Traits>) return false;
+    const ChunkDescriptor& c = descriptor(m);
+    return c.valid >= 0 && (c.flags & kPrefetchedState) != 0;
   }
   // The chunks ahead of the one at hand.
   struct Ahead {
     Rows next2, next3, next4;  // of chunks m + 2, m + 3 and m + 4
-    uint32_t staged;           // the first one from m + 1 on, as far as is known, that begins a tile with kStagedState
+    uint32_t
+        prefetched;  // the first one from m + 1 on, as far as is known, that begins a work item with kPrefetchedState
   };
   static constexpr uint32_t kNone = 0xffffffffu;
 
-  // kEdge: such a tile begins with one of the next two chunks, whose state takes the place of other loads.
+  // kEdge: such an item begins with one of the next two chunks, whose state takes the place of other loads.
   template <bool kEdge>
   __device__ __forceinline__ void step(uint32_t m, Ahead& ahead) const {
-    const bool staged1 = kEdge && staged(m + 1), staged2 = kEdge && ahead.next2.valid >= 0 && staged(m + 2);
+    const bool prefetched1 = kEdge && prefetched(m + 1),
+               prefetched2 = kEdge && ahead.next2.valid >= 0 && prefetched(m + 2);
     mbarrier_wait(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
     if (this->lane() == 0) {
-      if (staged1) {
+      if (prefetched1) {
         load_quarter(m + 1, 2);
       } else {
         load_q(m + 2, ahead.next2);
       }
     }
-    if constexpr (Traits::kKeepsA) send_a(m);
+    if constexpr (Traits::kSavesA) send_a(m);
     // What is asked for next is read while there is time.
     Rows next5{0, -1, 0, 0};
     if (ahead.next3.valid >= 0) {
       mbarrier_wait(this->full_p(m + 1), (m + 1) >> 1 & 1);
       if (ahead.next4.valid >= 0) {
         next5 = rows(m + 5);
-        if (staged(m + 5)) ahead.staged = min(ahead.staged, m + 5);
+        if (prefetched(m + 5)) ahead.prefetched = min(ahead.prefetched, m + 5);
       }
     }
-    if constexpr (Traits::kKeepsA) {
+    if constexpr (Traits::kSavesA) {
       // The chunk's end gives A's tile back, too.
       if (this->lane() == 0) tma_store_wait_read();
       mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), this->lane());
@@ -177,24 +180,24 @@ struct CopyRole : DutyRole<Traits> {
     // K before O and V: the products wait for it first, and V, which O's way out of its stage is waited for, has a step
     // more.
     this->wait_done(m);
-    static_assert(Traits::kStagesK == 5 || (Traits::kStagesK == 4 && !kStagesStates<Traits>));
+    static_assert(Traits::kStagesK == 5 || (Traits::kStagesK == 4 && !kPrefetchesState<Traits>));
     if (this->lane() == 0) {
-      if (staged2) {
+      if (prefetched2) {
         load_quarter(m + 2, 1);
       } else {
         load_k(m + Traits::kStagesK, Traits::kStagesK == 5 ? next5 : ahead.next4);
       }
     }
     store_o(m);
-    if (staged2 && this->lane() == 0) {
+    if (prefetched2 && this->lane() == 0) {
       tma_store_wait_read();
       load_quarter(m + 2, 0);
     }
-    if (ahead.next3.valid >= 0 && !staged2 && (kAllAnnounceV || this->lane() == 0)) {
+    if (ahead.next3.valid >= 0 && !prefetched2 && (kAllLanesArriveForV || this->lane() == 0)) {
       tma_store_wait_read();
       load_v(m + 3, ahead.next3);
     }
-    if (staged1) load_late(m + 1);
+    if (prefetched1) load_late(m + 1);
     ahead.next2 = ahead.next3;
     ahead.next3 = ahead.next4;
     ahead.next4 = next5;
@@ -202,50 +205,50 @@ struct CopyRole : DutyRole<Traits> {
   }
 
   __device__ void run() const {
-    if (record(0).valid < 0) return;
-    const bool staged0 = staged(0), staged1 = staged(1);
+    if (descriptor(0).valid < 0) return;
+    const bool prefetched0 = prefetched(0), prefetched1 = prefetched(1);
     if (this->lane() == 0) {
 #pragma unroll 1
       for (uint32_t m = 0; m < Traits::kStagesK; ++m) {
         const Rows c = rows(m);
         if (c.valid < 0) break;
-        if (!(staged0 && m == Staged::kLateK) && !(staged1 && m == 1 + Staged::kLateK)) load_k(m, c);
-        if (m == 0 || (m == 1 && !staged0)) load_q(m, c), load_v(m, c);
+        if (!(prefetched0 && m == Staged::kLateK) && !(prefetched1 && m == 1 + Staged::kLateK)) load_k(m, c);
+        if (m == 0 || (m == 1 && !prefetched0)) load_q(m, c), load_v(m, c);
       }
-      if (staged0) {
+      if (prefetched0) {
 #pragma unroll 1
         for (int quarter = 0; quarter < Staged::kQuarters; ++quarter) load_quarter(0, quarter);
       }
       // Its stages are free as well: V of chunk 2 has not been asked for.
-      if (staged1) load_quarter(1, 0), load_quarter(1, 1);
-    } else if (kAllAnnounceV) {
+      if (prefetched1) load_quarter(1, 0), load_quarter(1, 1);
+    } else if (kAllLanesArriveForV) {
       load_v(0, rows(0));
-      if (!staged0) load_v(1, rows(1));
+      if (!prefetched0) load_v(1, rows(1));
     }
-    if (staged0) load_late(0);
-    // V announces itself on P's barrier, which it shares with the next chunk but one.
+    if (prefetched0) load_late(0);
+    // V arrives on P's barrier, which it shares with the next chunk but one.
     mbarrier_wait(this->full_p(0), 0);
-    if (!staged1 && (kAllAnnounceV || this->lane() == 0)) load_v(2, rows(2));
+    if (!prefetched1 && (kAllLanesArriveForV || this->lane() == 0)) load_v(2, rows(2));
     Ahead ahead{rows(2), rows(3), rows(4), kNone};
     if (ahead.next2.valid < 0) ahead.next3.valid = -1;
     if (ahead.next3.valid < 0) ahead.next4.valid = -1;
-    // What is done at the edges of such tiles alone lies outside of the loop over the other chunks, whose code so lies
+    // What is done at the edges of such items alone lies outside of the loop over the other chunks, whose code so lies
     // in one piece.
     uint32_t m = 0;
-    if constexpr (!kStagesStates<Traits>) {
+    if constexpr (!kPrefetchesState<Traits>) {
 #pragma unroll 1
-      for (; record(m).valid >= 0; ++m) step<false>(m, ahead);
+      for (; descriptor(m).valid >= 0; ++m) step<false>(m, ahead);
     }
 #pragma unroll 1
-    while (kStagesStates<Traits> && record(m).valid >= 0) {
-      ahead.staged = kNone;
+    while (kPrefetchesState<Traits> && descriptor(m).valid >= 0) {
+      ahead.prefetched = kNone;
 #pragma unroll 1
-      for (uint32_t n = m + 1; n <= m + 4 && record(n).valid >= 0 && ahead.staged == kNone; ++n) {
-        if (staged(n)) ahead.staged = n;
+      for (uint32_t n = m + 1; n <= m + 4 && descriptor(n).valid >= 0 && ahead.prefetched == kNone; ++n) {
+        if (prefetched(n)) ahead.prefetched = n;
       }
 #pragma unroll 1
-      for (; ahead.staged - m > 2 && record(m).valid >= 0; ++m) step<false>(m, ahead);
-      if (record(m).valid < 0) break;
+      for (; ahead.prefetched - m > 2 && descriptor(m).valid >= 0; ++m) step<false>(m, ahead);
+      if (descriptor(m).valid < 0) break;
       step<true>(m, ahead);
       ++m;
     }

@@ -74,7 +74,7 @@ bool contiguous(const Tensor& t) {
   return on_16_bytes(t);
 }
 
-// Zero where there is no such device: no sequence is split then.
+// Zero where there is no such device: no sequence is cut then.
 int multiprocessors(int device) {
   int count = 0;
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 0;
@@ -144,8 +144,7 @@ class Call {
 
   static std::string notes(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
-    const SplitDecision split =
-        decide_split(Call(args, p, &workspace).kernel_, multiprocessors(args.options.device_index));
+    const Decision split = decide(Call(args, p, &workspace).kernel_, multiprocessors(args.options.device_index));
     return std::string("sequence split: ") + (split.planned ? "planned on the device" : "none") + " (" + split.reason +
            ")\n";
   }
@@ -162,7 +161,7 @@ class Call {
     FLASH_QLA_RETURN_IF_ERROR(launch_prepare(gates_, before_, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_list_starts(kernel_, listed_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
-        cuda_status(launch_chunk_forward(kernel_, ChunkForwardVariant::kAuto, stream), "the sm90 chunk forward"));
+        cuda_status(launch_chunk_forward(kernel_, Variant::kAuto, stream), "the sm90 chunk forward"));
     FLASH_QLA_RETURN_IF_ERROR(launch_listed_states(kernel_, listed_, stream));
     return launch_prepare(GateCopy{}, after_, stream);
   }
@@ -177,7 +176,7 @@ class Call {
     kernel_.state_v_first = args.options.state_v_first != 0;
     kernel_.type = element_type(args.q);
     kernel_.scale = static_cast<float>(p_.scale);
-    kernel_.split = static_cast<SplitMode>(args.options.cp_mode);
+    kernel_.split = static_cast<Mode>(args.options.cp_mode);
     kernel_.force_split = args.options.force_intra_cp;
     kernel_.decay_threshold = decay_threshold(args.options);
   }
@@ -326,7 +325,7 @@ class Call {
       // The workspace is that of either way: it serves smaller calls as well.
       take_listed(args, kernel_, workspace, &listed_);
       const int64_t entries = args.checkpoint_offsets.shape[0];
-      if (keeps_listed_states(kernel_, entries, multiprocessors(args.options.device_index))) {
+      if (writes_listed_states(kernel_, entries, multiprocessors(args.options.device_index))) {
         kernel_.num_listed = static_cast<int32_t>(entries);
         kernel_.listed_offsets = args.checkpoint_offsets.data;
         kernel_.listed_offsets_stride = args.checkpoint_offsets.stride[0];
@@ -344,7 +343,7 @@ class Call {
   }
 
   const Problem& p_;
-  ChunkForwardArgs kernel_;
+  Args kernel_;
   Tensor given_offsets_{};
   void* offsets_copy_ = nullptr;  // null: offsets are read where they are; and where only a size is asked for
   GateCopy gates_;

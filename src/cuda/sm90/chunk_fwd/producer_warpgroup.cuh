@@ -7,7 +7,7 @@
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/sm90/chunk_fwd/raw_gates.cuh"
+#include "cuda/sm90/chunk_fwd/input_gates.cuh"
 #include "cuda/sm90/chunk_fwd/warp_role.cuh"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 #include "cuda/sm90/common/decay_products.cuh"
@@ -17,11 +17,11 @@
 namespace flash_qla::cuda::sm90::fwd {
 
 template <typename Traits>
-struct AuxRole : ChunkPlaces<Traits> {
+struct ProducerWarpgroup : ChunkStages<Traits> {
   using Element = typename Traits::Element;
-  using Places = ChunkPlaces<Traits>;
-  using Places::opaque, Places::record, Places::stage_k, Places::stage_q, Places::stage_v;
-  const ChunkForwardKernelParams& p;
+  using Places = ChunkStages<Traits>;
+  using Places::opaque, Places::descriptor, Places::stage_k, Places::stage_q, Places::stage_v;
+  const KernelArgs& p;
   int group;   // 0 or 1: the parity of its chunks
   int thread;  // 0..127
 
@@ -46,7 +46,7 @@ struct AuxRole : ChunkPlaces<Traits> {
 
   // K, or Q, of a chunk; by one thread each.
   __device__ void load_key_or_query(uint32_t m, bool query) const {
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     if (c.valid < 0) return;
     const uint32_t barrier =
         smem() + (query ? Traits::kFullQ + 8 * (m % Traits::kBarriersQ) : Traits::kFullK + 8 * (m % Traits::kStagesK));
@@ -54,7 +54,7 @@ struct AuxRole : ChunkPlaces<Traits> {
     tma_load_4d(query ? stage_q(m) : stage_k(m), map(query ? 0 : 1), barrier, 0, c.row, 0, c.key_head);
   }
   __device__ void load_v(uint32_t m, uint32_t barrier) const {
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
     tma_load_4d(stage_v(m), map(2), barrier, 0, c.row, c.half, c.head);
   }
@@ -65,12 +65,12 @@ struct AuxRole : ChunkPlaces<Traits> {
     m = opaque(m);
     if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
     tma_store_wait_read();
-    load_v(m, record(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
+    load_v(m, descriptor(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
   }
 
   // O of chunk m from its V stage to global memory, by the group of chunk m + 3; at a sequence's end: rows by hand.
   __device__ void store_o_rows(uint32_t m) const {
-    const ChunkRecord& c = record(m);
+    const ChunkDescriptor& c = descriptor(m);
     constexpr int kPieces = Traits::kDv / 8;
     Element* out =
         static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
@@ -84,8 +84,8 @@ struct AuxRole : ChunkPlaces<Traits> {
   }
   // ... and of a full chunk, by one thread.
   __device__ void store_o(uint32_t m) const {
-    const ChunkRecord& c = record(m);
-    if (c.valid != kChunk || (c.flags & kSilentChunk)) return;
+    const ChunkDescriptor& c = descriptor(m);
+    if (c.valid != kChunk || (c.flags & kWarmupChunk)) return;
     fence_proxy_async();
     tma_store_4d(map(3), stage_v(m), 0, c.row, c.half, c.head);
     tma_store_commit();
@@ -97,7 +97,7 @@ struct AuxRole : ChunkPlaces<Traits> {
   }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
-  static constexpr int kListThread = 0;  // of group 0: writes the records, once its warp has solved its blocks
+  static constexpr int kListThread = 0;  // of group 0: writes the descriptors, once its warp has solved its blocks
 
   // Under the substitution: O of chunk m - 3, which has `valid` rows, on its way.
   __device__ void send_o(uint32_t m, int valid) const {
@@ -116,7 +116,7 @@ struct AuxRole : ChunkPlaces<Traits> {
     if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
   }
   // K and Q into the stages of chunk m - 2, by the warps that have the least to do with A_g.
-  __device__ void pass_stages_on(uint32_t m) const {
+  __device__ void reload_stages(uint32_t m) const {
     const int number = opaque_thread();
     if (number == 0 || number == 32) {
       wait_done(m);
@@ -126,8 +126,8 @@ struct AuxRole : ChunkPlaces<Traits> {
 
   // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
-    if (record(m).valid >= 0)
-      load_gates<Traits>(p.args, record(m), stage_gate(m), smem() + Traits::kFullRaw + 8 * m, opaque_thread());
+    if (descriptor(m).valid >= 0)
+      load_gates<Traits>(p.args, descriptor(m), stage_gate(m), smem() + Traits::kFullInput + 8 * m, opaque_thread());
   }
 
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
@@ -135,34 +135,36 @@ struct AuxRole : ChunkPlaces<Traits> {
   __device__ void prepare(uint32_t m) {
     // K K^T, and the gates while it runs; its blocks into the inverse's workspace; the inverse.
     mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
-    if (record(m).valid < kChunk) {
-      clear_tail_rows(stage_k(m), 2, record(m).valid, opaque_thread());
+    if (descriptor(m).valid < kChunk) {
+      zero_tail_rows(stage_k(m), 2, descriptor(m).valid, opaque_thread());
       sync(m);
     }
     {
       float kkt[32];
       const uint64_t k_rows = uniform_descriptor(stage_k(m));
       start_product<Element>(kkt, k_rows, k_rows);
-      mbarrier_wait(smem() + Traits::kFullRaw + 8 * (opaque(m) % Traits::kStagesGate), m / Traits::kStagesGate & 1);
-      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row);
-      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * lane_place(opaque_thread()).row + 32);
-      const int valid_o = record(m - 3).valid;  // for m < 3 of no chunk, and not used
+      mbarrier_wait(smem() + Traits::kFullInput + 8 * (opaque(m) % Traits::kStagesGate), m / Traits::kStagesGate & 1);
+      const float beta0 =
+          load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * fragment_position(opaque_thread()).row);
+      const float beta1 =
+          load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * fragment_position(opaque_thread()).row + 32);
+      const int valid_o = descriptor(m - 3).valid;  // for m < 3 of no chunk, and not used
       wgmma_wait<0>();
       pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), fragment_position(opaque_thread()));
       sync(m);  // the diagonal blocks of M are there
       // Two warps solve them, then one of these writes the chunk list; of the others, which store the rest of M, one
       // sends O, one makes the gates.
       if (opaque_thread() < 64) {
         solve_diagonal_blocks<kSolveInPairs<Element>>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
       } else {
-        store_kkt<false>(kkt, beta0, beta1, tile_a(m), lane_place(opaque_thread()));
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), fragment_position(opaque_thread()));
         if (opaque_thread() >= 96) {
           const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
           make_gates<Traits>(
-              p.args.scale, load_shared_f2(gate + Traits::kGateRaw + place),
-              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, has_few_tokens<Traits>(record(m)), gate,
-              gate, opaque_thread() & 31);
+              p.args.scale, load_shared_f2(gate + Traits::kGateInput + place),
+              [&] { return load_shared_f2(gate + Traits::kGateBeta + place); },
+              is_short_last_chunk<Traits>(descriptor(m)), gate, gate, opaque_thread() & 31);
         }
       }
       send_o(m, valid_o);
@@ -180,28 +182,29 @@ struct AuxRole : ChunkPlaces<Traits> {
       float4 own;
       float mild;
       auto load_factors = [&] {
-        m = __shfl_sync(0xffffffffu, m, 0);  // lest the tile's address be kept, and spilled, all through the inverse
+        m = __shfl_sync(0xffffffffu, m,
+                        0);  // so that the tile's address is not kept, and spilled, all through the inverse
         mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
-        const LanePlace at = lane_place(opaque_thread());
+        const FragmentPosition at = fragment_position(opaque_thread());
         own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
       };
-      invert(a, d, tile_a(m), lane_place(opaque_thread()), [&] { sync(m); }, load_factors);
+      invert(a, d, tile_a(m), fragment_position(opaque_thread()), [&] { sync(m); }, load_factors);
       m = opaque(m);
       sync(m);  // the inverse has been read: A_g takes its tile
       fetch_v(m);
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-        store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+        store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), fragment_position(opaque_thread()));
       } else {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-        store_gated<Traits, true>(a[0], diagonal, tile_a(m), stage_gate(m), lane_place(opaque_thread()));
+        store_gated<Traits, true>(a[0], diagonal, tile_a(m), stage_gate(m), fragment_position(opaque_thread()));
       }
     }
     fence_proxy_async();
     __syncwarp();
     mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
     m = opaque(m);
-    pass_stages_on(m);
+    reload_stages(m);
 
     // Q K^T and P.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
@@ -214,7 +217,7 @@ struct AuxRole : ChunkPlaces<Traits> {
     wgmma_wait<0>();
     pin(qkt);
     {
-      const LanePlace at = lane_place(opaque_thread());
+      const FragmentPosition at = fragment_position(opaque_thread());
       float2 diagonal[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
@@ -229,16 +232,16 @@ struct AuxRole : ChunkPlaces<Traits> {
       }
     }
     fence_proxy_async();
-    if (record(m).valid < kChunk) clear_tail_v(m, record(m).valid);
+    if (descriptor(m).valid < kChunk) zero_tail_v(m, descriptor(m).valid);
     __syncwarp();
     mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
   }
 
   // At a sequence's end V comes through a barrier of this group's own, and is passed on once its tail is cleared.
-  __device__ void clear_tail_v(uint32_t m, int valid) {
+  __device__ void zero_tail_v(uint32_t m, int valid) {
     uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[opaque(m) & 1];
     mbarrier_wait(smem() + Traits::kTailV + 8 * (opaque(m) & 1), tails & 1);
-    clear_tail_rows(stage_v(m), Traits::kStateGroups, valid, opaque_thread());
+    zero_tail_rows(stage_v(m), Traits::kStateGroups, valid, opaque_thread());
     sync(m);
     if (opaque_thread() == 0) {
       ++tails;
@@ -255,9 +258,9 @@ struct AuxRole : ChunkPlaces<Traits> {
     if (group == 0) fetch_gates(2);
     uint32_t m = group;
 #pragma unroll 1
-    for (; record(m).valid >= 0; m += 2) prepare(m);
+    for (; descriptor(m).valid >= 0; m += 2) prepare(m);
     // The last chunks' O.
-    const bool follows_end = m > 0 && record(m - 1).valid < 0;
+    const bool follows_end = m > 0 && descriptor(m - 1).valid < 0;
 #pragma unroll 1
     for (uint32_t i = m; i <= (follows_end ? m : m + 2); i += 2) {
       if (i < 2) continue;
@@ -265,7 +268,7 @@ struct AuxRole : ChunkPlaces<Traits> {
       const bool last = i == m + 2;
       mbarrier_wait(smem() + (last ? Traits::kFullLast : Traits::kFullO + 8 * (i & 1)), last ? 0 : (i - 2) >> 1 & 1);
       if (i < 3) continue;
-      if (record(i - 3).valid < kChunk) store_o_rows(i - 3);
+      if (descriptor(i - 3).valid < kChunk) store_o_rows(i - 3);
       if (opaque_thread() == kCopyThread) store_o(i - 3);
     }
     if (opaque_thread() == kCopyThread) tma_store_wait_all();

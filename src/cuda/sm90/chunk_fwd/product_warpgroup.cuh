@@ -14,17 +14,17 @@ namespace flash_qla::cuda::sm90::fwd {
 
 // One warpgroup: K K^T, -M in fp16, transposed, for the inverse; Q K^T and P.
 template <typename Traits>
-struct ProductRole : DutyRole<Traits> {
-  using Base = DutyRole<Traits>;
+struct ProductWarpgroup : WarpRole<Traits> {
+  using Base = WarpRole<Traits>;
   using Element = typename Traits::Element;
+  using Base::descriptor;
   using Base::p;
-  using Base::record;
   using Base::thread;
   static constexpr int kBarrier = 1;
-  static constexpr bool kCompact = kStagesStates<Traits>;  // as in FastInverse
+  static constexpr bool kCompact = kPrefetchesState<Traits>;  // as in UtTransform
 
   using Base::opaque;
-  __device__ LanePlace place() const { return lane_place(opaque(thread)); }
+  __device__ FragmentPosition place() const { return fragment_position(opaque(thread)); }
   __device__ void sync() const { named_barrier_sync(kBarrier, 128); }
 
   // K of chunk m, if there is one, with its tail cleared.
@@ -32,15 +32,15 @@ struct ProductRole : DutyRole<Traits> {
     if (valid < 0) return;
     mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
     if (valid < kChunk) {
-      clear_tail_rows(this->stage_k(m), 2, valid, thread);
+      zero_tail_rows(this->stage_k(m), 2, valid, thread);
       sync();
     }
   }
 
   // beta of the thread's rows in chunk m, if there is one.
   __device__ float2 load_beta(uint32_t m, int valid) const {
-    if (valid >= 0) this->wait_raw(m);
-    const uint32_t beta = this->stage_raw(m) + Traits::kRawBeta + 4 * place().row;
+    if (valid >= 0) this->wait_input(m);
+    const uint32_t beta = this->stage_input(m) + Traits::kInputBeta + 4 * place().row;
     return make_float2(load_shared_f1(beta), load_shared_f1(beta + 32));
   }
 
@@ -54,7 +54,7 @@ struct ProductRole : DutyRole<Traits> {
     pin(packed);
   }
   __device__ void store_m(const uint32_t (&packed)[16], uint32_t m) const {
-    const LanePlace at = place();
+    const FragmentPosition at = place();
     const uint32_t address = this->tile_a(m) + at.trans_row + at.trans_chunk;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -65,9 +65,9 @@ struct ProductRole : DutyRole<Traits> {
     mbarrier_arrive_warp(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), at.lane);
   }
 
-  // P where the decay is not mild, with the factors of store_gated() in aux_role.cuh.
+  // P where the decay is not mild, with the factors of store_gated() in decay_products.cuh.
   __device__ void pack_gated(const float (&x)[32], uint32_t gate, uint32_t (&packed)[16]) const {
-    const LanePlace at = place();
+    const FragmentPosition at = place();
     const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
     const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
     const float sum0 = load_shared_f1(gate + Traits::kGateSum + 4 * at.row);
@@ -101,7 +101,7 @@ struct ProductRole : DutyRole<Traits> {
     }
   }
   __device__ void store_p(const uint32_t (&packed)[16], uint32_t m) const {
-    const LanePlace at = place();
+    const FragmentPosition at = place();
     const uint32_t row =
         smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix + (16 * at.warp + (at.lane & 15)) * 128;
     // Above the diagonal by a mask, not by a factor: there an exponential may have overflowed.
@@ -120,10 +120,10 @@ struct ProductRole : DutyRole<Traits> {
   }
 
   // At a sequence's end: V comes through a barrier of its own, and is passed on once its tail is cleared.
-  __device__ void clear_tail_v(uint32_t m, int valid) const {
+  __device__ void zero_tail_v(uint32_t m, int valid) const {
     uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[m & 1];
     mbarrier_wait(smem() + Traits::kTailV + 8 * (m & 1), tails & 1);
-    clear_tail_rows(this->stage_v(m), Traits::kStateGroups, valid, thread);
+    zero_tail_rows(this->stage_v(m), Traits::kStateGroups, valid, thread);
     sync();
     if (thread == 0) {
       ++tails;
@@ -139,7 +139,7 @@ struct ProductRole : DutyRole<Traits> {
   static_assert(kLead == 2 || kLead == 3);
 
   __device__ void run() const {
-    int valid = record(0).valid, valid1 = record(1).valid, valid2 = valid1 < 0 ? -1 : record(2).valid;
+    int valid = descriptor(0).valid, valid1 = descriptor(1).valid, valid2 = valid1 < 0 ? -1 : descriptor(2).valid;
     if (valid < 0) return;
     float x[32];
     uint32_t packed[16];
@@ -170,17 +170,19 @@ struct ProductRole : DutyRole<Traits> {
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
       mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
-      const bool speaks = !Traits::kSkipsSilent || __any_sync(0xffffffffu, (record(m).flags & kSilentChunk) == 0);
-      if (speaks) start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
+      const bool makes_output =
+          !Traits::kSkipsWarmup || __any_sync(0xffffffffu, (descriptor(m).flags & kWarmupChunk) == 0);
+      if (makes_output)
+        start_product<Element>(x, wgmma_descriptor(this->stage_q(m)), wgmma_descriptor(this->stage_k(m)));
       if (m >= 2) this->wait_done(m - 2);
       store_m(packed, m + kLead - 1);
-      const int valid3 = record(m + 3).valid;
+      const int valid3 = descriptor(m + 3).valid;
       this->wait_gates(m);
       const float mild = load_shared_f1(this->stage_gate(m) + Traits::kGateMild);
       wgmma_wait<0>();
       pin(x);
       mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
-      if (speaks) {
+      if (makes_output) {
         if (kCompact ? __all_sync(0xffffffffu, mild == 0.0f) : !__any_sync(0xffffffffu, mild != 0.0f)) {
           pack_gated(x, this->stage_gate(m), packed);
         } else {
@@ -190,7 +192,7 @@ struct ProductRole : DutyRole<Traits> {
         pin(packed);
         store_p(packed, m);
       }
-      if (valid < kChunk) clear_tail_v(m, valid);
+      if (valid < kChunk) zero_tail_v(m, valid);
       __syncwarp();
       mbarrier_arrive_warp(this->full_p(m), thread & 31);
       const int next = kLead == 3 ? valid3 : valid2;

@@ -3,7 +3,7 @@
 //
 // A = (I + lower(diag(beta) K K^T))^-1 depends on nothing but a chunk's keys and betas, so no chunk waits for another:
 // what the forward's kernels hide beside the chain of states in two warps of each SM, all warps of the card do here in
-// some microseconds. It is launched behind the forward, whose blocks let it start when they have started themselves: it
+// some microseconds. It is launched after the forward, whose blocks let it start when they have started themselves: it
 // takes the SMs that the forward leaves idle, and those that become free.
 #include <type_traits>
 
@@ -64,7 +64,7 @@ struct TeamShape {
   static constexpr uint32_t kSmemBytes = kSmemBarriers + 8 * kTeams;
 };
 
-// FastInverse makes A diag(x) of a chunk of mild decay; here x is ones.
+// UtTransform makes A diag(x) of a chunk of mild decay; here x is ones.
 template <typename Element_>
 struct InverseTraits {
   using Element = Element_;
@@ -76,7 +76,7 @@ struct InverseTraits {
 constexpr uint32_t kBytesGate = 84 * 4;
 
 // The last sequence that starts at or before a token; 0 if none does. By a whole warp.
-__device__ __forceinline__ int32_t sequence_before(const ChunkForwardArgs& args, int32_t token, int lane) {
+__device__ __forceinline__ int32_t sequence_before(const Args& args, int32_t token, int lane) {
   if (args.cu_seqlens == nullptr) {
     return min(token / static_cast<int32_t>(args.dense_length), args.num_sequences - 1);
   }
@@ -99,17 +99,17 @@ struct ChunkRows {
 
 // The chunks that start in a team's windows, one after another; by a whole warp.
 struct ChunksOfWindows {
-  const ChunkForwardArgs& args;
+  const Args& args;
   int32_t begin, tokens;  // of the windows
   int32_t sequence;       // to look at next
   ChunkRows rest{0, 0};   // of the sequence looked at: its next chunk, and all of its tokens from there on
 
-  __device__ ChunksOfWindows(const ChunkForwardArgs& arguments, int32_t window, int32_t window_tokens, int lane)
+  __device__ ChunksOfWindows(const Args& arguments, int32_t window, int32_t window_tokens, int lane)
       : args(arguments), begin(window), tokens(window_tokens), sequence(sequence_before(arguments, window, lane)) {}
 
   __device__ ChunkRows take() {
     while (rest.valid <= 0 && sequence < args.num_sequences) {
-      const PlannedSequence s = sequence_at(args, sequence);
+      const SequenceSpan s = sequence_at(args, sequence);
       if (s.start - begin >= tokens) return {0, 0};
       // Of the sequence's tokens, where the first chunk starts that is within the windows.
       const int32_t first = s.start >= begin ? 0 : (begin - s.start + kChunk - 1) / kChunk * kChunk;
@@ -128,9 +128,9 @@ template <typename Element, typename Shape>
 struct ChunkInverse {
   using Traits = InverseTraits<Element>;
   static constexpr int kTeam = Shape::kTeam, kBlocks = Shape::kBlocks;
-  const ChunkInverseParams& p;
+  const SaveAArgs& p;
   uint32_t keys, tiles;       // K, and a tile for each warp of the team
-  uint32_t keys_there, gate;  // a barrier; what FastInverse asks of the gates
+  uint32_t keys_there, gate;  // a barrier; what UtTransform asks of the gates
   int team, member, lane;
 
   __device__ void meet() const { named_barrier_sync(1 + team, 32 * kTeam); }
@@ -265,7 +265,7 @@ struct ChunkInverse {
       const ChunkRows next = chunks.take();
       mbarrier_wait(keys_there, count & 1);
       if (now.valid < kChunk) {
-        clear_tail_rows(keys, 2, now.valid, 32 * member + lane, 32 * kTeam);
+        zero_tail_rows(keys, 2, now.valid, 32 * member + lane, 32 * kTeam);
         meet();
       }
       float kkt[kBlocks][8];
@@ -283,7 +283,7 @@ struct ChunkInverse {
       if (Shape::kAhead && next.valid > 0) load_betas(betas, next, first, heads);
       meet();
       if (member < heads) {
-        FastInverse<Traits>::run(tile, gate, gate, gate + Traits::kGateMild, static_cast<int>(threadIdx.x % 32), [] {});
+        UtTransform<Traits>::run(tile, gate, gate, gate + Traits::kGateMild, static_cast<int>(threadIdx.x % 32), [] {});
         __syncwarp();
         store_inverse(now.row, first + member, now.valid, tile);
       }
@@ -302,7 +302,7 @@ struct ChunkInverse {
 
   // The gates' sums of a chunk, a head a lane: so that a row of heads is whole sectors.
   __device__ void sum_gates(int32_t row, int valid, int head) const {
-    const ChunkForwardArgs& args = p.args;
+    const Args& args = p.args;
     if (head >= args.num_value_heads) return;
     const float* g = args.g + row * args.g_token_stride + head * args.g_head_stride;
     float* out = args.g_cumsum + int64_t{row} * args.num_value_heads + head;
@@ -331,7 +331,7 @@ struct WindowTeams {
   uint32_t parts;      // of a key head's value heads
   uint32_t sum_parts;  // of all value heads
   uint32_t inverses, sums;
-  __host__ __device__ WindowTeams(const ChunkForwardArgs& args, uint32_t windows)
+  __host__ __device__ WindowTeams(const Args& args, uint32_t windows)
       : parts((args.num_value_heads / args.num_key_heads + Shape::kTeam - 1) / Shape::kTeam),
         sum_parts((args.num_value_heads + 31) / 32),
         inverses(args.a != nullptr ? parts * args.num_key_heads : 0),
@@ -342,8 +342,8 @@ struct WindowTeams {
 // needs to know before how many chunks there are.
 template <typename Element, typename Shape>
 __global__ void __launch_bounds__(kThreads, Shape::kBlocksPerSm)
-    sm90_chunk_inverse_kernel(const __grid_constant__ ChunkInverseParams p) {
-  const ChunkForwardArgs& args = p.args;
+    sm90_chunk_inverse_kernel(const __grid_constant__ SaveAArgs p) {
+  const Args& args = p.args;
   constexpr int kTeam = Shape::kTeam, kTeams = Shape::kTeams;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   const int team = warp / kTeam;
@@ -388,8 +388,8 @@ __global__ void __launch_bounds__(kThreads, Shape::kBlocksPerSm)
 }
 
 template <typename Element, typename Shape>
-cudaError_t launch(const ChunkInverseParams& params, cudaStream_t stream) {
-  const ChunkForwardArgs& args = params.args;
+cudaError_t launch(const SaveAArgs& params, cudaStream_t stream) {
+  const Args& args = params.args;
   const void* kernel = reinterpret_cast<const void*>(&sm90_chunk_inverse_kernel<Element, Shape>);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Shape::kSmemBytes));
@@ -402,7 +402,7 @@ cudaError_t launch(const ChunkInverseParams& params, cudaStream_t stream) {
       failed != cudaSuccess) {
     return failed;
   }
-  ChunkInverseParams launched = params;
+  SaveAArgs launched = params;
   int64_t blocks = 0, least = INT64_MAX;
   for (int windows = 1; windows <= Shape::kMostWindows; ++windows) {
     const WindowTeams<Shape> teams(args, static_cast<uint32_t>(windows));
@@ -419,14 +419,14 @@ cudaError_t launch(const ChunkInverseParams& params, cudaStream_t stream) {
 }
 
 template <typename Element>
-cudaError_t launch(const ChunkInverseParams& params, cudaStream_t stream) {
+cudaError_t launch(const SaveAArgs& params, cudaStream_t stream) {
   return params.args.num_value_heads / params.args.num_key_heads > 2 ? launch<Element, TeamShape<4>>(params, stream)
                                                                      : launch<Element, TeamShape<2>>(params, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_chunk_inverse(const ChunkInverseParams& params, cudaStream_t stream) {
+cudaError_t launch_save_a(const SaveAArgs& params, cudaStream_t stream) {
   return params.args.type == ElementType::kFloat16 ? launch<__half>(params, stream)
                                                    : launch<__nv_bfloat16>(params, stream);
 }

@@ -8,11 +8,11 @@
 namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
-constexpr int kPlanThreads = kClearThreads;
+constexpr int kPlanThreads = kZeroFillThreads;
 constexpr int kPlanBuckets = 256;   // of chunk counts: exact below 8, then eight to each doubling
 constexpr size_t kPlanOffset = 16;  // the workspace starts with the ticket
 
-__device__ int chunks_of(const PlannedSequence& s) { return (s.length + kChunk - 1) / kChunk; }
+__device__ int chunks_of(const SequenceSpan& s) { return (s.length + kChunk - 1) / kChunk; }
 
 // Bucket 0 holds the longest.
 __device__ int bucket_of(int chunks) {
@@ -22,7 +22,7 @@ __device__ int bucket_of(int chunks) {
 }
 
 // The sequences sorted by length, roughly, longest first, by one block.
-__device__ void sort_sequences(const ChunkForwardArgs& args) {
+__device__ void sort_sequences(const Args& args) {
   const int thread = threadIdx.x, n = args.num_sequences;
   __shared__ int next[kPlanBuckets];
   __shared__ int warp_chunks[kPlanThreads / 32];
@@ -54,10 +54,10 @@ __device__ void sort_sequences(const ChunkForwardArgs& args) {
     }
   }
   __syncthreads();
-  PlannedSequence* plan = reinterpret_cast<PlannedSequence*>(static_cast<char*>(args.workspace) + kPlanOffset);
+  SequenceSpan* plan = reinterpret_cast<SequenceSpan*>(static_cast<char*>(args.workspace) + kPlanOffset);
   for (int first = 0; first < n; first += kPlanThreads) {
     const int i = first + thread;
-    PlannedSequence s{0, 0, i, 0};
+    SequenceSpan s{0, 0, i, 0};
     if (i < n) s = sequence_at(args, i);
     const int chunks = chunks_of(s);
     int inclusive = chunks;
@@ -78,36 +78,35 @@ __device__ void sort_sequences(const ChunkForwardArgs& args) {
 }
 
 // Block 0 sorts the sequences; the others clear what no sequence writes.
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
+__global__ void __launch_bounds__(kPlanThreads) sort_sequences_kernel(const __grid_constant__ Args args) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (blockIdx.x == 0) {
     sort_sequences(args);
   } else {
-    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
+    zero_outside(args, static_cast<int>(blockIdx.x) - 1, kZeroFillBlocks);
   }
 }
 
-// Of a split whose lengths are looked at first: the answer, and what the split's kernels find before there is a plan,
-// by one warp, and in few instructions, which all come for the first time. The unsplit kernel that follows has its
-// tiles if nothing is to be cut, and has none otherwise. If it does not find its sequences and clear by itself, the
+// Of a cut call whose lengths are looked at first: the answer, and what the kernels of a cut call find before there is
+// a plan, by one warp, and in few instructions, which all come for the first time. The uncut kernel that follows has
+// its items if nothing is to be cut, and has none otherwise. If it does not find its sequences and clear by itself, the
 // first block sorts them, and others clear, as above.
-__global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_constant__ cp::SplitKernelParams p) {
+__global__ void __launch_bounds__(kPlanThreads) read_lengths_kernel(const __grid_constant__ cp::PlanArgs p) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (blockIdx.x > 0) {
-    clear_outside(p.args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
+    zero_outside(p.args, static_cast<int>(blockIdx.x) - 1, kZeroFillBlocks);
     return;
   }
   if (threadIdx.x < 32) {
-    static_assert(cp::kMostAsked <= 32);
+    static_assert(cp::kMostByLengths <= 32);
     const int32_t lane = static_cast<int32_t>(threadIdx.x);
     const int32_t chunks = lane < p.args.num_sequences ? cp::chunks_in(sequence_at(p.args, lane).length) : 0;
     const bool cut = __any_sync(0xffffffffu, chunks >= p.least_longest);
     if (lane == 0) {
       *p.workspace.cut = cut;
-      cp::reset_split_start(p.workspace, cut);
+      cp::reset_plan_start(p.workspace, cut);
     }
   }
   if (gridDim.x > 1) sort_sequences(p.args);
@@ -120,29 +119,28 @@ __global__ void reset_ticket_kernel(uint32_t* ticket) {
   *ticket = 0;
 }
 
-__global__ void __launch_bounds__(kClearThreads)
-    clear_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
-  clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
+__global__ void __launch_bounds__(kZeroFillThreads) zero_fill_kernel(const __grid_constant__ Args args) {
+  zero_outside(args, static_cast<int>(blockIdx.x), kZeroFillBlocks);
 }
 
 }  // namespace
 
 size_t chunk_forward_workspace_size(int32_t num_sequences) {
-  return kPlanOffset + sizeof(PlannedSequence) * static_cast<size_t>(num_sequences > 0 ? num_sequences : 0);
+  return kPlanOffset + sizeof(SequenceSpan) * static_cast<size_t>(num_sequences > 0 ? num_sequences : 0);
 }
 
-void place_plan(void* workspace, ChunkForwardKernelParams* params) {
+void place_sorted_sequences(void* workspace, KernelArgs* params) {
   params->ticket = static_cast<uint32_t*>(workspace);
-  params->plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(workspace) + kPlanOffset);
+  params->plan = reinterpret_cast<const SequenceSpan*>(static_cast<const char*>(workspace) + kPlanOffset);
 }
 
-cudaError_t launch_sequence_order(const ChunkForwardArgs& args, cudaStream_t stream) {
-  return launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads, 0,
+cudaError_t launch_sequence_order(const Args& args, cudaStream_t stream) {
+  return launch_kernel(reinterpret_cast<const void*>(&sort_sequences_kernel), 1 + kZeroFillBlocks, kPlanThreads, 0,
                        args, true, stream);
 }
 
-cudaError_t launch_ask_lengths(const cp::SplitKernelParams& params, bool sorts, cudaStream_t stream) {
-  return launch_kernel(reinterpret_cast<const void*>(&ask_lengths_kernel), sorts ? 1 + kClearBlocks : 1,
+cudaError_t launch_read_lengths(const cp::PlanArgs& params, bool sorts, cudaStream_t stream) {
+  return launch_kernel(reinterpret_cast<const void*>(&read_lengths_kernel), sorts ? 1 + kZeroFillBlocks : 1,
                        sorts ? kPlanThreads : 32, 0, params, true, stream);
 }
 
@@ -150,8 +148,8 @@ cudaError_t launch_reset_ticket(uint32_t* ticket, cudaStream_t stream) {
   return launch_kernel(reinterpret_cast<const void*>(&reset_ticket_kernel), 1, 1, 0, ticket, true, stream);
 }
 
-cudaError_t launch_zero_fill(const ChunkForwardArgs& args, cudaStream_t stream) {
-  clear_chunk_forward_kernel<<<kClearBlocks, kClearThreads, 0, stream>>>(args);
+cudaError_t launch_zero_fill(const Args& args, cudaStream_t stream) {
+  zero_fill_kernel<<<kZeroFillBlocks, kZeroFillThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -18,12 +18,12 @@ __device__ __forceinline__ int64_t load_index(const void* data, bool is_64_bit, 
   }
 }
 
-__device__ __forceinline__ int64_t load_offset(const ChunkForwardArgs& args, int64_t i) {
+__device__ __forceinline__ int64_t load_offset(const Args& args, int64_t i) {
   return load_index<true>(args.cu_seqlens, args.cu_seqlens_are_64_bit, i);
 }
 
 // Tokens of sequence i, kept inside the tensors whatever the offsets say: nothing is ever written out of bounds.
-__device__ __forceinline__ PlannedSequence sequence_at(const ChunkForwardArgs& args, int32_t i) {
+__device__ __forceinline__ SequenceSpan sequence_at(const Args& args, int32_t i) {
   if (args.cu_seqlens == nullptr) {
     const int32_t room = static_cast<int32_t>(args.dense_length);
     return {i * room, args.lengths != nullptr ? args.lengths[i] : room, i, i * ((room + kChunk - 1) / kChunk)};
@@ -50,7 +50,7 @@ __device__ __forceinline__ int64_t resolve_slot(const StateSet& set, int64_t seq
 // The slot to start from; kNoSlot: zero; kSkipSequence: the sequence is skipped.
 inline constexpr int64_t kSkipSequence = -2;
 template <bool kFromL2 = false>
-__device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, int64_t sequence) {
+__device__ __forceinline__ int64_t initial_slot(const Args& args, int64_t sequence) {
   if (args.initial.data == nullptr) return kNoSlot;
   if constexpr (kFromL2) {
     const uint8_t* has = args.has_initial_state;
@@ -64,7 +64,7 @@ __device__ __forceinline__ int64_t initial_slot(const ChunkForwardArgs& args, in
 }
 
 // Whether anything but their numbers says where sequences' states are.
-__host__ __device__ __forceinline__ bool has_slots(const ChunkForwardArgs& args) {
+__host__ __device__ __forceinline__ bool has_slots(const Args& args) {
   return args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
 }
 

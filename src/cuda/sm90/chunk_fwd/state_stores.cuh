@@ -16,18 +16,20 @@ namespace flash_qla::cuda::sm90::fwd {
 template <typename Traits>
 struct StateStores {
   using Element = typename Traits::Element;
-  const ChunkForwardKernelParams& p;
+  const KernelArgs& p;
   int group;  // which 64 rows of V
-  LanePlace at;
+  FragmentPosition at;
 
-  __device__ int first_row(const ChunkRecord& c) const { return first_row(c, at); }
-  __device__ int first_row(const ChunkRecord& c, const LanePlace& at) const { return 64 * (group + c.half) + at.row; }
+  __device__ int first_row(const ChunkDescriptor& c) const { return first_row(c, at); }
+  __device__ int first_row(const ChunkDescriptor& c, const FragmentPosition& at) const {
+    return 64 * (group + c.half) + at.row;
+  }
 
   // The state at the chunk's start, as the products below see it.
-  __device__ void save_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
-    // An empty sequence has no chunk, though its tile has one. A chunk number below zero, which only offsets out of
-    // order can give, is past the rows as well.
-    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kSilentChunk) ||
+  __device__ void save_h(const uint32_t (&packed)[32], const ChunkDescriptor& c) const {
+    // An empty sequence has no chunk, though its work item has one. A chunk number below zero, which only offsets out
+    // of order can give, is past the rows as well.
+    if (p.args.h == nullptr || c.valid == 0 || (c.flags & kWarmupChunk) ||
         static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
       return;
     }
@@ -55,8 +57,9 @@ struct StateStores {
 
   // The same by the copy engine, where save_h() would store; whether it has been sent. The groups take turns in the
   // tile: the second waits for the first's half of this chunk, the first for the second's of the one before.
-  __device__ bool send_h(const uint32_t (&packed)[32], const ChunkRecord& c) const {
-    if (c.valid == 0 || (c.flags & (kSilentChunk | kInsideOnGrid)) || static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
+  __device__ bool send_h(const uint32_t (&packed)[32], const ChunkDescriptor& c) const {
+    if (c.valid == 0 || (c.flags & (kWarmupChunk | kStartsInsideChunk)) ||
+        static_cast<uint32_t>(c.chunk) >= p.args.h_rows) {
       return false;
     }
     mbarrier_wait(smem() + Traits::kFreeH, group ^ 1);
@@ -91,9 +94,9 @@ struct StateStores {
   __device__ bool sends_h() const { return at.warp == 0 && at.lane == 0; }
 
   // The state at the chunk's start in full, for every entry of its list.
-  __device__ void save_listed(float (&s)[64], const ChunkRecord& c) const {
-    const ChunkForwardArgs& args = p.args;
-    if (args.start_lists == nullptr || c.valid == 0 || (c.flags & kSilentChunk)) return;
+  __device__ void save_listed(float (&s)[64], const ChunkDescriptor& c) const {
+    const Args& args = p.args;
+    if (args.start_lists == nullptr || c.valid == 0 || (c.flags & kWarmupChunk)) return;
     for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
       float* matrix =
           args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
@@ -102,9 +105,9 @@ struct StateStores {
   }
 
   // The state after a chunk that ends at listed tokens, into their slots of the pool.
-  __device__ void save_at_listed(float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
-    const ChunkForwardArgs& args = p.args;
-    if (c.flags & kSilentChunk) return;
+  __device__ void save_at_listed(float (&s)[64], const ChunkDescriptor& c, const FragmentPosition& at) const {
+    const Args& args = p.args;
+    if (c.flags & kWarmupChunk) return;
 #pragma unroll 1
     for (int32_t first = 0; first < args.num_listed; first += 32) {
       const int32_t entry = first + at.lane;
@@ -121,10 +124,10 @@ struct StateStores {
   }
 
   // The state after every n-th full chunk of a sequence.
-  __device__ void save_checkpoint(float (&s)[64], const ChunkRecord& c) const {
-    const ChunkForwardArgs& args = p.args;
-    const bool whole = Traits::kEndsWhereKept ? (c.flags & kEndsOnGrid) != 0 : c.valid == kChunk;
-    if (args.checkpoints == nullptr || !whole || (c.flags & kSilentChunk) ||
+  __device__ void save_checkpoint(float (&s)[64], const ChunkDescriptor& c) const {
+    const Args& args = p.args;
+    const bool whole = Traits::kEndsAtCheckpoints ? (c.flags & kEndsWholeChunk) != 0 : c.valid == kChunk;
+    if (args.checkpoints == nullptr || !whole || (c.flags & kWarmupChunk) ||
         (c.position + 1) % args.checkpoint_every_chunks != 0) {
       return;
     }

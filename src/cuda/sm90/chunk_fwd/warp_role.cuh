@@ -1,4 +1,4 @@
-// Where the producer warps find a chunk's record and stages, and what they wait for.
+// Where the producer warps find a chunk's descriptor and stages, and what they wait for.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-// Where the auxiliary roles find a chunk's record and stages.
+// Where the producer warps find a chunk's descriptor and stages.
 template <typename Traits>
-struct ChunkPlaces {
+struct ChunkStages {
   // Hides a number from the compiler, so that addresses made from it are recomputed, not kept: registers are short
   // here.
   template <typename Number>
@@ -19,8 +19,9 @@ struct ChunkPlaces {
     asm volatile("" : "+r"(value));
     return value;
   }
-  __device__ const ChunkRecord& record(uint32_t m) const {
-    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  __device__ const ChunkDescriptor& descriptor(uint32_t m) const {
+    return reinterpret_cast<const ChunkDescriptor*>(shared_memory() +
+                                                    Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
   }
   __device__ uint32_t stage_k(uint32_t m) const {
     return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
@@ -34,19 +35,19 @@ struct ChunkPlaces {
 };
 
 template <typename Traits>
-struct DutyRole : ChunkPlaces<Traits> {
+struct WarpRole : ChunkStages<Traits> {
   using Element = typename Traits::Element;
-  using Places = ChunkPlaces<Traits>;
-  using Places::opaque, Places::record, Places::stage_k, Places::stage_q, Places::stage_v;
-  const ChunkForwardKernelParams& p;
-  int thread;  // of those that share the duty
+  using Places = ChunkStages<Traits>;
+  using Places::opaque, Places::descriptor, Places::stage_k, Places::stage_q, Places::stage_v;
+  const KernelArgs& p;
+  int thread;  // of those that share the role
 
-  __device__ int lane() const { return opaque(thread); }  // of a duty of one warp
+  __device__ int lane() const { return opaque(thread); }  // of a role of one warp
   __device__ uint32_t stage_gate(uint32_t m) const {
     return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
   }
-  __device__ uint32_t stage_raw(uint32_t m) const {
-    return smem() + Traits::kSmemRaw + m % Traits::kStagesRaw * Traits::kBytesRaw;
+  __device__ uint32_t stage_input(uint32_t m) const {
+    return smem() + Traits::kSmemInput + m % Traits::kStagesInput * Traits::kBytesInput;
   }
   __device__ uint32_t tile_a(uint32_t m) const {
     return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
@@ -58,8 +59,8 @@ struct DutyRole : ChunkPlaces<Traits> {
   __device__ void wait_gates(uint32_t m) const {
     mbarrier_wait(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), m / Traits::kStagesGate & 1);
   }
-  __device__ void wait_raw(uint32_t m) const {
-    mbarrier_wait(smem() + Traits::kFullRaw + 8 * (m % Traits::kStagesRaw), m / Traits::kStagesRaw & 1);
+  __device__ void wait_input(uint32_t m) const {
+    mbarrier_wait(smem() + Traits::kFullInput + 8 * (m % Traits::kStagesInput), m / Traits::kStagesInput & 1);
   }
 };
 

@@ -1,4 +1,4 @@
-// The numbered stream of chunks a block works through: records in shared memory, filled tile by tile by one thread.
+// The numbered queue of chunks a block works through: descriptors in shared memory, filled item by item by one thread.
 #pragma once
 
 #include <cstdint>
@@ -11,40 +11,40 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-// Opens the next tile that has anything to do.
+// Opens the next item that has anything to do.
 template <typename Traits>
-__device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
-  const ChunkForwardArgs& args = p.args;
-  while (walker.tile < walker.tiles) {
-    int32_t tile = walker.tile;
-    const int32_t opened = walker.opened++;
+__device__ __forceinline__ void open_item(const KernelArgs& p, QueueProducer& producer) {
+  const Args& args = p.args;
+  while (producer.item < producer.items) {
+    int32_t item = producer.item;
+    const int32_t opened = producer.opened++;
     if (opened > 0) {
-      tile = next_tile<Traits>(p, tile, opened - 1, static_cast<int32_t>(gridDim.x) / Traits::kBlocks);
-      walker.tile = tile;
-      if (tile >= walker.tiles) return;
+      item = next_item<Traits>(p, item, opened - 1, static_cast<int32_t>(gridDim.x) / Traits::kClusterCtas);
+      producer.item = item;
+      if (item >= producer.items) return;
     }
-    const int32_t rank = tile / args.num_value_heads;
-    const PlannedSequence sequence = sequence_of_rank<Traits>(p, rank);
-    ChunkRecord& r = walker.next;
+    const int32_t rank = item / args.num_value_heads;
+    const SequenceSpan sequence = sequence_of_rank<Traits>(p, rank);
+    ChunkDescriptor& r = producer.next;
     r.slot_out = final_slot_of<Traits>(p, sequence.index);
     if (sequence.length <= 0 && r.slot_out < 0) continue;
     r.slot_in = initial_slot_of<Traits>(p, sequence.index);
     if (r.slot_in == kSkipSequence) continue;
     r.row = sequence.start;
     r.flags = kFirstChunk;
-    if (kStagesStates<Traits> && p.staged_initial != 0 && r.slot_in >= 0) {
-      r.flags |= kStagedState | (walker.staged++ & 3) << kStagedCountShift;
+    if (kPrefetchesState<Traits> && p.prefetched_initial != 0 && r.slot_in >= 0) {
+      r.flags |= kPrefetchedState | (producer.prefetched++ & 3) << kPrefetchedCountShift;
     }
-    r.head = tile - rank * args.num_value_heads;
+    r.head = item - rank * args.num_value_heads;
     r.sequence = sequence.index;
     r.half = 0;
     r.key_head = static_cast<int16_t>(r.head / (args.num_value_heads / args.num_key_heads));
     r.chunk = sequence.first_chunk;
     r.position = 0;
-    walker.remaining = max(sequence.length, 0);
-    walker.silent = 0;
-    // Not of a block's first tile, whose K is more urgent: its state groups read the state when that is there.
-    if (walker.opened > 1 && r.slot_in >= 0) {
+    producer.remaining = max(sequence.length, 0);
+    producer.warmup = 0;
+    // Not of a block's first item, whose K is more urgent: its state groups read the state when that is there.
+    if (producer.opened > 1 && r.slot_in >= 0) {
       l2_prefetch(state_matrix(args.initial, r.slot_in, r.head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     }
@@ -52,26 +52,26 @@ __device__ __forceinline__ void open_tile(const ChunkForwardKernelParams& p, Chu
   }
 }
 
-// Opens the walker's next tile, if there is one.
+// Opens the producer's next item, if there is one.
 template <typename Traits>
-__device__ __forceinline__ void open_next_tile(const ChunkForwardKernelParams& p, ChunkWalker& walker) {
+__device__ __forceinline__ void open_next_item(const KernelArgs& p, QueueProducer& producer) {
   if (Traits::kStateOnly || p.list != nullptr) {
-    open_listed_tile<Traits>(p, walker);
+    open_planned_item<Traits>(p, producer);
   } else {
-    open_tile<Traits>(p, walker);
+    open_item<Traits>(p, producer);
   }
 }
 
-// What a tile's first chunk hands on to the next.
+// What an item's first chunk hands on to the next.
 inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
 
 // ChunkEnd::kept of a chunk that starts with token `row`, `inside` tokens after the start of its sequence's chunk
-// `position`, in a tile that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
+// `position`, in an item that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
 // `first` on are looked at.
 template <typename Traits>
-__device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, int32_t row, int32_t position,
-                                                  int32_t inside, int32_t tokens, int32_t first, int32_t step) {
-  int64_t least = kNeverKept;
+__device__ __forceinline__ int32_t tokens_to_checkpoint(const Args& args, int32_t row, int32_t position, int32_t inside,
+                                                        int32_t tokens, int32_t first, int32_t step) {
+  int64_t least = kNoCheckpoint;
   if (args.checkpoints != nullptr) {
     least = int64_t{args.checkpoint_every_chunks - position % args.checkpoint_every_chunks} * kChunk - inside;
   }
@@ -80,91 +80,92 @@ __device__ __forceinline__ int32_t tokens_to_kept(const ChunkForwardArgs& args, 
     const int32_t after = listed_tokens<Traits>()[i].token - row;
     if (after > 0) least = min(least, int64_t{after});
   }
-  return least <= tokens ? static_cast<int32_t>(least) : kNeverKept;
+  return least <= tokens ? static_cast<int32_t>(least) : kNoCheckpoint;
 }
 
-// Takes `valid` tokens off, of `tokens` that the tile has, and says what flags their chunk has from that. find_kept():
-// the next ChunkEnd::kept, asked where it has to be found.
+// Takes `valid` tokens off, of `tokens` that the item has, and says what flags their chunk has from that.
+// find_checkpoint(): the next ChunkEnd::kept, asked where it has to be found.
 template <typename FindKept>
-__device__ __forceinline__ int32_t end_chunk(ChunkEnd& end, int32_t valid, int32_t tokens, FindKept find_kept) {
-  int32_t flags = (end.inside != 0 ? kInsideOnGrid : 0) | (tokens >= kChunk ? kRowsFollow : 0);
+__device__ __forceinline__ int32_t end_chunk(ChunkEnd& end, int32_t valid, int32_t tokens, FindKept find_checkpoint) {
+  int32_t flags = (end.inside != 0 ? kStartsInsideChunk : 0) | (tokens >= kChunk ? kRowsFollow : 0);
   end.inside = (end.inside + valid) % kChunk;
   end.kept -= valid;
   if (end.kept == 0) {
-    flags |= end.inside == 0 ? kKeptChunk | kEndsOnGrid : kKeptChunk;
-    end.kept = find_kept();
+    flags |= end.inside == 0 ? kCheckpointChunk | kEndsWholeChunk : kCheckpointChunk;
+    end.kept = find_checkpoint();
   }
   return flags;
 }
 
-// The record of the next chunk.
+// The descriptor of the next chunk.
 template <typename Traits>
-__device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, ChunkWalker& walker,
-                                              ChunkRecord& record) {
-  if (walker.remaining < 0) open_next_tile<Traits>(p, walker);
-  if (walker.remaining < 0) {
-    record.valid = -1;
+__device__ __forceinline__ void produce_chunk(const KernelArgs& p, QueueProducer& producer,
+                                              ChunkDescriptor& descriptor) {
+  if (producer.remaining < 0) open_next_item<Traits>(p, producer);
+  if (producer.remaining < 0) {
+    descriptor.valid = -1;
     return;
   }
-  ChunkRecord r = walker.next;
-  r.valid = min(walker.remaining, kChunk);
-  if constexpr (Traits::kEndsWhereKept) {
-    const auto find_kept = [&](int32_t row, int32_t position, int32_t tokens) {
-      return tokens_to_kept<Traits>(p.args, row, position, walker.end.inside, tokens, 0, 1);
+  ChunkDescriptor r = producer.next;
+  r.valid = min(producer.remaining, kChunk);
+  if constexpr (Traits::kEndsAtCheckpoints) {
+    const auto find_checkpoint = [&](int32_t row, int32_t position, int32_t tokens) {
+      return tokens_to_checkpoint<Traits>(p.args, row, position, producer.end.inside, tokens, 0, 1);
     };
     if (r.flags & kFirstChunk) {
-      walker.end.inside = 0;
-      walker.end.kept = find_kept(r.row, r.position, walker.remaining);
+      producer.end.inside = 0;
+      producer.end.kept = find_checkpoint(r.row, r.position, producer.remaining);
     }
-    r.valid = min(r.valid, min(kChunk - walker.end.inside, walker.end.kept));
-    r.flags |= end_chunk(walker.end, r.valid, walker.remaining, [&] {
-      return find_kept(r.row + r.valid, r.position + (walker.end.inside == 0), walker.remaining - r.valid);
+    r.valid = min(r.valid, min(kChunk - producer.end.inside, producer.end.kept));
+    r.flags |= end_chunk(producer.end, r.valid, producer.remaining, [&] {
+      return find_checkpoint(r.row + r.valid, r.position + (producer.end.inside == 0), producer.remaining - r.valid);
     });
   }
-  walker.remaining -= r.valid;
-  if (walker.remaining == 0) {
+  producer.remaining -= r.valid;
+  if (producer.remaining == 0) {
     r.flags |= kLastChunk;
-    walker.remaining = -1;
+    producer.remaining = -1;
   }
-  if (walker.silent > 0) {
-    r.flags |= kSilentChunk;
-    --walker.silent;
+  if (producer.warmup > 0) {
+    r.flags |= kWarmupChunk;
+    --producer.warmup;
   }
-  record = r;
-  walker.next.flags = r.flags & kFlagsOfTile;
-  if constexpr (Traits::kEndsWhereKept) {
-    walker.next.row = r.row + r.valid;
-    walker.next.chunk = r.chunk + (walker.end.inside == 0);
-    walker.next.position = r.position + (walker.end.inside == 0);
+  descriptor = r;
+  producer.next.flags = r.flags & kFlagsOfTile;
+  if constexpr (Traits::kEndsAtCheckpoints) {
+    producer.next.row = r.row + r.valid;
+    producer.next.chunk = r.chunk + (producer.end.inside == 0);
+    producer.next.position = r.position + (producer.end.inside == 0);
   } else {
-    walker.next.row = r.row + kChunk;
-    walker.next.chunk = r.chunk + 1;
-    walker.next.position = r.position + 1;
+    producer.next.row = r.row + kChunk;
+    producer.next.chunk = r.chunk + 1;
+    producer.next.position = r.position + 1;
   }
 }
 
-// ... of chunk m, in the ring, by the walker in shared memory.
+// ... of chunk m, in the ring, by the producer in shared memory.
 template <typename Traits>
-__device__ __forceinline__ void produce_chunk(const ChunkForwardKernelParams& p, uint32_t m) {
-  produce_chunk<Traits>(p, *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker),
-                        reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing]);
+__device__ __forceinline__ void produce_chunk(const KernelArgs& p, uint32_t m) {
+  produce_chunk<Traits>(
+      p, *reinterpret_cast<QueueProducer*>(shared_memory() + Traits::kSmemProducer),
+      reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors)[m % Traits::kDescriptorRing]);
 }
 
-// What the first chunk of a block's tile takes, into L2, by one warp, while the kernels before this one may still run.
+// What the first chunk of a block's item takes, into L2, by one warp, while the kernels before this one may still run.
 // Nothing is kept of it: should they write the offsets or anything else of the call, what was read here is only a wrong
-// guess of a place, within the tensors. With a plan the tile is not known yet.
+// guess of a place, within the tensors. With a plan the item is not known yet.
 template <typename Traits>
-__device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelParams& p, int lane) {
+__device__ __forceinline__ void prefetch_first_chunk(const KernelArgs& p, int lane) {
   if (p.list != nullptr || p.plan != nullptr) return;
-  const ChunkForwardArgs& args = p.args;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks;
-  const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kBlocks;  // of V, and of the chunks' preparation
-  const int32_t place = tile / args.num_value_heads, head = tile - place * args.num_value_heads;
-  const bool sorted = p.order == BlockOrder::kSorted;
+  const Args& args = p.args;
+  const int32_t item = static_cast<int32_t>(blockIdx.x) / Traits::kClusterCtas;
+  const int32_t part = static_cast<int32_t>(blockIdx.x) % Traits::kClusterCtas;  // of V, and of the chunks' preparation
+  const int32_t place = item / args.num_value_heads, head = item - place * args.num_value_heads;
+  const bool sorted = p.order == SequenceOrder::kSorted;
   int32_t sequence = sorted ? min(lane, args.num_sequences - 1) : place;
-  PlannedSequence s = args.cu_seqlens != nullptr
-                          ? sequence_at(args, sequence)
-                          : PlannedSequence{sequence * static_cast<int32_t>(args.dense_length), 1, sequence, 0};
+  SequenceSpan s = args.cu_seqlens != nullptr
+                       ? sequence_at(args, sequence)
+                       : SequenceSpan{sequence * static_cast<int32_t>(args.dense_length), 1, sequence, 0};
   if (sorted) {
     const int32_t rank = sorted_rank(s, args.num_sequences, lane);
     sequence = __ffs(__ballot_sync(0xffffffffu, lane < args.num_sequences && rank == place)) - 1;
@@ -181,7 +182,7 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
       l2_prefetch(state_matrix(args.initial, slot, head),
                   kHeadDim * kHeadDim * static_cast<uint32_t>(element_size(args.initial.type)));
     };
-    if constexpr (Traits::kEndsWhereKept) {
+    if constexpr (Traits::kEndsAtCheckpoints) {
       if (const int64_t slot = initial_slot<true>(args, sequence); slot >= 0) prefetch_state(slot);
     } else {
       if (args.initial.data != nullptr && args.initial.indices == nullptr && part == 0) prefetch_state(sequence);
@@ -195,14 +196,14 @@ __device__ __forceinline__ void prefetch_first_chunk(const ChunkForwardKernelPar
   }
 }
 
-// Records that are there before the first chunk. With duties, record m + 5 follows the gates of chunk m: whoever has
-// seen P of chunk m, or its end, sees record m + 4.
+// Descriptors that are there before the first chunk. With a role to each warp, descriptor m + 5 follows the gates of
+// chunk m: whoever has seen P of chunk m, or its end, sees descriptor m + 4.
 template <typename Traits>
-inline constexpr uint32_t kFirstRecords = Traits::kDuties ? 5 : 4;
+inline constexpr uint32_t kFirstDescriptors = Traits::kWarpRoles ? 5 : 4;
 
-// The plan of a split, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
-// kernels behind this one start after that. Who has to wait takes a ticket meanwhile, which lane 0 gets; else -1.
-__device__ __forceinline__ int32_t wait_for_plan(const ChunkForwardKernelParams& p, int lane) {
+// The plan, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
+// kernels after this one start after that. Who has to wait takes a ticket meanwhile, which lane 0 gets; else -1.
+__device__ __forceinline__ int32_t wait_for_plan(const KernelArgs& p, int lane) {
   int32_t early = -1;
   if (lane == 0) {
     if (load_acquire(&p.counters->made) != 1) {
@@ -210,7 +211,7 @@ __device__ __forceinline__ int32_t wait_for_plan(const ChunkForwardKernelParams&
       while (load_acquire(&p.counters->made) != 1) {
       }
     }
-    fence_proxy_async_all();  // the copy engine's reads come behind it as well
+    fence_proxy_async_all();  // the copy engine's reads come after it as well
   }
   __syncwarp();
   return early;
@@ -218,48 +219,52 @@ __device__ __forceinline__ int32_t wait_for_plan(const ChunkForwardKernelParams&
 
 // ... by one warp.
 template <typename Traits>
-__device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams& p, int lane) {
-  const ChunkForwardArgs& args = p.args;
+__device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane) {
+  const Args& args = p.args;
   int32_t early = -1;
   if (p.list != nullptr) {
     early = wait_for_plan(p, lane);
     asm volatile("griddepcontrol.launch_dependents;");
   }
-  const bool sorted = p.order == BlockOrder::kSorted, finds = p.order != BlockOrder::kGiven;
-  const int32_t rank = static_cast<int32_t>(blockIdx.x) / Traits::kBlocks / args.num_value_heads;  // of the first tile
+  const bool sorted = p.order == SequenceOrder::kSorted, finds = p.order != SequenceOrder::kGiven;
+  const int32_t rank =
+      static_cast<int32_t>(blockIdx.x) / Traits::kClusterCtas / args.num_value_heads;  // of the first item
   const int32_t mine = sorted ? min(lane, args.num_sequences - 1) : rank;
-  PlannedSequence s{};
+  SequenceSpan s{};
   if (finds) s = sequence_at(args, mine);
   // Where blocks find their sequences, the list is made while the kernels before this one may still run, of offsets
   // that they might write, and once more if they have.
   bool waits = p.list == nullptr;
 #pragma unroll 1
   while (true) {
-    // A ticket is taken once, and is zero when the kernel before this one has ended: the first records must need none.
+    // A ticket is taken once, and is zero when the kernel before this one has ended: the first descriptors must need
+    // none.
     bool guesses = finds && waits;
     if (finds) {
       const int32_t place = sorted ? sorted_rank(s, args.num_sequences, lane) : 0;
       if (lane < (sorted ? args.num_sequences : 1)) found_sequences<Traits>()[place] = s;
       __syncwarp();
-      if (sorted && p.ticket == nullptr) deal_tiles<Traits>(p, lane);
+      if (sorted && p.ticket == nullptr) assign_items<Traits>(p, lane);
       if (p.ticket != nullptr) {
-        guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstRecords<Traits> - 1) * kChunk;
+        guesses &=
+            found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstDescriptors<Traits> - 1) * kChunk;
       }
-      // Slots are looked at again where they are at hand. They may skip a block's first tile, which takes a ticket
+      // Slots are looked at again where they are at hand. They may skip a block's first item, which takes a ticket
       // then.
-      if constexpr (Traits::kEndsWhereKept) guesses &= (sorted && p.ticket == nullptr) || !has_slots(args);
+      if constexpr (Traits::kEndsAtCheckpoints) guesses &= (sorted && p.ticket == nullptr) || !has_slots(args);
     }
     if (guesses || !waits) {
-      if constexpr (Traits::kEndsWhereKept) fetch_listed_and_slots<Traits>(p, lane);
+      if constexpr (Traits::kEndsAtCheckpoints) fetch_listed_and_slots<Traits>(p, lane);
       if (lane == 0) {
-        ChunkWalker walker;  // in registers for as long as it goes on at once
-        open_list<Traits>(p, walker);
-        if (p.list != nullptr) walker.tile = early;
+        QueueProducer producer;  // in registers for as long as it goes on at once
+        open_queue<Traits>(p, producer);
+        if (p.list != nullptr) producer.item = early;
 #pragma unroll 1
-        for (uint32_t m = 0; m < kFirstRecords<Traits>; ++m) {
-          produce_chunk<Traits>(p, walker, reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m]);
+        for (uint32_t m = 0; m < kFirstDescriptors<Traits>; ++m) {
+          produce_chunk<Traits>(p, producer,
+                                reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors)[m]);
         }
-        *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker) = walker;
+        *reinterpret_cast<QueueProducer*>(shared_memory() + Traits::kSmemProducer) = producer;
       }
       if (!waits) return;
       __syncwarp();
@@ -268,8 +273,8 @@ __device__ __forceinline__ void list_first_chunks(const ChunkForwardKernelParams
     if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
     waits = false;
     if (finds) {
-      const PlannedSequence now = sequence_at(args, mine);
-      if constexpr (Traits::kEndsWhereKept) guesses = guesses && listed_and_slots_stay<Traits>(p, lane);
+      const SequenceSpan now = sequence_at(args, mine);
+      if constexpr (Traits::kEndsAtCheckpoints) guesses = guesses && listed_and_slots_stay<Traits>(p, lane);
       if (guesses && __all_sync(0xffffffffu, now.start == s.start && now.length == s.length)) return;
       s = now;
     }

@@ -1,10 +1,15 @@
-// The forward of half heads, for cards with more SMs than tiles: a cluster of two blocks works on a tile, each holds
-// 64 rows of S^T, one for each entry of half of V, and prepares every second chunk for both (names as in docs/math.md
-// and kernel.cuh).
+// The forward by clusters of two CTAs, for cards with more SMs than work items: each CTA holds 64 rows of S^T, which is
+// half of V, and prepares every second chunk for both. Read chunk_fwd/kernel.cuh first; names are those of
+// docs/math.md. docs/kernels/forward_2cta.md has the drawing in full and a table of the hand-overs.
 //
-// Each block has a state warpgroup, two auxiliary ones, and four warps with a duty each: the list of chunks (of the
-// first block, for both), K and Q (each block fetches those of its own chunks into both), V and O, and the gates.
-// docs/design/sm90_forward_pairs.md has the hand-overs.
+//   service warps  0: chunk descriptors of both CTAs (first CTA alone) -kFullDescriptor-> [descriptors x16]
+//                  1: K, Q of local chunks, into both CTAs  -kFullK-> [K x5]  -kFullQ-> [Q x3]
+//                  2: V -(on kFullP)-> [V x3];  O out of V's stage after kFullO
+//                  3: gates of local chunks -kFullGate-> [local gates x3] [factors x3]
+//   producer       two warpgroups, every second local chunk each: K K^T, inverse -> A_g, Q K^T -> P
+//   warpgroups     local: [A x4] [P x4] by stores, remote: A_g, P and gates by bulk copies;  -kFullP- in both CTAs
+//   state          S K | S Q | A_g W | P V' | update of S for its 64 rows;  O into V's stage -kFullO-
+//   warpgroup      end of a chunk -kDone- in both CTAs
 #pragma once
 
 #include <cstddef>
@@ -22,50 +27,49 @@
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
-using fwd::ChunkForwardKernel, fwd::ChunkForwardKernelParams, fwd::ChunkRecord, fwd::ChunkWalker;
-using fwd::finish_tiles, fwd::kSilentChunk, fwd::open_list, fwd::prefetch_first_chunk, fwd::produce_chunk;
+using fwd::finish_items, fwd::kWarmupChunk, fwd::open_queue, fwd::prefetch_first_chunk, fwd::produce_chunk;
+using fwd::Kernel, fwd::KernelArgs, fwd::ChunkDescriptor, fwd::QueueProducer;
 
-inline constexpr uint16_t kBothBlocks = 3;
+inline constexpr uint16_t kBothCtas = 3;
 
-// An auxiliary warpgroup: A_g and P of every second chunk of its block, for both blocks.
+// A producer warpgroup: A_g and P of every second chunk of its block, for both blocks.
 template <typename Traits>
-struct PairAuxRole {
+struct ProducerWarpgroup {
   using Element = typename Traits::Element;
-  const ChunkForwardKernelParams& p;
-  PairPlaces<Traits> at_pair;
+  const KernelArgs& p;
+  Places<Traits> places;
   int group, thread;
 
   __device__ void sync() const { named_barrier_sync(1 + group, 128); }
 
   // For prepare_chunk().
-  __device__ static const ChunkRecord& record(uint32_t m) { return PairPlaces<Traits>::record(m); }
-  __device__ static uint32_t stage_k(uint32_t m) { return PairPlaces<Traits>::stage_k(m); }
-  __device__ static uint32_t tile_a(uint32_t m) { return PairPlaces<Traits>::tile_a(m); }
-  __device__ static uint32_t factors(uint32_t m) { return PairPlaces<Traits>::factors(m); }
-  __device__ static uint32_t gate(uint32_t m) { return PairPlaces<Traits>::own_gate(m); }
-  __device__ static void wait_k(uint32_t m) { PairPlaces<Traits>::wait_k(m); }
-  __device__ static void wait_factors(uint32_t m) { PairPlaces<Traits>::wait_gate(m); }
+  __device__ static const ChunkDescriptor& descriptor(uint32_t m) { return Places<Traits>::descriptor(m); }
+  __device__ static uint32_t stage_k(uint32_t m) { return Places<Traits>::stage_k(m); }
+  __device__ static uint32_t tile_a(uint32_t m) { return Places<Traits>::tile_a(m); }
+  __device__ static uint32_t factors(uint32_t m) { return Places<Traits>::factors(m); }
+  __device__ static uint32_t gate(uint32_t m) { return Places<Traits>::local_gate(m); }
+  __device__ static void wait_k(uint32_t m) { Places<Traits>::wait_k(m); }
+  __device__ static void wait_factors(uint32_t m) { Places<Traits>::wait_gate(m); }
   // From here on this chunk's tiles and gates may be written, here and in the other block.
-  __device__ static void wait_tile(uint32_t m) { PairPlaces<Traits>::wait_done(m, Traits::kStagesP); }
+  __device__ static void wait_tile(uint32_t m) { Places<Traits>::wait_done(m, Traits::kStagesP); }
 
   // The warp's 16 rows of a tile, once all its lanes have written them, to the other block.
   __device__ void send_rows(uint32_t tile, uint32_t m, int warp) const {
     const uint32_t rows = tile + warp * Traits::kBytesRows;
-    bulk_copy_cluster(at_pair.in_other_block(rows), rows, Traits::kBytesRows,
-                      at_pair.in_other_block(at_pair.full_p(m)));
+    bulk_copy_cluster(places.in_other_cta(rows), rows, Traits::kBytesRows, places.in_other_cta(places.full_p(m)));
   }
 
   // A_g's rows on their way; P.
   template <bool kMild>
   __device__ __forceinline__ void finish(uint32_t m, uint32_t tile, uint32_t factors, float mild,
-                                         const LanePlace& at) const {
+                                         const FragmentPosition& at) const {
     fence_proxy_async();
     __syncwarp();
     if (at.lane == 0) send_rows(tile, m, at.warp);
 
-    at_pair.wait_q(m);
+    places.wait_q(m);
     float qkt[32];
-    start_product<Element>(qkt, uniform_descriptor(at_pair.stage_q(m)), uniform_descriptor(at_pair.stage_k(m)));
+    start_product<Element>(qkt, uniform_descriptor(places.stage_q(m)), uniform_descriptor(places.stage_k(m)));
     wgmma_wait<0>();
     pin(qkt);
     float2 diagonal[3];
@@ -75,21 +79,21 @@ struct PairAuxRole {
       diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
     }
     if constexpr (kMild) {
-      store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), at_pair.tile_p(m), factors, at);
+      store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), places.tile_p(m), factors, at);
     } else {
-      store_gated<Traits, false>(qkt, diagonal, at_pair.tile_p(m), factors, at);
+      store_gated<Traits, false>(qkt, diagonal, places.tile_p(m), factors, at);
     }
     fence_proxy_async();
     __syncwarp();
-    mbarrier_arrive_warp(at_pair.full_p(m), at.lane);
+    mbarrier_arrive_warp(places.full_p(m), at.lane);
     if (at.lane == 0) {
-      // A_g's rows are announced here too; they may have come already.
+      // The bytes of A_g's rows are expected here too; they may have come already.
       const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
-      const uint32_t barrier = at_pair.in_other_block(at_pair.full_p(m));
+      const uint32_t barrier = places.in_other_cta(places.full_p(m));
       mbarrier_arrive_expect_cluster(barrier, 2 * Traits::kBytesRows + gate_bytes);
-      send_rows(at_pair.tile_p(m), m, at.warp);
+      send_rows(places.tile_p(m), m, at.warp);
       if (gate_bytes != 0) {
-        bulk_copy_cluster(at_pair.in_other_block(at_pair.received_gate(m)), at_pair.own_gate(m), gate_bytes, barrier);
+        bulk_copy_cluster(places.in_other_cta(places.remote_gate(m)), places.local_gate(m), gate_bytes, barrier);
       }
     }
     __syncwarp();
@@ -97,54 +101,54 @@ struct PairAuxRole {
 
   __device__ void run() const {
 #pragma unroll 1
-    for (uint32_t m = at_pair.rank + 2 * group;; m += 4) {
-      at_pair.wait_record(m);
-      if (at_pair.record(m).valid < 0) return;
+    for (uint32_t m = places.rank + 2 * group;; m += 4) {
+      places.wait_descriptor(m);
+      if (places.descriptor(m).valid < 0) return;
       prepare_chunk<Traits>(*this, m);
     }
   }
 };
 
-// Warps with a duty each.
+// Warps with a role each.
 template <typename Traits>
-struct PairServiceRole {
+struct ServiceWarps {
   using Element = typename Traits::Element;
-  const ChunkForwardKernelParams& p;
-  PairPlaces<Traits> at_pair;
+  const KernelArgs& p;
+  Places<Traits> places;
   int lane;
 
-  // The records of all chunks, by one thread of the first block for both; that of the second sees to it that the last
-  // have come before its block ends.
-  __device__ void list_chunks() const {
-    if (at_pair.rank != 0) {
+  // The descriptors of all chunks, by one thread of the first block for both; that of the second sees to it that the
+  // last have come before its block ends.
+  __device__ void queue_chunks() const {
+    if (places.rank != 0) {
 #pragma unroll 1
-      for (uint32_t m = 0;; m += Traits::kBurst) {
-        at_pair.wait_record(m);
-        if (at_pair.record(m).valid < 0) return;
+      for (uint32_t m = 0;; m += Traits::kBatch) {
+        places.wait_descriptor(m);
+        if (places.descriptor(m).valid < 0) return;
       }
     }
-    ChunkWalker walker;
-    open_list<Traits>(p, walker);
+    QueueProducer producer;
+    open_queue<Traits>(p, producer);
     // In bursts: instructions are short of room, and these would push the other roles' out in every chunk.
     bool more = true;
 #pragma unroll 1
-    for (uint32_t m = 0; more; m += Traits::kBurst) {
-      at_pair.wait_done(m, Traits::kRecordsAhead);
-      const uint32_t barrier = at_pair.full_record(m), other_barrier = at_pair.in_other_block(barrier);
-      mbarrier_arrive_expect_cluster(other_barrier, Traits::kBurst * sizeof(ChunkRecord));
+    for (uint32_t m = 0; more; m += Traits::kBatch) {
+      places.wait_done(m, Traits::kDescriptorsAhead);
+      const uint32_t barrier = places.full_descriptor(m), other_barrier = places.in_other_cta(barrier);
+      mbarrier_arrive_expect_cluster(other_barrier, Traits::kBatch * sizeof(ChunkDescriptor));
 #pragma unroll 1
-      for (uint32_t n = m; n < m + Traits::kBurst; ++n) {
-        ChunkRecord c;
-        produce_chunk<Traits>(p, walker, c);
-        uint4 words[sizeof(ChunkRecord) / 16];
+      for (uint32_t n = m; n < m + Traits::kBatch; ++n) {
+        ChunkDescriptor c;
+        produce_chunk<Traits>(p, producer, c);
+        uint4 words[sizeof(ChunkDescriptor) / 16];
         memcpy(words, &c, sizeof(c));
         // The last burst has no chunk at all: as many ends as there are groups that wait for one of their own.
         if (n == m) more = c.valid >= 0;
-        const uint32_t record = smem_address(&at_pair.record(n)), other = at_pair.in_other_block(record);
+        const uint32_t descriptor = smem_address(&places.descriptor(n)), other = places.in_other_cta(descriptor);
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
-          store_shared_u4(record + 16 * i, words[i]);
-          if (16 * i == offsetof(ChunkRecord, sequence)) words[i].y |= 1;  // the other half of V
+          store_shared_u4(descriptor + 16 * i, words[i]);
+          if (16 * i == offsetof(ChunkDescriptor, sequence)) words[i].y |= 1;  // the other half of V
           store_cluster_u4(other + 16 * i, words[i], other_barrier);
         }
       }
@@ -160,22 +164,22 @@ struct PairServiceRole {
     int row_before = 0, head_before = 0;
     bool more = true;
 #pragma unroll 1
-    for (uint32_t m = at_pair.rank; more; m += 2) {
-      at_pair.wait_record(m);
-      const ChunkRecord& c = at_pair.record(m);
+    for (uint32_t m = places.rank; more; m += 2) {
+      places.wait_descriptor(m);
+      const ChunkDescriptor& c = places.descriptor(m);
       more = __any_sync(0xffffffffu, c.valid >= 0);
       // Out of a reduction, so that the compiler knows them to be the same in all lanes.
       const int row = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.row)));
       const int head = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.key_head)));
       if constexpr (Traits::kLoaderArrivals != 0) {
         // Of both chunks of the pair: the list's thread waits for one of them, which may be the other block's.
-        mbarrier_arrive(at_pair.done(m - at_pair.rank));
-        mbarrier_arrive(at_pair.done(m - at_pair.rank + 1));
+        mbarrier_arrive(places.done(m - places.rank));
+        mbarrier_arrive(places.done(m - places.rank + 1));
       }
-      at_pair.wait_done(m, Traits::kStagesK);
+      places.wait_done(m, Traits::kStagesK);
       if (lane == 0) {
-        if (m >= 2) load(&p.q, at_pair.stage_q(m - 2), at_pair.full_q(m - 2), row_before, head_before);
-        if (more) load(&p.k, at_pair.stage_k(m), at_pair.full_k(m), row, head);
+        if (m >= 2) load(&p.q, places.stage_q(m - 2), places.full_q(m - 2), row_before, head_before);
+        if (more) load(&p.k, places.stage_k(m), places.full_k(m), row, head);
       }
       row_before = row;
       head_before = head;
@@ -183,47 +187,47 @@ struct PairServiceRole {
   }
   __device__ void load(const CUtensorMap* map, uint32_t stage, uint32_t barrier, int row, int head) const {
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
-    mbarrier_arrive_expect_cluster(at_pair.in_other_block(barrier), Traits::kBytesK);
-    tma_load_4d_cluster(stage, map, barrier, 0, row, 0, head, kBothBlocks);
+    mbarrier_arrive_expect_cluster(places.in_other_cta(barrier), Traits::kBytesK);
+    tma_load_4d_cluster(stage, map, barrier, 0, row, 0, head, kBothCtas);
   }
 
   // O of chunk m to global memory; at a sequence's end row by row.
   __device__ void store_o(uint32_t m) const {
-    mbarrier_wait(at_pair.full_o(m), m / Traits::kBarriersO & 1);
+    mbarrier_wait(places.full_o(m), m / Traits::kBarriersO & 1);
     fence_proxy_async();  // also where nothing is sent: the copy engine fills the stage next
-    const ChunkRecord& c = at_pair.record(m);
+    const ChunkDescriptor& c = places.descriptor(m);
     if (c.valid < kChunk) {
-      store_output_rows<Element>(p.args, c, [&] { return at_pair.stage_v(m); }, lane);
-    } else if (!(c.flags & kSilentChunk) && lane == 0) {
-      tma_store_4d(&p.o, at_pair.stage_v(m), 0, c.row, c.half, c.head);
+      store_output_rows<Element>(p.args, c, [&] { return places.stage_v(m); }, lane);
+    } else if (!(c.flags & kWarmupChunk) && lane == 0) {
+      tma_store_4d(&p.o, places.stage_v(m), 0, c.row, c.half, c.head);
       tma_store_commit();
       tma_store_wait_read();
     }
     __syncwarp();
   }
 
-  // V of chunk m. At a sequence's end it is passed on once what follows in memory is cleared, and so is that behind a K
+  // V of chunk m. At a sequence's end it is passed on once what follows in memory is cleared, and so is that after a K
   // of the other block's.
   __device__ void load_v(uint32_t m, uint32_t& tails) const {
-    const ChunkRecord& c = at_pair.record(m);
+    const ChunkDescriptor& c = places.descriptor(m);
     const bool tail = c.valid < kChunk;
-    const uint32_t barrier = tail ? smem() + Traits::kTailV : at_pair.full_p(m);
+    const uint32_t barrier = tail ? smem() + Traits::kTailV : places.full_p(m);
     if (lane == 0) {
       mbarrier_arrive_expect(barrier, Traits::kBytesV);
-      tma_load_4d(at_pair.stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
+      tma_load_4d(places.stage_v(m), &p.v, barrier, 0, c.row, c.half, c.head);
     } else if (kWarpArrivals == 32) {
       mbarrier_arrive(barrier);
     }
     if (!tail) return;
     mbarrier_wait(barrier, tails & 1);
     ++tails;
-    clear_tail_rows(at_pair.stage_v(m), 1, c.valid, lane, 32);
-    if (!at_pair.own(m)) {
-      at_pair.wait_k(m);
-      clear_tail_rows(at_pair.stage_k(m), 2, c.valid, lane, 32);
+    zero_tail_rows(places.stage_v(m), 1, c.valid, lane, 32);
+    if (!places.own(m)) {
+      places.wait_k(m);
+      zero_tail_rows(places.stage_k(m), 2, c.valid, lane, 32);
     }
     __syncwarp();
-    mbarrier_arrive_warp(at_pair.full_p(m), lane);
+    mbarrier_arrive_warp(places.full_p(m), lane);
   }
 
   // V into the stage that O of three chunks before has left.
@@ -231,8 +235,8 @@ struct PairServiceRole {
     uint32_t tails = 0, after_last = 0;
 #pragma unroll 1
     for (uint32_t m = 0; after_last < Traits::kStagesV; ++m) {
-      if (after_last == 0) at_pair.wait_record(m);
-      if (after_last > 0 || at_pair.record(m).valid < 0) ++after_last;
+      if (after_last == 0) places.wait_descriptor(m);
+      if (after_last > 0 || places.descriptor(m).valid < 0) ++after_last;
       if (m >= Traits::kStagesV) store_o(m - Traits::kStagesV);
       if (after_last == 0) load_v(m, tails);
     }
@@ -240,16 +244,16 @@ struct PairServiceRole {
   }
 };
 
-// kBehindPlan: after a kernel that takes what the plan of a split gives it, with a list that may be empty. A kernel of
-// its own, lest what it begins with move the code of the roles (moved by fifteen instructions they took 2.4 to 3.5 %
-// more).
-template <typename Traits, bool kBehindPlan>
+// kAfterPlan: after a kernel that takes what the plan gives it, with a list that may be empty. A kernel of
+// its own, so that what it begins with does not move the code of the roles (moved by fifteen instructions they took 2.4
+// to 3.5 % more).
+template <typename Traits, bool kAfterPlan>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    sm90_pair_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
-  if constexpr (kBehindPlan) {
+    sm90_chunk_fwd_2cta_kernel(const __grid_constant__ KernelArgs p) {
+  if constexpr (kAfterPlan) {
     // One cluster waits: a kernel must not end before those it depends on. The others do not keep the SMs on which they
     // come until then.
-    if (load_now(&p.sizes->tiles) + load_now(&p.sizes->dependent_tiles) == 0) {
+    if (load_now(&p.sizes->items) + load_now(&p.sizes->dependent_items) == 0) {
       if (blockIdx.x == 0 && threadIdx.x == 0) {
         asm volatile("griddepcontrol.launch_dependents;");
         asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -262,23 +266,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
   const int thread = threadIdx.x % 128;
   const uint32_t rank = __reduce_or_sync(0xffffffffu, cluster_rank());
-  const PairPlaces<Traits> at_pair{rank};
+  const Places<Traits> places{rank};
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < Traits::kBarriers; ++i) {
-      mbarrier_init(at_pair.full_k(i), 1);
-      mbarrier_init(at_pair.full_q(i), 1);
+      mbarrier_init(places.full_k(i), 1);
+      mbarrier_init(places.full_q(i), 1);
     }
     for (uint32_t i = 0; i < Traits::kBarriersDone; ++i) {
       mbarrier_init(smem() + Traits::kDone + 8 * i, 2 * 4 * kWarpArrivals + Traits::kLoaderArrivals);
     }
     for (uint32_t i = 0; i < Traits::kStagesP; ++i) {
       // The warps that made A_g and P, of this block or the other, and V.
-      mbarrier_init(at_pair.full_p(i), (at_pair.own(i) ? 4 * kWarpArrivals : 4) + kWarpArrivals);
+      mbarrier_init(places.full_p(i), (places.own(i) ? 4 * kWarpArrivals : 4) + kWarpArrivals);
     }
-    for (uint32_t i = 0; i < Traits::kBarriersGate; ++i) mbarrier_init(at_pair.full_gate(2 * i), kWarpArrivals);
-    for (uint32_t i = 0; i < Traits::kBarriersO; ++i) mbarrier_init(at_pair.full_o(i), 4 * kWarpArrivals);
+    for (uint32_t i = 0; i < Traits::kBarriersGate; ++i) mbarrier_init(places.full_gate(2 * i), kWarpArrivals);
+    for (uint32_t i = 0; i < Traits::kBarriersO; ++i) mbarrier_init(places.full_o(i), 4 * kWarpArrivals);
     mbarrier_init(smem() + Traits::kTailV, kWarpArrivals);
-    for (uint32_t i = 0; i < Traits::kChunkRing; i += Traits::kBurst) mbarrier_init(at_pair.full_record(i), 1);
+    for (uint32_t i = 0; i < Traits::kDescriptorRing; i += Traits::kBatch) mbarrier_init(places.full_descriptor(i), 1);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -296,27 +300,27 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   fence_proxy_async();
   cluster_sync();
 
-  if (group < Traits::kAuxGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-    PairAuxRole<Traits>{p, at_pair, group, thread}.run();
-    if (group == 0) finish_tiles(p, thread, 128);
-  } else if (group == Traits::kAuxGroups) {
+  if (group < Traits::kProducerGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kProducerRegisters));
+    ProducerWarpgroup<Traits>{p, places, group, thread}.run();
+    if (group == 0) finish_items(p, thread, 128);
+  } else if (group == Traits::kProducerGroups) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    PairStateRole<Traits>{{p, 0, lane_place(thread)}, at_pair}.run();
+    StateWarpgroup<Traits>{{p, 0, fragment_position(thread)}, places}.run();
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kServiceRegisters));
-    const int duty = __shfl_sync(0xffffffffu, thread / 32, 0);
-    const PairServiceRole<Traits> role{p, at_pair, thread & 31};
-    if (duty == 0) {
-      if (role.lane == 0) role.list_chunks();
-    } else if (duty == 1) {
+    const int role_number = __shfl_sync(0xffffffffu, thread / 32, 0);
+    const ServiceWarps<Traits> role{p, places, thread & 31};
+    if (role_number == 0) {
+      if (role.lane == 0) role.queue_chunks();
+    } else if (role_number == 1) {
       role.load_keys_and_queries();
-    } else if (duty == 2) {
+    } else if (role_number == 2) {
       role.move_values();
     } else {
-      make_own_gates<Traits>(p, at_pair, role.lane);
+      make_local_gates<Traits>(p, places, role.lane);
     }
-    // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
+    // Also without an item that starts from a state at a cut: a kernel must not end before those it depends on.
     if (thread == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   }
   // Neither block ends while the other may still write to it or count in it.
@@ -325,10 +329,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 template <typename Traits>
-ChunkForwardKernel describe_pair_kernel() {
-  ChunkForwardKernel kernel{reinterpret_cast<const void*>(&sm90_pair_forward_kernel<Traits, false>), Traits::kThreads,
-                            Traits::kSmemBytes, Traits::kStateGroups, Traits::kBlocks};
-  kernel.behind_plan = reinterpret_cast<const void*>(&sm90_pair_forward_kernel<Traits, true>);
+Kernel describe_kernel() {
+  Kernel kernel{reinterpret_cast<const void*>(&sm90_chunk_fwd_2cta_kernel<Traits, false>), Traits::kThreads,
+                Traits::kSmemBytes, Traits::kStateGroups, Traits::kClusterCtas};
+  kernel.after_plan = reinterpret_cast<const void*>(&sm90_chunk_fwd_2cta_kernel<Traits, true>);
   return kernel;
 }
 

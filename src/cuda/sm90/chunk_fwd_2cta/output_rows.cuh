@@ -8,13 +8,12 @@
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
-using fwd::ChunkForwardArgs, fwd::ChunkRecord;
+using fwd::Args, fwd::ChunkDescriptor;
 
 // From a stage of 64 columns of V, rows of 128 B, swizzled, by a warp. stage(): its address. The caller sees to it that
 // O is there, and that the stage is not written before all lanes have read it.
 template <typename Element, typename Stage>
-__device__ __forceinline__ void store_output_rows(const ChunkForwardArgs& args, const ChunkRecord& c, Stage&& stage,
-                                                  int lane) {
+__device__ __forceinline__ void store_output_rows(const Args& args, const ChunkDescriptor& c, Stage&& stage, int lane) {
   Element* out =
       static_cast<Element*>(args.o) + c.row * args.o_token_stride + c.head * args.o_head_stride + c.half * 64;
   for (int i = lane; i < c.valid * 8; i += 32) {

@@ -10,15 +10,15 @@
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
-using fwd::ChunkRecord;
+using fwd::ChunkDescriptor;
 
 // rank: of the block in its pair; the parity of the chunks that it prepares.
 template <typename Traits>
-struct PairPlaces {
+struct Places {
   uint32_t rank;
 
-  __device__ static ChunkRecord& record(uint32_t m) {
-    return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  __device__ static ChunkDescriptor& descriptor(uint32_t m) {
+    return reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
   }
   __device__ static uint32_t stage_k(uint32_t m) {
     return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
@@ -35,34 +35,38 @@ struct PairPlaces {
   __device__ static uint32_t tile_p(uint32_t m) {
     return smem() + Traits::kSmemP + m % Traits::kStagesP * Traits::kBytesMatrix;
   }
-  // Of the block's own chunks, every kBlocks-th.
-  __device__ static uint32_t own_gate(uint32_t m) {
-    return smem() + Traits::kSmemGate + m / Traits::kBlocks % Traits::kOwnGates * Traits::kBytesGate;
+  // Of the block's own chunks, every kClusterCtas-th.
+  __device__ static uint32_t local_gate(uint32_t m) {
+    return smem() + Traits::kSmemGate + m / Traits::kClusterCtas % Traits::kLocalGates * Traits::kBytesGate;
   }
   __device__ static uint32_t factors(uint32_t m) {
-    return smem() + Traits::kSmemFactors + m / Traits::kBlocks % Traits::kOwnGates * Traits::kBytesFactors;
+    return smem() + Traits::kSmemFactors + m / Traits::kClusterCtas % Traits::kLocalGates * Traits::kBytesFactors;
   }
 
   __device__ static uint32_t full_p(uint32_t m) { return smem() + Traits::kFullP + 8 * (m % Traits::kStagesP); }
   __device__ static uint32_t full_gate(uint32_t m) {
-    return smem() + Traits::kFullGate + 8 * (m / Traits::kBlocks % Traits::kBarriersGate);
+    return smem() + Traits::kFullGate + 8 * (m / Traits::kClusterCtas % Traits::kBarriersGate);
   }
   __device__ static void wait_gate(uint32_t m) {
-    mbarrier_wait(full_gate(m), m / Traits::kBlocks / Traits::kBarriersGate & 1);
+    mbarrier_wait(full_gate(m), m / Traits::kClusterCtas / Traits::kBarriersGate & 1);
   }
-  __device__ static uint32_t full_record(uint32_t m) {
-    return smem() + Traits::kFullRecord + 8 * (m % Traits::kChunkRing / Traits::kBurst);
+  __device__ static uint32_t full_descriptor(uint32_t m) {
+    return smem() + Traits::kFullDescriptor + 8 * (m % Traits::kDescriptorRing / Traits::kBatch);
   }
-  __device__ static void wait_record(uint32_t m) { mbarrier_wait(full_record(m), m / Traits::kChunkRing & 1); }
-  __device__ static bool test_record(uint32_t m) { return mbarrier_test(full_record(m), m / Traits::kChunkRing & 1); }
+  __device__ static void wait_descriptor(uint32_t m) {
+    mbarrier_wait(full_descriptor(m), m / Traits::kDescriptorRing & 1);
+  }
+  __device__ static bool test_descriptor(uint32_t m) {
+    return mbarrier_test(full_descriptor(m), m / Traits::kDescriptorRing & 1);
+  }
 
   __device__ bool own(uint32_t m) const { return (m & 1) == rank; }
-  __device__ uint32_t in_other_block(uint32_t address) const { return cluster_address(address, rank ^ 1); }
+  __device__ uint32_t in_other_cta(uint32_t address) const { return cluster_address(address, rank ^ 1); }
 
-  __device__ static uint32_t received_gate(uint32_t m) {
-    return smem() + Traits::kSmemGate + (Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
+  __device__ static uint32_t remote_gate(uint32_t m) {
+    return smem() + Traits::kSmemGate + (Traits::kLocalGates + (m >> 1) % Traits::kRemoteGates) * Traits::kBytesGate;
   }
-  __device__ uint32_t state_gate(uint32_t m) const { return own(m) ? own_gate(m) : received_gate(m); }
+  __device__ uint32_t state_gate(uint32_t m) const { return own(m) ? local_gate(m) : remote_gate(m); }
 
   __device__ static uint32_t full_k(uint32_t m) { return smem() + Traits::kFullK + 8 * (m % Traits::kBarriers); }
   __device__ static uint32_t full_q(uint32_t m) { return smem() + Traits::kFullQ + 8 * (m % Traits::kBarriers); }
@@ -83,7 +87,7 @@ struct PairPlaces {
     if (m >= back) mbarrier_wait(done(m - back), (m - back) / Traits::kBarriersDone & 1);
   }
   // Until the gates of an own chunk may be written.
-  __device__ static void wait_own_gate(uint32_t m) { wait_done(m, 2 * Traits::kOwnGates); }
+  __device__ static void wait_local_gate(uint32_t m) { wait_done(m, 2 * Traits::kLocalGates); }
   // A state warp is through with chunk m: in both blocks.
   __device__ static void arrive_done(uint32_t m, int lane) {
     jitter();

@@ -1,4 +1,4 @@
-// What an auxiliary warpgroup of a pair does: from K of a chunk of its own to A_g.
+// What a producer warpgroup of a pair does: from K of a chunk of its own to A_g.
 #pragma once
 
 #include "cuda/sm90/common/decay_products.cuh"
@@ -9,17 +9,17 @@
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
 // Of chunk m, by all threads of a group. Of `role`, by name: its thread and its group's sync(); where the chunk's
-// record, K, tile (of the inverse, then of A_g), factors and gates are; what must be there before K is read, before its
-// factors are, and before its tile is written; finish<kMild>(), which passes A_g on and goes on with P.
+// descriptor, K, tile (of the inverse, then of A_g), factors and gates are; what must be there before K is read, before
+// its factors are, and before its tile is written; finish<kMild>(), which passes A_g on and goes on with P.
 template <typename Traits, typename Role>
 __device__ __forceinline__ void prepare_chunk(const Role& role, uint32_t m) {
   using Element = typename Traits::Element;
-  const LanePlace at = lane_place(role.thread);
-  const ChunkRecord& chunk = role.record(m);
+  const FragmentPosition at = fragment_position(role.thread);
+  const ChunkDescriptor& chunk = role.descriptor(m);
   const uint32_t tile = role.tile_a(m), factors = role.factors(m);
   role.wait_k(m);
   if (chunk.valid < kChunk) {
-    clear_tail_rows(role.stage_k(m), 2, chunk.valid, role.thread);
+    zero_tail_rows(role.stage_k(m), 2, chunk.valid, role.thread);
     role.sync();
   }
   {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void prepare_chunk(const Role& role, uint32_t m) {
         });
     role.sync();  // the inverse has been read: A_g takes its tile
     const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-    // Both kinds of decay to the chunk's end, lest the instructions of one lie between those of the other.
+    // Both kinds of decay to the chunk's end, so that the instructions of one do not lie between those of the other.
     if (__any_sync(0xffffffffu, mild != 0.0f)) {
       store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
       role.template finish<true>(m, tile, factors, mild, at);

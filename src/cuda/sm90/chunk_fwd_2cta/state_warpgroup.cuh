@@ -1,4 +1,5 @@
-// The state warpgroup of a block of a pair: the products of state_role.cuh for 64 rows of V, in an order of its own.
+// The state warpgroup of a block of a pair: the products of chunk_fwd/state_warpgroup.cuh for 64 rows of V, in an order
+// of its own.
 //
 // No other group keeps the tensor cores busy here while this one computes between two products, and a warp cannot go on
 // while its next wgmma waits for the one before. So the next product is issued first wherever there is one: S Q before
@@ -10,7 +11,7 @@
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
-using fwd::ChunkRecord, fwd::kFirstChunk, fwd::StateRole, fwd::state_matrix;
+using fwd::ChunkDescriptor, fwd::kFirstChunk, fwd::state_matrix;
 
 // The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of; and the
 // descriptor.
@@ -34,22 +35,22 @@ __device__ __forceinline__ void start_state_product(float (&d)[32], const uint32
 
 // A quarter, 16 tokens, of O^T, tokens times `factor`, into its stage.
 template <typename Element>
-__device__ __forceinline__ void put_o_quarter(const float* x, const float4& f, uint32_t address) {
+__device__ __forceinline__ void store_o_quarter(const float* x, const float4& f, uint32_t address) {
   uint32_t packed[4];
   pack_scaled<Element>(packed, x, f);
   store_matrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
 }
 
 template <typename Traits>
-struct PairStateRole : StateRole<Traits> {
-  using Base = StateRole<Traits>;
+struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
+  using Base = fwd::StateWarpgroup<Traits>;
   using Element = typename Traits::Element;
   using Base::at;
   using Base::p;
-  PairPlaces<Traits> at_pair;
+  Places<Traits> places;
 
   // After a tile's last chunk.
-  __device__ void finish_tile(float (&s)[64], const ChunkRecord& c) const {
+  __device__ void finish_tile(float (&s)[64], const ChunkDescriptor& c) const {
     if (p.readers != nullptr) this->settle_readers(c, at);
     if (c.slot_out < 0) return;
     const StateSet& set = p.args.final_state;
@@ -59,16 +60,16 @@ struct PairStateRole : StateRole<Traits> {
 
   // The chunk that is at hand, and where its things are.
   struct Walk {
-    uint32_t m = 0, stage_k = 0, stage_q = 0, stage_v = 0, own_gate = 0;
+    uint32_t m = 0, stage_k = 0, stage_q = 0, stage_v = 0, local_gate = 0;
     uint32_t k_place, q_place, a_place;  // low words of descriptors
     int2 chunk;                          // valid and flags
     float mild = 0.0f;                   // kGateMild of it, if it is ready
     bool ready = false;                  // what it needs is there
-    bool listed = false;                 // the next chunk's record is there
+    bool listed = false;                 // the next chunk's descriptor is there
 
-    __device__ uint32_t gate(const PairPlaces<Traits>& at_pair) const {
+    __device__ uint32_t gate(const Places<Traits>& places) const {
       return smem() + Traits::kSmemGate +
-             (at_pair.own(m) ? own_gate : Traits::kOwnGates + (m >> 1) % Traits::kReceivedGates) * Traits::kBytesGate;
+             (places.own(m) ? local_gate : Traits::kLocalGates + (m >> 1) % Traits::kRemoteGates) * Traits::kBytesGate;
     }
     __device__ void find_products() {
       k_place = uniform_place(smem() + Traits::kSmemK + stage_k * Traits::kBytesK);
@@ -77,20 +78,20 @@ struct PairStateRole : StateRole<Traits> {
     }
   };
 
-  // Chunks, until one needs something that is seldom done. Two copies, lest the instructions of the other kind of decay
-  // lie between those of this one. rows, column: a lane's places in a tile and in a vector.
+  // Chunks, until one needs something that is seldom done. Two copies, so that the instructions of the other kind of
+  // decay do not lie between those of this one. rows, column: a lane's places in a tile and in a vector.
   template <bool kMild>
   __device__ __forceinline__ void take_chunks(float (&s)[64], Walk& w, uint32_t rows, uint32_t column) const {
     bool go;
 #pragma unroll 1
     do {
       const uint32_t m = w.m;
-      const ChunkRecord& chunk = this->record(m);
+      const ChunkDescriptor& chunk = this->descriptor(m);
       const uint32_t v_rows = smem() + Traits::kSmemV + w.stage_v * Traits::kBytesV + rows;
-      const uint32_t gate = w.gate(at_pair), columns = gate + column;
+      const uint32_t gate = w.gate(places), columns = gate + column;
       wgmma_wait<0>();
       pin(s);
-      // Before S is packed: the assembler asks for them no later than behind the first product, and answers come late
+      // Before S is packed: the assembler asks for them no later than after the first product, and answers come late
       // beside products.
       uint32_t v[16];
       float4 gamma[4];
@@ -118,13 +119,13 @@ struct PairStateRole : StateRole<Traits> {
 
       // W^T = V^T - u^T diag(gamma)
 #pragma unroll
-      for (int b = 0; b < 4; ++b) take_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
+      for (int b = 0; b < 4; ++b) subtract_from_values<Element>(v + 4 * b, u + 8 * b, gamma[b]);
       // V'^T = W^T Ag^T
       float low[16], high[16];
       multiply_lower<Element>(low, high, v, a_rows);
       if constexpr (Traits::kSave) this->save_h(packed, chunk);
-      // Under it: gC S0, and what comes next. In a branch that is always taken, lest it sink between the products
-      // below.
+      // Under it: gC S0, and what comes next. In a branch that is always taken, so that it does not sink between the
+      // products below.
       if (m != 0xffffffffu) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) s[i] *= last;
@@ -146,9 +147,9 @@ struct PairStateRole : StateRole<Traits> {
       w.stage_k = w.stage_k == Traits::kStagesK - 1 ? 0 : w.stage_k + 1;
       w.stage_q = w.stage_q == Traits::kStagesQ - 1 ? 0 : w.stage_q + 1;
       w.stage_v = w.stage_v == Traits::kStagesV - 1 ? 0 : w.stage_v + 1;
-      if (m & 1) w.own_gate = w.own_gate == Traits::kOwnGates - 1 ? 0 : w.own_gate + 1;
+      if (m & 1) w.local_gate = w.local_gate == Traits::kLocalGates - 1 ? 0 : w.local_gate + 1;
       w.find_products();
-      if (!w.listed) at_pair.wait_record(w.m);
+      if (!w.listed) places.wait_descriptor(w.m);
       w.chunk = this->load_chunk(w.m);
       wgmma_wait<0>();
       pin(low);
@@ -157,7 +158,7 @@ struct PairStateRole : StateRole<Traits> {
       pin(o);
       pin(packed);
 
-      // O^T += V'^T P^T. With mild decay (aux_role.cuh) V' comes with what S needs, and O takes its factors last of
+      // O^T += V'^T P^T. With mild decay (gate_vectors.cuh) V' comes with what S needs, and O takes its factors last of
       // all.
       if constexpr (!kMild) {
 #pragma unroll
@@ -189,7 +190,7 @@ struct PairStateRole : StateRole<Traits> {
         pin(corrected);
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
-          const float4 rest = load_shared_f4(columns + Traits::kGateRest + 16 * b);
+          const float4 rest = load_shared_f4(columns + Traits::kGateToEnd + 16 * b);
           pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
         }
       }
@@ -199,20 +200,20 @@ struct PairStateRole : StateRole<Traits> {
       for (int i = 0; i < 4; ++i) mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
       wgmma_commit();
       // O takes V's place while S is made. A barrier answers late: it is asked before.
-      const bool is_ready = at_pair.ready(w.m), is_listed = at_pair.test_record(w.m + 1);
+      const bool is_ready = places.ready(w.m), is_listed = places.test_descriptor(w.m + 1);
       wgmma_wait<1>();
       pin(o);
       w.ready = __all_sync(0xffffffffu, is_ready);
       w.listed = __all_sync(0xffffffffu, is_listed);
-      if (w.ready) w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
+      if (w.ready) w.mild = load_shared_f1(w.gate(places) + Traits::kGateMild);
 #pragma unroll
-      for (int b = 0; b < 4; ++b) put_o_quarter<Element>(o + 8 * b, factor[b], v_rows + b * 2048);
+      for (int b = 0; b < 4; ++b) store_o_quarter<Element>(o + 8 * b, factor[b], v_rows + b * 2048);
       __syncwarp();
-      mbarrier_arrive_warp(at_pair.full_o(m), at.lane);
+      mbarrier_arrive_warp(places.full_o(m), at.lane);
       wgmma_wait<0>();
       pin(s);
       pin(corrected);
-      at_pair.arrive_done(m, at.lane);
+      places.arrive_done(m, at.lane);
 
       if constexpr (Traits::kSave) this->save_checkpoint(s, chunk);
       // By votes, so that the compiler knows the warp to be whole in the loop: descriptors then stay in uniform
@@ -231,22 +232,22 @@ struct PairStateRole : StateRole<Traits> {
     const uint32_t column = __shfl_sync(0xffffffffu, 80 * at.q, at.lane);
     Walk w;
     w.find_products();
-    at_pair.wait_record(0);
+    places.wait_descriptor(0);
     w.chunk = this->load_chunk(0);
-    if (__any_sync(0xffffffffu, w.chunk.x >= 0)) at_pair.wait_k(0);  // as in state_role.cuh
+    if (__any_sync(0xffffffffu, w.chunk.x >= 0)) places.wait_k(0);  // as in chunk_fwd/state_warpgroup.cuh
 #pragma unroll 1
     while (true) {
       const bool more = __any_sync(0xffffffffu, w.chunk.x >= 0);
       if (!more || (w.chunk.y & kFirstChunk)) {
-        if (w.m > 0) finish_tile(s, this->record(w.m - 1));
+        if (w.m > 0) finish_tile(s, this->descriptor(w.m - 1));
         if (!more) return;
-        this->load_initial(s, this->record(w.m), at);
+        this->load_initial(s, this->descriptor(w.m), at);
       }
       if (!w.ready) {
-        at_pair.wait_k(w.m);
-        at_pair.wait_q(w.m);
-        at_pair.wait_p(w.m);
-        w.mild = load_shared_f1(w.gate(at_pair) + Traits::kGateMild);
+        places.wait_k(w.m);
+        places.wait_q(w.m);
+        places.wait_p(w.m);
+        w.mild = load_shared_f1(w.gate(places) + Traits::kGateMild);
       }
       if (__any_sync(0xffffffffu, w.mild != 0.0f)) {
         take_chunks<true>(s, w, rows, column);

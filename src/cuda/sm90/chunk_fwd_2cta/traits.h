@@ -9,20 +9,21 @@ namespace flash_qla::cuda::sm90::fwd_2cta {
 
 // Names that the roles of a whole head's kernel have too mean the same here (traits.h).
 template <typename Element_, bool kSave_>
-struct PairForwardTraits {
+struct TwoCtaTraits {
   using Element = Element_;
-  static constexpr int kBlocks = 2;  // each prepares every second chunk, each of its auxiliary groups every fourth
+  static constexpr int kClusterCtas =
+      2;  // each prepares every second chunk, each of its producer warpgroups every fourth
   static constexpr bool kSave = kSave_;
   static constexpr int kStateGroups = 1;
   static constexpr bool kStateOnly = false;
-  static constexpr bool kEndsWhereKept = false;
+  static constexpr bool kEndsAtCheckpoints = false;
 
-  // Warpgroups: two make A_g and P, one holds S^T, of one each warp has a duty of its own (pair_kernel.cuh).
-  static constexpr int kAuxGroups = 2;
+  // Warpgroups: two make A_g and P, one holds S^T, of one each warp has a role of its own (kernel.cuh).
+  static constexpr int kProducerGroups = 2;
   static constexpr int kThreads = 128 * 4;
   // They share out the 128 a thread that the launch has: 56 + 2 * 112 + 232.
   static constexpr int kServiceRegisters = 56;
-  static constexpr int kAuxRegisters = 112;
+  static constexpr int kProducerRegisters = 112;
   static constexpr int kStateRegisters = 232;
 
   static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;
@@ -35,7 +36,7 @@ struct PairForwardTraits {
   static constexpr uint32_t kVector = 80 * 4;
   static constexpr uint32_t kGateDecay = 0;
   static constexpr uint32_t kGateScaled = kVector;
-  static constexpr uint32_t kGateRest = 2 * kVector;
+  static constexpr uint32_t kGateToEnd = 2 * kVector;
   static constexpr uint32_t kGateMild = 3 * kVector;
   static constexpr uint32_t kBytesGate = kGateMild + 16;  // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;
@@ -49,19 +50,19 @@ struct PairForwardTraits {
   static constexpr uint32_t kGatePair = kGateScaleP + kChunk * 4;
   static constexpr uint32_t kBytesFactors = kGatePair + 16 * 4;
 
-  static constexpr int kBurst = 4;  // records that are written together
-  static constexpr uint32_t kBytesRecord = 48;
-  static constexpr int kBarriersGate = 4;   // by a block's own chunks: two for each auxiliary group
-  static constexpr int kBarriersDone = 16;  // more than kRecordsAhead, lest one be a phase ahead of who waits for it
+  static constexpr int kBatch = 4;  // descriptors that are written together
+  static constexpr uint32_t kBytesDescriptor = 48;
+  static constexpr int kBarriersGate = 4;   // by a block's own chunks: two for each producer warpgroup
+  static constexpr int kBarriersDone = 16;  // more than kDescriptorsAhead, so that none is a phase ahead of who waits
 
   // K is fetched a step before its chunk's preparation starts, four before its last use; Q a step before Q K^T.
   static constexpr int kStagesK = 5;
   static constexpr int kStagesQ = 3;
-  static constexpr int kStagesV = 3;        // V's stage takes O once V is used
-  static constexpr int kStagesP = 4;        // of every chunk, made here or in the other block
-  static constexpr int kStagesA = 4;        // a chunk's inverse is made in the tile that its A_g then takes
-  static constexpr int kOwnGates = 3;       // made ahead, before the chunk that had the stage's A_g is done
-  static constexpr int kReceivedGates = 2;  // come with A_g and P
+  static constexpr int kStagesV = 3;      // V's stage takes O once V is used
+  static constexpr int kStagesP = 4;      // of every chunk, made here or in the other block
+  static constexpr int kStagesA = 4;      // a chunk's inverse is made in the tile that its A_g then takes
+  static constexpr int kLocalGates = 3;   // made ahead, before the chunk that had the stage's A_g is done
+  static constexpr int kRemoteGates = 2;  // come with A_g and P
 
   static constexpr uint32_t kSmemK = 0;
   static constexpr uint32_t kSmemQ = kSmemK + kStagesK * kBytesK;
@@ -70,19 +71,19 @@ struct PairForwardTraits {
   static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
   static constexpr uint32_t kSmemGate = kSmemP + kStagesP * kBytesMatrix;
 
-  static constexpr uint32_t kSmemFactors = kSmemGate + (kOwnGates + kReceivedGates) * kBytesGate;
+  static constexpr uint32_t kSmemFactors = kSmemGate + (kLocalGates + kRemoteGates) * kBytesGate;
 
-  static constexpr uint32_t kSmemChunks = kSmemFactors + kOwnGates * kBytesFactors;
-  static constexpr int kChunkRing = 16;  // records, kBurst of them written together
+  static constexpr uint32_t kSmemDescriptors = kSmemFactors + kLocalGates * kBytesFactors;
+  static constexpr int kDescriptorRing = 16;  // descriptors, kBatch of them written together
   // A burst is written once the chunk so far before its first is done in both blocks: what lies where it goes is then
   // no longer read (O of a chunk leaves within three), and gates, fetched eight chunks ahead, do not wait.
-  static constexpr int kRecordsAhead = 9;
-  // The warp that fetches K and Q has its words of a record long before they are written over: its lanes, brought
-  // together by reductions, announce K, which the state groups wait for. Only racecheck must be told by all of them.
+  static constexpr int kDescriptorsAhead = 9;
+  // The warp that fetches K and Q has its words of a descriptor long before they are written over: its lanes, brought
+  // together by reductions, expect K, which the state groups wait for. Only racecheck must be told by all of them.
   static constexpr uint32_t kLoaderArrivals = kWarpArrivals == 32 ? 32 : 0;
-  static constexpr uint32_t kSmemBarriers = kSmemChunks + kChunkRing * kBytesRecord;
+  static constexpr uint32_t kSmemBarriers = kSmemDescriptors + kDescriptorRing * kBytesDescriptor;
 
-  // Barriers, 8 bytes each. Rings of eight where an auxiliary group waits for its own chunks only, every fourth: it
+  // Barriers, 8 bytes each. Rings of eight where a producer warpgroup waits for its own chunks only, every fourth: it
   // then meets a barrier again with the next phase, not one later.
   static constexpr int kBarriers = 8;
   static constexpr uint32_t kFullK = kSmemBarriers;
@@ -94,8 +95,8 @@ struct PairForwardTraits {
   // The state warps may be two chunks ahead of the warp that waits for O: V's next but two needs O to be gone.
   static constexpr int kBarriersO = 4;
   static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
-  static constexpr uint32_t kFullRecord = kTailV + 8;
-  static constexpr uint32_t kSmemBytes = kFullRecord + 8 * kChunkRing / kBurst;
+  static constexpr uint32_t kFullDescriptor = kTailV + 8;
+  static constexpr uint32_t kSmemBytes = kFullDescriptor + 8 * kDescriptorRing / kBatch;
   static_assert(kSmemBytes <= 227 * 1024);
 };
 

@@ -9,7 +9,7 @@
 namespace flash_qla::cuda::sm90 {
 
 // Of the blocks of A_g right of the diagonal the state groups read two; the inverse's transposed operands were there.
-__device__ __forceinline__ void clear_right_of_diagonal(uint32_t row_address, const LanePlace& at) {
+__device__ __forceinline__ void zero_right_of_diagonal(uint32_t row_address, const FragmentPosition& at) {
   if (!(at.warp & 1)) {
     store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
   }
@@ -21,7 +21,7 @@ __device__ __forceinline__ void clear_right_of_diagonal(uint32_t row_address, co
 // difference itself.
 template <typename Traits, bool kIsA>
 __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], uint32_t tile, uint32_t gate,
-                                            const LanePlace& at) {
+                                            const FragmentPosition& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
   uint32_t diagonal[3];
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
   const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
   store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
                   0u, diagonal[2] & mask);
-  if constexpr (kIsA) clear_right_of_diagonal(row_address, at);
+  if constexpr (kIsA) zero_right_of_diagonal(row_address, at);
   const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
   const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
 // block's. P'': rows times own.x and own.y.
 template <typename Traits, bool kIsA>
 __device__ __forceinline__ void store_mild(const float* x, const float2 (&y)[3], float4 own, uint32_t tile,
-                                           uint32_t gate, const LanePlace& at) {
+                                           uint32_t gate, const FragmentPosition& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
   const float2 f0 = kIsA ? make_float2(own.x, own.y) : make_float2(own.x, own.x);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_mild(const float* x, const float2 (&y)[3],
   uint32_t diagonal[3] = {pack2<Element>(y[0].x * f0.x, y[0].y * f0.y), pack2<Element>(y[1].x * f1.x, y[1].y * f1.y),
                           pack2<Element>(y[2].x * f2.x, y[2].y * f2.y)};
   if constexpr (kIsA) {
-    clear_right_of_diagonal(row_address, at);  // in the block itself D has zeros above its diagonal
+    zero_right_of_diagonal(row_address, at);  // in the block itself D has zeros above its diagonal
   } else {
     const int place = (at.lane >> 2) - 2 * at.q;
     const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);

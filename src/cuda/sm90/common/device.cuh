@@ -16,7 +16,7 @@ __device__ __forceinline__ char* shared_memory() {
 __device__ __forceinline__ uint32_t smem() { return smem_address(shared_memory()); }
 
 // SMs 2i and 2i + 1 share a cache of instructions: i of this one.
-__device__ __forceinline__ uint32_t pair_of_sms() {
+__device__ __forceinline__ uint32_t tpc() {
   uint32_t sm;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
   return sm / 2;

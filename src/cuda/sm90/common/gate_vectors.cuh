@@ -25,7 +25,7 @@ inline constexpr float kMildDecay = kWideExponents<Element> ? 50.0f : 5.0f;
 // In bf16 a sequence's last chunk of so few tokens does not count as mild, whatever its decay: the rounding of beta_t
 // is undone where it does not (make_gates()), and what few tokens are off by does not average out. Beyond half a chunk
 // it does: the worst of some thousand heads of 33 tokens is at 4e-3, of 17 at 5e-3, of one at 7e-3 (docs/numerics.md).
-inline constexpr int kFewTokens = 32;
+inline constexpr int kShortChunk = 32;
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
@@ -34,20 +34,20 @@ struct NoSums {
 };
 
 // beta over what A_g's diagonal has of it. 1 where that is nothing, too large or no number.
-__device__ __forceinline__ float exactness(float beta, float rounded) {
+__device__ __forceinline__ float beta_correction(float beta, float rounded) {
   const float ratio = __fdividef(beta, rounded);
   return fabsf(ratio - 1.0f) < 0.5f ? ratio : 1.0f;
 }
 
 // The gate vectors of one chunk by one warp; lane l holds tokens 2l and 2l + 1, their g, and their beta as load_beta()
 // gets it. Every exponent is a difference, at most 0 for g <= 0, but for the bounded ones of a mild chunk. Vectors that
-// the state groups read go to `state_gate`, the others to `gate`. keep_sums() gets the sums of g up to both tokens.
-// `few`: has_few_tokens().
+// the state groups read go to `state_gate`, the others to `gate`. save_sums() gets the sums of g up to both tokens.
+// `few`: is_short_last_chunk().
 // Where the chunk is not mild most of V' is the token's own beta_t W_t, for which A_g's diagonal has beta_t rounded.
 // The factors that V' meets next, of rows in the state's update and of columns of P, are free to undo it.
-template <typename Traits, typename LoadBeta, typename KeepSums = NoSums>
-__device__ __forceinline__ void make_gates(float scale, float2 g, LoadBeta load_beta, bool few, uint32_t gate,
-                                           uint32_t state_gate, int lane, KeepSums keep_sums = {}) {
+template <typename Traits, typename LoadBeta, typename SaveSums = NoSums>
+__device__ __forceinline__ void make_gates(const float& scale, float2 g, LoadBeta load_beta, bool short_chunk,
+                                           uint32_t gate, uint32_t state_gate, int lane, SaveSums save_sums = {}) {
   const int block = lane >> 3;
   // Sums within the lane's block of 16 tokens.
   float cx = g.x < kGateFloor ? kGateFloor : g.x;  // keeps NaN
@@ -69,11 +69,11 @@ __device__ __forceinline__ void make_gates(float scale, float2 g, LoadBeta load_
   const float end = block == 0 ? end0 : block == 1 ? end1 : block == 2 ? end2 : end3;
   cx += before;
   cy += before;
-  keep_sums(cx, cy);
+  save_sums(cx, cy);
   using Element = typename Traits::Element;
   const bool mild =
       __all_sync(0xffffffffu, fabsf(end3 - cx) <= kMildDecay<Element> && fabsf(end3 - cy) <= kMildDecay<Element> &&
-                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>) && !few);
+                                  (!kWideExponents<Element> || fabsf(end3) <= kMildDecay<Element>) && !short_chunk);
   const uint32_t place = ((lane & 3) * 20 + (lane >> 2) * 2) * 4;
   const uint32_t permuted = gate + place, state_permuted = state_gate + place;
   const uint32_t natural = gate + 8 * lane;
@@ -87,19 +87,19 @@ __device__ __forceinline__ void make_gates(float scale, float2 g, LoadBeta load_
     const float out_x = kWideExponents<Element> ? gamma_x : exp2_approx((cx - end3) * kLog2e);
     const float out_y = kWideExponents<Element> ? gamma_y : exp2_approx((cy - end3) * kLog2e);
     store_shared_f2(state_permuted + Traits::kGateScaled, out_x * scale, out_y * scale);
-    if constexpr (kKeepsA<Traits>) {
+    if constexpr (kSavesA<Traits>) {
       store_shared_f2(permuted + Traits::kGateFactor, rest_x * beta.x, rest_y * beta.y);
     } else {
       store_shared_f2(permuted + Traits::kGateColumnA, rest_x * beta.x, rest_y * beta.y);
     }
     return;
   }
-  if constexpr (kKeepsA<Traits>) store_shared_f2(permuted + Traits::kGateFactor, 1.0f, 1.0f);
+  if constexpr (kSavesA<Traits>) store_shared_f2(permuted + Traits::kGateFactor, 1.0f, 1.0f);
   store_shared_f2(state_permuted + Traits::kGateScaled, 1.0f, 1.0f);
   const float2 rounded = unpack2<Element>(pack2<Element>(beta.x, beta.y));
-  const float exact_x = exactness(beta.x, rounded.x), exact_y = exactness(beta.y, rounded.y);
+  const float exact_x = beta_correction(beta.x, rounded.x), exact_y = beta_correction(beta.y, rounded.y);
   const float scale_x = scale * exact_x, scale_y = scale * exact_y;
-  store_shared_f2(state_permuted + Traits::kGateRest, rest_x * exact_x, rest_y * exact_y);
+  store_shared_f2(state_permuted + Traits::kGateToEnd, rest_x * exact_x, rest_y * exact_y);
   store_shared_f2(natural + Traits::kGateSum, cx * kLog2e, cy * kLog2e);
   store_shared_f2(natural + Traits::kGateScaleP, scale_x, scale_y);
   const float column_x = exp2_approx((end - cx) * kLog2e), column_y = exp2_approx((end - cy) * kLog2e);

@@ -11,7 +11,7 @@ inline constexpr int kHeadDim = 128;  // K = V
 inline constexpr float kGateFloor = -80.0f;
 
 // One sequence.
-struct PlannedSequence {
+struct SequenceSpan {
   int32_t start;        // first token
   int32_t length;       // tokens
   int32_t index;        // position in cu_seqlens

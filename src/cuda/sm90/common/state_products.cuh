@@ -11,7 +11,7 @@ namespace flash_qla::cuda::sm90 {
 // What the state groups of all kernels do with 16 tokens of a transposed accumulator (eight values a thread), the
 // factors being by tokens. W^T = V^T - u^T diag(gamma), V packed:
 template <typename Element>
-__device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, const float4& gamma) {
+__device__ __forceinline__ void subtract_from_values(uint32_t* v, const float* u, const float4& gamma) {
   float2 y = unpack2<Element>(v[0]);
   v[0] = pack2<Element>(fmaf(-gamma.x, u[0], y.x), fmaf(-gamma.y, u[1], y.y));
   y = unpack2<Element>(v[1]);
@@ -23,8 +23,8 @@ __device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, co
 }
 // ... times another factor of the tokens.
 template <typename Element>
-__device__ __forceinline__ void take_from_values(uint32_t* v, const float* u, const float4& gamma,
-                                                 const float4& factor) {
+__device__ __forceinline__ void subtract_from_values(uint32_t* v, const float* u, const float4& gamma,
+                                                     const float4& factor) {
   float2 y = unpack2<Element>(v[0]);
   v[0] = pack2<Element>(fmaf(-gamma.x, u[0], y.x) * factor.x, fmaf(-gamma.y, u[1], y.y) * factor.y);
   y = unpack2<Element>(v[1]);

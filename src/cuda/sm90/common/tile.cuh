@@ -14,7 +14,7 @@
 namespace flash_qla::cuda::sm90 {
 
 // The place of a warp and lane in the fragments of one 64-row tile.
-struct LanePlace {
+struct FragmentPosition {
   int warp, lane, q, row;  // q = lane % 4, row = 16 warp + lane / 4
   uint32_t swizzle;        // 16-byte chunk exclusive-or of the lane's ldmatrix / stmatrix row
   uint32_t
@@ -22,8 +22,8 @@ struct LanePlace {
   uint32_t trans_chunk;  // swizzled chunk, in bytes
 };
 
-__device__ __forceinline__ LanePlace lane_place(int thread) {
-  LanePlace at;
+__device__ __forceinline__ FragmentPosition fragment_position(int thread) {
+  FragmentPosition at;
   at.warp = (thread >> 5) & 3;
   at.lane = thread & 31;
   at.q = at.lane & 3;
@@ -45,7 +45,7 @@ __device__ __forceinline__ int paired_word(int q) { return (q & 1) * 4 + (q & 2)
 
 // Zeros rows valid..63 of `halves` 64x64 swizzled half tiles, so that what follows the sequence in memory, Inf and NaN
 // included, meets no product. By `threads` threads; the caller synchronises.
-__device__ __forceinline__ void clear_tail_rows(uint32_t tile, int halves, int valid, int thread, int threads = 128) {
+__device__ __forceinline__ void zero_tail_rows(uint32_t tile, int halves, int valid, int thread, int threads = 128) {
   const int per_half = (kChunk - valid) * 8;
 #pragma unroll 1
   for (int i = thread; i < per_half * halves; i += threads) {

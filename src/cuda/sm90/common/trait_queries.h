@@ -4,8 +4,8 @@
 namespace flash_qla::cuda::sm90 {
 
 template <typename Traits>
-inline constexpr bool kStagesStates = requires { requires Traits::kStagesStates; };
+inline constexpr bool kPrefetchesState = requires { requires Traits::kPrefetchesState; };
 template <typename Traits>
-inline constexpr bool kKeepsA = requires { requires Traits::kKeepsA; };
+inline constexpr bool kSavesA = requires { requires Traits::kSavesA; };
 
 }  // namespace flash_qla::cuda::sm90

@@ -23,11 +23,11 @@ struct NoBlocks {
 // rows j, columns i, so nothing but E is needed in two forms. Sums are fp16 but for what only leaves. mma.sync waits
 // for the wgmma of other warps, so their number counts more than how many follow one another.
 template <typename Traits>
-struct FastInverse {
+struct UtTransform {
   using Element = typename Traits::Element;
 
   // What mild chunks execute in one piece, and little code for others. The kernels that save h are faster without.
-  static constexpr bool kCompact = kStagesStates<Traits>;
+  static constexpr bool kCompact = kPrefetchesState<Traits>;
 
   using Left = HalfLeft;
   using Right = HalfRight;
@@ -132,12 +132,12 @@ struct FastInverse {
 
   // By one whole warp; `number`: the lane, out of a shuffle, so that the assembler cannot ask for it anew. gate: the
   // stage with kGateColumnA, kGatePair, kGateRow and kGateSum; betas: beta_t in natural order; mild_factor: the address
-  // of kGateMild. wait_gates() returns when these are there. The caller fences and announces. About 60 registers.
-  // With kKeepsA the tile takes A itself where decay is mild; elsewhere keep_block(i, j, x0, x1, x2, x3) gets its
+  // of kGateMild. wait_gates() returns when these are there. The caller fences and arrives. About 60 registers.
+  // With kSavesA the tile takes A itself where decay is mild; elsewhere save_block(i, j, x0, x1, x2, x3) gets its
   // 16x16 blocks in row i and column j as 8x8 matrices: rows 0..7, then 8..15, columns 0..7 first.
-  template <typename WaitGates, typename KeepBlock = NoBlocks>
+  template <typename WaitGates, typename SaveBlock = NoBlocks>
   static __device__ __forceinline__ void run(uint32_t tile, uint32_t gate, uint32_t betas, uint32_t mild_factor,
-                                             int number, WaitGates wait_gates, KeepBlock keep_block = {}) {
+                                             int number, WaitGates wait_gates, SaveBlock save_block = {}) {
     solve(tile, number);
 
     // Where the lane's eight elements of block (0, 0) lie when the four 8x8 matrices come by columns, and by rows; the
@@ -175,7 +175,7 @@ struct FastInverse {
     }
     wait_gates();
     const float factor = load_shared_f1(mild_factor);
-    // ptxas puts the other branch, for mild chunks, next to what is before it in the first form, behind this one in the
+    // ptxas puts the other branch, for mild chunks, next to what is before it in the first form, after this one in the
     // second.
     const bool strong = kCompact ? __all_sync(0xffffffffu, factor == 0.0f) : !__any_sync(0xffffffffu, factor != 0.0f);
     const Right u01 = right(0, 1), u23 = right(2, 3);
@@ -200,7 +200,7 @@ struct FastInverse {
       for (int j = 1; j < 4; ++j) e_right[j].x[2] = transpose_8x8(e[j].x[2]);
     }
     __syncwarp();
-    // For later, lest registers be kept for it.
+    // For later, so that no registers are kept for it.
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       store_shared_f1(tile + (16 * j + (lane >> 2)) * 128 + (((2 * j + 1) ^ (lane >> 2)) << 4) + 4 * (lane & 3),
@@ -232,16 +232,16 @@ struct FastInverse {
         uint32_t x[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) x[k] = transpose_8x8(pack2<Element>(a.x[2 * k], a.x[2 * k + 1]));
-        keep_block(i, j, x[0], x[1], x[2], x[3]);
+        save_block(i, j, x[0], x[1], x[2], x[3]);
       };
-      if constexpr (kKeepsA<Traits>) {
+      if constexpr (kSavesA<Traits>) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           Left a = left(j, j);
           a.x[1] = 0u;
           keep(unpacked(a), j, j);
 #pragma unroll
-          for (int i = 0; i < j; ++i) keep_block(i, j, 0u, 0u, 0u, 0u);
+          for (int i = 0; i < j; ++i) save_block(i, j, 0u, 0u, 0u, 0u);
         }
       }
       auto store_diagonal = [&](int j) {
@@ -263,7 +263,7 @@ struct FastInverse {
             mask & scaled(a.x[3], exp2_approx(sum1.x - high) * beta_high, exp2_approx(sum1.y - high) * beta_high));
       };
       auto store = [&](const Sum& a, int j, int i) {
-        if constexpr (kKeepsA<Traits>) keep(a, j, i);
+        if constexpr (kSavesA<Traits>) keep(a, j, i);
         const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * i + 4 * j);
         const float low = load_shared_f1(column_factors + 16 * j) * pair;
         const float high = load_shared_f1(column_factors + 16 * j + 8) * pair;
@@ -283,8 +283,8 @@ struct FastInverse {
       float low[4], high[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        low[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j);
-        high[j] = kKeepsA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j + 8);
+        low[j] = kSavesA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j);
+        high[j] = kSavesA<Traits> ? 1.0f : load_shared_f1(column_factors + 16 * j + 8);
       }
       store_all([&](const Sum& a, int j, int i) {
         store_matrix_x4_trans((by_rows ^ (j << 5)) + i * 2048, pack2<Element>(a.x[0] * low[j], a.x[1] * low[j]),

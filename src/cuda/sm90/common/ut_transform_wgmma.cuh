@@ -20,7 +20,7 @@ namespace flash_qla::cuda::sm90 {
 // are solved next; the rest of warps 2 and 3, which solve none, meanwhile.
 template <bool kFirst>
 __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
-                                          const LanePlace& at) {
+                                          const FragmentPosition& at) {
 #pragma unroll
   for (int b = 0; b < (kFirst ? 4 : 3); ++b) {
     if (kFirst ? b == at.warp || (b == 0 && at.warp == 1) : b < at.warp && at.warp > 1) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void solve_diagonal_blocks(uint32_t tile, int first, 
 // (elsewhere zero); d: the warp's block of D, which is A's, packed. `sync`: a barrier of the warpgroup; `meanwhile` is
 // done under the last product.
 template <typename Sync, typename Meanwhile>
-__device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint32_t tile, const LanePlace& at,
+__device__ __forceinline__ void invert(float (&a)[3][8], uint32_t (&d)[4], uint32_t tile, const FragmentPosition& at,
                                        Sync sync, Meanwhile meanwhile) {
   const uint64_t base = uniform_descriptor(tile);
   auto block = [&](int k, int n) { return wgmma_advance(base, n * 2048 + k * 32); };

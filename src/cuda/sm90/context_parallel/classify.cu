@@ -1,4 +1,4 @@
-// Which boundaries are light.
+// Which boundaries are decaying.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,7 +10,7 @@
 namespace flash_qla::cuda::sm90::cp {
 namespace {
 
-using fwd::ChunkForwardArgs, fwd::initial_slot, fwd::kSkipSequence, fwd::load_index, fwd::sequence_at;
+using fwd::Args, fwd::initial_slot, fwd::kSkipSequence, fwd::load_index, fwd::sequence_at;
 
 static_assert(kRoundChunks * kRoundHeads == kClassifyThreads / 32);
 // A token's key by four threads.
@@ -34,9 +34,8 @@ __device__ float sum_of_squares(uint4 x) {
 
 // The sequence that holds a token, by a whole warp, which looks at 32 offsets at a time; its length is 0 where none
 // does, as it may be where offsets are out of order. own: see summarise_lengths().
-__device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t token, const PlannedSequence& own,
-                                         int lane) {
-  PlannedSequence none{0, 0, 0, 0};
+__device__ SequenceSpan find_sequence(const Args& args, int64_t token, const SequenceSpan& own, int lane) {
+  SequenceSpan none{0, 0, 0, 0};
   if (token < 0) return none;
   if (args.cu_seqlens != nullptr && args.num_sequences <= 32) {
     const bool holds = own.start <= token && token < static_cast<int64_t>(own.start) + own.length;
@@ -59,7 +58,7 @@ __device__ PlannedSequence find_sequence(const ChunkForwardArgs& args, int64_t t
     low = count == 0 ? high : low + (count - 1) * step + 1;
   }
   if (low < 1 || low > args.num_sequences) return none;
-  const PlannedSequence s = sequence_at(args, low - 1);
+  const SequenceSpan s = sequence_at(args, low - 1);
   return s.start <= token && token < static_cast<int64_t>(s.start) + s.length ? s : none;
 }
 
@@ -83,10 +82,9 @@ __device__ int first_chunk_where(bool x, int lane) {
 // Warm-ups of the boundaries, a block for each boundary and up to four value heads of a key head. What a round decides
 // every warp works out for itself, from sums in shared memory: few barriers.
 template <typename Element>
-__global__ void __launch_bounds__(kClassifyThreads)
-    classify_boundaries_kernel(const __grid_constant__ SplitKernelParams p) {
+__global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const __grid_constant__ PlanArgs p) {
   if (p.least_longest != 0) {
-    // What the kernels before the call wrote, and the answer, were there before the unsplit kernel's blocks let this
+    // What the kernels before the call wrote, and the answer, were there before the uncut kernel's blocks let this
     // one start. Its end is waited for by the first block alone, as kernels must not end before those they depend on.
     asm volatile("griddepcontrol.launch_dependents;");
     const bool cut = load_now(p.workspace.cut) != 0;
@@ -96,18 +94,18 @@ __global__ void __launch_bounds__(kClassifyThreads)
     // For what the kernels before this one write, which the one after it reads as well.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < p.unit_blocks) {
-      p.workspace.classifiers[blockIdx.x] = pair_of_sms();
+      p.workspace.classifiers[blockIdx.x] = tpc();
     }
     if (blockIdx.x == 0) {
       if (threadIdx.x == 0) {
-        reset_split_start(p.workspace, true);
+        reset_plan_start(p.workspace, true);
         __threadfence();
       }
       __syncthreads();  // whoever asks for it starts after this block has said that it may
     }
     asm volatile("griddepcontrol.launch_dependents;");
   }
-  const ChunkForwardArgs& args = p.args;
+  const Args& args = p.args;
   if (p.in_place != 0) {
     const int64_t counts = 2 * static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * kClassifyThreads + threadIdx.x; i < counts;
@@ -115,14 +113,14 @@ __global__ void __launch_bounds__(kClassifyThreads)
       p.workspace.readers[i] = 0;
     }
   }
-  const int units_blocks = static_cast<int>(gridDim.x) - p.clear_blocks;
+  const int units_blocks = static_cast<int>(gridDim.x) - p.zero_fill_blocks;
   if (static_cast<int>(blockIdx.x) >= units_blocks) {
-    clear_outside(args, static_cast<int>(blockIdx.x) - units_blocks, p.clear_blocks);
+    zero_outside(args, static_cast<int>(blockIdx.x) - units_blocks, p.zero_fill_blocks);
     return;
   }
-  PlannedSequence own{0, 0, 0, 0};
-  const SplitGrid grid = choose_grid(p, summarise_lengths<kClassifyThreads>(args, &own));
-  if (grid.spacing == 0) return;
+  SequenceSpan own{0, 0, 0, 0};
+  const CutSpacing cut_spacing = choose_cut_spacing(p, summarise_lengths<kClassifyThreads>(args, &own));
+  if (cut_spacing.spacing == 0) return;
 
   __shared__ float key_squares[kRoundChunks * kChunk];
   __shared__ float decay[kRoundChunks][kRoundHeads], total[kRoundChunks][kRoundHeads];
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(kClassifyThreads)
   __shared__ float early_decay[kRoundChunks][kRoundHeads];
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int32_t limit = warmup_limit(grid);
+  const int32_t limit = warmup_limit(cut_spacing);
 #pragma unroll 1
   for (int32_t unit = static_cast<int32_t>(blockIdx.x); unit < p.units; unit += units_blocks) {
     const int32_t number = p.by_boundary_units.divide(unit);
@@ -139,9 +137,10 @@ __global__ void __launch_bounds__(kClassifyThreads)
     const int32_t first_head = key_head * p.group + (rest - key_head * p.parts) * kRoundHeads;
     const int32_t heads = min(kRoundHeads, (key_head + 1) * p.group - first_head);
     // The one sequence that can have this boundary began before the boundary's window: it holds the token before it.
-    const PlannedSequence s = find_sequence(args, static_cast<int64_t>(number) * grid.spacing * kChunk - 1, own, lane);
-    const CutSequence cuts(s, grid);
-    const int32_t boundary = cuts.find(number, grid);
+    const SequenceSpan s =
+        find_sequence(args, static_cast<int64_t>(number) * cut_spacing.spacing * kChunk - 1, own, lane);
+    const CutSequence cuts(s, cut_spacing);
+    const int32_t boundary = cuts.find(number, cut_spacing);
     if (boundary == 0) continue;
     const int32_t at = cuts.at(boundary);
 
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(kClassifyThreads)
       const int32_t seen = (round + 1) * kRoundChunks, most = min(limit, at);
       const int c = lane / kRoundHeads;
       // Keys and gates are asked for at once: of heads that decay too slowly the keys are not needed, but what is read
-      // here is read soon by the tiles. Not so where that is more than the memory brings in a few microseconds.
+      // here is read soon by the items. Not so where that is more than the memory brings in a few microseconds.
       const int32_t row = last_chunk * kChunk + kChunk - kRoundChunks * kChunk + thread;
       if (p.gates_first == 0 && thread < kRoundChunks * kChunk && row >= 0) {
         l2_prefetch(static_cast<const Element*>(args.k) + (static_cast<int64_t>(s.start) + row) * args.k_token_stride +
@@ -221,7 +220,7 @@ __global__ void __launch_bounds__(kClassifyThreads)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const float factor = fabsf(1.0f - beta[i] * key_squares[j * kChunk + lane + 32 * i]);
-            // Not fmaxf: NaN must stay, and make the boundary heavy.
+            // Not fmaxf: NaN must stay, and make the boundary exact.
             growth += factor <= 1.0f ? 0.0f : __logf(factor);
           }
         }
@@ -265,8 +264,8 @@ __global__ void __launch_bounds__(kClassifyThreads)
 }  // namespace
 
 const void* classify_kernel(ElementType type) {
-  return type == ElementType::kFloat16 ? reinterpret_cast<const void*>(&classify_boundaries_kernel<__half>)
-                                       : reinterpret_cast<const void*>(&classify_boundaries_kernel<__nv_bfloat16>);
+  return type == ElementType::kFloat16 ? reinterpret_cast<const void*>(&classify_cuts_kernel<__half>)
+                                       : reinterpret_cast<const void*>(&classify_cuts_kernel<__nv_bfloat16>);
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

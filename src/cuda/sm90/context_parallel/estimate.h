@@ -1,4 +1,4 @@
-// How long the tiles of a choice take.
+// How long the items of a choice take.
 #pragma once
 
 #include <algorithm>
@@ -10,59 +10,59 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-// --- the choice of merges ---
+// --- the choice of joins ---
 
 // What the choice sees of one sequence and head.
 struct HeadSummary {
   int32_t chunks = 0, pieces = 1;
-  int32_t heavy = 0;    // boundaries
-  int32_t warmups = 0;  // chunks, of all light boundaries together
+  int32_t exact = 0;    // boundaries
+  int32_t warmups = 0;  // chunks, of all decaying boundaries together
 };
 
-// Tiles that are nearly alike.
-struct TileClass {
-  int32_t tiles = 0;
+// Items that are nearly alike.
+struct ItemClass {
+  int32_t items = 0;
   float work = 0.0f, longest = 0.0f;  // microseconds: of all together, of the longest one
   FLASH_QLA_HOST_DEVICE void add(int32_t count, float each) { add(count, each, each); }
   // each: on average.
   FLASH_QLA_HOST_DEVICE void add(int32_t count, float each, float longest_of_them) {
-    tiles += count;
+    items += count;
     work += static_cast<float>(count) * each;
     if (count > 0 && longest_of_them > longest) longest = longest_of_them;
   }
-  FLASH_QLA_HOST_DEVICE void add(const TileClass& other, int32_t times = 1) {
-    tiles += times * other.tiles;
+  FLASH_QLA_HOST_DEVICE void add(const ItemClass& other, int32_t times = 1) {
+    items += times * other.items;
     work += static_cast<float>(times) * other.work;
     if (other.longest > longest) longest = other.longest;
   }
-  FLASH_QLA_HOST_DEVICE float average() const { return tiles > 0 ? quotient(work, static_cast<float>(tiles)) : 0.0f; }
+  FLASH_QLA_HOST_DEVICE float average() const { return items > 0 ? quotient(work, static_cast<float>(items)) : 0.0f; }
 };
 
-// What one choice costs for a part of the heads. Free tiles depend on nothing; dependent ones wait for boundary states.
+// What one choice costs for a part of the heads. Free items depend on nothing; dependent ones wait for states at cuts.
 // Of both the long ones are kept apart from the others: pieces that were joined unevenly, or shorter sequences.
-struct SplitEstimate {
-  TileClass states, free[2], dependent[2];
-  int32_t transitions = 0, longest_chain = 0;
+struct ItemEstimate {
+  ItemClass states, free[2], dependent[2];
+  int32_t transitions = 0, longest_scan = 0;
 
-  // One sequence and head of which `step` neighbouring pieces are joined. A head with a heavy boundary is taken for one
-  // that has no other: where both kinds alternate that is a cautious guess. long_tile: chunks that make a tile a long
-  // one.
-  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step, float long_tile, const SplitCosts& costs) {
-    const int32_t tiles = joined_pieces(head.pieces, step);
+  // One sequence and head of which `step` neighbouring pieces are joined. A head with an exact boundary is taken for
+  // one that has no other: where both kinds alternate that is a cautious guess. long_item: chunks that make an item a
+  // long one.
+  FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step, float long_item, const Costs& costs) {
+    const int32_t items = joined_pieces(head.pieces, step);
     const float piece = quotient(static_cast<float>(head.chunks), static_cast<float>(head.pieces));
-    const int32_t shorter = head.pieces / tiles, longer = head.pieces - shorter * tiles;  // pieces, tiles
-    const int32_t light = head.pieces - 1 - head.heavy;
-    const bool warms_up = head.heavy == 0 && tiles > 1;
-    const float warmup = warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(light)) : 0.0f;
+    const int32_t shorter = head.pieces / items, longer = head.pieces - shorter * items;  // pieces, items
+    const int32_t decaying = head.pieces - 1 - head.exact;
+    const bool warms_up = head.exact == 0 && items > 1;
+    const float warmup = warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(decaying)) : 0.0f;
     for (int32_t more = 0; more < 2; ++more) {
-      const int32_t count = more != 0 ? longer : tiles - longer;
+      const int32_t count = more != 0 ? longer : items - longer;
       const float chunks = piece * static_cast<float>(shorter + more);
       // Pieces that are no whole number of chunks on average differ by one, and the longer ones end last.
       const float rest = ceilf(chunks - 0.01f) - chunks;
-      const float output = chunks * costs.step + warmup * costs.warm_step + costs.tile_edge;
+      const float output = chunks * costs.step + warmup * costs.warm_step + costs.item_edge;
       const float most = output + rest * costs.step;
-      const bool is_long = chunks >= long_tile;
-      if (head.heavy == 0) {
+      const bool is_long = chunks >= long_item;
+      if (head.exact == 0) {
         free[0].add(is_long ? count : 0, output, most);
         free[1].add(is_long ? 0 : count, output, most);
         continue;
@@ -74,34 +74,34 @@ struct SplitEstimate {
       free[1].add(is_long ? 0 : first, output, most);
       dependent[0].add(is_long ? count - first : 0, output, most);
       dependent[1].add(is_long ? 0 : count - first, output, most);
-      const int32_t all = states_of_pieces(tiles), of_longer = 2 * longer < all ? 2 * longer : all;
+      const int32_t all = states_of_pieces(items), of_longer = 2 * longer < all ? 2 * longer : all;
       const float state = chunks * costs.state_step + costs.state_edge;
       states.add(more != 0 ? of_longer : all - of_longer, state, state + rest * costs.state_step);
     }
-    if (head.heavy == 0 || tiles <= 2) return;
-    transitions += tiles - 2;
-    longest_chain = tiles - 2 > longest_chain ? tiles - 2 : longest_chain;
+    if (head.exact == 0 || items <= 2) return;
+    transitions += items - 2;
+    longest_scan = items - 2 > longest_scan ? items - 2 : longest_scan;
   }
-  FLASH_QLA_HOST_DEVICE void add(const SplitEstimate& other, int32_t times = 1) {
+  FLASH_QLA_HOST_DEVICE void add(const ItemEstimate& other, int32_t times = 1) {
     states.add(other.states, times);
     for (int32_t i = 0; i < 2; ++i) {
       free[i].add(other.free[i], times);
       dependent[i].add(other.dependent[i], times);
     }
     transitions += times * other.transitions;
-    longest_chain = other.longest_chain > longest_chain ? other.longest_chain : longest_chain;
+    longest_scan = other.longest_scan > longest_scan ? other.longest_scan : longest_scan;
   }
 };
 
-// Chunks from which on a tile of such a merge counts as a long one: nearly those of the longest sequence's.
-FLASH_QLA_HOST_DEVICE inline float long_tile(int32_t longest, const SplitGrid& grid, int32_t step) {
-  const int32_t pieces = pieces_of(longest, grid), tiles = joined_pieces(pieces, step);
+// Chunks from which on an item of such a join counts as a long one: nearly those of the longest sequence's.
+FLASH_QLA_HOST_DEVICE inline float long_item(int32_t longest, const CutSpacing& cut_spacing, int32_t step) {
+  const int32_t pieces = pieces_of(longest, cut_spacing), items = joined_pieces(pieces, step);
   return 0.72f * quotient(static_cast<float>(longest), static_cast<float>(pieces)) *
-         static_cast<float>((pieces + tiles - 1) / tiles);
+         static_cast<float>((pieces + items - 1) / items);
 }
 
 // SMs by the time when they have nothing more to do, those at about the same time together: kTogether, in microseconds,
-// is less than tiles differ by. On the device eight lanes have a group each.
+// is less than items differ by. On the device eight lanes have a group each.
 inline constexpr int32_t kSmGroups = 8;
 inline constexpr float kTogether = 3.0f;
 class SmGroups {
@@ -136,43 +136,44 @@ class SmGroups {
   int32_t next_ = 0;
 };
 
-// Microseconds until the last tile ends, of the heads without and of those with a heavy boundary: the tiles as blocks
-// take them, by groups of SMs and of tiles that are nearly alike.
+// Microseconds until the last item ends, of the heads without and of those with an exact boundary: the items as blocks
+// take them, by groups of SMs and of items that are nearly alike.
 template <typename Groups>
-FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms,
-                                          const SplitCosts& costs, Groups free) {
-  // State tiles in waves, on all SMs but the planner's; blocks that had one of the last stay for the chains, as long as
+FLASH_QLA_HOST_DEVICE float play_through(const ItemEstimate& decaying, const ItemEstimate& exact, int32_t sms,
+                                         const Costs& costs, Groups free) {
+  // State items in waves, on all SMs but the planner's; blocks that had one of the last stay for the scans, as long as
   // these are.
-  const TileClass& states = heavy.states;
+  const ItemClass& states = exact.states;
   const int32_t at_once = sms > 1 ? sms - 1 : 1;
-  const int32_t waves = states.tiles > at_once ? (states.tiles + at_once - 1) / at_once : 1;
-  const int32_t last = states.tiles - (waves - 1) * at_once, others = sms - last;
+  const int32_t waves = states.items > at_once ? (states.items + at_once - 1) / at_once : 1;
+  const int32_t last = states.items - (waves - 1) * at_once, others = sms - last;
   const float before = static_cast<float>(waves - 1) * states.average();
   const float made = before + (waves > 1 ? 1.0f + costs.state_crowd : 1.0f) * states.longest;
   float ready = made;
   int32_t pieces = 0;
-  if (heavy.longest_chain > 0) {
-    const float longest = static_cast<float>(heavy.longest_chain);
-    ready += costs.combine + costs.combine_step * longest;
-    pieces = static_cast<int32_t>(quotient(static_cast<float>(kCombineSlices * heavy.transitions), longest));
+  if (exact.longest_scan > 0) {
+    const float longest = static_cast<float>(exact.longest_scan);
+    ready += costs.scan_start + costs.scan_step * longest;
+    pieces = static_cast<int32_t>(quotient(static_cast<float>(kScanSlices * exact.transitions), longest));
   }
   const int32_t stay = pieces < last ? pieces : last;
   const int32_t beyond = waves > 1 ? pieces - stay : 0, more = beyond < others ? beyond : others;
   free.put(ready + costs.first_edge, stay + more);
   free.put(made + costs.first_edge, last - stay);
   free.put(before + costs.first_edge, others - more);
-  // Free tiles longest first; once the boundary states are there, the dependent ones before what is left of them.
+  // Free items longest first; once the states at cuts are there, the dependent ones before what is left of them.
   constexpr int32_t kFree = 3, kClasses = 5;
-  TileClass left[kClasses] = {light.free[0], light.free[1], heavy.free[0], heavy.dependent[0], heavy.dependent[1]};
-  left[2].add(heavy.free[1]);
+  ItemClass left[kClasses] = {decaying.free[0], decaying.free[1], exact.free[0], exact.dependent[0],
+                              exact.dependent[1]};
+  left[2].add(exact.free[1]);
   float each[kClasses];
-  int32_t frees = 0, dependents = left[3].tiles + left[4].tiles;
+  int32_t frees = 0, dependents = left[3].items + left[4].items;
   float work = states.work;
   FLASH_QLA_UNROLL
   for (int32_t i = 0; i < kClasses; ++i) {
     each[i] = left[i].average();
     work += left[i].work;
-    if (i < kFree) frees += left[i].tiles;
+    if (i < kFree) frees += left[i].items;
   }
   float end = 0.0f;
   while (free.any(frees + dependents > 0)) {
@@ -184,7 +185,7 @@ FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const Spli
     float length = 0.0f;
     FLASH_QLA_UNROLL
     for (int32_t i = 0; i < kClasses; ++i) {
-      if ((i >= kFree) == dependent && left[i].tiles > 0 && (kind < 0 || each[i] > length)) {
+      if ((i >= kFree) == dependent && left[i].items > 0 && (kind < 0 || each[i] > length)) {
         kind = i;
         length = each[i];
       }
@@ -193,8 +194,8 @@ FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const Spli
     FLASH_QLA_UNROLL
     for (int32_t i = 0; i < kClasses; ++i) {
       if (i != kind) continue;
-      count = left[i].tiles < count ? left[i].tiles : count;
-      left[i].tiles -= count;
+      count = left[i].items < count ? left[i].items : count;
+      left[i].items -= count;
       end = start + left[i].longest > end ? start + left[i].longest : end;
     }
     (dependent ? dependents : frees) -= count;
@@ -204,46 +205,44 @@ FLASH_QLA_HOST_DEVICE float time_of_tiles(const SplitEstimate& light, const Spli
   return end + costs.load * quotient(work, static_cast<float>(sms));
 }
 
-// No more than time_of_tiles(), but for groups' times that are taken for equal.
-inline float least_time(const SplitEstimate& light, const SplitEstimate& heavy, int32_t sms, const SplitCosts& costs) {
-  float work = heavy.states.work, longest = 0.0f, dependent = 0.0f;
+// No more than play_through(), but for groups' times that are taken for equal.
+inline float least_time(const ItemEstimate& decaying, const ItemEstimate& exact, int32_t sms, const Costs& costs) {
+  float work = exact.states.work, longest = 0.0f, dependent = 0.0f;
   for (int32_t i = 0; i < 2; ++i) {
-    work += light.free[i].work + heavy.free[i].work + heavy.dependent[i].work;
-    longest = std::max({longest, light.free[i].longest, heavy.free[i].longest});
-    dependent = std::max(dependent, heavy.dependent[i].longest);
+    work += decaying.free[i].work + exact.free[i].work + exact.dependent[i].work;
+    longest = std::max({longest, decaying.free[i].longest, exact.free[i].longest});
+    dependent = std::max(dependent, exact.dependent[i].longest);
   }
   float least = std::max(longest + costs.first_edge, work / static_cast<float>(sms));
-  if (const TileClass& states = heavy.states; states.tiles > 0) {
-    const float waves = static_cast<float>((states.tiles - 1) / std::max(sms - 1, 1));
+  if (const ItemClass& states = exact.states; states.items > 0) {
+    const float waves = static_cast<float>((states.items - 1) / std::max(sms - 1, 1));
     least = std::max(least, waves * states.average() + states.longest + dependent +
-                                costs.combine_step * static_cast<float>(heavy.longest_chain));
+                                costs.scan_step * static_cast<float>(exact.longest_scan));
   }
   return least;
 }
 
-// The merges that are tried: every pair of a light and a heavy one. The last pair is no cut at all.
-inline constexpr int32_t kMerges = 8;
-inline constexpr int32_t kMergeChoices = kMerges * kMerges;
-FLASH_QLA_HOST_DEVICE constexpr int32_t merge_step(int32_t i) {
+// The joins that are tried: every pair of a decaying and an exact one. The last pair is no cut at all.
+inline constexpr int32_t kJoins = 8;
+inline constexpr int32_t kJoinChoices = kJoins * kJoins;
+FLASH_QLA_HOST_DEVICE constexpr int32_t join_step(int32_t i) {
   return i < 4 ? i + 1 : i == 4 ? 6 : i == 5 ? 8 : i == 6 ? 16 : kNoCut;
 }
-FLASH_QLA_HOST_DEVICE constexpr SplitMerge merge_choice(int32_t i) {
-  return {merge_step(i % kMerges), merge_step(i / kMerges)};
-}
+FLASH_QLA_HOST_DEVICE constexpr Join join_choice(int32_t i) { return {join_step(i % kJoins), join_step(i / kJoins)}; }
 
-// Microseconds that a choice takes, from its two parts: the heads without and those with a heavy boundary, joined by
-// merge_step() of their own. uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that
+// Microseconds that a choice takes, from its two parts: the heads without and those with an exact boundary, joined by
+// join_step() of their own. uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that
 // takes. (With cuts that was slower for all shapes tried.)
 template <typename Groups>
-FLASH_QLA_HOST_DEVICE float time_of_choice(const SplitEstimate& light, const SplitEstimate& heavy, int32_t choice,
-                                           float uncut, int32_t sms, const SplitCosts& costs, const Groups& free) {
-  const float time = time_of_tiles(light, heavy, sms, costs, free);
-  return choice == kMergeChoices - 1 && uncut > 0.0f ? uncut : time;
+FLASH_QLA_HOST_DEVICE float time_of_choice(const ItemEstimate& decaying, const ItemEstimate& exact, int32_t choice,
+                                           float uncut, int32_t sms, const Costs& costs, const Groups& free) {
+  const float time = play_through(decaying, exact, sms, costs, free);
+  return choice == kJoinChoices - 1 && uncut > 0.0f ? uncut : time;
 }
 // What an uncut call then takes.
 FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
-                                                  const SplitCosts& costs) {
-  return unsplit_time(lengths, heads, sms, costs) * (1.0f + costs.late_share) + costs.late;
+                                                  const Costs& costs) {
+  return uncut_time(lengths, heads, sms, costs) * (1.0f + costs.late_share) + costs.late;
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

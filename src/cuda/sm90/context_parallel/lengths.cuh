@@ -6,13 +6,13 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-using fwd::ChunkForwardArgs, fwd::load_offset, fwd::sequence_at;
+using fwd::Args, fwd::load_offset, fwd::sequence_at;
 
 // Of all lengths, by all threads of a block. Up to a warp's worth of sequences needs no barrier, and leaves each lane
 // with the one of its number in `own` (which is else left alone). Where offsets go back sequences may overlap, and the
-// lists of a split have room for each token once: such lengths count as none, so that nothing is cut.
+// lists have room for each token once: such lengths count as none, so that nothing is cut.
 template <int kThreads>
-__device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args, PlannedSequence* own) {
+__device__ LengthSummary summarise_lengths(const Args& args, SequenceSpan* own) {
   if (args.cu_seqlens == nullptr) {
     const int32_t chunks = chunks_in(static_cast<int32_t>(args.dense_length));
     return {static_cast<int64_t>(chunks) * args.num_sequences, chunks > 0 ? args.num_sequences : 0, chunks};
@@ -23,7 +23,7 @@ __device__ LengthSummary summarise_lengths(const ChunkForwardArgs& args, Planned
 #pragma unroll 1
   for (int32_t i = static_cast<int32_t>(one_warp ? threadIdx.x % 32 : threadIdx.x); i < args.num_sequences;
        i += kThreads) {
-    const PlannedSequence s = sequence_at(args, i);
+    const SequenceSpan s = sequence_at(args, i);
     const int32_t count = chunks_in(s.length);
     if (one_warp) *own = s;
     in_order &= load_offset(args, i) <= load_offset(args, int64_t{i} + 1);

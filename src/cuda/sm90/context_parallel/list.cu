@@ -1,17 +1,17 @@
-// The lists of tiles.
+// The lists of items.
 
-#include "cuda/sm90/context_parallel/choose_merges.cuh"
+#include "cuda/sm90/context_parallel/choose_joins.cuh"
+#include "cuda/sm90/context_parallel/item_sinks.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
-#include "cuda/sm90/context_parallel/tile_sinks.cuh"
 
 namespace flash_qla::cuda::sm90::cp {
 namespace {
 
-using fwd::ChunkForwardArgs, fwd::initial_slot, fwd::kSkipSequence, fwd::load_index, fwd::sequence_at;
+using fwd::Args, fwd::initial_slot, fwd::kSkipSequence, fwd::load_index, fwd::sequence_at;
 
 constexpr int kListWarps = kListThreads / 32;
 
-// kTilesPerSmUnsplit to an SM of a card of up to 144.
+// kItemsPerSmUncut to an SM of a card of up to 144.
 constexpr int32_t kMostSummaries = 2304;
 // What is kept in shared memory; a larger batch's is read again where it is needed. Of a call that is not forced there
 // are at most kMostItemsPerSm boundaries to an SM and one more for each head.
@@ -19,42 +19,42 @@ constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
 // The kernels that go by the plan do not wait for this one's end.
-__device__ void publish_plan(const SplitWorkspace& ws) {
+__device__ void publish_plan(const PlanWorkspace& ws) {
   __threadfence();
   *static_cast<volatile uint32_t*>(&ws.counters->made) = 1;
 }
 
 // The lists where no head decays and heads are not cut by whole pieces. Not inlined: it would lie between what other
 // gates ask for.
-__device__ __noinline__ void list_undecayed_tiles(const SplitKernelParams& p, const CutSequence* cuts, SplitGrid grid) {
+__device__ __noinline__ void list_all_exact_items(const PlanArgs& p, const CutSequence* cuts, CutSpacing cut_spacing) {
   const int32_t heads = p.args.num_value_heads, thread = static_cast<int32_t>(threadIdx.x);
-  const UndecayedPlan plan{p.usual_choices.undecayed, p.args.num_sequences * heads};
-  const SplitWorkspace& ws = p.workspace;
+  const AllExactPlan plan{p.choice_table.all_exact, p.args.num_sequences * heads};
+  const PlanWorkspace& ws = p.workspace;
   if (thread == 0) {
-    *static_cast<volatile uint32_t*>(&ws.start->announced) =
-        (pair_of_sms() << 16 | static_cast<uint32_t>(plan.state_tiles())) + 1;
+    *static_cast<volatile uint32_t*>(&ws.start->published_items) =
+        (tpc() << 16 | static_cast<uint32_t>(plan.state_items())) + 1;
   }
   const auto none = [](int32_t) { return 0; };
   const int32_t all = plan.heads * plan.split.segments;
 #pragma unroll 1
   for (int32_t i = thread; i < 3 * all; i += kListThreads) {
-    const int32_t tile = i / all, k = (i - tile * all) / plan.heads, pair = i - tile * all - k * plan.heads;
+    const int32_t item = i / all, k = (i - item * all) / plan.heads, pair = i - item * all - k * plan.heads;
     const int32_t sequence = p.by_heads.divide(pair);
-    const HeadPlan head(cuts[sequence], pair - sequence * heads, grid, SplitMerge{}, p.capacity.boundaries, none);
-    plan.emit(head, pair, k, tile, EvenSink{ws});
+    const HeadPlan head(cuts[sequence], pair - sequence * heads, cut_spacing, Join{}, p.capacity.boundaries, none);
+    plan.emit(head, pair, k, item, RegularSink{ws});
   }
   if (thread == kListThreads - 1) {
-    SplitCounters counters{};
-    counters.states.tiles = plan.state_tiles();
-    counters.outputs.tiles = plan.free_tiles();
-    counters.halves.tiles = plan.free_tiles();
-    counters.halves.dependent_tiles = plan.dependent_tiles();
-    // The free ones are the other kernel's. Pairs take tickets behind the plan.
-    ws.start->halves.ticket = static_cast<uint32_t>(plan.free_tiles());
+    PlanCounters counters{};
+    counters.states.items = plan.state_items();
+    counters.outputs.items = plan.independent_items();
+    counters.halves.items = plan.independent_items();
+    counters.halves.dependent_items = plan.dependent_items();
+    // The independent ones are the other kernel's. Clusters take tickets after the plan.
+    ws.start->halves.ticket = static_cast<uint32_t>(plan.independent_items());
     counters.progress.states_left = static_cast<uint32_t>(plan.states_left());
-    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(plan.chains() * kCombineSlices);
-    counters.planner_pair = pair_of_sms();
-    counters.spacing = grid.spacing;
+    counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(plan.scans() * kScanSlices);
+    counters.planner_tpc = tpc();
+    counters.spacing = cut_spacing.spacing;
     counters.even = 1;
     *ws.counters = counters;
   }
@@ -62,102 +62,102 @@ __device__ __noinline__ void list_undecayed_tiles(const SplitKernelParams& p, co
   if (thread == 0) publish_plan(ws);
 }
 
-// One block. The order of tiles within a bucket varies from run to run; what is computed does not depend on it.
-__global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __grid_constant__ SplitKernelParams p) {
+// One block. The order of items within a bucket varies from run to run; what is computed does not depend on it.
+__global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __grid_constant__ PlanArgs p) {
   asm volatile("griddepcontrol.launch_dependents;");
-  const ChunkForwardArgs& args = p.args;
+  const Args& args = p.args;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
-  const SplitWorkspace& ws = p.workspace;
+  const PlanWorkspace& ws = p.workspace;
   if (p.least_longest != 0 && load_now(ws.cut) == 0) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     return;
   }
-  PlannedSequence own{0, 0, 0, 0};
+  SequenceSpan own{0, 0, 0, 0};
   const LengthSummary lengths = summarise_lengths<kListThreads>(args, &own);
-  const SplitGrid grid = choose_grid(p, lengths);
-  const int32_t most_pieces = pieces_of(lengths.longest, grid);
+  const CutSpacing cut_spacing = choose_cut_spacing(p, lengths);
+  const int32_t most_pieces = pieces_of(lengths.longest, cut_spacing);
   // Lanes that a sequence and head get.
   int width = 1;
   while (width < 32 && width < most_pieces) width *= 2;
 
-  __shared__ int32_t buckets[kTileBuckets];
-  __shared__ int32_t state_tiles, first_tiles, free_tiles, chains_used, tiles_used, chunks_before;
-  __shared__ int32_t kinds;  // heads with a heavy boundary, and kUnusual for each whose warm-ups are not the usual ones
-  __shared__ int32_t guessed_heavy;  // of those that the choice was made for beforehand
+  __shared__ int32_t buckets[kItemBuckets];
+  __shared__ int32_t state_items, first_items, independent_items, scans_used, items_used, chunks_before;
+  __shared__ int32_t
+      kinds;  // heads with an exact boundary, and kUnusual for each whose warm-ups are not the usual ones
+  __shared__ int32_t guessed_exact;  // of those that the choice was made for beforehand
   constexpr int32_t kUnusual = 1 << 16;
-  __shared__ EvenSegment segments[2][kMostEvenPieces];
-  __shared__ int32_t boundary_sums[kMostEvenHeads];  // of a head: kHeavyBoundary for each heavy one, and warm-ups
-  constexpr int32_t kHeavyBoundary = 1 << 16;
-  constexpr int32_t kOutOfPlace = 1 << 25;  // ... and this by each warp: the head is not one of an even plan
-  static_assert(kMostEvenPieces * kMaxWarmup < kHeavyBoundary && kMostEvenPieces * kHeavyBoundary < kOutOfPlace &&
+  __shared__ RegularSegment segments[2][kMostRegularPieces];
+  __shared__ int32_t boundary_sums[kMostRegularHeads];  // of a head: kExactBoundary for each exact one, and warm-ups
+  constexpr int32_t kExactBoundary = 1 << 16;
+  constexpr int32_t kOutOfPlace = 1 << 25;  // ... and this by each warp: the head is not one of an regular plan
+  static_assert(kMostRegularPieces * kMaxWarmup < kExactBoundary && kMostRegularPieces * kExactBoundary < kOutOfPlace &&
                 kListWarps * int64_t{kOutOfPlace} < INT32_MAX);
   __shared__ int32_t warp_sums[kListWarps];
   __shared__ CutSequence kept_sequences[kKeptSequences];
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
-  // The summaries have been used when the first tile is kept.
+  // The summaries have been used when the first item is kept.
   __shared__ union Kept {
     HeadSummary summaries[kMostSummaries];
-    KeptTiles tiles;
+    KeptItems items;
     __device__ Kept() {}
   } kept;
-  // Pairs of SMs on which boundaries are classified, by bits: the state kernel's blocks come late there.
-  constexpr uint32_t kLateWords = SplitStart::kPairs / 32;
-  __shared__ uint32_t late_pairs[kLateWords];
+  // TPCs on which boundaries are classified, by bits: the state kernel's blocks come late there.
+  constexpr uint32_t kLateWords = PlanStart::kTpcs / 32;
+  __shared__ uint32_t late_tpcs[kLateWords];
   static_assert(kMostUnitBlocks <= kListThreads);
   const uint32_t classifier = thread < p.unit_blocks ? load_now(ws.classifiers + thread) : ~0u;
-  if (thread < static_cast<int>(kLateWords)) late_pairs[thread] = 0;
+  if (thread < static_cast<int>(kLateWords)) late_tpcs[thread] = 0;
   buckets[thread] = 0;
-  if (thread == 0) chains_used = tiles_used = chunks_before = kinds = guessed_heavy = 0;
+  if (thread == 0) scans_used = items_used = chunks_before = kinds = guessed_exact = 0;
   __syncthreads();
 
-  if (classifier < SplitStart::kPairs) atomicOr(&late_pairs[classifier / 32], 1u << classifier % 32);
+  if (classifier < PlanStart::kTpcs) atomicOr(&late_tpcs[classifier / 32], 1u << classifier % 32);
   const int32_t pairs = n * heads;
-  bool cut = grid.spacing > 0;
-  const bool chosen = args.split == SplitMode::kAuto && args.force_split == 0 && cut;
+  bool cut = cut_spacing.spacing > 0;
+  const bool chosen = args.split == Mode::kAuto && args.force_split == 0 && cut;
   // Heads beyond the room for their summaries do not take part in the choice; there is always room for as many as a
   // call may have that is planned without being forced to.
   const int32_t summarised = min(pairs, kMostSummaries);
   const bool expected = p.least_longest == 0 && lengths == p.expected_lengths;
   const bool kept_here = p.capacity.slots <= kKeptWarmups;
-  const auto tell = [&](uint32_t* to, const ChosenMerges& best) {
-    if (thread != 0 || summarised != pairs || best.state_tiles > UINT16_MAX) return;
-    *static_cast<volatile uint32_t*>(to) = (pair_of_sms() << 16 | static_cast<uint32_t>(best.state_tiles)) + 1;
+  const auto tell = [&](uint32_t* to, const ChosenJoins& best) {
+    if (thread != 0 || summarised != pairs || best.state_items > UINT16_MAX) return;
+    *static_cast<volatile uint32_t*>(to) = (tpc() << 16 | static_cast<uint32_t>(best.state_items)) + 1;
   };
-  // Until there is a plan nothing can begin. Of the expected lengths it is made in few steps, if it is even: what
-  // depends on no gate is there before, for the choice that a quarter of the heads heavy would ask for.
-  const bool may_be_even = chosen && expected && kept_here && p.in_place == 0 && pairs <= kMostEvenHeads &&
-                           most_pieces > 1 && most_pieces <= kMostEvenPieces;
+  // Until there is a plan nothing can begin. Of the expected lengths it is made in few steps, if it is regular: what
+  // depends on no gate is there before, for the choice that a quarter of the heads exact would ask for.
+  const bool may_be_regular = chosen && expected && kept_here && p.in_place == 0 && pairs <= kMostRegularHeads &&
+                              most_pieces > 1 && most_pieces <= kMostRegularPieces;
   if (p.unit_blocks != 0) __syncthreads();
-  // The order in which pairs of SMs get state tiles: from the planner's on, those first on which no boundaries are
+  // The order in which TPCs get state items: from the planner's on, those first on which no boundaries are
   // classified.
-  if (thread < SplitStart::kPairs) {
-    const uint32_t all = static_cast<uint32_t>(p.sms + 1) / 2, own = pair_of_sms(),
-                   pair = static_cast<uint32_t>(thread);
-    const uint32_t behind = pair > own ? pair - own : all + pair - own;  // of its place without those
-    uint32_t place = pair == own || pair >= all ? all : behind;
+  if (thread < PlanStart::kTpcs) {
+    const uint32_t all = static_cast<uint32_t>(p.sms + 1) / 2, own = tpc(), pair = static_cast<uint32_t>(thread);
+    const uint32_t after = pair > own ? pair - own : all + pair - own;  // of its place without those
+    uint32_t place = pair == own || pair >= all ? all : after;
     if (p.unit_blocks != 0 && place != all) {
-      uint32_t late = 0, all_late = 0;  // of the pairs up to there, and of all
+      uint32_t late = 0, all_late = 0;  // of the TPCs up to there, and of all
 #pragma unroll
       for (uint32_t i = 0; i < kLateWords; ++i) {
         const auto below = [&](uint32_t n) {
           return n <= 32 * i ? 0u : n >= 32 * i + 32 ? ~0u : (1u << (n - 32 * i)) - 1;
         };
         const uint32_t before = below(own), up_to_own = below(own + 1), up_to = below(pair + 1);
-        const uint32_t others = late_pairs[i] & ~(up_to_own & ~before);
+        const uint32_t others = late_tpcs[i] & ~(up_to_own & ~before);
         late += __popc(others & (pair > own ? up_to & ~up_to_own : up_to | ~up_to_own));
         all_late += __popc(others);
       }
-      const bool is_late = (late_pairs[pair / 32] >> pair % 32 & 1) != 0;
-      place = is_late ? all - 1 - all_late + late : behind - late;
+      const bool is_late = (late_tpcs[pair / 32] >> pair % 32 & 1) != 0;
+      place = is_late ? all - 1 - all_late + late : after - late;
     }
     *static_cast<volatile uint32_t*>(&ws.start->place[pair]) = place;
   }
   // Before blocks come that have waited for an SM where boundaries are classified.
-  ChosenMerges likely{0, 0};
-  if (may_be_even) {
-    likely.choice = max(p.usual_choices.choice(pairs / 4, pairs, &likely.state_tiles), 0);
-    tell(&ws.start->likely, likely);
+  ChosenJoins likely_items{0, 0};
+  if (may_be_regular) {
+    likely_items.choice = max(p.choice_table.choice(pairs / 4, pairs, &likely_items.state_items), 0);
+    tell(&ws.start->likely_items, likely_items);
   }
   // Where sequences are cut; a larger batch's are kept in memory.
   CutSequence* const cuts = n <= kKeptSequences ? kept_sequences : ws.cuts;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
 #pragma unroll 1
   for (int32_t first = 0; first < n; first += kListThreads) {
     const int32_t i = first + thread;
-    PlannedSequence s{0, 0, i, 0};
+    SequenceSpan s{0, 0, i, 0};
     if (i < n) s = sequence_at(args, i);
     if (number_chunks) {
       const int32_t chunks = chunks_in(s.length);
@@ -186,25 +186,25 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       __syncthreads();
     }
     if (i >= n) continue;
-    // A skipped sequence has no state tiles: the chains wait for all that are listed.
+    // A skipped sequence has no state items: the scans wait for all that are listed.
     if (initial_slot(args, i) == kSkipSequence) s.length = 0;
-    cuts[i] = CutSequence(s, grid);
+    cuts[i] = CutSequence(s, cut_spacing);
   }
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
-  ChosenMerges guess{-1, 0};
+  ChosenJoins guess{-1, 0};
   if (chosen && !expected) {
     __syncthreads();
 #pragma unroll 1
     for (int32_t pair = thread; pair < summarised; pair += kListThreads) {
       const int32_t i = p.by_heads.divide(pair), boundaries = cuts[i].pieces - 1;
-      const bool heavy = (pair - i * heads) % 4 == 3;
-      kept.summaries[pair] = {cuts[i].chunks, boundaries + 1, heavy ? boundaries : 0,
-                              heavy ? 0 : kUsualWarmup * boundaries};
-      if (heavy && boundaries > 0) atomicAdd(&guessed_heavy, 1);
+      const bool exact = (pair - i * heads) % 4 == 3;
+      kept.summaries[pair] = {cuts[i].chunks, boundaries + 1, exact ? boundaries : 0,
+                              exact ? 0 : kUsualWarmup * boundaries};
+      if (exact && boundaries > 0) atomicAdd(&guessed_exact, 1);
     }
     __syncthreads();
-    guess = choose_merges(p, kept.summaries, summarised, lengths, grid);
+    guess = choose_joins(p, kept.summaries, summarised, lengths, cut_spacing);
   }
   const uint8_t* warmups = ws.warmups;
   if (kept_here) warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
@@ -213,26 +213,26 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
     };
   };
-  auto head_plan = [&](int32_t pair, const SplitMerge& merge) {
+  auto head_plan = [&](int32_t pair, const Join& join) {
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
-    return HeadPlan(cuts[i], head, grid, merge, p.capacity.boundaries, warmups_of(head));
+    return HeadPlan(cuts[i], head, cut_spacing, join, p.capacity.boundaries, warmups_of(head));
   };
   // By one thread.
-  const auto write_counters = [&](int32_t states, int32_t first, int32_t free, int32_t dependent, int32_t chains,
-                                  const SplitMerge& merge, bool even) {
+  const auto write_counters = [&](int32_t states, int32_t first, int32_t free, int32_t dependent, int32_t scans,
+                                  const Join& join, bool even) {
     const bool halves = !cut && p.uncut_shared != 0;
-    SplitCounters counters{};
-    counters.states.tiles = states;
-    counters.outputs.tiles = halves ? 0 : free;
-    counters.outputs.dependent_tiles = dependent;  // none where nothing is cut
-    counters.halves.tiles = halves ? free : 0;
+    PlanCounters counters{};
+    counters.states.items = states;
+    counters.outputs.items = halves ? 0 : free;
+    counters.outputs.dependent_items = dependent;  // none where nothing is cut
+    counters.halves.items = halves ? free : 0;
     counters.progress.states_left = static_cast<uint32_t>(states * kStateWarps);
-    counters.progress.pieces_left = counters.progress.pieces = static_cast<uint32_t>(chains * kCombineSlices);
-    counters.progress.first_tiles = static_cast<uint32_t>(first);
-    counters.planner_pair = pair_of_sms();
-    counters.spacing = grid.spacing;
-    counters.light_merge = merge.light;
-    counters.heavy_merge = merge.heavy;
+    counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(scans * kScanSlices);
+    counters.progress.first_items = static_cast<uint32_t>(first);
+    counters.planner_tpc = tpc();
+    counters.spacing = cut_spacing.spacing;
+    counters.decaying_join = join.decaying;
+    counters.exact_join = join.exact;
     counters.even = even;
     *ws.counters = counters;
   };
@@ -245,24 +245,25 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
     }
   };
-  if (may_be_even) {
-    ChosenMerges best = likely;
-    EvenPlan even(most_pieces, merge_choice(best.choice));
+  if (may_be_regular) {
+    ChosenJoins best = likely_items;
+    RegularPlan even(most_pieces, join_choice(best.choice));
     const auto make_segments = [&] {
-      for (int32_t i = thread; i < 2 * kMostEvenPieces; i += kListThreads) {
-        const bool is_heavy = i >= kMostEvenPieces;
-        const int32_t k = i % kMostEvenPieces;
-        if (k < (is_heavy ? even.heavy : even.light).joined) segments[is_heavy][k] = even.segment(cuts[0], is_heavy, k);
+      for (int32_t i = thread; i < 2 * kMostRegularPieces; i += kListThreads) {
+        const bool is_exact = i >= kMostRegularPieces;
+        const int32_t k = i % kMostRegularPieces;
+        if (k < (is_exact ? even.exact : even.decaying).joined)
+          segments[is_exact][k] = even.segment(cuts[0], is_exact, k);
       }
     };
     __syncthreads();  // segments read where the first sequence is cut, which one thread has written
     make_segments();
-    if (thread < kMostEvenHeads) boundary_sums[thread] = 0;
+    if (thread < kMostRegularHeads) boundary_sums[thread] = 0;
     wait_for_warmups();
     __syncthreads();
     // A lane to each head, and the boundaries to the warps.
 #pragma unroll
-    for (int32_t word = 0; word < kEvenWords; ++word) {
+    for (int32_t word = 0; word < kRegularWords; ++word) {
       const int32_t pair = 32 * word + lane;
       if (pair >= pairs) continue;
       const int32_t i = p.by_heads.divide(pair), head = pair - i * heads;
@@ -270,79 +271,79 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
       int32_t sum = sequence.pieces == most_pieces ? 0 : kOutOfPlace;
 #pragma unroll 1
       for (int32_t boundary = 1 + warp; boundary < most_pieces; boundary += kListWarps) {
-        const int32_t number = sequence.number(boundary, grid);
+        const int32_t number = sequence.number(boundary, cut_spacing);
         if (number >= p.capacity.boundaries) {
           sum = kOutOfPlace;
           break;
         }
         const int32_t warmup = warmups[number * heads + head];
-        sum += warmup == 0 ? kHeavyBoundary : warmup;
+        sum += warmup == 0 ? kExactBoundary : warmup;
       }
       if (warp < most_pieces) atomicAdd(&boundary_sums[pair], sum);
     }
     __syncthreads();
-    uint32_t heavy_heads[kEvenWords];  // by bits; the same in all warps
-    bool usual = true, is_even = true;
-    int32_t heavy = 0;
+    uint32_t exact_heads[kRegularWords];  // by bits; the same in all warps
+    bool usual = true, is_regular = true;
+    int32_t exact = 0;
 #pragma unroll
-    for (int32_t word = 0; word < kEvenWords; ++word) {
+    for (int32_t word = 0; word < kRegularWords; ++word) {
       const int32_t pair = 32 * word + lane, sum = pair < pairs ? boundary_sums[pair] : 0;
-      const int32_t boundaries = most_pieces - 1, heavies = sum / kHeavyBoundary, total = sum % kHeavyBoundary;
-      heavy_heads[word] = __ballot_sync(0xffffffffu, heavies > 0);
-      heavy += __popc(heavy_heads[word]);
-      is_even = is_even && !__any_sync(0xffffffffu, heavies != 0 && heavies != boundaries);
-      usual = usual && !__any_sync(0xffffffffu, pair < pairs && heavies == 0 &&
-                                                    (total < UsualChoices::kLeastWarmup * boundaries ||
-                                                     total > UsualChoices::kMostWarmup * boundaries));
+      const int32_t boundaries = most_pieces - 1, exacts = sum / kExactBoundary, total = sum % kExactBoundary;
+      exact_heads[word] = __ballot_sync(0xffffffffu, exacts > 0);
+      exact += __popc(exact_heads[word]);
+      is_regular = is_regular && !__any_sync(0xffffffffu, exacts != 0 && exacts != boundaries);
+      usual = usual && !__any_sync(0xffffffffu, pair < pairs && exacts == 0 &&
+                                                    (total < ChoiceTable::kLeastWarmup * boundaries ||
+                                                     total > ChoiceTable::kMostWarmup * boundaries));
       if (warp == 0 && pair < pairs) {
-        kept.summaries[pair] = {cuts[p.by_heads.divide(pair)].chunks, most_pieces, heavies, total};
+        kept.summaries[pair] = {cuts[p.by_heads.divide(pair)].chunks, most_pieces, exacts, total};
       }
     }
-    if (is_even) {
-      if (heavy == pairs && p.usual_choices.undecayed.segments != 0) {
-        list_undecayed_tiles(p, cuts, grid);
+    if (is_regular) {
+      if (exact == pairs && p.choice_table.all_exact.segments != 0) {
+        list_all_exact_items(p, cuts, cut_spacing);
         return;
       }
       const int32_t before = best.choice;
-      if (usual) best.choice = p.usual_choices.choice(heavy, pairs, &best.state_tiles);
+      if (usual) best.choice = p.choice_table.choice(exact, pairs, &best.state_items);
       if (!usual || best.choice < 0) {
         __syncthreads();  // the summaries are there
-        best = choose_merges(p, kept.summaries, summarised, lengths, grid);
+        best = choose_joins(p, kept.summaries, summarised, lengths, cut_spacing);
       }
-      tell(&ws.start->announced, best);
-      const SplitMerge merge = merge_choice(best.choice);
+      tell(&ws.start->published_items, best);
+      const Join join = join_choice(best.choice);
       if (best.choice != before) {
-        even = EvenPlan(most_pieces, merge);
+        even = RegularPlan(most_pieces, join);
         __syncthreads();
         make_segments();
         __syncthreads();
       }
-      cut = best.choice != kMergeChoices - 1;
-      const EvenCounts counts{pairs - heavy, heavy};
-      const EvenSink sink{ws};
+      cut = best.choice != kJoinChoices - 1;
+      const RegularCounts counts{pairs - exact, exact};
+      const RegularSink sink{ws};
       const int32_t most = even.most_segments(), all = pairs * most;
       const Divisor by_segments(most);
 #pragma unroll 1
       for (int32_t i = thread; i < 3 * all; i += kListThreads) {
-        const int32_t tile = i < all ? 0 : i < 2 * all ? 1 : 2;
-        const int32_t pair = by_segments.divide(i - tile * all), k = i - tile * all - pair * most;
+        const int32_t item = i < all ? 0 : i < 2 * all ? 1 : 2;
+        const int32_t pair = by_segments.divide(i - item * all), k = i - item * all - pair * most;
         int32_t rank = 0;
-        bool is_heavy = false;
+        bool is_exact = false;
 #pragma unroll
-        for (int32_t word = 0; word < kEvenWords; ++word) {
+        for (int32_t word = 0; word < kRegularWords; ++word) {
           const int32_t place = pair - 32 * word;
-          if (place >= 32) rank += __popc(heavy_heads[word]);
+          if (place >= 32) rank += __popc(exact_heads[word]);
           if (place < 0 || place >= 32) continue;
-          rank += __popc(heavy_heads[word] & ((1u << place) - 1));
-          is_heavy = (heavy_heads[word] >> place & 1) != 0;
+          rank += __popc(exact_heads[word] & ((1u << place) - 1));
+          is_exact = (exact_heads[word] >> place & 1) != 0;
         }
-        if (k >= (is_heavy ? even.heavy : even.light).joined) continue;
-        even.emit(segments[is_heavy][k], head_plan(pair, merge), counts, is_heavy, is_heavy ? rank : pair - rank, k,
-                  tile, sink);
+        if (k >= (is_exact ? even.exact : even.decaying).joined) continue;
+        even.emit(segments[is_exact][k], head_plan(pair, join), counts, is_exact, is_exact ? rank : pair - rank, k,
+                  item, sink);
       }
       if (thread == kListThreads - 1) {
-        write_counters(even.state_tiles(counts), 0, even.free_tiles(counts), even.dependent_tiles(counts),
-                       even.chains(counts), merge, true);
+        write_counters(even.state_items(counts), 0, even.independent_items(counts), even.dependent_items(counts),
+                       even.scans(counts), join, true);
       }
       __syncthreads();  // the lists are there
       if (thread == 0) publish_plan(ws);
@@ -350,30 +351,30 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     }
   }
 
-  if (!may_be_even) wait_for_warmups();
+  if (!may_be_regular) wait_for_warmups();
   __syncthreads();
   const int32_t first_pair = thread / width, pairs_at_once = kListThreads / width;
-  SplitMerge merge;
+  Join join;
   if (chosen) {
     int32_t own_kinds = 0;
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < summarised; pair += pairs_at_once) {
-      const auto plan = head_plan(pair, merge);
+      const auto plan = head_plan(pair, join);
       const int first_lane = lane / width * width;
       const uint32_t group = (width == 32 ? ~0u : (1u << width) - 1) << first_lane;
-      int32_t heavy = 0, total = 0;
+      int32_t exact = 0, total = 0;
       for (int32_t i = 1 + lane - first_lane; i < plan.cuts.pieces; i += width) {
         const int32_t warmup = plan.warmup_at(i);
-        heavy += warmup == 0;
+        exact += warmup == 0;
         total += warmup;
       }
-      heavy = __reduce_add_sync(group, heavy);
+      exact = __reduce_add_sync(group, exact);
       total = __reduce_add_sync(group, total);
       if (lane == first_lane && pair < summarised) {
-        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, heavy, total};
+        kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, exact, total};
         const int32_t boundaries = plan.cuts.pieces - 1;
-        own_kinds += heavy > 0 ? 1
-                     : total < UsualChoices::kLeastWarmup * boundaries || total > UsualChoices::kMostWarmup * boundaries
+        own_kinds += exact > 0 ? 1
+                     : total < ChoiceTable::kLeastWarmup * boundaries || total > ChoiceTable::kMostWarmup * boundaries
                          ? kUnusual
                          : 0;
       }
@@ -381,36 +382,36 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     own_kinds = __reduce_add_sync(0xffffffffu, own_kinds);
     if (lane == 0 && own_kinds != 0) atomicAdd(&kinds, own_kinds);
     __syncthreads();
-    ChosenMerges best = guess;
+    ChosenJoins best = guess;
     const bool usual = kinds < kUnusual;
-    if (usual && expected) best.choice = p.usual_choices.choice(kinds, pairs, &best.state_tiles);
-    if (!usual || (!expected && kinds != guessed_heavy) || best.choice < 0) {
-      best = choose_merges(p, kept.summaries, summarised, lengths, grid);
+    if (usual && expected) best.choice = p.choice_table.choice(kinds, pairs, &best.state_items);
+    if (!usual || (!expected && kinds != guessed_exact) || best.choice < 0) {
+      best = choose_joins(p, kept.summaries, summarised, lengths, cut_spacing);
     }
-    tell(&ws.start->announced, best);
-    merge = merge_choice(best.choice);
-    cut = best.choice != kMergeChoices - 1;
+    tell(&ws.start->published_items, best);
+    join = join_choice(best.choice);
+    cut = best.choice != kJoinChoices - 1;
   }
 
-  TileSink sink{false, p.in_place != 0, heads, buckets, &chains_used, &tiles_used, &kept.tiles, ws};
+  ItemSink sink{false, p.in_place != 0, heads, buckets, &scans_used, &items_used, &kept.items, ws};
 #pragma unroll 1
   for (;; sink.placing = true) {
-    if (sink.placing && tiles_used <= kKeptTiles) {
-      for (int i = thread; i < tiles_used; i += kListThreads) {
-        const Tile t = kept.tiles.tile[i];
-        sink.put(t, buckets[tile_bucket(t, sink.in_place)] + kept.tiles.rank[i]);
+    if (sink.placing && items_used <= kKeptItems) {
+      for (int i = thread; i < items_used; i += kListThreads) {
+        const WorkItem t = kept.items.item[i];
+        sink.put(t, buckets[item_bucket(t, sink.in_place)] + kept.items.rank[i]);
       }
       break;
     }
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
-      emit_head(head_plan(pair, merge), pair < pairs, sink, lane, width, most_pieces);
+      emit_head(head_plan(pair, join), pair < pairs, sink, lane, width, most_pieces);
     }
     if (sink.placing) break;
     __syncthreads();
-    // Exclusive sums of the buckets, one to a thread: the state tiles' are those of the first warps, and a list of
+    // Exclusive sums of the buckets, one to a thread: the state items' are those of the first warps, and a list of
     // their own.
-    static_assert(kTileBuckets == kListThreads && kLengthBuckets % 32 == 0 && kListWarps <= 32);
+    static_assert(kItemBuckets == kListThreads && kLengthBuckets % 32 == 0 && kListWarps <= 32);
     constexpr int kStateListWarps = kLengthBuckets / 32;
     const int32_t count = buckets[thread];
     int32_t inclusive = count;
@@ -424,13 +425,14 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
     const bool counts = lane < warp && (lane >= kStateListWarps) == (warp >= kStateListWarps);
     inclusive += __reduce_add_sync(0xffffffffu, counts ? warp_sums[lane] : 0);
     buckets[thread] = inclusive - count;
-    if (thread == kLengthBuckets - 1) state_tiles = inclusive;
-    if (thread == 2 * kLengthBuckets) first_tiles = inclusive - count;
-    if (thread == 3 * kLengthBuckets) free_tiles = inclusive - count;
+    if (thread == kLengthBuckets - 1) state_items = inclusive;
+    if (thread == 2 * kLengthBuckets) first_items = inclusive - count;
+    if (thread == 3 * kLengthBuckets) independent_items = inclusive - count;
     __syncthreads();
-    // By a thread that seldom has tiles to place.
-    if (thread == kTileBuckets - 1) {
-      write_counters(state_tiles, first_tiles, free_tiles, inclusive - free_tiles, chains_used, merge, false);
+    // By a thread that seldom has items to place.
+    if (thread == kItemBuckets - 1) {
+      write_counters(state_items, first_items, independent_items, inclusive - independent_items, scans_used, join,
+                     false);
     }
   }
   __syncthreads();  // the lists are there
@@ -439,6 +441,6 @@ __global__ void __launch_bounds__(kListThreads, 1) list_tiles_kernel(const __gri
 
 }  // namespace
 
-const void* list_kernel() { return reinterpret_cast<const void*>(&list_tiles_kernel); }
+const void* list_kernel() { return reinterpret_cast<const void*>(&list_items_kernel); }
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -1,4 +1,4 @@
-// The planning kernels of a sequence split. docs/design/sequence_split.md.
+// The planning kernels of a context parallelism. docs/kernels/context_parallel.md.
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/args.h"
@@ -7,65 +7,64 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-using fwd::ChunkForwardArgs;
+using fwd::Args;
 
 // Places in the workspace.
-struct SplitWorkspace {
-  SplitCounters* counters;
-  SplitStart* start;
-  uint32_t* classifiers;  // [blocks that classify] pairs of SMs
+struct PlanWorkspace {
+  PlanCounters* counters;
+  PlanStart* start;
+  uint32_t* classifiers;  // [blocks that classify] TPCs
   uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
   CutSequence* cuts;      // [N]
   int32_t* cut;           // where lengths are looked at first: whether they ask for a cut
-  void* unsplit;          // chunk_forward_workspace_size(N) bytes, likewise
-  uint32_t* readers;      // [N * Hv][2], see ChunkForwardKernelParams
-  Tile *state_tiles, *output_tiles;
-  TransitionChain* chains;
-  float4* boundary_states;  // [slots, 128 * 128 / 4], boundary_place() order
-  void* transitions;        // [slots, kTransitionSteps] of TransitionRows
+  void* uncut;            // chunk_forward_workspace_size(N) bytes, likewise
+  uint32_t* readers;      // [N * Hv][2], see KernelArgs
+  WorkItem *state_items, *output_items;
+  Scan* scans;
+  float4* cut_states;  // [slots, 128 * 128 / 4], cut_state_position() order
+  void* transitions;   // [slots, kTransitionSteps] of TransitionRows
 };
 
-struct SplitKernelParams {
-  ChunkForwardArgs args;
-  SplitWorkspace workspace;
-  SplitCapacity capacity;
-  SplitCosts costs;
-  int32_t uncut_shared;  // tiles without a cut are shared by several SMs, and another kernel's
+struct PlanArgs {
+  Args args;
+  PlanWorkspace workspace;
+  Capacity capacity;
+  Costs costs;
+  int32_t uncut_shared;  // items without a cut are shared by several SMs, and another kernel's
   // A boundary's value heads are looked at a few of a key head at a time: a unit each.
   int32_t group, parts, units;  // value heads of a key head; units of a key head; units of all boundaries
   Divisor by_boundary_units, by_parts;
   Divisor by_heads;  // value heads
   // Lengths that the call may well have, and what follows.
   LengthSummary expected_lengths;
-  SplitGrid expected_grid;
-  UsualChoices usual_choices;
+  CutSpacing expected_cut_spacing;
+  ChoiceTable choice_table;
   int32_t gates_first;  // boundaries' keys are read once their gates are known, and no more of them than they ask for
   int32_t in_place;     // final states overwrite initial ones
   // Not 0: a kernel before these has done the work where no sequence has so many chunks.
   int32_t least_longest;
-  int32_t unit_blocks, clear_blocks;  // of the kernel that classifies
+  int32_t unit_blocks, zero_fill_blocks;  // of the kernel that classifies
   int32_t sms;
 };
 
 #ifdef __CUDACC__
 // What the kernels that go by the plan find before there is one, by one thread. They start after that. Without `cut`
-// that is the plan: no tiles.
-__device__ __forceinline__ void reset_split_start(const SplitWorkspace& workspace, bool cut) {
+// that is the plan: no items.
+__device__ __forceinline__ void reset_plan_start(const PlanWorkspace& workspace, bool cut) {
   if (cut) {
     workspace.counters->made = 0;
   } else {
-    *workspace.counters = SplitCounters{};
+    *workspace.counters = PlanCounters{};
     workspace.counters->made = 1;
   }
-  static_cast<SplitTickets&>(*workspace.start) = SplitTickets{};
+  static_cast<PlanTickets&>(*workspace.start) = PlanTickets{};
 }
 #endif
 
 // The places from `base` on, and how many bytes they take.
-size_t lay_out_split(const ChunkForwardArgs& args, const SplitCapacity& capacity, void* base,
-                     SplitWorkspace* workspace);
+size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, PlanWorkspace* workspace);
 
-// Classifies the boundaries, then lists the tiles: two kernels.
-cudaError_t launch_split_plan(SplitKernelParams params, cudaStream_t stream);
+// Classifies the boundaries, then lists the items: two kernels.
+cudaError_t launch_plan(PlanArgs params, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -1,6 +1,14 @@
-// The kernel of a sequence split that makes states alone: last states and transitions of segments, then the boundary
-// states. Names as in docs/math.md; the forward (kernel.cuh) without Q, P and O, so that what bounds a chunk is the
-// time that A_g takes, and three auxiliary warpgroups make it in turns.
+// Context parallelism, the kernel between plan and outputs: last states and transitions of segments, then the states at
+// the cuts. Names are those of docs/math.md. It is the forward (chunk_fwd/kernel.cuh) without Q, P and O, so that what
+// bounds a chunk is the time that A_g takes, and three producer warpgroups make it in turns.
+//
+//   state items by ticket -> queue of chunks; all of a chunk is one stage [K, V, A, gates x5]
+//     thread 0 of a producer warpgroup   K, V, g, beta -kFull-> stage
+//     producer warpgroups 0, 1, 2        every third chunk each: K K^T, inverse, gates -> A_g  -kFullA-> stage
+//     state warpgroups 0, 1              S K | A_g W | update of S;  end of a chunk -kDone-
+//   after the last item: S' = M S + B along the segments of each exact head (scan.cuh), by the same warps
+//
+// While the plan is being made all roles go through one dummy chunk, so that their instructions are fetched.
 #pragma once
 
 #include "cuda/common/bulk.cuh"
@@ -16,23 +24,22 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-using fwd::ChunkForwardKernel, fwd::ChunkForwardKernelParams, fwd::ChunkForwardTraits, fwd::ChunkRecord,
-    fwd::ChunkWalker, fwd::StateRole;
+using fwd::Kernel, fwd::KernelArgs, fwd::ForwardTraits, fwd::ChunkDescriptor, fwd::QueueProducer;
 using fwd::kFirstChunk, fwd::kLastChunk, fwd::kNoSlot, fwd::kNoValues, fwd::kToTransition;
-using fwd::load_gates, fwd::open_list, fwd::produce_chunk;
+using fwd::load_gates, fwd::open_queue, fwd::produce_chunk;
 
-// A segment ends at a boundary, so that all chunks of a state tile are full ones.
+// A segment ends at a boundary, so that all chunks of a state item are full ones.
 template <typename Element_>
-struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
+struct SegmentStateTraits : ForwardTraits<Element_, false> {
   using Element = Element_;
-  using Base = ChunkForwardTraits<Element_, false>;
-  static constexpr bool kDuties = false;
-  static constexpr uint32_t kRawG = Base::kGateRaw, kRawBeta = Base::kGateBeta;
+  using Base = ForwardTraits<Element_, false>;
+  static constexpr bool kWarpRoles = false;
+  static constexpr uint32_t kInputG = Base::kGateInput, kInputBeta = Base::kGateBeta;
   static constexpr bool kStateOnly = true;
-  static constexpr int kAuxGroups = 3;
-  static constexpr int kThreads = 128 * (kAuxGroups + Base::kStateGroups);
+  static constexpr int kProducerGroups = 3;
+  static constexpr int kThreads = 128 * (kProducerGroups + Base::kStateGroups);
   // 640 threads have 96 each to share out. A state group needs S (64), an accumulator (32) and a packed operand (32).
-  static constexpr int kAuxRegisters = 64;
+  static constexpr int kProducerRegisters = 64;
   static constexpr int kStateRegisters = 144;
 
   // All of a chunk is one stage: three are in preparation, one in use, one on its way.
@@ -43,20 +50,20 @@ struct StateKernelTraits : ChunkForwardTraits<Element_, false> {
   static constexpr uint32_t kStageGate = kStageA + Base::kBytesMatrix;
   static constexpr uint32_t kBytesStage = (kStageGate + Base::kBytesGate + 1023) / 1024 * 1024;  // tiles are swizzled
 
-  static constexpr uint32_t kSmemChunks = kStages * kBytesStage;
-  static constexpr uint32_t kSmemWalker = kSmemChunks + Base::kChunkRing * Base::kBytesRecord;
+  static constexpr uint32_t kSmemDescriptors = kStages * kBytesStage;
+  static constexpr uint32_t kSmemProducer = kSmemDescriptors + Base::kDescriptorRing * Base::kBytesDescriptor;
   // Barriers, 8 bytes each.
-  static constexpr uint32_t kFull = kSmemWalker + Base::kBytesWalker;  // K, V, g and beta
-  static constexpr uint32_t kFullA = kFull + 8 * kStages;              // A_g and the gates
-  static constexpr uint32_t kDone = kFullA + 8 * kStages;              // the state groups are through with the chunk
-  // A record is written, by each group in its turn. One for each: of a single one a group could not tell the turn
+  static constexpr uint32_t kFull = kSmemProducer + Base::kBytesProducer;  // K, V, g and beta
+  static constexpr uint32_t kFullA = kFull + 8 * kStages;                  // A_g and the gates
+  static constexpr uint32_t kDone = kFullA + 8 * kStages;  // the state groups are through with the chunk
+  // A descriptor is written, by each group in its turn. One for each: of a single one a group could not tell the turn
   // before its own from the next but one.
   static constexpr uint32_t kListed = kDone + 8 * kStages;
-  static constexpr uint32_t kRehearsed = kListed + 8 * kAuxGroups;  // all warps are through with the first stream
-  static constexpr uint32_t kOpen = kRehearsed + 8;                 // a stream is: the first one, then the second
-  static constexpr uint32_t kReset = kOpen + 8;                     // ... and may be opened the second time
+  static constexpr uint32_t kWarmedUp = kListed + 8 * kProducerGroups;  // all warps are through with the first queue
+  static constexpr uint32_t kOpen = kWarmedUp + 8;                      // a queue is: the first one, then the second
+  static constexpr uint32_t kReset = kOpen + 8;                         // ... and may be opened the second time
   static constexpr uint32_t kSmemBytes = kReset + 8;
-  // Where the second stream's first chunks are until then: a stage that the rehearsal does not use.
+  // Where the second queue's first chunks are until then: a stage that the warm-up of instructions does not use.
   static constexpr uint32_t kSmemFound = kBytesStage;
   static_assert(kSmemBytes <= 227 * 1024);
 };
@@ -72,23 +79,24 @@ __device__ __forceinline__ void wait_for_stage(uint32_t barriers, uint32_t m) {
 }
 
 template <typename Traits>
-struct StateTileAuxRole {
+struct ProducerWarpgroup {
   using Element = typename Traits::Element;
   static constexpr int kAhead = Traits::kStages - 1;  // chunks that are brought, and listed, ahead
   static constexpr int kListThread = 64;              // of the warp that has least to do: it lists a chunk
-  const ChunkForwardKernelParams& p;
+  const KernelArgs& p;
   uint32_t group;  // 0 .. 2: of every third chunk
   int thread;      // 0 .. 127
 
-  __device__ const ChunkRecord& record(uint32_t m) const {
-    return reinterpret_cast<const ChunkRecord*>(shared_memory() + Traits::kSmemChunks)[m % Traits::kChunkRing];
+  __device__ const ChunkDescriptor& descriptor(uint32_t m) const {
+    return reinterpret_cast<const ChunkDescriptor*>(shared_memory() +
+                                                    Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
   }
   // Of the group of chunk m.
-  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + opaque(m) % Traits::kAuxGroups, 128); }
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + opaque(m) % Traits::kProducerGroups, 128); }
 
   // All of chunk m into its stage, by all threads.
-  __device__ void bring(uint32_t m) const {
-    const ChunkRecord& c = record(m);
+  __device__ void load(uint32_t m) const {
+    const ChunkDescriptor& c = descriptor(m);
     const uint32_t stage = stage_of<Traits>(m), full = smem() + Traits::kFull + 8 * (m % Traits::kStages);
     if (c.valid < 0) {  // the end
       mbarrier_arrive(full);
@@ -112,11 +120,11 @@ struct StateTileAuxRole {
     return value;
   }
   __device__ int number() const { return opaque(thread); }
-  __device__ LanePlace at() const { return lane_place(number()); }
+  __device__ FragmentPosition at() const { return fragment_position(number()); }
   __device__ uint32_t tile_a(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageA; }
   __device__ uint32_t gates(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageGate; }
 
-  // A_g of chunk m, its gates, and the record of a later chunk.
+  // A_g of chunk m, its gates, and the descriptor of a later chunk.
   __device__ void prepare(uint32_t m) const {
     {
       float kkt[32];
@@ -137,11 +145,11 @@ struct StateTileAuxRole {
     if (number() >= 96) {
       const uint32_t gate = gates(m), place = 8 * (number() & 31);
       make_gates<Traits>(
-          p.args.scale, load_shared_f2(gate + Traits::kGateRaw + place),
+          p.args.scale, load_shared_f2(gate + Traits::kGateInput + place),
           [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, false, gate, gate, number() & 31);
     }
     if (number() == kListThread) {
-      constexpr uint32_t kTurns = Traits::kAuxGroups;
+      constexpr uint32_t kTurns = Traits::kProducerGroups;
       if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
       produce_chunk<Traits>(p, m + kAhead);
       mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
@@ -164,7 +172,8 @@ struct StateTileAuxRole {
     invert(
         a, d, tile_a(m), at(), [&] { sync(m); },
         [&] {
-          m = __shfl_sync(0xffffffffu, m, 0);  // lest the tile's address be kept, and spilled, all through the inverse
+          m = __shfl_sync(0xffffffffu, m,
+                          0);  // so that the tile's address is not kept, and spilled, all through the inverse
           mild = load_shared_f1(gates(m) + Traits::kGateMild);
           own = load_shared_f4(gates(m) + Traits::kGateColumnA + 80 * at().q + 16 * at().warp);
         });
@@ -179,27 +188,28 @@ struct StateTileAuxRole {
   }
 
   __device__ void run() const {
-    bring(group);
-    if (group == 0) bring(Traits::kAuxGroups);
+    load(group);
+    if (group == 0) load(Traits::kProducerGroups);
 #pragma unroll 1
-    for (uint32_t m = group;; m += Traits::kAuxGroups) {
+    for (uint32_t m = group;; m += Traits::kProducerGroups) {
       wait_for_stage<Traits>(Traits::kFull, m);
-      if (record(m).valid < 0) return;  // no tile ends with a chunk that is kept
+      if (descriptor(m).valid < 0) return;  // no item ends with a chunk at a checkpoint
       prepare(m);
       m = opaque(m);
       if (m > 0) wait_for_stage<Traits>(Traits::kDone, m - 1);
-      bring(m + kAhead);
+      load(m + kAhead);
     }
   }
 };
 
 template <typename Traits>
-struct StateTileRole : StateRole<Traits> {
+struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
   using Element = typename Traits::Element;
-  using StateRole<Traits>::p;
-  using StateRole<Traits>::group;
-  using StateRole<Traits>::record;
-  using StateRole<Traits>::load_chunk;
+  using Base = fwd::StateWarpgroup<Traits>;
+  using Base::descriptor;
+  using Base::group;
+  using Base::load_chunk;
+  using Base::p;
 
   // Registers are short here as well: what is made of the thread's and the chunk's number is worked out anew.
   template <typename Number>
@@ -207,12 +217,12 @@ struct StateTileRole : StateRole<Traits> {
     asm volatile("" : "+r"(value));
     return value;
   }
-  __device__ LanePlace place(int thread) const { return lane_place(opaque(thread)); }
+  __device__ FragmentPosition place(int thread) const { return fragment_position(opaque(thread)); }
   __device__ uint32_t stage(uint32_t m) const { return stage_of<Traits>(opaque(m)); }
   __device__ uint32_t gates(uint32_t m) const { return stage(m) + Traits::kStageGate; }
 
-  // The last state of a split's piece, or its transition.
-  __device__ void save_boundary(const float (&s)[64], const ChunkRecord& c, const LanePlace& at) const {
+  // The last state of a segment, or its transition.
+  __device__ void save_cut_state(const float (&s)[64], const ChunkDescriptor& c, const FragmentPosition& at) const {
     if (c.flags & kToTransition) {
       // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
       constexpr int kParts = kTransitionParts<Element>;
@@ -242,15 +252,16 @@ struct StateTileRole : StateRole<Traits> {
       }
       return;
     }
-    float4* to = p.boundary_states + c.slot_out * kBoundaryVectors;
+    float4* to = p.cut_states + c.slot_out * kCutStateVectors;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      to[boundary_place(group, at.warp, j, at.lane)] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+      to[cut_state_position(group, at.warp, j, at.lane)] =
+          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
     }
   }
 
-  // Tile by tile, and within a tile chunk by chunk: what a tile's first chunk and its last one do lies outside of the
-  // loop that all go through (2 to 7 % of a call in which no head decays). The next record is waited for under the
+  // Item by item, and within an item chunk by chunk: what an item's first chunk and its last one do lies outside of the
+  // loop that all go through (2 to 7 % of a call in which no head decays). The next descriptor is waited for under the
   // product that ends a chunk.
   __device__ void run(int thread) const {
     float s[64];         // S^T: rows V, columns K
@@ -260,9 +271,9 @@ struct StateTileRole : StateRole<Traits> {
     int2 chunk = load_chunk(m);  // valid, flags
 #pragma unroll 1
     while (chunk.x >= 0) {
-      this->load_initial(s, record(m), place(thread));
+      this->load_initial(s, descriptor(m), place(thread));
       bool last;
-      // The rehearsal's tile has no last chunk: it ends with the stream.
+      // The item that warms up instructions has no last chunk: it ends with the queue.
 #pragma unroll 1
       do {
         // u^T = S0^T K^T, which needs nothing of A_g. In two parts: all of S0 packed does not fit beside S and u.
@@ -293,7 +304,8 @@ struct StateTileRole : StateRole<Traits> {
         wgmma_commit();
         wait_for_stage<Traits>(Traits::kFullA, m);
         const float decay = load_shared_f1(gates(m) + Traits::kGateDecay + Traits::kGateLast);
-        if (__any_sync(0xffffffffu, decay != 1.0f)) {  // a branch, lest this sink between the products below
+        if (__any_sync(0xffffffffu,
+                       decay != 1.0f)) {  // a branch, so that this does not sink between the products below
 #pragma unroll
           for (int i = 0; i < 64; ++i) s[i] *= decay;
         }
@@ -304,7 +316,7 @@ struct StateTileRole : StateRole<Traits> {
         // W^T = V^T - u^T diag(gamma)
         uint32_t v[16];
         {
-          const LanePlace at = place(thread);
+          const FragmentPosition at = place(thread);
           const uint32_t rows = stage(m) + Traits::kStageV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
@@ -317,7 +329,7 @@ struct StateTileRole : StateRole<Traits> {
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           const float4 gamma = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateDecay + 16 * b);
-          take_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
+          subtract_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
         }
         // V'^T = W^T Ag^T
         const uint64_t a_rows = uniform_descriptor(stage(m) + Traits::kStageA);
@@ -333,7 +345,7 @@ struct StateTileRole : StateRole<Traits> {
         if (!mild) {
 #pragma unroll
           for (int b = 0; b < 4; ++b) {
-            const float4 rest = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateRest + 16 * b);
+            const float4 rest = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateToEnd + 16 * b);
             float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
             scale_tokens(x, rest);
           }
@@ -363,8 +375,8 @@ struct StateTileRole : StateRole<Traits> {
         ++m;
       } while (!last && chunk.x >= 0);
       if (!last) break;
-      if (p.readers != nullptr) this->settle_readers(record(m - 1), place(thread));
-      save_boundary(s, record(m - 1), place(thread));
+      if (p.readers != nullptr) this->settle_readers(descriptor(m - 1), place(thread));
+      save_cut_state(s, descriptor(m - 1), place(thread));
       ++tiles;
       wait_for_stage<Traits>(Traits::kFull, m);
       chunk = load_chunk(m);
@@ -378,39 +390,41 @@ struct StateTileRole : StateRole<Traits> {
 };
 
 // Of two SMs that share a cache of instructions a block took 3.3 us a chunk in place of 1.7 with another kernel on its
-// neighbour, and so do the tiles that write O beside it: state tiles go to as few whole pairs of SMs as hold them,
-// beginning behind the planner's, which has an SM that comes late.
-// Pairs whose blocks come late, as boundaries are classified on them, come last (list_tiles_kernel()).
-__device__ __forceinline__ uint32_t place_of_pair(const SplitStart* start) {
-  return load_now(&start->place[min(pair_of_sms(), SplitStart::kPairs - 1u)]);
+// neighbour, and so do the items that write O concurrently: state items go to as few whole TPCs as hold them,
+// beginning after the planner's, which has an SM that comes late.
+// TPCs whose blocks come late, as boundaries are classified on them, come last (list_items_kernel()).
+__device__ __forceinline__ uint32_t place_of_tpc(const PlanStart* start) {
+  return load_now(&start->place[min(tpc(), PlanStart::kTpcs - 1u)]);
 }
-__device__ __forceinline__ bool has_pair(uint32_t place, uint32_t tiles) { return place <= (tiles + 1) / 2; }
+__device__ __forceinline__ bool has_tpc(uint32_t place, uint32_t tiles) { return place <= (tiles + 1) / 2; }
 
-// A block without a pair leaves before the plan is there, as soon as the number of tiles is, while as many blocks stay
-// as there are tiles. The first always stays: a kernel must not end before those it depends on, and it waits for them.
-// So does the planner's neighbour, lest the next kernel's instructions hold up the planner.
-inline constexpr int32_t kLeft = -1;  // ChunkWalker::opened of a block that did
-__device__ __forceinline__ bool leaves_early(SplitStart* start, uint32_t tiles, uint32_t planner_pair) {
-  return pair_of_sms() != planner_pair && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
-}
-
-// Before anything else, by one thread: whether the block leaves. One that is likely to does nothing but wait for the
-// announcement: instructions that come for the first time, and a rehearsal, would hold up the kernel behind this one.
-__device__ __forceinline__ bool leaves_at_once(const ChunkForwardKernelParams& p) {
-  const uint32_t likely = load_now(&p.start->likely);
-  const uint32_t place = place_of_pair(p.start);  // asked for beside it
-  if (likely == 0 || has_pair(place, (likely - 1) & 0xffff)) return false;
-  uint32_t announced = 0;
-  while (announced == 0 && load_now(&p.counters->made) != 1) announced = load_now(&p.start->announced);
-  const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
-  return announced != 0 && !has_pair(place, tiles) && leaves_early(p.start, tiles, planner_pair);
+// A block without a TPC leaves before the plan is there, as soon as the number of items is, while as many blocks stay
+// as there are items. The first always stays: a kernel must not end before those it depends on, and it waits for them.
+// So does the planner's neighbour, so that the next kernel's instructions do not hold up the planner.
+inline constexpr int32_t kLeft = -1;  // QueueProducer::opened of a block that did
+__device__ __forceinline__ bool leaves_early(PlanStart* start, uint32_t tiles, uint32_t planner_tpc) {
+  return tpc() != planner_tpc && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
 }
 
-// Other blocks without a pair let those that have one take the tiles, and take what is left, if anything is, after some
+// Before anything else, by one thread: whether the block leaves. One that is likely to does nothing but wait until the
+// number of items is published: instructions that come for the first time, and the warm-up chunk, would hold up the
+// kernel after this one.
+__device__ __forceinline__ bool leaves_at_once(const KernelArgs& p) {
+  const uint32_t likely_items = load_now(&p.start->likely_items);
+  const uint32_t place = place_of_tpc(p.start);  // asked for beside it
+  if (likely_items == 0 || has_tpc(place, (likely_items - 1) & 0xffff)) return false;
+  uint32_t published_items = 0;
+  while (published_items == 0 && load_now(&p.counters->made) != 1)
+    published_items = load_now(&p.start->published_items);
+  const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
+  return published_items != 0 && !has_tpc(place, tiles) && leaves_early(p.start, tiles, planner_tpc);
+}
+
+// Other blocks without a TPC let those that have one take the items, and take what is left, if anything is, after some
 // microseconds.
-__device__ __forceinline__ void leave_tiles_to_whole_pairs(const ChunkForwardKernelParams& p) {
-  const uint32_t tiles = static_cast<uint32_t>(p.sizes->tiles);
-  if (has_pair(place_of_pair(p.start), tiles)) return;
+__device__ __forceinline__ void leave_items_to_whole_tpcs(const KernelArgs& p) {
+  const uint32_t tiles = static_cast<uint32_t>(p.sizes->items);
+  if (has_tpc(place_of_tpc(p.start), tiles)) return;
   constexpr int kLooks = 6;  // each is most of a microsecond
 #pragma unroll 1
   for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < tiles; ++i) {
@@ -418,19 +432,19 @@ __device__ __forceinline__ void leave_tiles_to_whole_pairs(const ChunkForwardKer
 }
 
 // The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves. early: a
-// ticket that the block has taken meanwhile, if it is to have a tile; else -1.
-__device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p, int32_t* early) {
+// ticket that the block has taken meanwhile, if it is to have an item; else -1.
+__device__ __forceinline__ bool stays_for_plan(const KernelArgs& p, int32_t* early) {
   bool asked = false;
   *early = -1;
   while (load_acquire(&p.counters->made) != 1) {
-    const uint32_t announced = asked ? 0 : load_now(&p.start->announced);
-    const uint32_t place = place_of_pair(p.start);  // asked for beside it
-    if (announced == 0) continue;
+    const uint32_t published_items = asked ? 0 : load_now(&p.start->published_items);
+    const uint32_t place = place_of_tpc(p.start);  // asked for beside it
+    if (published_items == 0) continue;
     asked = true;
-    const uint32_t tiles = (announced - 1) & 0xffff, planner_pair = (announced - 1) >> 16;
-    if (has_pair(place, tiles)) {
+    const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
+    if (has_tpc(place, tiles)) {
       *early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
-    } else if (leaves_early(p.start, tiles, planner_pair)) {
+    } else if (leaves_early(p.start, tiles, planner_tpc)) {
       return false;
     }
   }
@@ -439,11 +453,11 @@ __device__ __forceinline__ bool stays_for_plan(const ChunkForwardKernelParams& p
   return true;
 }
 
-// The first chunks of the block's tiles, and where its walker stands then.
+// The first chunks of the block's items, and where its producer stands then.
 template <typename Traits>
 struct FoundChunks {
-  ChunkWalker walker;
-  ChunkRecord records[Traits::kStages - 1];
+  QueueProducer producer;
+  ChunkDescriptor descriptors[Traits::kStages - 1];
 };
 template <typename Traits>
 __device__ __forceinline__ FoundChunks<Traits>& found_chunks() {
@@ -451,47 +465,47 @@ __device__ __forceinline__ FoundChunks<Traits>& found_chunks() {
   return *reinterpret_cast<FoundChunks<Traits>*>(shared_memory() + Traits::kSmemFound);
 }
 template <typename Traits>
-__device__ __forceinline__ ChunkWalker& stream_walker() {
-  return *reinterpret_cast<ChunkWalker*>(shared_memory() + Traits::kSmemWalker);
+__device__ __forceinline__ QueueProducer& queue_producer() {
+  return *reinterpret_cast<QueueProducer*>(shared_memory() + Traits::kSmemProducer);
 }
 template <typename Traits>
-__device__ __forceinline__ ChunkRecord* stream_records() {
-  return reinterpret_cast<ChunkRecord*>(shared_memory() + Traits::kSmemChunks);
+__device__ __forceinline__ ChunkDescriptor* queue_descriptors() {
+  return reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors);
 }
 
-// Opens the second stream, by one thread that the rehearsal has no use for: waits for the plan, and finds the first
+// Opens the second queue, by one thread that the warm-up chunk has no use for: waits for the plan, and finds the first
 // chunks. That is three or four reads one after the other, by instructions that come for the first time: a block that
-// comes late took half as long as for its rehearsal, and then began with it.
+// comes late took half as long as for its warm-up chunk, and then began with it.
 template <typename Traits>
-__device__ __forceinline__ void open_second_stream(const ChunkForwardKernelParams& p) {
+__device__ __forceinline__ void open_second_stream(const KernelArgs& p) {
   FoundChunks<Traits>& found = found_chunks<Traits>();
   int32_t early;
   const bool stays = stays_for_plan(p, &early);
-  if (stays && early < 0) leave_tiles_to_whole_pairs(p);
-  // Beside the rehearsal, whose walker and records are the stream's own; else there at once.
+  if (stays && early < 0) leave_items_to_whole_tpcs(p);
+  // Concurrently with the warm-up chunk, whose producer and descriptors are the queue's own; else there at once.
   const bool beside = !mbarrier_test(smem() + Traits::kReset, 0);
-  ChunkWalker& walker = beside ? found.walker : stream_walker<Traits>();
-  ChunkRecord* const records = beside ? found.records : stream_records<Traits>();
-  open_list<Traits>(p, walker);
-  walker.tile = early;
+  QueueProducer& producer = beside ? found.producer : queue_producer<Traits>();
+  ChunkDescriptor* const descriptors = beside ? found.descriptors : queue_descriptors<Traits>();
+  open_queue<Traits>(p, producer);
+  producer.item = early;
   if (!stays) {
-    walker.opened = kLeft;
-    walker.tiles = 0;
+    producer.opened = kLeft;
+    producer.items = 0;
   }
 #pragma unroll 1
-  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, walker, records[m]);
+  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, producer, descriptors[m]);
   if (beside) {
     mbarrier_wait(smem() + Traits::kReset, 0);
-    stream_walker<Traits>() = found.walker;
+    queue_producer<Traits>() = found.producer;
 #pragma unroll 1
-    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) stream_records<Traits>()[m] = found.records[m];
+    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) queue_descriptors<Traits>()[m] = found.descriptors[m];
   }
-  // The copy engine takes `found` for chunks, and what it reads comes behind the plan.
+  // The copy engine takes `found` for chunks, and what it reads comes after the plan.
   fence_proxy_async_all();
   mbarrier_arrive(smem() + Traits::kOpen);
 }
 
-// The barriers of a stream, by one thread; again: of the second.
+// The barriers of a queue, by one thread; again: of the second.
 template <typename Traits>
 __device__ __forceinline__ void reset_stream(bool again) {
   const auto init = [&](uint32_t barrier, uint32_t arrivals) {
@@ -505,34 +519,35 @@ __device__ __forceinline__ void reset_stream(bool again) {
     init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
   }
 #pragma unroll 1
-  for (int i = 0; i < Traits::kAuxGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
+  for (int i = 0; i < Traits::kProducerGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
   mbarrier_init_fence();
 }
 
-// The rehearsal: a single chunk, the first tokens' of the first head, from zero, and of which nothing is kept.
+// The warm-up of instructions: a single chunk, the first tokens' of the first head, from zero, of which nothing is
+// stored.
 template <typename Traits>
-__device__ __forceinline__ void open_rehearsal(const ChunkForwardKernelParams& p) {
-  ChunkWalker& walker = stream_walker<Traits>();
-  walker.tiles = 0;
-  walker.remaining = -1;
-  ChunkRecord first{};
+__device__ __forceinline__ void open_warmup_chunk(const KernelArgs& p) {
+  QueueProducer& producer = queue_producer<Traits>();
+  producer.items = 0;
+  producer.remaining = -1;
+  ChunkDescriptor first{};
   // A block that comes when the plan is made, on the planner's SM, goes on at once.
   first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
   first.flags = kFirstChunk;
   first.slot_in = kNoSlot;
-  stream_records<Traits>()[0] = first;
-  for (uint32_t m = 1; m < Traits::kStages - 1; ++m) stream_records<Traits>()[m].valid = -1;
+  queue_descriptors<Traits>()[0] = first;
+  for (uint32_t m = 1; m < Traits::kStages - 1; ++m) queue_descriptors<Traits>()[m].valid = -1;
   mbarrier_arrive(smem() + Traits::kOpen);
 }
 
-// Of the second auxiliary group, whose first chunk the rehearsal does not have.
+// Of the second producer warpgroup, whose first chunk the warm-up does not have.
 inline constexpr uint32_t kOpeningThread = 128;
-// The auxiliary warp that brings transitions: not the one that waits for the kernels before this one.
-inline constexpr uint32_t kBringingWarp = 1;
+// The producer warp that brings transitions: not the one that waits for the kernels before this one.
+inline constexpr uint32_t kTransitionWarp = 1;
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    sm90_state_tiles_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
+    sm90_segment_states_kernel(const __grid_constant__ KernelArgs p) {
   // The warpgroup by votes, so that the compiler knows it to be the same in all lanes.
   const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) +
                     (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
@@ -547,7 +562,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   if (__syncthreads_or(threadIdx.x == 0 && leaves_at_once(p))) return;
   if (threadIdx.x == 0) {
-    mbarrier_init(smem() + Traits::kRehearsed, Traits::kThreads / 32 * kWarpArrivals);
+    mbarrier_init(smem() + Traits::kWarmedUp, Traits::kThreads / 32 * kWarpArrivals);
     mbarrier_init(smem() + Traits::kOpen, 1);
     mbarrier_init(smem() + Traits::kReset, 1);
     tma_prefetch_map(&p.k);
@@ -557,49 +572,49 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   // Twice: while the plan is being made, a chunk without any consequences is gone through, for the sake of the
   // instructions, which each role else waits for in its first chunk.
-  if (group < Traits::kAuxGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
+  if (group < Traits::kProducerGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kProducerRegisters));
 #pragma unroll 1
-    for (bool rehearsal = true;; rehearsal = false) {
+    for (bool warming_up = true;; warming_up = false) {
       if (threadIdx.x == 0) {
-        if (!rehearsal) mbarrier_wait(smem() + Traits::kRehearsed, 0);
-        reset_stream<Traits>(!rehearsal);
-        if (rehearsal) {
-          open_rehearsal<Traits>(p);
+        if (!warming_up) mbarrier_wait(smem() + Traits::kWarmedUp, 0);
+        reset_stream<Traits>(!warming_up);
+        if (warming_up) {
+          open_warmup_chunk<Traits>(p);
         } else {
           mbarrier_arrive(smem() + Traits::kReset);
         }
       }
       __syncwarp();
-      mbarrier_wait(smem() + Traits::kOpen, rehearsal ? 0 : 1);
-      StateTileAuxRole<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
-      if (!rehearsal) break;
-      __syncwarp();  // all lanes are through with the barriers of the first stream
-      mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
+      mbarrier_wait(smem() + Traits::kOpen, warming_up ? 0 : 1);
+      ProducerWarpgroup<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
+      if (!warming_up) break;
+      __syncwarp();  // all lanes are through with the barriers of the first queue
+      mbarrier_arrive_warp(smem() + Traits::kWarmedUp, threadIdx.x % 32);
       if (threadIdx.x == kOpeningThread) open_second_stream<Traits>(p);
       __syncwarp();
     }
-    if (threadIdx.x == 0 && opened_tiles<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (threadIdx.x / 32 == kBringingWarp) combine_boundaries<Traits, true>(p, 0, thread % 32);
+    if (threadIdx.x == 0 && opened_items<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x / 32 == kTransitionWarp) scan_cut_states<Traits, true>(p, 0, thread % 32);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    const StateTileRole<Traits> role{{p, group - Traits::kAuxGroups, LanePlace{}}};
+    const StateWarpgroup<Traits> role{{p, group - Traits::kProducerGroups, FragmentPosition{}}};
 #pragma unroll 1
-    for (bool rehearsal = true;; rehearsal = false) {
-      mbarrier_wait(smem() + Traits::kOpen, rehearsal ? 0 : 1);
+    for (bool warming_up = true;; warming_up = false) {
+      mbarrier_wait(smem() + Traits::kOpen, warming_up ? 0 : 1);
       role.run(__shfl_sync(0xffffffffu, thread, thread & 31));
-      if (!rehearsal) break;
-      __syncwarp();  // all lanes are through with the barriers of the first stream
-      mbarrier_arrive_warp(smem() + Traits::kRehearsed, threadIdx.x % 32);
+      if (!warming_up) break;
+      __syncwarp();  // all lanes are through with the barriers of the first queue
+      mbarrier_arrive_warp(smem() + Traits::kWarmedUp, threadIdx.x % 32);
     }
-    combine_boundaries<Traits, false>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kAuxGroups, thread % 32);
+    scan_cut_states<Traits, false>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kProducerGroups, thread % 32);
   }
 }
 
 template <typename Traits>
-ChunkForwardKernel describe_state_kernel() {
-  return {reinterpret_cast<const void*>(&sm90_state_tiles_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
-          Traits::kStateGroups, Traits::kBlocks};
+Kernel describe_kernel() {
+  return {reinterpret_cast<const void*>(&sm90_segment_states_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
+          Traits::kStateGroups, Traits::kClusterCtas};
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -1,4 +1,4 @@
-// What a group of the gradients' kernel (gradients.cuh) does for one value head.
+// What a group of the gradients' kernel (gradients/kernel.cuh) does for one value head.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/gradients/layout.cuh"
@@ -8,7 +8,7 @@ namespace flash_qla::cuda::sm90::bwd {
 // One warpgroup through one value head, both halves of V. Its sums go to `sums` and `last`.
 template <typename T>
 struct HeadWork {
-  const ChunkBackwardParams& p;
+  const Args& p;
   const GradientsBarriers bars;
   uint32_t smem;
   uint32_t index, turn;  // items and heads before this one

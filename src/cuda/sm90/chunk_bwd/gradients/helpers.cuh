@@ -1,4 +1,4 @@
-// The warps beside the groups (gradients.cuh): one loads, one makes dg and dbeta.
+// The warps beside the groups (gradients/kernel.cuh): one loads, one makes dg and dbeta.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/gradients/layout.cuh"
@@ -6,8 +6,8 @@
 namespace flash_qla::cuda::sm90::bwd {
 
 // q and k of an item's chunk.
-__device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
-                                          const GradientsBarriers& bars, uint32_t rank, uint32_t index) {
+__device__ __forceinline__ void load_keys(const Args& p, const Maps& maps, uint32_t smem, const GradientsBarriers& bars,
+                                          uint32_t rank, uint32_t index) {
   using Traits = GradientsTraits;
   const GradientsItem item(smem, index);
   const ChunkInfo chunk = item.chunk(p);
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_keys(const ChunkBackwardParams& p, const Ch
 // One thread: the stages of every item, in the order the groups use them, and its q and k after the first head's: those
 // are free when all is done with the item before, which is before the second head's stages are. Of what both blocks
 // need each brings half.
-__device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, uint32_t smem,
+__device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, uint32_t smem,
                                             const GradientsBarriers& bars, uint32_t rank) {
   using Traits = GradientsTraits;
   for (uint32_t index = 0;; ++index) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
 
 // One warp: dg and dbeta of the block's chunk, a head at a time, from what the groups leave; lane l has tokens 2l and
 // 2l + 1. Little code, for what it takes of the cache: loops stay loops, and both leave by the same stores.
-__device__ __forceinline__ void finish_gates(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
-                                             uint32_t rank, int lane) {
+__device__ __forceinline__ void finish_gates(const Args& p, uint32_t smem, const GradientsBarriers& bars, uint32_t rank,
+                                             int lane) {
   using Traits = GradientsTraits;
   uint32_t turn = 0;
   for (uint32_t index = 0;; ++index) {

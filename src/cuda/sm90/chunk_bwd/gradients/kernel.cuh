@@ -24,8 +24,8 @@ namespace flash_qla::cuda::sm90::bwd {
 
 // One warp goes with the groups through the stages; in the early block a thread of it takes the next item, once an
 // item's first head is there.
-__device__ __forceinline__ void hand_out_items(const ChunkBackwardParams& p, uint32_t smem,
-                                               const GradientsBarriers& bars, uint32_t rank, int lane) {
+__device__ __forceinline__ void hand_out_items(const Args& p, uint32_t smem, const GradientsBarriers& bars,
+                                               uint32_t rank, int lane) {
   uint32_t turn = 0;
   for (uint32_t index = 0;; ++index) {
     if (rank == kEarly && lane == 0) hand_out(p, smem, bars, index);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void hand_out_items(const ChunkBackwardParams& p, uin
 // multiprocessors run should fit the cache of instructions that they share (about 2000). kNorms: q and k were
 // normalised (a kernel of its own: what the other does not execute would still take its registers).
 template <typename T, bool kNorms, bool kIsMinus>
-__device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, GradientsGroup group, uint32_t smem,
+__device__ __forceinline__ void group_gradients(const Args& p, GradientsGroup group, uint32_t smem,
                                                 const GradientsBarriers& bars, uint32_t rank, int warp, int lane) {
   using Traits = GradientsTraits;
   uint32_t turn = 0;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
     const auto leave = [&](int quarter, uint32_t place) {
       gather_quarter_rows<T>(acc + 16 * quarter, place, lane);
       __syncwarp();
-      store_quarter_rows(to + kDim / 4 * quarter, t.stride[1], rows, place, lane);
+      store_quarter_rows(to + kHeadDim / 4 * quarter, t.stride[1], rows, place, lane);
       __syncwarp();
     };
     if constexpr (kIsMinus) {
@@ -180,9 +180,8 @@ __device__ __forceinline__ void group_gradients(const ChunkBackwardParams& p, Gr
 
 template <typename T, bool kNorms>
 __global__ __launch_bounds__(GradientsTraits::kThreads,
-                             1) void sm90_chunk_bwd_gradients_kernel(const ChunkBackwardParams p,
-                                                                     const __grid_constant__ ChunkBackwardMaps maps) {
-  // Beside the passes: its blocks come when all of theirs have started (states.cuh), and wait for each item.
+                             1) void sm90_chunk_bwd_gradients_kernel(const Args p, const __grid_constant__ Maps maps) {
+  // Beside the passes: its blocks come when all of theirs have started (passes/kernel.cuh), and wait for each item.
   launch_dependents();
   using Traits = GradientsTraits;
   extern __shared__ uint8_t raw[];

@@ -1,5 +1,5 @@
-// What the roles of the gradients' kernel (gradients.cuh) share: its places and barriers, its items, and rows of tokens
-// in registers and on their way.
+// What the roles of the gradients' kernel (gradients/kernel.cuh) share: its places and barriers, its items, and rows of
+// tokens in registers and on their way.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -121,7 +121,7 @@ struct GradientsItem {
   }
   __device__ void store_end() const { store_shared_u4(base, make_uint4(0, 0, 0, kNoItem)); }
   __device__ bool is_end() const { return load_shared_u1(base + 12) == kNoItem; }
-  __device__ ChunkInfo chunk(const ChunkBackwardParams& p) const {
+  __device__ ChunkInfo chunk(const Args& p) const {
     const uint4 x = load_shared_u4(base);
     const int32_t sequence = static_cast<int32_t>(x.z);
     return {static_cast<int32_t>(x.x), static_cast<int32_t>(x.y), sequence, p.cu_seqlens == nullptr ? sequence : 0};
@@ -223,8 +223,7 @@ __device__ __forceinline__ float row_dots(const float (&acc)[64], const uint32_t
 // leaves it, sX holds y, and inverse_norms r. For the parts of a sum too: it is linear.
 template <typename T>
 __device__ __forceinline__ void through_norm(float (&acc)[64], float dot, uint32_t sX, const float* inverse_norms,
-                                             const ChunkBackwardParams& p, const ChunkInfo& chunk, int key_head,
-                                             int warp, int lane) {
+                                             const Args& p, const ChunkInfo& chunk, int key_head, int warp, int lane) {
   const uint32_t first = tile_piece(sX, 16 * warp + lane / 4, 0) + (lane % 4) * 4;  // as in load_rows
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -293,8 +292,8 @@ __device__ __forceinline__ float state_product(uint32_t sS, uint32_t sDS, uint32
 // Whether a token's gate gets no gradient: g of the lane's row is clamped, or it is a sequence's first token without a
 // state before it, which has nothing to forget (exactly 0, which as a sum of terms that cancel it would be but for
 // their rounding; NaN stays).
-__device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                                     int row, float d_g) {
+__device__ __forceinline__ bool has_no_gate_gradient(const Args& p, const ChunkInfo& chunk, int head, int row,
+                                                     float d_g) {
   if (row == 0 && p.initial_state.data == nullptr && d_g == d_g &&
       sequence_info(p, chunk.sequence).token == chunk.token) {
     return true;
@@ -306,8 +305,7 @@ __device__ __forceinline__ bool has_no_gate_gradient(const ChunkBackwardParams& 
 
 // One thread of a cluster: takes the place of its index-th item in the list of those that the passes leave, and tells
 // both blocks: the item where it is listed already, else its place (kPlace).
-__device__ __forceinline__ void hand_out(const ChunkBackwardParams& p, uint32_t smem, const GradientsBarriers& bars,
-                                         uint32_t index) {
+__device__ __forceinline__ void hand_out(const Args& p, uint32_t smem, const GradientsBarriers& bars, uint32_t index) {
   using Traits = GradientsTraits;
   const uint32_t place = atomicAdd(p.next_item, 1u);
   uint32_t taken = kNoItem;
@@ -330,7 +328,7 @@ __device__ __forceinline__ uint32_t taken_item(uint32_t smem, const GradientsBar
 
 // One thread: the item, when the passes have left all that the copy engine is to load of it. Its counter is asked for
 // what they have released; that it is complete the list has said.
-__device__ __forceinline__ uint32_t wait_for_item(const ChunkBackwardParams& p, uint32_t taken) {
+__device__ __forceinline__ uint32_t wait_for_item(const Args& p, uint32_t taken) {
   if ((taken & kPlace) != 0) {
     uint32_t listed;
     while ((listed = load_relaxed(p.ready + (taken & ~kPlace))) == 0) __nanosleep(200);
@@ -348,7 +346,7 @@ __device__ __forceinline__ uint32_t wait_for_item(const ChunkBackwardParams& p, 
 __device__ __forceinline__ bool has_late_chunk(const PairInfo& pair) { return pair.valid > kChunk; }
 
 // A block's chunk of a pair. A late chunk that is not there: no token, and the early one's in place of its operands.
-__device__ __forceinline__ ChunkInfo chunk_of(const ChunkBackwardParams& p, const PairInfo& pair, uint32_t rank) {
+__device__ __forceinline__ ChunkInfo chunk_of(const Args& p, const PairInfo& pair, uint32_t rank) {
   const bool late = rank == kLate && has_late_chunk(pair);
   return {pair.token + (late ? kChunk : 0),
           rank == kEarly ? min(pair.valid, kChunk)

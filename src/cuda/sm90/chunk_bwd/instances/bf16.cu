@@ -2,8 +2,8 @@
 
 namespace flash_qla::cuda::sm90::bwd {
 
-cudaError_t launch_chunk_backward_bf16(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                       const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_chunk_backward_bf16(const Args& params, const Maps& maps, const Parts& stage, int multiprocessors,
+                                       cudaStream_t stream) {
   return launch_chunk_backward_typed<__nv_bfloat16>(params, maps, stage, multiprocessors, stream);
 }
 

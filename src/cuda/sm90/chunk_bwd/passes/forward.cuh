@@ -5,18 +5,18 @@
 
 namespace flash_qla::cuda::sm90::bwd {
 
-template <typename T, StatesForm kForm>
-__device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                               const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kForm>;
+template <typename T, Variant kVariant>
+__device__ __forceinline__ void forward_states(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
+                                               Lane at) {
+  using Traits = PassTraits<kVariant>;
   const uint32_t out = smem + Traits::kOut;
   float S[64] = {};
-  if constexpr (Traits::kRehearses) prefetch_state(p, work, p.initial_state, at);
+  if constexpr (Traits::kWarmsUpInstructions) prefetch_state(p, work, p.initial_state, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   // The phase of state_empty that has to have ended: before the first state one has, of the half that begins.
   uint32_t kept = 1 ^ group;
 
-  auto cursor = StatesCursor<Traits::kFwdStages>::template before_first<Traits::kRehearses>();
+  auto cursor = StageCursor<Traits::kFwdStages>::template before_first<Traits::kWarmsUpInstructions>();
   const auto gates_of = [&] { return smem + Traits::template kGates<false> + cursor.stage * kPassGateBytes; };
   // What the step at the cursor takes of its stage besides the operands of products, while the products of the step
   // before still run: beside these a load takes 100 clocks.
@@ -47,19 +47,19 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
     }
     load_vector(step_factor, sGates + kPassStep, at.lane);
   };
-  constexpr bool kGoesOn = takes_runs(kForm);  // to another run
-  // Before the first one what is rehearsed.
+  constexpr bool kGoesOn = takes_runs(kVariant);  // to another run
+  // Before the first one the warm-up of instructions.
 #pragma unroll 1
-  for (int run = Traits::kRehearses ? -1 : 0; kGoesOn || run < 1; ++run) {
+  for (int run = Traits::kWarmsUpInstructions ? -1 : 0; kGoesOn || run < 1; ++run) {
     if (run >= 0) {
       if constexpr (kGoesOn) {
-        if (!work.enter<kForm, false>(smem, run)) break;
+        if (!work.enter<kVariant, false>(smem, run)) break;
       }
       start_state(S, p, work, p.initial_state, at);
     }
     const int end = run >= 0 ? work.steps : 0;
     if (end > 0) fetch(0);
-    for (int step = Traits::kRehearses && run < 0 ? -1 : 0; step < end; ++step) {
+    for (int step = Traits::kWarmsUpInstructions && run < 0 ? -1 : 0; step < end; ++step) {
       // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
       asm volatile("" : "+r"(at.warp), "+r"(at.lane));
       const int stage = cursor.stage;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void forward_states(const ChunkBackwardParams& p, Sta
       // u = S^T K^T; under it the state on its way out.
       uint32_t packed[32];
       pack_state<T>(packed, S);
-      keep_exact<kForm>(S, p, work, step, at);
+      keep_exact<kVariant>(S, p, work, step, at);
       float u[32];
       wgmma_fence();
       state_times_keys<T>(u, packed, sK);

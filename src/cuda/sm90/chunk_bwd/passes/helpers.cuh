@@ -1,5 +1,5 @@
-// The warps beside the passes (states.cuh): they load stages, store tiles, count chunks for the gradients, wait for
-// prepare.cuh, and in the fused form make gates, G o A and P.
+// The warps beside the passes (passes/kernel.cuh): they load stages, store tiles, count chunks for the gradients, wait
+// for prepare.cuh, and in the fused form make gates, G o A and P.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/passes/traits.cuh"
@@ -9,10 +9,10 @@ namespace flash_qla::cuda::sm90::bwd {
 // One warp, a pair of chunks a lane: counts for the gradients what this block leaves of a pair when all of it is in
 // memory, and lists what is complete. Both wait for memory, longer than the passes take for several pairs while that is
 // busy: so all that are there are counted at once.
-template <StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, StatesWork work, uint32_t smem, int lane) {
-  using Traits = StatesTraits<kForm>;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+template <Variant kVariant, bool kReverse>
+__device__ __forceinline__ void count_chunks(const Args& p, PassWork work, uint32_t smem, int lane) {
+  using Traits = PassTraits<kVariant>;
+  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     if (work.steps == work.warmup) continue;
     const int from = work.chunk(work.warmup), to = work.chunk(work.steps - 1);
     const int pairs = (kReverse ? from / 2 - to / 2 : to / 2 - from / 2) + 1;
@@ -42,16 +42,16 @@ __device__ __forceinline__ void count_chunks(const ChunkBackwardParams& p, State
 }
 
 // One warp: what goes out, to memory; it gives the stages back.
-template <StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            StatesWork work, uint32_t smem, const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<kForm>;
+template <Variant kVariant, bool kReverse>
+__device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, PassWork work, uint32_t smem,
+                                            const PassBarriers& bars, int lane) {
+  using Traits = PassTraits<kVariant>;
   const uint32_t out = smem + Traits::kOut, stored = smem + Traits::kStored;
   uint32_t kept = 0;  // phase of state_full
   constexpr int kStages = kReverse ? Traits::kRevStages : Traits::kFwdStages;
-  auto cursor = StatesCursor<kStages>::template before_first<Traits::kRehearses>();
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
-    for (int step = Traits::kRehearses && run == 0 ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
+  auto cursor = StageCursor<kStages>::template before_first<Traits::kWarmsUpInstructions>();
+  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
+    for (int step = Traits::kWarmsUpInstructions && run == 0 ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
       asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
       const int c = work.chunk(step);
       const ChunkInfo chunk = work.info(c);
@@ -97,9 +97,10 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
         }
         kept ^= 1;
       }
-      mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kRehearses>());
+      mbarrier_wait(bars.tokens_full(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>());
       // Also where nothing goes out: without it a row that the copy engine loads into this stage next may lose to what
-      // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the rehearsed step).
+      // the passes have left here (measured: in one call of twenty, four sequences in 32 heads, by the step that warms
+      // up instructions).
       if (lane == 0) fence_proxy_async();
       if (wanted) {
         if (kReverse && chunk.valid < kChunk) {
@@ -145,10 +146,10 @@ __device__ __forceinline__ void store_tiles(const ChunkBackwardParams& p, const 
 
 // One thread of a warp of its own: tells the one below for how many steps prepare.cuh has left what the copy engine is
 // to load. To ask takes as long as a step.
-template <StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, StatesWork work, uint32_t smem) {
+template <Variant kVariant, bool kReverse>
+__device__ __forceinline__ void watch_prepared(const Args& p, PassWork work, uint32_t smem) {
   constexpr int kSteps = 8;  // asked for at once
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     for (int known = 0; known < work.steps;) {
       uint32_t done[kSteps];
 #pragma unroll
@@ -167,19 +168,19 @@ __device__ __forceinline__ void watch_prepared(const ChunkBackwardParams& p, Sta
         all &= done[i] != 0;
         known += all;
       }
-      store_shared_release(smem + StatesTraits<kForm>::kMade, work.before + known);
+      store_shared_release(smem + PassTraits<kVariant>::kMade, work.before + known);
     }
   }
 }
 
 // One thread: the tensors' tiles into the stages.
-template <StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                            StatesWork work, uint32_t smem, const StatesBarriers& bars) {
-  using Traits = StatesTraits<kForm>;
+template <Variant kVariant, bool kReverse>
+__device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, PassWork work, uint32_t smem,
+                                            const PassBarriers& bars) {
+  using Traits = PassTraits<kVariant>;
   [[maybe_unused]] uint32_t prepared = 0;  // steps
-  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+  StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       const ChunkInfo chunk = work.info(work.chunk(step));
       const uint32_t bar = bars.loaded(cursor.stage);
@@ -192,8 +193,8 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
           fence_proxy_async_all();
         }
       }
-      // The first round finds all stages empty, but for the one that is rehearsed in.
-      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+      // The first round finds all stages empty, but for the one that instructions are warmed up in.
+      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
       mbarrier_arrive_expect(bar, !Traits::kFused ? (kReverse ? Traits::kRevStage : Traits::kFwdStage) + kPassGateBytes
                                   : kReverse      ? Traits::kRevP
                                                   : Traits::kFwdStage);
@@ -236,7 +237,7 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
     if (kReverse &&
         work.makes_dh0(p)) {  // dO of the last step once more, for add_rest_to_dh0(): dv has taken its place
       const ChunkInfo chunk = work.info(work.chunk(work.steps - 1));
-      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+      mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
       mbarrier_arrive_expect(bars.loaded(cursor.stage), Traits::kHalves * kTileBytes);
       for (int group = 0; group < Traits::kHalves; ++group) {
         tma_load_5d(smem + cursor.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes, &maps.d_o,
@@ -248,11 +249,11 @@ __device__ __forceinline__ void load_stages(const ChunkBackwardParams& p, const 
 }
 
 // One warp: the gate vectors into the stages; the reverse pass's first half keeps them for the gradients.
-template <typename T, StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                                 const StatesBarriers& bars, int lane) {
-  using Traits = StatesTraits<kForm>;
-  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+template <typename T, Variant kVariant, bool kReverse>
+__device__ __forceinline__ void make_gate_stages(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
+                                                 int lane) {
+  using Traits = PassTraits<kVariant>;
+  StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
   // Two chunks' are on their way while a stage is waited for: beside the copy engine's loads they take longer than a
   // step.
   auto load = [&](int step) {
@@ -264,7 +265,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, S
     const Gates gates = make_gates(p, raw, valid, lane);
     raw = load(step + 2);
     const bool small = keeps && any_small_beta(gates, p.small_beta, valid, lane);
-    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kRehearses>() ^ 1);
+    mbarrier_wait(bars.empty(cursor.stage), cursor.template phase_after<Traits::kWarmsUpInstructions>() ^ 1);
     store_pass_gates<T>(smem + Traits::template kGates<kReverse> + cursor.stage * kPassGateBytes, gates, p.scale,
                         p.small_beta, lane);
     arrive_warp(bars.gates(cursor.stage), lane);
@@ -276,7 +277,7 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, S
       kept[kChunk] = gates.ratio;
       kept[3 * kChunk / 2] = gates.beta;
       if (small) {
-        if (starts_beside_plan<kForm>(p)) wait_for_predecessors();  // for the list
+        if (starts_beside_plan<kVariant>(p)) wait_for_predecessors();  // for the list
         if (lane == 0) note_small_beta(p, static_cast<int>(tile));
       }
       __syncwarp();
@@ -293,8 +294,8 @@ __device__ __forceinline__ void make_gate_stages(const ChunkBackwardParams& p, S
       if (step + 1 < work.steps) make(step + 1, odd);
     }
   };
-  if constexpr (takes_runs(kForm) && !kReverse) {
-    for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) make_all();
+  if constexpr (takes_runs(kVariant) && !kReverse) {
+    for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) make_all();
   } else {
     make_all();
   }
@@ -354,18 +355,18 @@ __device__ __forceinline__ void gate_tile(uint32_t sGA, uint32_t sGates, int val
 
 // One warpgroup: in each stage A becomes G o A below the diagonal. On it both are 1: what that multiplies the state
 // group adds in fp32.
-template <typename T, StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void gate_stages(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                            const StatesBarriers& bars, const Lane& at) {
-  using Traits = StatesTraits<kForm>;
+template <typename T, Variant kVariant, bool kReverse>
+__device__ __forceinline__ void gate_stages(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
+                                            const Lane& at) {
+  using Traits = PassTraits<kVariant>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, true);
   // Rows by sixteens: none, the last, the first two, the third. A quarter of the multiprocessor has a warp of each
   // group, and what one of them executes is what the state group's there waits for: P's first warp has the least to do
   // and its last one the most, and the first quarter has the gates' warp as well.
   const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;
-  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+  StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     // What the state group takes of the caller's tensor when it gets here.
     if (run > 0) prefetch_state(p, work, kReverse ? p.dht : p.initial_state, at);
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
@@ -414,14 +415,14 @@ __device__ __forceinline__ void store_P(uint32_t tile, const float (&qk)[32], co
 }
 
 // One warpgroup: P = scale G o (Q K^T) of the reverse pass's chunks.
-template <typename T, StatesForm kForm>
-__device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                       const StatesBarriers& bars, const Lane& at) {
-  using Traits = StatesTraits<kForm>;
+template <typename T, Variant kVariant>
+__device__ __forceinline__ void make_P(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
+                                       const Lane& at) {
+  using Traits = PassTraits<kVariant>;
   uint32_t diagonal[4];
   diagonal_masks(diagonal, at.lane, false);
-  StatesCursor<Traits::kRevStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, true>(smem, run); ++run) {
+  StageCursor<Traits::kRevStages> cursor;
+  for (uint32_t run = 0; work.enter<kVariant, true>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       const int valid = work.info(work.chunk(step)).valid;
       const uint32_t sK = smem + cursor.stage * Traits::kRevStage + Traits::kRevK;
@@ -453,12 +454,12 @@ __device__ __forceinline__ void make_P(const ChunkBackwardParams& p, StatesWork 
 }
 
 // One warpgroup: both of them, for both halves of V.
-template <typename T, StatesForm kForm, bool kReverse>
-__device__ __forceinline__ void make_stages(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                            const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kForm>;
-  StatesCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
-  for (uint32_t run = 0; work.enter<kForm, kReverse>(smem, run); ++run) {
+template <typename T, Variant kVariant, bool kReverse>
+__device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
+                                            Lane at) {
+  using Traits = PassTraits<kVariant>;
+  StageCursor<kReverse ? Traits::kRevStages : Traits::kFwdStages> cursor;
+  for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       // Addresses made from these are made again in each step: few registers.
       asm volatile("" : "+r"(at.warp), "+r"(at.lane));

@@ -30,12 +30,12 @@ __device__ __forceinline__ float inverse_power(float x) {
 
 // dh0 += Q^T of what rounding has left of diag(scale gamma) dO in the sequence's first chunk, the last step's. Its Q
 // and gates are still in their stage; dO has come again, into the next one.
-template <typename T, StatesForm kForm>
-__device__ __forceinline__ void add_rest_to_dh0(float (&dS)[64], const StatesWork& work, uint32_t smem,
-                                                const StatesBarriers& bars,
-                                                const StatesCursor<StatesTraits<kForm>::kRevStages>& next, int group,
+template <typename T, Variant kVariant>
+__device__ __forceinline__ void add_rest_to_dh0(float (&dS)[64], const PassWork& work, uint32_t smem,
+                                                const PassBarriers& bars,
+                                                const StageCursor<PassTraits<kVariant>::kRevStages>& next, int group,
                                                 const Lane& at) {
-  using Traits = StatesTraits<kForm>;
+  using Traits = PassTraits<kVariant>;
   const int stage = (next.stage == 0 ? Traits::kRevStages : next.stage) - 1;
   const uint32_t sDo = smem + next.stage * Traits::kRevStage + Traits::kRevDo + group * kTileBytes;
   uint32_t d_o[16], rest[16];
@@ -66,18 +66,18 @@ __device__ __forceinline__ void add_rest_to_dh0(float (&dS)[64], const StatesWor
   for (int i = 0; i < 64; ++i) dS[i] *= 1.0f / kRestScale<T>;
 }
 
-template <typename T, StatesForm kForm>
-__device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, StatesWork work, uint32_t smem,
-                                               const StatesBarriers& bars, Lane at) {
-  using Traits = StatesTraits<kForm>;
+template <typename T, Variant kVariant>
+__device__ __forceinline__ void reverse_states(const Args& p, PassWork work, uint32_t smem, const PassBarriers& bars,
+                                               Lane at) {
+  using Traits = PassTraits<kVariant>;
   const uint32_t out = smem + Traits::kOut;
   float dS[64] = {};
-  if constexpr (Traits::kRehearses) prefetch_state(p, work, p.dht, at);
+  if constexpr (Traits::kWarmsUpInstructions) prefetch_state(p, work, p.dht, at);
   const int group = Traits::kHalves == 2 ? work.half : 0;
   uint32_t kept = 1 ^ group;                          // as in the forward pass
   constexpr bool kLifts = std::is_same_v<T, __half>;  // find_lift()
 
-  auto cursor = StatesCursor<Traits::kRevStages>::template before_first<Traits::kRehearses>();
+  auto cursor = StageCursor<Traits::kRevStages>::template before_first<Traits::kWarmsUpInstructions>();
   const auto gates_of = [&] { return smem + Traits::template kGates<true> + cursor.stage * kPassGateBytes; };
   uint32_t d_o[16] = {};
   float factor[16] = {}, ratio[16] = {};
@@ -110,13 +110,13 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
     }
     if constexpr (!Traits::kNarrow) load_vector(ratio, sGates + kPassRatio, at.lane);
   };
-  // Before the pass what is rehearsed.
+  // Before the pass the warm-up of instructions.
 #pragma unroll 1
-  for (int run = Traits::kRehearses ? -1 : 0; run < 1; ++run) {
+  for (int run = Traits::kWarmsUpInstructions ? -1 : 0; run < 1; ++run) {
     if (run >= 0) start_state(dS, p, work, p.dht, at);
     const int end = run >= 0 ? work.steps : 0;
     if (end > 0) fetch(0);
-    for (int step = Traits::kRehearses && run < 0 ? -1 : 0; step < end; ++step) {
+    for (int step = Traits::kWarmsUpInstructions && run < 0 ? -1 : 0; step < end; ++step) {
       // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
       asm volatile("" : "+r"(at.warp), "+r"(at.lane));
       const int stage = cursor.stage;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
       uint32_t packed[32];
       float k_dS[32], p_do[32];
       pack_state<T>(packed, dS);
-      keep_exact<kForm>(dS, p, work, step, at);
+      keep_exact<kVariant>(dS, p, work, step, at);
       const float gamma_end = exp2_approx(load_shared_f1(sGates + (kChunk - 1) * 4));
 #pragma unroll
       for (int i = 0; i < 64; ++i) dS[i] *= gamma_end;
@@ -255,7 +255,7 @@ __device__ __forceinline__ void reverse_states(const ChunkBackwardParams& p, Sta
   }
   wgmma_wait<0>();
   pin(dS);
-  if (work.makes_dh0(p)) add_rest_to_dh0<T, kForm>(dS, work, smem, bars, cursor, group, at);
+  if (work.makes_dh0(p)) add_rest_to_dh0<T, kVariant>(dS, work, smem, bars, cursor, group, at);
   finish_state(dS, p, work, p.dh0, at);
 }
 

@@ -1,4 +1,4 @@
-// What the roles of the kernel of the two passes (states.cuh) share: its forms, stages and barriers, states in
+// What the roles of the kernel of the two passes (passes/kernel.cuh) share: its forms, stages and barriers, states in
 // registers and on their way, and what a block knows of its work.
 #pragma once
 
@@ -8,32 +8,32 @@
 
 namespace flash_qla::cuda::sm90::bwd {
 
-constexpr int kMostStatesStages = 6;
+constexpr int kMostStages = 6;
 // Of a forward pass (segments.cuh).
 constexpr int kMostRuns = 8;
 
 // What a block has, and whether it makes G o A and P itself.
-enum StatesForm {
-  kHalfForm,   // half of V
-  kFusedForm,  // half of V, and makes them
-  kBothForm,   // both halves of V, a warpgroup each, and makes them
-  kExactForm,  // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
+enum Variant {
+  kHalfVariant,   // half of V
+  kFusedVariant,  // half of V, and makes them
+  kBothVariant,   // both halves of V, a warpgroup each, and makes them
+  kExactVariant,  // half of V; what is kept of states is kept in fp32 too (exact_products.cuh)
 };
 
-constexpr bool is_half(StatesForm form) { return form == kHalfForm || form == kExactForm; }
+constexpr bool is_half(Variant form) { return form == kHalfVariant || form == kExactVariant; }
 // Forward passes may be of several runs (segments.cuh).
-constexpr bool takes_runs(StatesForm form) { return is_half(form) || form == kBothForm; }
+constexpr bool takes_runs(Variant form) { return is_half(form) || form == kBothVariant; }
 
-template <StatesForm kForm>
-struct StatesTraits {
-  static constexpr bool kFused = kForm == kFusedForm || kForm == kBothForm;
-  static constexpr int kHalves = kForm == kBothForm ? 2 : 1;  // of V, each by a warpgroup
-  static constexpr int kCopyWarp = kFused ? 12 : 4;           // the first of four
+template <Variant kVariant>
+struct PassTraits {
+  static constexpr bool kFused = kVariant == kFusedVariant || kVariant == kBothVariant;
+  static constexpr int kHalves = kVariant == kBothVariant ? 2 : 1;  // of V, each by a warpgroup
+  static constexpr int kCopyWarp = kFused ? 12 : 4;                 // the first of four
   static constexpr int kThreads = (kCopyWarp + 4) * 32;
   // Fused: in all what 512 threads start with, 128 each. Else there are enough for everyone.
-  static constexpr bool kMovesRegisters = !is_half(kForm);
+  static constexpr bool kMovesRegisters = !is_half(kVariant);
   // Two state groups beside the others are narrow: they take less of a step up at a time.
-  static constexpr bool kNarrow = kForm == kBothForm;
+  static constexpr bool kNarrow = kVariant == kBothVariant;
   static constexpr int kStateRegisters = kNarrow ? 192 : 232, kPrepareRegisters = kNarrow ? 64 : 112,
                        kCopyRegisters = kNarrow  ? 64
                                         : kFused ? 56
@@ -57,7 +57,7 @@ struct StatesTraits {
   // Before there is anything to do the state groups and the storing warp go through a step of whatever is in the last
   // stage, which is loaded after it: its instructions take 3 us to come, which nobody notices while the first tiles are
   // on their way. Measured: 2 % of the fused passes; halves of V, which wait for prepare.cuh, gain nothing.
-  static constexpr bool kRehearses = kFused && kHalves == 1;
+  static constexpr bool kWarmsUpInstructions = kFused && kHalves == 1;
 
   // As many stages as fit: a stage is on its way for 1 to 2 us and worked on for 1.3, and when fused prepared for 1.
   static constexpr int kRevStages = kPInStage ? 3 : 4, kFwdStages = kHalves == 2 ? 4 : 6;
@@ -74,14 +74,14 @@ struct StatesTraits {
   static constexpr uint32_t kFwdEnd = kFwdGates + kFwdStages * kPassGateBytes;
   static constexpr uint32_t kRevEnd = kRevGates + kRevStages * kPassGateBytes;
   static constexpr uint32_t kBarriers = kFwdEnd > kRevEnd ? kFwdEnd : kRevEnd;
-  static constexpr uint32_t kBarrierCount = 5 * kMostStatesStages + 6;
+  static constexpr uint32_t kBarrierCount = 5 * kMostStages + 6;
   static constexpr uint32_t kStored = kBarriers + 8 * kBarrierCount;  // steps whose stores are in memory
   static constexpr uint32_t kMade = kStored + 4;  // steps whose tiles prepare.cuh has left; fused: whose gates are kept
   // Forward passes: how many runs there are, and of each {first chunk, steps, of these warm-up, steps before it}.
   static constexpr uint32_t kRunCount = kMade + 4;
   static constexpr uint32_t kRuns = (kRunCount + 4 + 15) / 16 * 16;
   static constexpr uint32_t kBytes = 1024 + kRuns + 16 * kMostRuns;  // 1024: the tiles' alignment
-  static_assert(kFwdStages <= kMostStatesStages && kRevStages <= kMostStatesStages);
+  static_assert(kFwdStages <= kMostStages && kRevStages <= kMostStages);
   static_assert(kPInStage || kRevStages % 2 == 0, "a stage's number tells which of P's phases it is");
   static_assert(kBytes <= 232448, "shared memory of one block on sm_90");
 };
@@ -91,7 +91,7 @@ constexpr uint32_t kStateBarrier = 1, kPBarrier = 2, kGateBarrier = 3;  // named
 // A stage is loaded (copy engine); fused: its gates are made and G o A is there ("gated"); empty again. What goes out
 // is written by the state group and stored by a warp that has nothing else to do, so that the chain of products waits
 // neither for the copy engine nor for the fence before it: the state from a place of its own, V' or dv from the stage.
-struct StatesBarriers {
+struct PassBarriers {
   uint32_t base;
   __device__ uint32_t loaded(int stage) const { return base + 40 * stage; }
   __device__ uint32_t gates(int stage) const { return base + 40 * stage + 8; }
@@ -101,7 +101,7 @@ struct StatesBarriers {
   // gives back.
   __device__ uint32_t tokens_full(int stage) const { return base + 40 * stage + 32; }
   // Of each half of V: its state is in the place that they take in turns; it may be put there.
-  __device__ uint32_t state_full(int half = 0) const { return base + 40 * kMostStatesStages + 16 * half; }
+  __device__ uint32_t state_full(int half = 0) const { return base + 40 * kMostStages + 16 * half; }
   __device__ uint32_t state_empty(int half = 0) const { return state_full(half) + 8; }
   __device__ uint32_t P_full() const { return state_full(2); }
   __device__ uint32_t P_empty() const { return state_full(2) + 8; }
@@ -109,19 +109,19 @@ struct StatesBarriers {
 
 // A place in the ring of stages.
 template <int kStages>
-struct StatesCursor {
+struct StageCursor {
   int stage = 0;
   uint32_t phase = 0;
-  // Where a form begins that goes through a step before the first one (kRehearses), in the last stage.
-  template <bool kRehearses>
-  __device__ static StatesCursor before_first() {
-    if constexpr (kRehearses) return {kStages - 1, 1};
+  // Where a form begins that goes through a step before the first one (kWarmsUpInstructions), in the last stage.
+  template <bool kWarmsUpInstructions>
+  __device__ static StageCursor before_first() {
+    if constexpr (kWarmsUpInstructions) return {kStages - 1, 1};
     return {};
   }
   // Of the barriers on which that step has arrived as well.
-  template <bool kRehearses>
+  template <bool kWarmsUpInstructions>
   __device__ __forceinline__ uint32_t phase_after() const {
-    return phase ^ (kRehearses && stage == kStages - 1 ? 1 : 0);
+    return phase ^ (kWarmsUpInstructions && stage == kStages - 1 ? 1 : 0);
   }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
@@ -256,16 +256,16 @@ __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t 
 }
 
 // Whether blocks start while the plan kernel runs.
-template <StatesForm kForm>
-__device__ __forceinline__ bool starts_beside_plan(const ChunkBackwardParams& p) {
-  return StatesTraits<kForm>::kFused && p.N == 1 && !p.solves_A && p.run_chunks == 0;
+template <Variant kVariant>
+__device__ __forceinline__ bool starts_beside_plan(const Args& p) {
+  return PassTraits<kVariant>::kFused && p.N == 1 && !p.solves_A && p.run_chunks == 0;
 }
 
 // Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or
 enum StateEnd : int { kStateGiven = -1, kStateZero = -2, kStateIdentity = -3, kStateDropped = -4 };
 
 // What all roles know of their block's work.
-struct StatesWork {
+struct PassWork {
   SequenceInfo sequence;
   int n, head, key_head;
   int half;  // of V
@@ -283,15 +283,15 @@ struct StatesWork {
     return {sequence.token + c * kChunk, min(kChunk, sequence.length - c * kChunk), n, sequence.batch};
   }
   __device__ bool has_tail(int step) const { return (chunk(step) + 1) * kChunk > sequence.length; }
-  __device__ int64_t tile(const ChunkBackwardParams& p, int c) const {
+  __device__ int64_t tile(const Args& p, int c) const {
     return static_cast<int64_t>(sequence.first_slot + c) * p.Hv + head;
   }
-  __device__ int64_t state_tile(const ChunkBackwardParams& p, int c) const {
+  __device__ int64_t state_tile(const Args& p, int c) const {
     return static_cast<int64_t>(sequence.first_pair + c / 2) * p.Hv + head;
   }
   // The index-th of a pass over whole sequences: both halves of V of a value head, then the next head, sequence by
   // sequence.
-  __device__ __forceinline__ void take_whole(const ChunkBackwardParams& p, uint32_t index) {
+  __device__ __forceinline__ void take_whole(const Args& p, uint32_t index) {
     half = static_cast<int>(index % 2);
     head = static_cast<int>(index / 2 % static_cast<uint32_t>(p.Hv));
     n = static_cast<int>(index / 2 / static_cast<uint32_t>(p.Hv));
@@ -301,10 +301,10 @@ struct StatesWork {
     first = reverse ? steps - 1 : 0;
   }
   // Goes on to a run; false: there are no more.
-  template <StatesForm kForm, bool kReverse>
+  template <Variant kVariant, bool kReverse>
   __device__ __forceinline__ bool enter(uint32_t smem, uint32_t run) {
-    using Traits = StatesTraits<kForm>;
-    if constexpr (!takes_runs(kForm) || kReverse) {
+    using Traits = PassTraits<kVariant>;
+    if constexpr (!takes_runs(kVariant) || kReverse) {
       return run == 0;
     } else {
       const uint32_t runs = load_shared_u1(smem + Traits::kRunCount);
@@ -320,7 +320,7 @@ struct StatesWork {
     }
   }
   // A reverse pass that ends in dh0, which somebody wants.
-  __device__ bool makes_dh0(const ChunkBackwardParams& p) const {
+  __device__ bool makes_dh0(const Args& p) const {
     return reverse && steps > 0 && finish == kStateGiven && p.dh0.data != nullptr && p.has_d_o;
   }
   // The pass is at an edge of a pair before the step-th turn, which somebody wants: its state is kept.
@@ -331,25 +331,25 @@ struct StatesWork {
 };
 
 // S^T of the pair that the step belongs to, in fp32, where somebody wants it.
-template <StatesForm kForm>
-__device__ __forceinline__ void keep_exact(const float (&S)[64], const ChunkBackwardParams& p, const StatesWork& work,
-                                           int step, const Lane& at) {
-  if constexpr (kForm == kExactForm) {
+template <Variant kVariant>
+__device__ __forceinline__ void keep_exact(const float (&S)[64], const Args& p, const PassWork& work, int step,
+                                           const Lane& at) {
+  if constexpr (kVariant == kExactVariant) {
     if (!work.keeps_state(step)) return;
     float* kept = exact_state(p, work.sequence, work.n, work.chunk(step) / 2, work.head, work.reverse);
     if (kept == nullptr) return;
-    auto* to = reinterpret_cast<float4*>(kept) + work.half * (kDim * kDim / 8) + 32 * at.warp + at.lane;
+    auto* to = reinterpret_cast<float4*>(kept) + work.half * (kHeadDim * kHeadDim / 8) + 32 * at.warp + at.lane;
 #pragma unroll
     for (int i = 0; i < 16; ++i) to[128 * i] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
   }
 }
 
 // The edges as a tensor [index, 1, 128 of V, 128 of K].
-__device__ __forceinline__ StridedTensor edge_tensor(const ChunkBackwardParams& p) {
-  return {p.edges, {kDim * kDim, 0, kDim, 1}, DType::kFloat32};
+__device__ __forceinline__ StridedTensor edge_tensor(const Args& p) {
+  return {p.edges, {kHeadDim * kHeadDim, 0, kHeadDim, 1}, DType::kFloat32};
 }
 
-__device__ __forceinline__ void start_state(float (&S)[64], const ChunkBackwardParams& p, const StatesWork& work,
+__device__ __forceinline__ void start_state(float (&S)[64], const Args& p, const PassWork& work,
                                             const StridedTensor& given, const Lane& at) {
   if (work.start >= 0) {
     load_state(S, edge_tensor(p), true, work.start, 0, 64 * work.half, at);
@@ -368,13 +368,13 @@ __device__ __forceinline__ void start_state(float (&S)[64], const ChunkBackwardP
 }
 
 // What start_state() takes of the caller's tensor, into L2.
-__device__ __forceinline__ void prefetch_state(const ChunkBackwardParams& p, const StatesWork& work,
-                                               const StridedTensor& given, const Lane& at) {
+__device__ __forceinline__ void prefetch_state(const Args& p, const PassWork& work, const StridedTensor& given,
+                                               const Lane& at) {
   if (work.start != kStateGiven || given.data == nullptr) return;
   const int64_t bytes = given.type == DType::kFloat32 ? 4 : 2;
   const int v = 64 * work.half + 16 * at.warp + at.lane / 4;
 #pragma unroll 1
-  for (int k = 2 * (at.lane % 4); k < kDim; k += 8) {
+  for (int k = 2 * (at.lane % 4); k < kHeadDim; k += 8) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t offset = state_offset(given, p.state_v_first, work.n, work.head, k, v + 8 * i);
@@ -384,7 +384,7 @@ __device__ __forceinline__ void prefetch_state(const ChunkBackwardParams& p, con
 }
 
 // given: NULL data when the caller wants no final state of this pass.
-__device__ __forceinline__ void finish_state(const float (&S)[64], const ChunkBackwardParams& p, const StatesWork& work,
+__device__ __forceinline__ void finish_state(const float (&S)[64], const Args& p, const PassWork& work,
                                              const StridedTensor& given, const Lane& at) {
   if (work.finish >= 0) {
     store_state(S, edge_tensor(p), true, work.finish, 0, 64 * work.half, at);
@@ -399,7 +399,7 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier, int lane) {
 }
 
 // A state on its way out, when the one before it has left. kept: the phase of that.
-__device__ __forceinline__ void hand_out_state(uint32_t out, const uint32_t (&packed)[32], const StatesBarriers& bars,
+__device__ __forceinline__ void hand_out_state(uint32_t out, const uint32_t (&packed)[32], const PassBarriers& bars,
                                                int group, uint32_t& kept, const Lane& at) {
   mbarrier_wait(bars.state_empty(group), kept);
   put_state(out, packed, at);

@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16_fast() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, false, true>>();
-}
+Kernel one_cta_bf16() { return describe_kernel<ForwardTraits<__nv_bfloat16, false, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, false>>(); }
+Kernel exact_bf16() { return describe_kernel<ForwardTraits<__nv_bfloat16, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

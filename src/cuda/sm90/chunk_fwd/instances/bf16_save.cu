@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16_fast_save() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, true, true, false>>();
-}
+Kernel one_cta_save_bf16() { return describe_kernel<ForwardTraits<__nv_bfloat16, true, true, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16_fast_a() { return describe_kernel<KeepingForwardTraits<__nv_bfloat16>>(); }
+Kernel one_cta_save_a_bf16() { return describe_kernel<SaveATraits<__nv_bfloat16>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_fast() { return describe_kernel<ChunkForwardTraits<__half, false, true>>(); }
+Kernel one_cta_fp16() { return describe_kernel<ForwardTraits<__half, false, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

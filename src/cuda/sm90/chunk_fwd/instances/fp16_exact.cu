@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16() { return describe_kernel<ChunkForwardTraits<__half, false>>(); }
+Kernel exact_fp16() { return describe_kernel<ForwardTraits<__half, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_save() { return describe_kernel<ChunkForwardTraits<__half, true>>(); }
+Kernel exact_save_fp16() { return describe_kernel<ForwardTraits<__half, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

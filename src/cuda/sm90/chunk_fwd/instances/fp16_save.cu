@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_fast_save() {
-  return describe_kernel<ChunkForwardTraits<__half, true, true, false>>();
-}
+Kernel one_cta_save_fp16() { return describe_kernel<ForwardTraits<__half, true, true, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

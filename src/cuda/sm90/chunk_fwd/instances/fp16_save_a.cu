@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_fast_a() { return describe_kernel<KeepingForwardTraits<__half>>(); }
+Kernel one_cta_save_a_fp16() { return describe_kernel<SaveATraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

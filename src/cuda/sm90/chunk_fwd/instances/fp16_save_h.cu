@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_fast_h() { return describe_kernel<ChunkForwardTraits<__half, true, true>>(); }
+Kernel one_cta_save_h_fp16() { return describe_kernel<ForwardTraits<__half, true, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16_split() {
-  return fwd_2cta::describe_pair_kernel<fwd_2cta::PairForwardTraits<__nv_bfloat16, false>>();
-}
+Kernel two_cta_bf16() { return fwd_2cta::describe_kernel<fwd_2cta::TwoCtaTraits<__nv_bfloat16, false>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16_split_save() {
-  return fwd_2cta::describe_pair_kernel<fwd_2cta::PairForwardTraits<__nv_bfloat16, true>>();
-}
+Kernel two_cta_save_bf16() { return fwd_2cta::describe_kernel<fwd_2cta::TwoCtaTraits<__nv_bfloat16, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

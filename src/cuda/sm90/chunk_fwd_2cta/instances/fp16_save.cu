@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_split_save() {
-  return fwd_2cta::describe_pair_kernel<fwd_2cta::PairForwardTraits<__half, true>>();
-}
+Kernel two_cta_save_fp16() { return fwd_2cta::describe_kernel<fwd_2cta::TwoCtaTraits<__half, true>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,8 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_bf16_states() {
-  return cp::describe_state_kernel<cp::StateKernelTraits<__nv_bfloat16>>();
-}
+Kernel segment_states_bf16() { return cp::describe_kernel<cp::SegmentStateTraits<__nv_bfloat16>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

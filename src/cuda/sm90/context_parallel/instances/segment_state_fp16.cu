@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-ChunkForwardKernel chunk_forward_fp16_states() { return cp::describe_state_kernel<cp::StateKernelTraits<__half>>(); }
+Kernel segment_states_fp16() { return cp::describe_kernel<cp::SegmentStateTraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

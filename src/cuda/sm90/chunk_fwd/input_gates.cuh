@@ -13,7 +13,7 @@ static __device__ const float kOne = 1.0f;
 // g and beta of a chunk into their stage, zeros past the end, by 128 threads, all of which `barrier` counts: half of
 // them fetch g, the others beta.
 template <typename Traits>
-__device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const ChunkRecord& chunk, uint32_t raw,
+__device__ __forceinline__ void load_gates(const Args& args, const ChunkDescriptor& chunk, uint32_t raw,
                                            uint32_t barrier, int thread) {
   const int4 place = *reinterpret_cast<const int4*>(&chunk);  // row, valid, flags, head
   const int token = thread % kChunk;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_gates(const ChunkForwardArgs& args, const C
   const bool have = token < place.y && (given || is_beta);
   const bool moves = have && given;
   const void* head = advance(base, moves ? place.w : 0, head_bytes);
-  copy_async_4(raw + (is_beta ? Traits::kRawBeta : Traits::kRawG) + 4 * token,
+  copy_async_4(raw + (is_beta ? Traits::kInputBeta : Traits::kInputG) + 4 * token,
                advance(head, moves ? place.x + token : 0, token_bytes), have);
   copy_async_arrive(barrier);
 }

@@ -7,12 +7,12 @@
 namespace flash_qla::cuda::sm90::cp {
 
 // Sums over a warp, of numbers that are not negative.
-__device__ void sum_over_warp(TileClass& tiles) {
-  tiles.work = warp_sum(tiles.work);
-  tiles.tiles = __reduce_add_sync(0xffffffffu, tiles.tiles);
-  tiles.longest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(tiles.longest)));
+__device__ void sum_over_warp(ItemClass& items) {
+  items.work = warp_sum(items.work);
+  items.items = __reduce_add_sync(0xffffffffu, items.items);
+  items.longest = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(items.longest)));
 }
-__device__ void sum_over_warp(SplitEstimate& estimate) {
+__device__ void sum_over_warp(ItemEstimate& estimate) {
   sum_over_warp(estimate.states);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -20,7 +20,7 @@ __device__ void sum_over_warp(SplitEstimate& estimate) {
     sum_over_warp(estimate.dependent[i]);
   }
   estimate.transitions = __reduce_add_sync(0xffffffffu, estimate.transitions);
-  estimate.longest_chain = __reduce_max_sync(0xffffffffu, estimate.longest_chain);
+  estimate.longest_scan = __reduce_max_sync(0xffffffffu, estimate.longest_scan);
 }
 
 // SmGroups, a group to each of eight neighbouring lanes, which go through the same estimate. All lanes of a warp go
@@ -62,40 +62,40 @@ class LaneGroups {
 };
 static_assert(kSmGroups == 8);
 
-// The best of all choices, by all threads of a block, from what is known of each head; and its state tiles.
-struct ChosenMerges {
-  int32_t choice, state_tiles;
+// The best of all choices, by all threads of a block, from what is known of each head; and its state items.
+struct ChosenJoins {
+  int32_t choice, state_items;
 };
 // Not inlined: what it takes a second time in a kernel is in the caches. Arguments by value: the caller's would else be
 // in memory.
-__device__ __noinline__ ChosenMerges choose_merges(const SplitKernelParams& p, const HeadSummary* summaries,
-                                                   int32_t count, LengthSummary lengths, SplitGrid grid) {
-  __shared__ SplitEstimate estimates[2][kMerges];
-  __shared__ float choice_times[kMergeChoices];
+static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const HeadSummary* summaries, int32_t count,
+                                                        LengthSummary lengths, CutSpacing cut_spacing) {
+  __shared__ ItemEstimate estimates[2][kJoins];
+  __shared__ float choice_times[kJoinChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   // A warp for each part of a choice, then eight threads for each choice.
-  const bool with_heavy = warp >= kMerges;
-  const int32_t step = merge_step(warp % kMerges);
-  const float limit = long_tile(lengths.longest, grid, step);
-  SplitEstimate estimate;
+  const bool with_exact = warp >= kJoins;
+  const int32_t step = join_step(warp % kJoins);
+  const float limit = long_item(lengths.longest, cut_spacing, step);
+  ItemEstimate estimate;
   for (int32_t i = lane; i < count; i += 32) {
     const HeadSummary head = summaries[i];
-    if ((head.heavy > 0) == with_heavy) estimate.add(head, step, limit, p.costs);
+    if ((head.exact > 0) == with_exact) estimate.add(head, step, limit, p.costs);
   }
   sum_over_warp(estimate);
-  if (lane == 0) estimates[with_heavy][warp % kMerges] = estimate;
+  if (lane == 0) estimates[with_exact][warp % kJoins] = estimate;
   __syncthreads();
-  static_assert(kListThreads == kMergeChoices * kSmGroups);
+  static_assert(kListThreads == kJoinChoices * kSmGroups);
   const int choice = thread / kSmGroups;
   const float uncut = p.uncut_shared != 0 ? time_of_shared(lengths, p.args.num_value_heads, p.sms, p.costs) : 0.0f;
-  const float own_time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
+  const float own_time = time_of_choice(estimates[0][choice % kJoins], estimates[1][choice / kJoins], choice, uncut,
                                         p.sms, p.costs, LaneGroups(lane));
   if (thread % kSmGroups == 0) choice_times[choice] = own_time;
   __syncthreads();
   // Every warp looks for the best one, of equals the first.
   int best = lane;
 #pragma unroll
-  for (int i = lane + 32; i < kMergeChoices; i += 32) best = choice_times[i] < choice_times[best] ? i : best;
+  for (int i = lane + 32; i < kJoinChoices; i += 32) best = choice_times[i] < choice_times[best] ? i : best;
   float time = choice_times[best];
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
@@ -106,7 +106,7 @@ __device__ __noinline__ ChosenMerges choose_merges(const SplitKernelParams& p, c
       best = other_best;
     }
   }
-  return {best, estimates[1][best / kMerges].states.tiles};
+  return {best, estimates[1][best / kJoins].states.items};
 }
 
 }  // namespace flash_qla::cuda::sm90::cp
