@@ -11,6 +11,7 @@
 #include "cuda/common/wgmma.cuh"
 #include "cuda/sm90/chunk_bwd/args.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
+#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
@@ -137,7 +138,7 @@ __device__ __forceinline__ PairInfo pair_info(const Args& p, int pair) {
   }
   // Unsigned: a division of signed numbers takes half as many instructions more.
   int32_t chunks = p.per_sequence;
-  asm volatile("" : "+r"(chunks));  // not kept by who asks again and again, with few registers
+  recompute_from(chunks);  // not kept by who asks again and again, with few registers
   const uint32_t pairs = pairs_of(chunks), sequence = static_cast<uint32_t>(pair) / pairs;
   const int n = static_cast<int>(sequence), chunk = 2 * static_cast<int>(pair - sequence * pairs);
   return {chunk * kChunk, min(2 * kChunk, p.T - chunk * kChunk), n * p.per_sequence + chunk, n};

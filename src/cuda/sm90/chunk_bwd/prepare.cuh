@@ -94,7 +94,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     if (thread > 0 || work.slot < 0) return;
     mbarrier_arrive_expect(barrier, 2 * kTokensBytes);
     uint32_t to = sQ;
-    asm volatile("" : "+r"(to));  // what follows from it is made again: few registers
+    to = recompute(to);  // what follows from it is made again: few registers
     for (int half = 0; half < 2; ++half, to += kTileBytes) {
       tma_load_5d(to, &maps.q, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
       tma_load_5d(to + kTokensBytes, &maps.k, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);

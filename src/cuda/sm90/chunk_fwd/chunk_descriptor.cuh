@@ -91,13 +91,13 @@ struct PrefetchedState {
   // The chunks, ahead of m, whose V and Q, and K, are late.
   static constexpr uint32_t kLateV = 1, kLateQ = 1, kLateK = 3;
   static __device__ uint32_t stage(int quarter, uint32_t m) {
-    return quarter == 0   ? smem() + Traits::kSmemV + (m + kLateV) % Traits::kStagesV * Traits::kBytesV
-           : quarter == 1 ? smem() + Traits::kSmemK + (m + kLateK) % Traits::kStagesK * Traits::kBytesK
-                          : smem() + Traits::kSmemQ + (m + kLateQ) % Traits::kStagesQ * Traits::kBytesK;
+    return quarter == 0   ? Traits::TilesV::tile(m + kLateV)
+           : quarter == 1 ? Traits::TilesK::tile(m + kLateK)
+                          : Traits::TilesQ::tile(m + kLateQ);
   }
   // Two of each: of items of a chunk the next one's quarters are under way before this one's are there.
-  __device__ uint32_t full() const { return smem() + Traits::kFullState + 8 * (number & 1); }
-  __device__ uint32_t free() const { return smem() + Traits::kFreeState + 8 * (number & 1); }
+  __device__ uint32_t full() const { return Traits::FullState::barrier(number); }
+  __device__ uint32_t free() const { return Traits::FreeState::barrier(number); }
   __device__ uint32_t parity() const { return number >> 1; }
 };
 

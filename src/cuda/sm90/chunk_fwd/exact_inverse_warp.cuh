@@ -84,10 +84,10 @@ struct ExactInverseWarp : WarpRole<Traits> {
   }
 
   __device__ void invert(uint32_t m) const {
-    mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+    Traits::FullM::wait(m);
     solve(this->tile_a(m), this->lane());
 
-    m = this->opaque(m);
+    m = recompute(m);
     const uint32_t tile = this->tile_a(m), gate = this->stage_gate(m);
     // Where the lane's eight elements of block (0, 0) of the tile lie when the four 8x8 matrices come by rows; the
     // column of another block is an exclusive or. by_columns: of A_g, which is not transposed.
@@ -95,7 +95,7 @@ struct ExactInverseWarp : WarpRole<Traits> {
     uint32_t by_rows, by_columns;
     auto find_place = [&] {
       // Out of a shuffle: the assembler would keep, and spill, what it made of the number before.
-      lane = __shfl_sync(0xffffffffu, this->lane(), this->lane());
+      lane = thread_from_shuffle(this->lane(), this->lane());
       by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
       by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
     };
@@ -222,7 +222,7 @@ struct ExactInverseWarp : WarpRole<Traits> {
     store(2, 3, 0u, 0u, 0u, 0u);
     fence_proxy_async();
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());
+    Traits::FullA::arrive(m, this->lane());
   }
 
   __device__ void run(uint32_t first) const {

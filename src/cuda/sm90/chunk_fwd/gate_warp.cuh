@@ -42,7 +42,7 @@ struct GateWarp : WarpRole<Traits> {
       const bool have = token < valid;
       copy_async_4(to + 4 * token, have ? advance(from, token, token_bytes) : base, have);
     }
-    copy_async_arrive(smem() + Traits::kFullInput + 8 * (m % Traits::kStagesInput));
+    copy_async_arrive(Traits::FullInput::barrier(m));
   }
 
   // The sums of g up to the lane's two tokens, for the backward.
@@ -142,7 +142,7 @@ struct GateWarp : WarpRole<Traits> {
             if constexpr (Traits::kSavesA) save_sums(m, x, y);
           });
       __syncwarp();
-      mbarrier_arrive_warp(smem() + Traits::kFullGate + 8 * (m % Traits::kStagesGate), this->lane());
+      Traits::FullGate::arrive(m, this->lane());
       fetch(m + Traits::kStagesGate);
       queue_chunk(m + kFirstDescriptors<Traits>, item);
       __syncwarp();

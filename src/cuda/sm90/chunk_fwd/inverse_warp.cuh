@@ -17,12 +17,12 @@ struct InverseWarp : WarpRole<Traits> {
   __device__ void run(uint32_t first) const {
 #pragma unroll 1
     for (uint32_t m = first; descriptor(m).valid >= 0; m += 2) {
-      mbarrier_wait(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+      Traits::FullM::wait(m);
       const uint32_t gate = this->stage_gate(m);
       const auto save_block = [&](int i, int j, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
         const ChunkDescriptor& c = descriptor(m);
         // Out of a shuffle, so that the rows are not kept from block to block, and spilled.
-        const int lane = __shfl_sync(0xffffffffu, this->lane(), this->lane()), row = 16 * i + (lane >> 2);
+        const int lane = thread_from_shuffle(this->lane(), this->lane()), row = 16 * i + (lane >> 2);
         const int row_words = this->p.args.num_value_heads * (kChunk / 2);
         uint32_t* out = static_cast<uint32_t*>(this->p.args.a) + int64_t{c.row + row} * row_words +
                         c.head * (kChunk / 2) + 8 * j + (lane & 3);
@@ -35,7 +35,7 @@ struct InverseWarp : WarpRole<Traits> {
           [&] { this->wait_gates(m); }, save_block);
       fence_proxy_async();
       __syncwarp();
-      mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), this->lane());
+      Traits::FullA::arrive(m, this->lane());
     }
   }
 };

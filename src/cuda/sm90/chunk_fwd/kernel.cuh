@@ -24,6 +24,7 @@
 #pragma once
 #pragma once
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/exact_inverse_warp.cuh"
 #include "cuda/sm90/chunk_fwd/gate_warp.cuh"
 #include "cuda/sm90/chunk_fwd/inverse_warp.cuh"
@@ -34,19 +35,9 @@
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 #include "cuda/sm90/chunk_fwd/zero_fill.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
-
-// Instructions that no warp executes: they move the code after them to other places of the instruction cache.
-template <int kCount>
-__device__ __forceinline__ void pad_code(const KernelArgs& p) {
-  if constexpr (kCount > 0) {
-    if (p.items < 0) {  // never, which only the launcher knows
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) asm volatile("nanosleep.u32 1;");
-    }
-  }
-}
 
 // What a producer warp does. thread: in its warpgroup.
 template <typename Traits>
@@ -58,7 +49,7 @@ __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int
     if constexpr (Traits::kEndsAtCheckpoints) zero_skipped(p, thread, 128);
     return;
   }
-  const int warp = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(thread) >> 5);
+  const int warp = uniform(static_cast<uint32_t>(thread) >> 5);
   thread &= 31;
   if (warp == 0) {
     pad_code<Traits::kCodePlacement.copies>(p);
@@ -75,45 +66,41 @@ __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(const __grid_constant__ KernelArgs p) {
-  // The warpgroup by votes, so that the compiler knows it to be the same in all lanes: descriptors then stay in uniform
-  // registers.
-  const int group =
-      (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
+  const int group = warpgroup_number();
   // The thread's number in its group. The producer role gets it out of a shuffle, as one that the assembler cannot ask
   // for again; in the state role, what comes of such a number is kept through the loop, and spilled.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
-    for (int i = 0; i < Traits::kBarriersQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
+    for (int i = 0; i < Traits::kStagesK; ++i) Traits::FullK::init(i, 1);
+    for (int i = 0; i < Traits::kBarriersQ; ++i) Traits::FullQ::init(i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
       // The warps of a producer warpgroup, or the one that makes the chunk's A_g.
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, (Traits::kWarpRoles ? 1 : 4) * kWarpArrivals);
-      mbarrier_init(smem() + Traits::kFullM + 8 * i, 4 * kWarpArrivals);
+      Traits::FullA::init(i, (Traits::kWarpRoles ? 1 : 4) * kWarpArrivals);
+      Traits::FullM::init(i, 4 * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kBarriersDone; ++i) {
-      mbarrier_init(smem() + Traits::kDone + 8 * i, (4 * Traits::kStateGroups + Traits::kSavesA) * kWarpArrivals);
+      Traits::Done::init(i, (4 * Traits::kStateGroups + Traits::kSavesA) * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
       constexpr uint32_t kArrivalsV = Traits::kWarpRoles ? kWarpArrivals : 1;  // a warp arrives, or one thread
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + kArrivalsV);
-      mbarrier_init(smem() + Traits::kTailV + 8 * i, kArrivalsV);
+      Traits::FullP::init(i, 4 * kWarpArrivals + kArrivalsV);
+      Traits::TailV::init(i, kArrivalsV);
     }
     for (int i = 0; i < Traits::kBarriersO; ++i) {
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     for (int i = 0; i < Traits::kStagesInput; ++i) {
-      mbarrier_init(smem() + Traits::kFullInput + 8 * i,
-                    Traits::kWarpRoles ? 32 : 128);  // threads that load g and beta
+      Traits::FullInput::init(i, Traits::kWarpRoles ? 32 : 128);  // threads that load g and beta
     }
     for (int i = 0; i < Traits::kStagesGate; ++i) {
-      mbarrier_init(smem() + Traits::kFullGate + 8 * i, kWarpArrivals);
+      Traits::FullGate::init(i, kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesQ; ++i) {
-      mbarrier_init(smem() + Traits::kFreeQ + 8 * i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
+      Traits::FreeQ::init(i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
     }
     for (int i = 0; i < Traits::kStates; ++i) {
-      mbarrier_init(smem() + Traits::kFullState + 8 * i, 1);
-      mbarrier_init(smem() + Traits::kFreeState + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
+      Traits::FullState::init(i, 1);
+      Traits::FreeState::init(i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     if constexpr (Traits::kStoresHByTma) mbarrier_init(smem() + Traits::kFreeH, 1);
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
@@ -137,22 +124,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
   __syncthreads();
 
   if (group < Traits::kProducerGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kProducerRegisters));
+    release_registers<Traits::kProducerRegisters>();
     if constexpr (Traits::kWarpRoles) {
-      run_producer<Traits>(p, group, __shfl_sync(0xffffffffu, thread, thread & 31));
+      run_producer<Traits>(p, group, thread_from_shuffle(thread, thread & 31));
     } else {
-      ProducerWarpgroup<Traits> role{{}, p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
+      ProducerWarpgroup<Traits> role{{}, p, group, thread_from_shuffle(thread, thread & 31)};
       role.run();
       // Read again, so that the group is not kept through the role, and spilled.
       if (threadIdx.x / 128 == Traits::kProducerGroups - 1)
-        finish_items(p, __shfl_sync(0xffffffffu, thread, thread & 31), 128);
+        finish_items(p, thread_from_shuffle(thread, thread & 31), 128);
     }
     if (threadIdx.x == 0) {
       // Also without an item that starts from a state at a cut: a kernel must not end before those it depends on.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      wait_for_predecessors();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
+    claim_registers<Traits::kStateRegisters>();
     StateWarpgroup<Traits> role{p, group - Traits::kProducerGroups, fragment_position(thread)};
     role.run();
   }

@@ -27,13 +27,13 @@ struct LoadWarp : WarpRole<Traits> {
   }
   __device__ void load_k(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
-    const uint32_t barrier = smem() + Traits::kFullK + 8 * (m % Traits::kStagesK);
+    const uint32_t barrier = Traits::FullK::barrier(m);
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(this->stage_k(m), &p.k, barrier, 0, c.row, 0, c.key_head);
   }
   __device__ void load_q(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
-    const uint32_t barrier = smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ);
+    const uint32_t barrier = Traits::FullQ::barrier(m);
     mbarrier_arrive_expect(barrier, Traits::kBytesK);
     tma_load_4d(this->stage_q(m), &p.q, barrier, 0, c.row, 0, c.key_head);
   }
@@ -42,7 +42,7 @@ struct LoadWarp : WarpRole<Traits> {
   static constexpr bool kAllLanesArriveForV = kWarpArrivals == 32;
   __device__ void load_v(uint32_t m, const Rows& c) const {
     if (c.valid < 0) return;
-    const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : smem() + Traits::kTailV + 8 * (m & 1);
+    const uint32_t barrier = c.valid == kChunk ? this->full_p(m) : Traits::TailV::barrier(m);
     if (kAllLanesArriveForV && this->lane() != 0) return mbarrier_arrive(barrier);
     mbarrier_arrive_expect(barrier, Traits::kBytesV);
     tma_load_4d(this->stage_v(m), &p.v, barrier, 0, c.row, 0, c.head);
@@ -106,7 +106,7 @@ struct LoadWarp : WarpRole<Traits> {
   // mild the tile holds A_g, and the inverse's warp stores A. Blocks right of the diagonal that nobody reads hold what
   // A was made from.
   __device__ void send_a(uint32_t m) const {
-    mbarrier_wait(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), m / Traits::kStagesA & 1);
+    Traits::FullA::wait(m);
     if (!__any_sync(0xffffffffu, load_shared_f1(this->stage_gate(m) + Traits::kGateMild) != 0.0f)) return;
     const int lane = this->lane();
     const uint32_t tile = this->tile_a(m);
@@ -154,7 +154,7 @@ struct LoadWarp : WarpRole<Traits> {
   __device__ __forceinline__ void step(uint32_t m, Ahead& ahead) const {
     const bool prefetched1 = kEdge && prefetched(m + 1),
                prefetched2 = kEdge && ahead.next2.valid >= 0 && prefetched(m + 2);
-    mbarrier_wait(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), m / Traits::kStagesQ & 1);
+    Traits::FreeQ::wait(m);
     if (this->lane() == 0) {
       if (prefetched1) {
         load_quarter(m + 1, 2);
@@ -175,7 +175,7 @@ struct LoadWarp : WarpRole<Traits> {
     if constexpr (Traits::kSavesA) {
       // The chunk's end gives A's tile back, too.
       if (this->lane() == 0) tma_store_wait_read();
-      mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), this->lane());
+      Traits::Done::arrive(m, this->lane());
     }
     // K before O and V: the products wait for it first, and V, which O's way out of its stage is waited for, has a step
     // more.

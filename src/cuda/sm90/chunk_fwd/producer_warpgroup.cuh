@@ -20,21 +20,21 @@ template <typename Traits>
 struct ProducerWarpgroup : ChunkStages<Traits> {
   using Element = typename Traits::Element;
   using Places = ChunkStages<Traits>;
-  using Places::opaque, Places::descriptor, Places::stage_k, Places::stage_q, Places::stage_v;
+  using Places::descriptor, Places::stage_k, Places::stage_q, Places::stage_v;
   const KernelArgs& p;
   int group;   // 0 or 1: the parity of its chunks
   int thread;  // 0..127
 
-  __device__ int opaque_thread() const { return opaque(thread); }
+  __device__ int number() const { return recompute(thread); }
 
   __device__ uint32_t stage_gate(uint32_t m) const {
-    return smem() + Traits::kSmemGate + opaque(m) % Traits::kStagesGate * Traits::kBytesGate;
+    return smem() + Traits::kSmemGate + recompute(m) % Traits::kStagesGate * Traits::kBytesGate;
   }
   __device__ uint32_t tile_a(uint32_t m) const {
-    return smem() + Traits::kSmemA + opaque(m) % Traits::kStagesA * Traits::kBytesMatrix;
+    return smem() + Traits::kSmemA + recompute(m) % Traits::kStagesA * Traits::kBytesMatrix;
   }
-  __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (opaque(m) & 1); }
-  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + (opaque(m) & 1), 128); }
+  __device__ uint32_t full_p(uint32_t m) const { return smem() + Traits::kFullP + 8 * (recompute(m) & 1); }
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + (recompute(m) & 1), 128); }
 
   // The tensor map of Q, K, V or O. Where the parameters lie is asked of shared memory: the compiler would keep, and
   // spill, the address.
@@ -61,11 +61,11 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
 
   // V into the stage that O of chunk m - 3 has left, by the thread that sent it, ahead of A_g: V comes late otherwise.
   __device__ void fetch_v(uint32_t m) const {
-    if (opaque_thread() != kCopyThread) return;
-    m = opaque(m);
+    if (number() != kCopyThread) return;
+    m = recompute(m);
     if (m == 2) wait_o(m);  // the state groups' first O, which is none, goes to this stage
     tma_store_wait_read();
-    load_v(m, descriptor(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (opaque(m) & 1));
+    load_v(m, descriptor(m).valid == kChunk ? full_p(m) : smem() + Traits::kTailV + 8 * (recompute(m) & 1));
   }
 
   // O of chunk m from its V stage to global memory, by the group of chunk m + 3; at a sequence's end: rows by hand.
@@ -74,7 +74,7 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
     constexpr int kPieces = Traits::kDv / 8;
     Element* out =
         static_cast<Element*>(p.args.o) + c.row * p.args.o_token_stride + c.head * p.args.o_head_stride + c.half * 64;
-    for (int i = opaque_thread(); i < c.valid * kPieces; i += 128) {
+    for (int i = number(); i < c.valid * kPieces; i += 128) {
       const int row = i / kPieces, piece = i % kPieces;
       const uint4 value =
           load_shared_u4(stage_v(m) + (piece >> 3) * Traits::kHalf + row * 128 + (((piece & 7) ^ (row & 7)) << 4));
@@ -93,7 +93,7 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
 
   // Until O of chunk m - 3 is in its stage.
   __device__ void wait_o(uint32_t m) const {
-    mbarrier_wait(smem() + Traits::kFullO + 8 * (opaque(m) & 1), (opaque(m) - 2) >> 1 & 1);
+    mbarrier_wait(smem() + Traits::kFullO + 8 * (recompute(m) & 1), (recompute(m) - 2) >> 1 & 1);
   }
   // The thread that sends O and then fetches V into the same stage.
   static constexpr int kCopyThread = 64;
@@ -105,7 +105,7 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
     if (valid < kChunk) {
       wait_o(m);
       store_o_rows(m - 3);
-    } else if (opaque_thread() == kCopyThread) {
+    } else if (number() == kCopyThread) {
       wait_o(m);
       store_o(m - 3);
     }
@@ -113,21 +113,21 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
 
   // Until chunk m - 2 is done, if there is one.
   __device__ void wait_done(uint32_t m) const {
-    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (opaque(m) & 1), (m - 2) >> 1 & 1);
+    if (m >= 2) mbarrier_wait(smem() + Traits::kDone + 8 * (recompute(m) & 1), (m - 2) >> 1 & 1);
   }
   // K and Q into the stages of chunk m - 2, by the warps that have the least to do with A_g.
   __device__ void reload_stages(uint32_t m) const {
-    const int number = opaque_thread();
-    if (number == 0 || number == 32) {
+    const int own = number();
+    if (own == 0 || own == 32) {
       wait_done(m);
-      load_key_or_query(number == 0 ? m + 2 : m + 1, number != 0);
+      load_key_or_query(own == 0 ? m + 2 : m + 1, own != 0);
     }
   }
 
   // g and beta of one of the first chunks on their way; those of the others a state group fetches.
   __device__ void fetch_gates(uint32_t m) const {
     if (descriptor(m).valid >= 0)
-      load_gates<Traits>(p.args, descriptor(m), stage_gate(m), smem() + Traits::kFullInput + 8 * m, opaque_thread());
+      load_gates<Traits>(p.args, descriptor(m), stage_gate(m), smem() + Traits::kFullInput + 8 * m, number());
   }
 
   // Everything the state groups need for chunk m. Waits for the end of chunk m - 2 in the middle: until then only
@@ -136,39 +136,38 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
     // K K^T, and the gates while it runs; its blocks into the inverse's workspace; the inverse.
     mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
     if (descriptor(m).valid < kChunk) {
-      zero_tail_rows(stage_k(m), 2, descriptor(m).valid, opaque_thread());
+      zero_tail_rows(stage_k(m), 2, descriptor(m).valid, number());
       sync(m);
     }
     {
       float kkt[32];
       const uint64_t k_rows = uniform_descriptor(stage_k(m));
       start_product<Element>(kkt, k_rows, k_rows);
-      mbarrier_wait(smem() + Traits::kFullInput + 8 * (opaque(m) % Traits::kStagesGate), m / Traits::kStagesGate & 1);
-      const float beta0 =
-          load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * fragment_position(opaque_thread()).row);
-      const float beta1 =
-          load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * fragment_position(opaque_thread()).row + 32);
+      mbarrier_wait(smem() + Traits::kFullInput + 8 * (recompute(m) % Traits::kStagesGate),
+                    m / Traits::kStagesGate & 1);
+      const float beta0 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * fragment_position(number()).row);
+      const float beta1 = load_shared_f1(stage_gate(m) + Traits::kGateBeta + 4 * fragment_position(number()).row + 32);
       const int valid_o = descriptor(m - 3).valid;  // for m < 3 of no chunk, and not used
       wgmma_wait<0>();
       pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile_a(m), fragment_position(opaque_thread()));
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), fragment_position(number()));
       sync(m);  // the diagonal blocks of M are there
       // Two warps solve them, then one of these writes the chunk list; of the others, which store the rest of M, one
       // sends O, one makes the gates.
-      if (opaque_thread() < 64) {
-        solve_diagonal_blocks<kSolveInPairs<Element>>(tile_a(m), opaque_thread() >> 4 & 2, opaque_thread() & 31);
+      if (number() < 64) {
+        solve_diagonal_blocks<kSolveInPairs<Element>>(tile_a(m), number() >> 4 & 2, number() & 31);
       } else {
-        store_kkt<false>(kkt, beta0, beta1, tile_a(m), fragment_position(opaque_thread()));
-        if (opaque_thread() >= 96) {
-          const uint32_t gate = stage_gate(m), place = 8 * (opaque_thread() & 31);
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), fragment_position(number()));
+        if (number() >= 96) {
+          const uint32_t gate = stage_gate(m), place = 8 * (number() & 31);
           make_gates<Traits>(
               p.args.scale, load_shared_f2(gate + Traits::kGateInput + place),
               [&] { return load_shared_f2(gate + Traits::kGateBeta + place); },
-              is_short_last_chunk<Traits>(descriptor(m)), gate, gate, opaque_thread() & 31);
+              is_short_last_chunk<Traits>(descriptor(m)), gate, gate, number() & 31);
         }
       }
       send_o(m, valid_o);
-      if (opaque_thread() == kListThread && opaque(m) % 2 == 0) {
+      if (number() == kListThread && recompute(m) % 2 == 0) {
 #pragma unroll 1
         for (uint32_t ahead = 4; ahead < 6; ++ahead) produce_chunk<Traits>(p, m + ahead);
       }
@@ -185,46 +184,46 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
         m = __shfl_sync(0xffffffffu, m,
                         0);  // so that the tile's address is not kept, and spilled, all through the inverse
         mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
-        const FragmentPosition at = fragment_position(opaque_thread());
+        const FragmentPosition at = fragment_position(number());
         own = load_shared_f4(stage_gate(m) + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
       };
-      invert(a, d, tile_a(m), fragment_position(opaque_thread()), [&] { sync(m); }, load_factors);
-      m = opaque(m);
+      invert(a, d, tile_a(m), fragment_position(number()), [&] { sync(m); }, load_factors);
+      m = recompute(m);
       sync(m);  // the inverse has been read: A_g takes its tile
       fetch_v(m);
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-        store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), fragment_position(opaque_thread()));
+        store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), stage_gate(m), fragment_position(number()));
       } else {
         const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-        store_gated<Traits, true>(a[0], diagonal, tile_a(m), stage_gate(m), fragment_position(opaque_thread()));
+        store_gated<Traits, true>(a[0], diagonal, tile_a(m), stage_gate(m), fragment_position(number()));
       }
     }
     fence_proxy_async();
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), opaque_thread() & 31);
-    m = opaque(m);
+    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStagesA), number() & 31);
+    m = recompute(m);
     reload_stages(m);
 
     // Q K^T and P.
     mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
     float qkt[32];
     start_product<Element>(qkt, uniform_descriptor(stage_q(m)), uniform_descriptor(stage_k(m)));
-    m = opaque(m);
+    m = recompute(m);
     // Up to here memory of this group's own. With chunk m - 2 done its stages and P's tile are free.
     wait_done(m);
     const float mild = load_shared_f1(stage_gate(m) + Traits::kGateMild);
     wgmma_wait<0>();
     pin(qkt);
     {
-      const FragmentPosition at = fragment_position(opaque_thread());
+      const FragmentPosition at = fragment_position(number());
       float2 diagonal[3];
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         const int first = i == 2 ? 6 : 2 * i;
         diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
       }
-      const uint32_t tile = smem() + Traits::kSmemP + (opaque(m) & 1) * Traits::kBytesMatrix;
+      const uint32_t tile = smem() + Traits::kSmemP + (recompute(m) & 1) * Traits::kBytesMatrix;
       if (__any_sync(0xffffffffu, mild != 0.0f)) {
         store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), tile, stage_gate(m), at);
       } else {
@@ -234,23 +233,23 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
     fence_proxy_async();
     if (descriptor(m).valid < kChunk) zero_tail_v(m, descriptor(m).valid);
     __syncwarp();
-    mbarrier_arrive_warp(full_p(m), opaque_thread() & 31);
+    mbarrier_arrive_warp(full_p(m), number() & 31);
   }
 
   // At a sequence's end V comes through a barrier of this group's own, and is passed on once its tail is cleared.
   __device__ void zero_tail_v(uint32_t m, int valid) {
-    uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[opaque(m) & 1];
-    mbarrier_wait(smem() + Traits::kTailV + 8 * (opaque(m) & 1), tails & 1);
-    zero_tail_rows(stage_v(m), Traits::kStateGroups, valid, opaque_thread());
+    uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[recompute(m) & 1];
+    mbarrier_wait(smem() + Traits::kTailV + 8 * (recompute(m) & 1), tails & 1);
+    zero_tail_rows(stage_v(m), Traits::kStateGroups, valid, number());
     sync(m);
-    if (opaque_thread() == 0) {
+    if (number() == 0) {
       ++tails;
       mbarrier_arrive(full_p(m));
     }
   }
 
   __device__ void run() {
-    if (opaque_thread() == 0) {
+    if (number() == 0) {
       load_key_or_query(group, false);
       if (group == 0) load_key_or_query(0, true);
     }
@@ -269,9 +268,9 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
       mbarrier_wait(smem() + (last ? Traits::kFullLast : Traits::kFullO + 8 * (i & 1)), last ? 0 : (i - 2) >> 1 & 1);
       if (i < 3) continue;
       if (descriptor(i - 3).valid < kChunk) store_o_rows(i - 3);
-      if (opaque_thread() == kCopyThread) store_o(i - 3);
+      if (number() == kCopyThread) store_o(i - 3);
     }
-    if (opaque_thread() == kCopyThread) tma_store_wait_all();
+    if (number() == kCopyThread) tma_store_wait_all();
   }
 };
 

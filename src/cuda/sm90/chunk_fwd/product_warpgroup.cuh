@@ -23,14 +23,13 @@ struct ProductWarpgroup : WarpRole<Traits> {
   static constexpr int kBarrier = 1;
   static constexpr bool kCompact = kPrefetchesState<Traits>;  // as in UtTransform
 
-  using Base::opaque;
-  __device__ FragmentPosition place() const { return fragment_position(opaque(thread)); }
+  __device__ FragmentPosition place() const { return fragment_position(recompute(thread)); }
   __device__ void sync() const { named_barrier_sync(kBarrier, 128); }
 
   // K of chunk m, if there is one, with its tail cleared.
   __device__ void wait_key(uint32_t m, int valid) const {
     if (valid < 0) return;
-    mbarrier_wait(smem() + Traits::kFullK + 8 * (m % Traits::kStagesK), m / Traits::kStagesK & 1);
+    Traits::FullK::wait(m);
     if (valid < kChunk) {
       zero_tail_rows(this->stage_k(m), 2, valid, thread);
       sync();
@@ -62,7 +61,7 @@ struct ProductWarpgroup : WarpRole<Traits> {
       if (b <= at.warp) store_matrix_x4_trans(address + b * 2048, x[0], x[1], x[2], x[3]);
     }
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullM + 8 * (m % Traits::kStagesA), at.lane);
+    Traits::FullM::arrive(m, at.lane);
   }
 
   // P where the decay is not mild, with the factors of store_gated() in decay_products.cuh.
@@ -102,8 +101,7 @@ struct ProductWarpgroup : WarpRole<Traits> {
   }
   __device__ void store_p(const uint32_t (&packed)[16], uint32_t m) const {
     const FragmentPosition at = place();
-    const uint32_t row =
-        smem() + Traits::kSmemP + (m & 1) * Traits::kBytesMatrix + (16 * at.warp + (at.lane & 15)) * 128;
+    const uint32_t row = Traits::TilesP::tile(m) + (16 * at.warp + (at.lane & 15)) * 128;
     // Above the diagonal by a mask, not by a factor: there an exponential may have overflowed.
     const int above = (at.lane >> 2) - 2 * at.q;
     const uint32_t mask = (above >= 0 ? 0xffffu : 0u) | (above > 0 ? 0xffff0000u : 0u);
@@ -122,7 +120,7 @@ struct ProductWarpgroup : WarpRole<Traits> {
   // At a sequence's end: V comes through a barrier of its own, and is passed on once its tail is cleared.
   __device__ void zero_tail_v(uint32_t m, int valid) const {
     uint32_t& tails = reinterpret_cast<uint32_t*>(shared_memory() + Traits::kTailCount)[m & 1];
-    mbarrier_wait(smem() + Traits::kTailV + 8 * (m & 1), tails & 1);
+    mbarrier_wait(Traits::TailV::barrier(m), tails & 1);
     zero_tail_rows(this->stage_v(m), Traits::kStateGroups, valid, thread);
     sync();
     if (thread == 0) {
@@ -169,7 +167,7 @@ struct ProductWarpgroup : WarpRole<Traits> {
 #pragma unroll 1
     for (uint32_t m = 0; valid >= 0; ++m) {
       pack_m(x, beta, packed);
-      mbarrier_wait(smem() + Traits::kFullQ + 8 * (m % Traits::kBarriersQ), m / Traits::kBarriersQ & 1);
+      Traits::FullQ::wait(m);
       const bool makes_output =
           !Traits::kSkipsWarmup || __any_sync(0xffffffffu, (descriptor(m).flags & kWarmupChunk) == 0);
       if (makes_output)
@@ -181,7 +179,7 @@ struct ProductWarpgroup : WarpRole<Traits> {
       const float mild = load_shared_f1(this->stage_gate(m) + Traits::kGateMild);
       wgmma_wait<0>();
       pin(x);
-      mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), thread & 31);
+      Traits::FreeQ::arrive(m, thread & 31);
       if (makes_output) {
         if (kCompact ? __all_sync(0xffffffffu, mild == 0.0f) : !__any_sync(0xffffffffu, mild != 0.0f)) {
           pack_gated(x, this->stage_gate(m), packed);

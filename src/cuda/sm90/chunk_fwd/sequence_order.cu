@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/zero_fill.cuh"
 #include "cuda/sm90/common/launch_kernel.h"
 
@@ -79,8 +80,8 @@ __device__ void sort_sequences(const Args& args) {
 
 // Block 0 sorts the sequences; the others clear what no sequence writes.
 __global__ void __launch_bounds__(kPlanThreads) sort_sequences_kernel(const __grid_constant__ Args args) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  launch_dependents();
+  wait_for_predecessors();
   if (blockIdx.x == 0) {
     sort_sequences(args);
   } else {
@@ -93,8 +94,8 @@ __global__ void __launch_bounds__(kPlanThreads) sort_sequences_kernel(const __gr
 // its items if nothing is to be cut, and has none otherwise. If it does not find its sequences and clear by itself, the
 // first block sorts them, and others clear, as above.
 __global__ void __launch_bounds__(kPlanThreads) read_lengths_kernel(const __grid_constant__ cp::PlanArgs p) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  launch_dependents();
+  wait_for_predecessors();
   if (blockIdx.x > 0) {
     zero_outside(p.args, static_cast<int>(blockIdx.x) - 1, kZeroFillBlocks);
     return;
@@ -114,8 +115,8 @@ __global__ void __launch_bounds__(kPlanThreads) read_lengths_kernel(const __grid
 
 // For tickets alone.
 __global__ void reset_ticket_kernel(uint32_t* ticket) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  launch_dependents();
+  wait_for_predecessors();
   *ticket = 0;
 }
 

@@ -8,6 +8,7 @@
 #include "cuda/sm90/chunk_fwd/input_gates.cuh"
 #include "cuda/sm90/chunk_fwd/state_stores.cuh"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/gate_vectors.cuh"
 #include "cuda/sm90/common/state_products.cuh"
 #include "cuda/sm90/context_parallel/cut_states.cuh"
@@ -183,9 +184,7 @@ struct StateWarpgroup : StateStores<Traits> {
   // By the chunk's parity: the first group may be one chunk further than the second, but not two.
   static __device__ uint32_t lag_barrier(uint32_t m) { return 2 + (m & 1); }
 
-  static __device__ uint32_t stage_gate(uint32_t m) {
-    return smem() + Traits::kSmemGate + m % Traits::kStagesGate * Traits::kBytesGate;
-  }
+  static __device__ uint32_t stage_gate(uint32_t m) { return Traits::Gates::tile(m); }
   // From A_g W on mild chunks and others have code of their own, without branches between products and in one piece:
   // what an SM does not execute is not in the way of what it does. Up to there the code is common, as another SM, which
   // shares the cache of instructions, may have chunks of the other form. Calls that save h take 1 to 6 % longer with
@@ -206,7 +205,7 @@ struct StateWarpgroup : StateStores<Traits> {
     int2 chunk_now = load_chunk(0);
     // The first state after the first K, so that the card's blocks do not all ask memory for states while they wait for
     // K.
-    if (chunk_now.x >= 0) mbarrier_wait(smem() + Traits::kFullK, 0);
+    if (chunk_now.x >= 0) Traits::FullK::wait(0);
     // What is done once a tile, or where a state is kept, lies outside of the loop over chunks, whose code so lies in
     // one piece.
 #pragma unroll 1
@@ -222,17 +221,17 @@ struct StateWarpgroup : StateStores<Traits> {
       // One chunk. Whether the next one may follow in the same loop.
       const auto step = [&](auto makes_output) -> bool {
         constexpr bool kMakesOutput = decltype(makes_output)::value;
-        const uint32_t slot = m & 1, parity = m >> 1 & 1;
-        const uint32_t k_tile = smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
+        const uint32_t parity_p = Traits::FullP::parity(m);
+        const uint32_t k_tile = Traits::TilesK::tile(m);
         // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
         // not, and then each product's descriptor is moved from a vector register.
-        const uint32_t q_tile = smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
+        const uint32_t q_tile = Traits::TilesQ::tile(m);
         const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
         const uint32_t v_base = smem() + Traits::kSmemV;
         const uint32_t gate = stage_gate(m), columns = gate + 80 * at.q;
         // ptxas moves what belongs under a product between or before the product's wgmma, unless a branch holds it:
         // this is always so, which only the launcher knows.
-        const bool always = p.items >= 0;
+        const bool always = keep_in_branch(p);
         uint32_t packed[32];
         const auto pack_state = [&](int first, int end) {
 #pragma unroll
@@ -249,7 +248,7 @@ struct StateWarpgroup : StateStores<Traits> {
         }
         // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
         // barrier.
-        mbarrier_wait(smem() + Traits::kFullP + 8 * slot, parity);
+        mbarrier_wait(Traits::FullP::barrier(m), parity_p);
 
         // Ahead of its use where there is a register for it.
         float last = 0.0f;
@@ -324,11 +323,11 @@ struct StateWarpgroup : StateStores<Traits> {
           mbarrier_arrive(smem() + Traits::kFreeH);
         }
         if constexpr (Traits::kWarpRoles) {
-          mbarrier_arrive_warp(smem() + Traits::kFreeQ + 8 * (m % Traits::kStagesQ), at.lane);
+          Traits::FreeQ::arrive(m, at.lane);
         }
         const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
-        const uint32_t full_a = smem() + Traits::kFullA + 8 * (m % Traits::kStagesA);
-        const uint32_t parity_a = m / Traits::kStagesA & 1;
+        const uint32_t full_a = Traits::FullA::barrier(m);
+        const uint32_t parity_a = Traits::FullA::parity(m);
         constexpr bool kByForm = kFinishesByForm && kMakesOutput;
         bool a_there = false;  // asked for ahead of the answer's use
         if constexpr (kByForm) a_there = mbarrier_test(full_a, parity_a);
@@ -355,8 +354,7 @@ struct StateWarpgroup : StateStores<Traits> {
             while (!a_there) a_there = mbarrier_try_wait(full_a, parity_a);
           }
           // V'^T = W^T Ag^T
-          const uint64_t a_rows =
-              wgmma_descriptor(smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix);
+          const uint64_t a_rows = wgmma_descriptor(Traits::TilesA::tile(m));
           float low[16], high[16];
           multiply_lower<Element>(low, high, v, a_rows);
           // With mild decay (gate_vectors.cuh) V' comes with what S needs, and O takes its factors last of all.
@@ -395,7 +393,7 @@ struct StateWarpgroup : StateStores<Traits> {
             corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
             corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
           }
-          const uint64_t p_rows = wgmma_descriptor(smem() + Traits::kSmemP + slot * Traits::kBytesMatrix);
+          const uint64_t p_rows = wgmma_descriptor(Traits::TilesP::tile(m));
           if constexpr (kMakesOutput) {
             pin(o);
             wgmma_fence();
@@ -466,7 +464,7 @@ struct StateWarpgroup : StateStores<Traits> {
         } else {
           finish(std::integral_constant<ChunkForm, ChunkForm::kMild>{});
         }
-        mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone), at.lane);
+        Traits::Done::arrive(m, at.lane);
 
         if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) save_checkpoint(s, descriptor(m));
         state_leaves = chunk_now.y & (Traits::kEndsAtCheckpoints ? kLastChunk | kCheckpointChunk : kLastChunk);

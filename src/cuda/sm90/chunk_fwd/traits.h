@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/sm90/common/ring.cuh"
 #include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90::fwd {
@@ -170,6 +171,27 @@ struct OneCtaTraits {
   static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsAtCheckpoints: FoundSlots
   static constexpr uint32_t kSmemBytes = kEndsAtCheckpoints ? kSmemSlots + 8 * kMostSorted : kAssignedEnd;
   static_assert(kSmemBytes <= 227 * 1024);
+  // Rings of stages.
+  using TilesK = Stages<kSmemK, kBytesK, kStagesK>;
+  using TilesQ = Stages<kSmemQ, kBytesK, kStagesQ>;
+  using TilesV = Stages<kSmemV, kBytesV, kStagesV>;
+  using TilesA = Stages<kSmemA, kBytesMatrix, kStagesA>;
+  using TilesP = Stages<kSmemP, kBytesMatrix, kStagesP>;
+  using Gates = Stages<kSmemGate, kBytesGate, kStagesGate>;
+  using Input = Stages<kSmemInput, kBytesInput, kStagesInput>;
+  // Rings of barriers. TailV counts its own uses (kTailCount).
+  using FullK = Ring<kFullK, kStagesK>;
+  using FullQ = Ring<kFullQ, kBarriersQ>;
+  using FullInput = Ring<kFullInput, kStagesInput>;
+  using FullGate = Ring<kFullGate, kStagesGate>;
+  using FullM = Ring<kFullM, kStagesA>;
+  using FullA = Ring<kFullA, kStagesA>;
+  using FullP = Ring<kFullP, kStagesP>;
+  using TailV = Ring<kTailV, kProducerGroups>;
+  using FreeQ = Ring<kFreeQ, kStagesQ>;
+  using Done = Ring<kDone, kBarriersDone>;
+  using FullState = Ring<kFullState, 2>;
+  using FreeState = Ring<kFreeState, 2>;
   // What a quarter of a PrefetchedState takes.
   static_assert(!kPrefetchesState || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };

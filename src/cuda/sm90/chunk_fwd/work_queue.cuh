@@ -224,7 +224,7 @@ __device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane
   int32_t early = -1;
   if (p.list != nullptr) {
     early = wait_for_plan(p, lane);
-    asm volatile("griddepcontrol.launch_dependents;");
+    launch_dependents();
   }
   const bool sorted = p.order == SequenceOrder::kSorted, finds = p.order != SequenceOrder::kGiven;
   const int32_t rank =
@@ -269,8 +269,8 @@ __device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane
       if (!waits) return;
       __syncwarp();
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
+    wait_for_predecessors();
+    if (p.followed != 0) launch_dependents();
     waits = false;
     if (finds) {
       const SequenceSpan now = sequence_at(args, mine);

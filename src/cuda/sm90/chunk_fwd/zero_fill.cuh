@@ -2,6 +2,7 @@
 // chunk has. Usually there are none, and all that is left is reading the offsets.
 #pragma once
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/args.h"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"
 
@@ -66,7 +67,7 @@ __device__ __forceinline__ void zero_around(const Args& args, Sharer share) {
 __device__ __forceinline__ void finish_items(const KernelArgs& p, int thread, int threads) {
   if (p.list != nullptr) return;  // the planner has cleared, and lets the kernels start
   // The next call's blocks take the SMs that become free. Not earlier: they hold what another queue might use.
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_dependents();
   if (p.plan == nullptr && p.args.cu_seqlens != nullptr) {
     zero_around(p.args,
                 {static_cast<int64_t>(blockIdx.x) * threads + thread, static_cast<int64_t>(gridDim.x) * threads});

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 #include "cuda/sm90/chunk_fwd/zero_fill.cuh"
@@ -24,6 +25,7 @@
 #include "cuda/sm90/chunk_fwd_2cta/producer_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/traits.h"
+#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
@@ -168,9 +170,8 @@ struct ServiceWarps {
       places.wait_descriptor(m);
       const ChunkDescriptor& c = places.descriptor(m);
       more = __any_sync(0xffffffffu, c.valid >= 0);
-      // Out of a reduction, so that the compiler knows them to be the same in all lanes.
-      const int row = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.row)));
-      const int head = static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(c.key_head)));
+      const int row = static_cast<int>(uniform(static_cast<uint32_t>(c.row)));
+      const int head = static_cast<int>(uniform(static_cast<uint32_t>(c.key_head)));
       if constexpr (Traits::kLoaderArrivals != 0) {
         // Of both chunks of the pair: the list's thread waits for one of them, which may be the other block's.
         mbarrier_arrive(places.done(m - places.rank));
@@ -193,7 +194,7 @@ struct ServiceWarps {
 
   // O of chunk m to global memory; at a sequence's end row by row.
   __device__ void store_o(uint32_t m) const {
-    mbarrier_wait(places.full_o(m), m / Traits::kBarriersO & 1);
+    Traits::FullO::wait(m);
     fence_proxy_async();  // also where nothing is sent: the copy engine fills the stage next
     const ChunkDescriptor& c = places.descriptor(m);
     if (c.valid < kChunk) {
@@ -255,17 +256,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     // come until then.
     if (load_now(&p.sizes->items) + load_now(&p.sizes->dependent_items) == 0) {
       if (blockIdx.x == 0 && threadIdx.x == 0) {
-        asm volatile("griddepcontrol.launch_dependents;");
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        launch_dependents();
+        wait_for_predecessors();
       }
       return;
     }
   }
-  // By votes, so that the compiler knows them to be the same in all lanes.
+  // As warpgroup_number(), with which this kernel would have other machine code.
   const int group =
       (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
   const int thread = threadIdx.x % 128;
-  const uint32_t rank = __reduce_or_sync(0xffffffffu, cluster_rank());
+  const uint32_t rank = uniform(cluster_rank());
   const Places<Traits> places{rank};
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < Traits::kBarriers; ++i) {
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(places.full_q(i), 1);
     }
     for (uint32_t i = 0; i < Traits::kBarriersDone; ++i) {
-      mbarrier_init(smem() + Traits::kDone + 8 * i, 2 * 4 * kWarpArrivals + Traits::kLoaderArrivals);
+      Traits::Done::init(i, 2 * 4 * kWarpArrivals + Traits::kLoaderArrivals);
     }
     for (uint32_t i = 0; i < Traits::kStagesP; ++i) {
       // The warps that made A_g and P, of this block or the other, and V.
@@ -289,8 +290,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(&p.v);
     tma_prefetch_map(&p.o);
     // As in kernel.cuh.
-    if (p.list == nullptr) asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (p.list != nullptr || p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
+    if (p.list == nullptr) wait_for_predecessors();
+    if (p.list != nullptr || p.followed != 0) launch_dependents();
   }
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.
@@ -301,14 +302,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   cluster_sync();
 
   if (group < Traits::kProducerGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kProducerRegisters));
+    release_registers<Traits::kProducerRegisters>();
     ProducerWarpgroup<Traits>{p, places, group, thread}.run();
     if (group == 0) finish_items(p, thread, 128);
   } else if (group == Traits::kProducerGroups) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
+    claim_registers<Traits::kStateRegisters>();
     StateWarpgroup<Traits>{{p, 0, fragment_position(thread)}, places}.run();
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kServiceRegisters));
+    release_registers<Traits::kServiceRegisters>();
     const int role_number = __shfl_sync(0xffffffffu, thread / 32, 0);
     const ServiceWarps<Traits> role{p, places, thread & 31};
     if (role_number == 0) {
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       make_local_gates<Traits>(p, places, role.lane);
     }
     // Also without an item that starts from a state at a cut: a kernel must not end before those it depends on.
-    if (thread == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (thread == 0) wait_for_predecessors();
   }
   // Neither block ends while the other may still write to it or count in it.
   __syncwarp();

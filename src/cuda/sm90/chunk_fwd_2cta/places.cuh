@@ -20,36 +20,18 @@ struct Places {
   __device__ static ChunkDescriptor& descriptor(uint32_t m) {
     return reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
   }
-  __device__ static uint32_t stage_k(uint32_t m) {
-    return smem() + Traits::kSmemK + m % Traits::kStagesK * Traits::kBytesK;
-  }
-  __device__ static uint32_t stage_q(uint32_t m) {
-    return smem() + Traits::kSmemQ + m % Traits::kStagesQ * Traits::kBytesK;
-  }
-  __device__ static uint32_t stage_v(uint32_t m) {
-    return smem() + Traits::kSmemV + m % Traits::kStagesV * Traits::kBytesV;
-  }
-  __device__ static uint32_t tile_a(uint32_t m) {
-    return smem() + Traits::kSmemA + m % Traits::kStagesA * Traits::kBytesMatrix;
-  }
-  __device__ static uint32_t tile_p(uint32_t m) {
-    return smem() + Traits::kSmemP + m % Traits::kStagesP * Traits::kBytesMatrix;
-  }
+  __device__ static uint32_t stage_k(uint32_t m) { return Traits::TilesK::tile(m); }
+  __device__ static uint32_t stage_q(uint32_t m) { return Traits::TilesQ::tile(m); }
+  __device__ static uint32_t stage_v(uint32_t m) { return Traits::TilesV::tile(m); }
+  __device__ static uint32_t tile_a(uint32_t m) { return Traits::TilesA::tile(m); }
+  __device__ static uint32_t tile_p(uint32_t m) { return Traits::TilesP::tile(m); }
   // Of the block's own chunks, every kClusterCtas-th.
-  __device__ static uint32_t local_gate(uint32_t m) {
-    return smem() + Traits::kSmemGate + m / Traits::kClusterCtas % Traits::kLocalGates * Traits::kBytesGate;
-  }
-  __device__ static uint32_t factors(uint32_t m) {
-    return smem() + Traits::kSmemFactors + m / Traits::kClusterCtas % Traits::kLocalGates * Traits::kBytesFactors;
-  }
+  __device__ static uint32_t local_gate(uint32_t m) { return Traits::LocalGates::tile(m / Traits::kClusterCtas); }
+  __device__ static uint32_t factors(uint32_t m) { return Traits::Factors::tile(m / Traits::kClusterCtas); }
 
-  __device__ static uint32_t full_p(uint32_t m) { return smem() + Traits::kFullP + 8 * (m % Traits::kStagesP); }
-  __device__ static uint32_t full_gate(uint32_t m) {
-    return smem() + Traits::kFullGate + 8 * (m / Traits::kClusterCtas % Traits::kBarriersGate);
-  }
-  __device__ static void wait_gate(uint32_t m) {
-    mbarrier_wait(full_gate(m), m / Traits::kClusterCtas / Traits::kBarriersGate & 1);
-  }
+  __device__ static uint32_t full_p(uint32_t m) { return Traits::FullP::barrier(m); }
+  __device__ static uint32_t full_gate(uint32_t m) { return Traits::FullGate::barrier(m / Traits::kClusterCtas); }
+  __device__ static void wait_gate(uint32_t m) { Traits::FullGate::wait(m / Traits::kClusterCtas); }
   __device__ static uint32_t full_descriptor(uint32_t m) {
     return smem() + Traits::kFullDescriptor + 8 * (m % Traits::kDescriptorRing / Traits::kBatch);
   }
@@ -68,20 +50,20 @@ struct Places {
   }
   __device__ uint32_t state_gate(uint32_t m) const { return own(m) ? local_gate(m) : remote_gate(m); }
 
-  __device__ static uint32_t full_k(uint32_t m) { return smem() + Traits::kFullK + 8 * (m % Traits::kBarriers); }
-  __device__ static uint32_t full_q(uint32_t m) { return smem() + Traits::kFullQ + 8 * (m % Traits::kBarriers); }
-  __device__ static uint32_t full_o(uint32_t m) { return smem() + Traits::kFullO + 8 * (m % Traits::kBarriersO); }
-  __device__ static void wait_k(uint32_t m) { mbarrier_wait(full_k(m), m / Traits::kBarriers & 1); }
-  __device__ static void wait_q(uint32_t m) { mbarrier_wait(full_q(m), m / Traits::kBarriers & 1); }
-  __device__ static void wait_p(uint32_t m) { mbarrier_wait(full_p(m), m / Traits::kStagesP & 1); }
+  __device__ static uint32_t full_k(uint32_t m) { return Traits::FullK::barrier(m); }
+  __device__ static uint32_t full_q(uint32_t m) { return Traits::FullQ::barrier(m); }
+  __device__ static uint32_t full_o(uint32_t m) { return Traits::FullO::barrier(m); }
+  __device__ static void wait_k(uint32_t m) { Traits::FullK::wait(m); }
+  __device__ static void wait_q(uint32_t m) { Traits::FullQ::wait(m); }
+  __device__ static void wait_p(uint32_t m) { Traits::FullP::wait(m); }
   // Whether all that a state warp waits for is there.
   __device__ static bool ready(uint32_t m) {
-    const bool k = mbarrier_test(full_k(m), m / Traits::kBarriers & 1);
-    const bool q = mbarrier_test(full_q(m), m / Traits::kBarriers & 1);
-    const bool p = mbarrier_test(full_p(m), m / Traits::kStagesP & 1);
+    const bool k = Traits::FullK::test(m);
+    const bool q = Traits::FullQ::test(m);
+    const bool p = Traits::FullP::test(m);
     return k & q & p;
   }
-  __device__ static uint32_t done(uint32_t m) { return smem() + Traits::kDone + 8 * (m % Traits::kBarriersDone); }
+  __device__ static uint32_t done(uint32_t m) { return Traits::Done::barrier(m); }
   // Until both blocks' state groups are through with chunk m - back, if there is one.
   __device__ static void wait_done(uint32_t m, uint32_t back) {
     if (m >= back) mbarrier_wait(done(m - back), (m - back) / Traits::kBarriersDone & 1);

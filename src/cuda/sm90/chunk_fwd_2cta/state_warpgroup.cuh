@@ -8,6 +8,7 @@
 
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/places.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
@@ -16,7 +17,7 @@ using fwd::ChunkDescriptor, fwd::kFirstChunk, fwd::state_matrix;
 // The low word of a tile's descriptor, in a form that the compiler knows to be uniform and nothing else of; and the
 // descriptor.
 __device__ __forceinline__ uint32_t uniform_place(uint32_t tile) {
-  return __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(wgmma_descriptor(tile)));
+  return uniform(static_cast<uint32_t>(wgmma_descriptor(tile)));
 }
 __device__ __forceinline__ uint64_t descriptor_at(uint32_t place) {
   return (wgmma_descriptor(0) & 0xffffffff00000000u) | place;

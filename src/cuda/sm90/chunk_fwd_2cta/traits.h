@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/sm90/chunk_fwd/traits.h"
+#include "cuda/sm90/common/ring.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
@@ -98,6 +99,23 @@ struct TwoCtaTraits {
   static constexpr uint32_t kFullDescriptor = kTailV + 8;
   static constexpr uint32_t kSmemBytes = kFullDescriptor + 8 * kDescriptorRing / kBatch;
   static_assert(kSmemBytes <= 227 * 1024);
+
+  // Rings of stages.
+  using TilesK = Stages<kSmemK, kBytesK, kStagesK>;
+  using TilesQ = Stages<kSmemQ, kBytesK, kStagesQ>;
+  using TilesV = Stages<kSmemV, kBytesV, kStagesV>;
+  using TilesA = Stages<kSmemA, kBytesMatrix, kStagesA>;
+  using TilesP = Stages<kSmemP, kBytesMatrix, kStagesP>;
+  // By a CTA's own chunks, every second one: use m / kClusterCtas.
+  using LocalGates = Stages<kSmemGate, kBytesGate, kLocalGates>;
+  using Factors = Stages<kSmemFactors, kBytesFactors, kLocalGates>;
+  // Rings of barriers. FullGate goes by a CTA's own chunks as well.
+  using FullK = Ring<kFullK, kBarriers>;
+  using FullQ = Ring<kFullQ, kBarriers>;
+  using FullGate = Ring<kFullGate, kBarriersGate>;
+  using FullP = Ring<kFullP, kStagesP>;
+  using FullO = Ring<kFullO, kBarriersO>;
+  using Done = Ring<kDone, kBarriersDone>;
 };
 
 }  // namespace flash_qla::cuda::sm90::fwd_2cta

@@ -9,6 +9,7 @@
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90 {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void zero_tail_rows(uint32_t tile, int halves, int va
 // what is computed from it needs no vector registers, and no moves to uniform ones before each wgmma.
 __device__ __forceinline__ uint64_t uniform_descriptor(uint32_t tile, uint32_t leading_bytes = 16) {
   const uint64_t descriptor = wgmma_descriptor(tile, leading_bytes);
-  const uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(descriptor));
+  const uint32_t low = uniform(static_cast<uint32_t>(descriptor));
   return (descriptor & 0xffffffff00000000u) | low;
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/gate_vectors.cuh"
 #include "cuda/sm90/common/packed_half.cuh"
 #include "cuda/sm90/common/sizes.h"
@@ -147,7 +148,7 @@ struct UtTransform {
     uint32_t column_factors;  // by columns of A_g: rows of what the fragments hold
     auto find_place = [&] {
       // Out of a shuffle: the assembler would keep, and spill, what it made of the number before.
-      lane = __shfl_sync(0xffffffffu, number, number);
+      lane = thread_from_shuffle(number, number);
       by_columns = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
       by_rows = tile + ((lane & 7) + 8 * (lane >> 4)) * 128 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
       column_factors = gate + Traits::kGateColumnA + ((lane >> 3) * 20 + ((lane >> 2) & 1)) * 4;

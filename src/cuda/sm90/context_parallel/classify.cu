@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
   if (p.least_longest != 0) {
     // What the kernels before the call wrote, and the answer, were there before the uncut kernel's blocks let this
     // one start. Its end is waited for by the first block alone, as kernels must not end before those they depend on.
-    asm volatile("griddepcontrol.launch_dependents;");
+    launch_dependents();
     const bool cut = load_now(p.workspace.cut) != 0;
-    if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == 0) wait_for_predecessors();
     if (!cut) return;
   } else {
     // For what the kernels before this one write, which the one after it reads as well.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_predecessors();
     if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < p.unit_blocks) {
       p.workspace.classifiers[blockIdx.x] = tpc();
     }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
       }
       __syncthreads();  // whoever asks for it starts after this block has said that it may
     }
-    asm volatile("griddepcontrol.launch_dependents;");
+    launch_dependents();
   }
   const Args& args = p.args;
   if (p.in_place != 0) {

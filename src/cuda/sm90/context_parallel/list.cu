@@ -1,5 +1,6 @@
 // The lists of items.
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/context_parallel/choose_joins.cuh"
 #include "cuda/sm90/context_parallel/item_sinks.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
@@ -64,13 +65,13 @@ __device__ __noinline__ void list_all_exact_items(const PlanArgs& p, const CutSe
 
 // One block. The order of items within a bucket varies from run to run; what is computed does not depend on it.
 __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __grid_constant__ PlanArgs p) {
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_dependents();
   const Args& args = p.args;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int32_t heads = args.num_value_heads, n = args.num_sequences;
   const PlanWorkspace& ws = p.workspace;
   if (p.least_longest != 0 && load_now(ws.cut) == 0) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_predecessors();
     return;
   }
   SequenceSpan own{0, 0, 0, 0};
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
 
   const auto wait_for_warmups = [&] {
     // The boundaries' kernel is waited for here.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_predecessors();
     // Whole vectors: the workspace has room for them.
     if (kept_here && 16 * thread < p.capacity.slots) {
       kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];

@@ -18,6 +18,7 @@
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/decay_products.cuh"
 #include "cuda/sm90/common/ut_transform_wgmma.cuh"
 #include "cuda/sm90/context_parallel/scan.cuh"
@@ -66,17 +67,13 @@ struct SegmentStateTraits : ForwardTraits<Element_, false> {
   // Where the second queue's first chunks are until then: a stage that the warm-up of instructions does not use.
   static constexpr uint32_t kSmemFound = kBytesStage;
   static_assert(kSmemBytes <= 227 * 1024);
-};
 
-// Of chunk m: where its stage lies, and which time the stage is used.
-template <typename Traits>
-__device__ __forceinline__ uint32_t stage_of(uint32_t m) {
-  return smem() + m % Traits::kStages * Traits::kBytesStage;
-}
-template <typename Traits>
-__device__ __forceinline__ void wait_for_stage(uint32_t barriers, uint32_t m) {
-  mbarrier_wait(smem() + barriers + 8 * (m % Traits::kStages), m / Traits::kStages & 1);
-}
+  using Tiles = Stages<0, kBytesStage, kStages>;
+  using Full = Ring<kFull, kStages>;
+  using FullA = Ring<kFullA, kStages>;
+  using Done = Ring<kDone, kStages>;
+  using Listed = Ring<kListed, kProducerGroups>;
+};
 
 template <typename Traits>
 struct ProducerWarpgroup {
@@ -92,12 +89,12 @@ struct ProducerWarpgroup {
                                                     Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
   }
   // Of the group of chunk m.
-  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + opaque(m) % Traits::kProducerGroups, 128); }
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + recompute(m) % Traits::kProducerGroups, 128); }
 
   // All of chunk m into its stage, by all threads.
   __device__ void load(uint32_t m) const {
     const ChunkDescriptor& c = descriptor(m);
-    const uint32_t stage = stage_of<Traits>(m), full = smem() + Traits::kFull + 8 * (m % Traits::kStages);
+    const uint32_t stage = Traits::Tiles::tile(m), full = Traits::Full::barrier(m);
     if (c.valid < 0) {  // the end
       mbarrier_arrive(full);
       if (thread == 0) mbarrier_arrive(full);
@@ -112,23 +109,16 @@ struct ProducerWarpgroup {
     load_gates<Traits>(p.args, c, gates(m), full, thread);
   }
 
-  // Hides a number from the compiler, so that addresses made from it are worked out anew, not kept: registers are short
-  // here.
-  template <typename Number>
-  static __device__ Number opaque(Number value) {
-    asm volatile("" : "+r"(value));
-    return value;
-  }
-  __device__ int number() const { return opaque(thread); }
+  __device__ int number() const { return recompute(thread); }
   __device__ FragmentPosition at() const { return fragment_position(number()); }
-  __device__ uint32_t tile_a(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageA; }
-  __device__ uint32_t gates(uint32_t m) const { return stage_of<Traits>(opaque(m)) + Traits::kStageGate; }
+  __device__ uint32_t tile_a(uint32_t m) const { return Traits::Tiles::tile(recompute(m)) + Traits::kStageA; }
+  __device__ uint32_t gates(uint32_t m) const { return Traits::Tiles::tile(recompute(m)) + Traits::kStageGate; }
 
   // A_g of chunk m, its gates, and the descriptor of a later chunk.
   __device__ void prepare(uint32_t m) const {
     {
       float kkt[32];
-      const uint64_t k_rows = uniform_descriptor(stage_of<Traits>(m) + Traits::kStageK);
+      const uint64_t k_rows = uniform_descriptor(Traits::Tiles::tile(m) + Traits::kStageK);
       start_product<Element>(kkt, k_rows, k_rows);
       const float beta0 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row);
       const float beta1 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row + 32);
@@ -149,16 +139,15 @@ struct ProducerWarpgroup {
           [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, false, gate, gate, number() & 31);
     }
     if (number() == kListThread) {
-      constexpr uint32_t kTurns = Traits::kProducerGroups;
-      if (m > 0) mbarrier_wait(smem() + Traits::kListed + 8 * ((m - 1) % kTurns), (m - 1) / kTurns & 1);
+      if (m > 0) Traits::Listed::wait(m - 1);
       produce_chunk<Traits>(p, m + kAhead);
-      mbarrier_arrive(smem() + Traits::kListed + 8 * (m % kTurns));
+      mbarrier_arrive(Traits::Listed::barrier(m));
     }
     __syncwarp();
     make_inverse(m);
-    m = opaque(m);
+    m = recompute(m);
     __syncwarp();
-    mbarrier_arrive_warp(smem() + Traits::kFullA + 8 * (m % Traits::kStages), number() & 31);
+    Traits::FullA::arrive(m, number() & 31);
   }
 
   // A_g of what store_kkt() and solve_diagonal_blocks() have left.
@@ -192,11 +181,11 @@ struct ProducerWarpgroup {
     if (group == 0) load(Traits::kProducerGroups);
 #pragma unroll 1
     for (uint32_t m = group;; m += Traits::kProducerGroups) {
-      wait_for_stage<Traits>(Traits::kFull, m);
+      Traits::Full::wait(m);
       if (descriptor(m).valid < 0) return;  // no item ends with a chunk at a checkpoint
       prepare(m);
-      m = opaque(m);
-      if (m > 0) wait_for_stage<Traits>(Traits::kDone, m - 1);
+      m = recompute(m);
+      if (m > 0) Traits::Done::wait(m - 1);
       load(m + kAhead);
     }
   }
@@ -211,14 +200,9 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
   using Base::load_chunk;
   using Base::p;
 
-  // Registers are short here as well: what is made of the thread's and the chunk's number is worked out anew.
-  template <typename Number>
-  static __device__ Number opaque(Number value) {
-    asm volatile("" : "+r"(value));
-    return value;
-  }
-  __device__ FragmentPosition place(int thread) const { return fragment_position(opaque(thread)); }
-  __device__ uint32_t stage(uint32_t m) const { return stage_of<Traits>(opaque(m)); }
+  // Registers are short here as well: what is made of the thread's and the chunk's number is made again (recompute()).
+  __device__ FragmentPosition place(int thread) const { return fragment_position(recompute(thread)); }
+  __device__ uint32_t stage(uint32_t m) const { return Traits::Tiles::tile(recompute(m)); }
   __device__ uint32_t gates(uint32_t m) const { return stage(m) + Traits::kStageGate; }
 
   // The last state of a segment, or its transition.
@@ -267,7 +251,7 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
     float s[64];         // S^T: rows V, columns K
     uint32_t tiles = 0;  // whose last state this warp has stored
     uint32_t m = 0;
-    wait_for_stage<Traits>(Traits::kFull, m);
+    Traits::Full::wait(m);
     int2 chunk = load_chunk(m);  // valid, flags
 #pragma unroll 1
     while (chunk.x >= 0) {
@@ -302,7 +286,7 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
 #pragma unroll
         for (int i = 4; i < 8; ++i) product(packed + 4 * (i - 4), i);
         wgmma_commit();
-        wait_for_stage<Traits>(Traits::kFullA, m);
+        Traits::FullA::wait(m);
         const float decay = load_shared_f1(gates(m) + Traits::kGateDecay + Traits::kGateLast);
         if (__any_sync(0xffffffffu,
                        decay != 1.0f)) {  // a branch, so that this does not sink between the products below
@@ -365,20 +349,20 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
         wgmma_commit();
         last = (chunk.y & kLastChunk) != 0;
         if (!last) {
-          wait_for_stage<Traits>(Traits::kFull, m + 1);
+          Traits::Full::wait(m + 1);
           chunk = load_chunk(m + 1);
         }
         wgmma_wait<0>();
         pin(s);
         pin(corrected);
-        mbarrier_arrive_warp(smem() + Traits::kDone + 8 * (m % Traits::kStages), opaque(thread) & 31);
+        Traits::Done::arrive(m, recompute(thread) & 31);
         ++m;
       } while (!last && chunk.x >= 0);
       if (!last) break;
       if (p.readers != nullptr) this->settle_readers(descriptor(m - 1), place(thread));
       save_cut_state(s, descriptor(m - 1), place(thread));
       ++tiles;
-      wait_for_stage<Traits>(Traits::kFull, m);
+      Traits::Full::wait(m);
       chunk = load_chunk(m);
     }
     __syncwarp();
@@ -448,7 +432,7 @@ __device__ __forceinline__ bool stays_for_plan(const KernelArgs& p, int32_t* ear
       return false;
     }
   }
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_dependents();
   fence_proxy_async_all();
   return true;
 }
@@ -548,16 +532,13 @@ inline constexpr uint32_t kTransitionWarp = 1;
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     sm90_segment_states_kernel(const __grid_constant__ KernelArgs p) {
-  // The warpgroup by votes, so that the compiler knows it to be the same in all lanes.
-  const int group = (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) +
-                    (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0) +
-                    (__any_sync(0xffffffffu, threadIdx.x & 512) ? 4 : 0);
+  const int group = warpgroup_number<8>();
   const int thread = threadIdx.x % 128;
   // If the next kernel's blocks wait for the plan as well they take the SMs that are left to them at once.
-  if (p.followed != 0) asm volatile("griddepcontrol.launch_dependents;");
+  if (p.followed != 0) launch_dependents();
   if (p.cut != nullptr && *p.cut == 0) {
     // A kernel must not end before those it depends on.
-    if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == 0) wait_for_predecessors();
     return;
   }
   if (__syncthreads_or(threadIdx.x == 0 && leaves_at_once(p))) return;
@@ -573,7 +554,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // Twice: while the plan is being made, a chunk without any consequences is gone through, for the sake of the
   // instructions, which each role else waits for in its first chunk.
   if (group < Traits::kProducerGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kProducerRegisters));
+    release_registers<Traits::kProducerRegisters>();
 #pragma unroll 1
     for (bool warming_up = true;; warming_up = false) {
       if (threadIdx.x == 0) {
@@ -587,22 +568,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
       __syncwarp();
       mbarrier_wait(smem() + Traits::kOpen, warming_up ? 0 : 1);
-      ProducerWarpgroup<Traits>{p, static_cast<uint32_t>(group), __shfl_sync(0xffffffffu, thread, thread & 31)}.run();
+      ProducerWarpgroup<Traits>{p, static_cast<uint32_t>(group), thread_from_shuffle(thread, thread & 31)}.run();
       if (!warming_up) break;
       __syncwarp();  // all lanes are through with the barriers of the first queue
       mbarrier_arrive_warp(smem() + Traits::kWarmedUp, threadIdx.x % 32);
       if (threadIdx.x == kOpeningThread) open_second_stream<Traits>(p);
       __syncwarp();
     }
-    if (threadIdx.x == 0 && opened_items<Traits>() != kLeft) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (threadIdx.x == 0 && opened_items<Traits>() != kLeft) wait_for_predecessors();
     if (threadIdx.x / 32 == kTransitionWarp) scan_cut_states<Traits, true>(p, 0, thread % 32);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
+    claim_registers<Traits::kStateRegisters>();
     const StateWarpgroup<Traits> role{{p, group - Traits::kProducerGroups, FragmentPosition{}}};
 #pragma unroll 1
     for (bool warming_up = true;; warming_up = false) {
       mbarrier_wait(smem() + Traits::kOpen, warming_up ? 0 : 1);
-      role.run(__shfl_sync(0xffffffffu, thread, thread & 31));
+      role.run(thread_from_shuffle(thread, thread & 31));
       if (!warming_up) break;
       __syncwarp();  // all lanes are through with the barriers of the first queue
       mbarrier_arrive_warp(smem() + Traits::kWarmedUp, threadIdx.x % 32);

@@ -97,7 +97,7 @@ struct HeadWork {
       release(half);
     }
     // What follows from these is made again: few registers in the loop.
-    asm volatile("" : "+r"(warp), "+r"(lane));
+    recompute_from(warp, lane);
     open_sums();
     const float factor[2] = {factor_of(plus, gates, 0), factor_of(plus, gates, 1)};
     if (plus) keep_diagonal(product, gates);

@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, uin
     }
     taken = wait_for_item(p, taken);
     uint32_t heads = static_cast<uint32_t>(p.Hq);
-    asm volatile("" : "+r"(heads));  // what a division by it takes is made again for each item: few registers
+    recompute_from(heads);  // what a division by it takes is made again for each item: few registers
     const uint32_t pair_index = taken / heads;
     const int key_head = static_cast<int>(taken - pair_index * static_cast<uint32_t>(p.Hq));
     const PairInfo pair = pair_info(p, static_cast<int>(pair_index));
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_stages(const Args& p, const Maps& maps, uin
       for (int half = 0; half < 2; ++half) {
         // What is known of the item is read again each time, and what follows from the rank is made again: few
         // registers.
-        asm volatile("" : "+r"(rank), "+r"(index));
+        recompute_from(rank, index);
         const ChunkInfo chunk = item.chunk(p);
         const uint32_t turn = index * p.group + of_group;
         const int head = item.key_head() * p.group + of_group;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void finish_gates(const Args& p, uint32_t smem, const
   for (uint32_t index = 0;; ++index) {
     for (; turn < (index + 1) * p.group; ++turn) {
       // What follows from these is made again for each head: few registers.
-      asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
+      recompute_from(index, rank, lane);
       const uint32_t parity = turn % 2, phase = turn / 2 % 2;
       const uint32_t sums = smem + Traits::kSums + parity * Traits::kSumsBytes + lane * 8;
       mbarrier_wait(bars.sums_full(parity), phase);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_gates(const Args& p, uint32_t smem, const
 
 #pragma unroll 1
       for (int i = 0; i < 4; ++i) {  // dbeta and dg of the first token, dbeta and dg of the second one
-        asm volatile("" : "+r"(index), "+r"(rank), "+r"(lane));
+        recompute_from(index, rank, lane);
         const GradientsItem item(smem, index);
         const ChunkInfo chunk = item.chunk(p);
         const int head = item.key_head() * p.group + static_cast<int>(turn - index * p.group);

@@ -78,7 +78,7 @@ __device__ __forceinline__ void group_gradients(const Args& p, GradientsGroup gr
 
     do {
       // Addresses made from these are made again for each head, not kept in registers that the accumulators need.
-      asm volatile("" : "+r"(warp), "+r"(lane));
+      recompute_from(warp, lane);
       HeadWork<T> work = {p, bars, smem, index, turn, rank, warp, lane};
       const uint32_t own_rows = keys + (group == kQuery ? Traits::kQ : Traits::kK);
       uint32_t part = 0;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void group_gradients(const Args& p, GradientsGroup gr
     arrive_both(bars.keys_empty(), lane);
     // Where rows go, the last head's dS may have waited: both blocks have it by now.
     for (int half = 0; half < 2; ++half) mbarrier_wait(bars.empty(half), (turn - 1) % 2);
-    asm volatile("" : "+r"(warp), "+r"(lane));  // what follows from these is made again
+    recompute_from(warp, lane);  // what follows from these is made again
     // dk = plus + minus: each gives the other half of its columns, 128 threads x 32 floats, and adds and stores the
     // half that it keeps. Where dP and D were, which nobody needs any more: minus gives first, and what plus takes it
     // replaces by what it gives. A warp deals with that of the other group which has the same rows.

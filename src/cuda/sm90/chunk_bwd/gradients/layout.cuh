@@ -335,7 +335,7 @@ __device__ __forceinline__ uint32_t wait_for_item(const Args& p, uint32_t taken)
     taken = listed - 1;
   }
   uint32_t all = static_cast<uint32_t>(p.group);
-  asm volatile("" : "+r"(all));  // what follows from it is made again for each item: few registers
+  recompute_from(all);  // what follows from it is made again for each item: few registers
   all *= kPairCount;
   while (load_acquire(p.progress + taken) < all) {
   }

@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_tiles(const Args& p, const Maps& maps, Pas
   auto cursor = StageCursor<kStages>::template before_first<Traits::kWarmsUpInstructions>();
   for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     for (int step = Traits::kWarmsUpInstructions && run == 0 ? -1 : 0; step < work.steps; ++step, cursor.advance()) {
-      asm volatile("" : "+r"(work.head), "+r"(work.sequence.batch), "+r"(lane));  // as in the passes
+      recompute_from(work.head, work.sequence.batch, lane);  // as in the passes
       const int c = work.chunk(step);
       const ChunkInfo chunk = work.info(c);
       const int64_t tile = work.tile(p, c);
@@ -462,7 +462,7 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
   for (uint32_t run = 0; work.enter<kVariant, kReverse>(smem, run); ++run) {
     for (int step = 0; step < work.steps; ++step, cursor.advance()) {
       // Addresses made from these are made again in each step: few registers.
-      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      recompute_from(at.warp, at.lane);
       const int valid = work.info(work.chunk(step)).valid;
       const uint32_t base = smem + cursor.stage * (kReverse ? Traits::kRevStage : Traits::kFwdStage);
       const uint32_t sGA = base + (kReverse ? Traits::kRevGA : Traits::kFwdGA);
@@ -491,7 +491,7 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
         load_row_cumsums(c_row, sGates, valid, at);
         wgmma_wait<0>();
         pin(qk);
-        asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+        recompute_from(at.warp, at.lane);
         uint32_t diagonal[4];
         diagonal_masks(diagonal, at.lane, false);
         store_P<T>(base + Traits::kRevP, qk, c_row, diagonal, p.scale, at, [&](int j, int half) {
@@ -500,7 +500,7 @@ __device__ __forceinline__ void make_stages(const Args& p, PassWork work, uint32
       } else {
         mbarrier_wait(bars.gates(cursor.stage), cursor.phase);
       }
-      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      recompute_from(at.warp, at.lane);
       uint32_t diagonal[4];
       diagonal_masks(diagonal, at.lane, true);
       const int first = at.warp == 1 ? 3 : at.warp == 2 ? 0 : 2, end = at.warp == 0 ? 0 : at.warp == 2 ? 2 : first + 1;

@@ -118,7 +118,7 @@ __device__ __forceinline__ void reverse_states(const Args& p, PassWork work, uin
     if (end > 0) fetch(0);
     for (int step = Traits::kWarmsUpInstructions && run < 0 ? -1 : 0; step < end; ++step) {
       // Addresses made from these are made again in each step, not kept in registers that the accumulators need.
-      asm volatile("" : "+r"(at.warp), "+r"(at.lane));
+      recompute_from(at.warp, at.lane);
       const int stage = cursor.stage;
       const uint32_t base = smem + stage * Traits::kRevStage, sGates = gates_of();
       const uint32_t sK = base + Traits::kRevK, sQ = base + Traits::kRevQ;
