@@ -1,9 +1,9 @@
 // Development harness of the fused Hopper forward: checks against a token recurrence in fp64 on the device, and times.
 //   sm90_chunk_fwd_bench check [filter]    every case once, poisoned outputs, then repeated runs compared bit by bit
-//   sm90_chunk_fwd_bench split [filter]    the rows of docs/design/sequence_split.md: without and with a split, in
+//   sm90_chunk_fwd_bench split [filter]    the rows of docs/notebook/sequence_split.md: without and with a split, in
 //   turns sm90_chunk_fwd_bench repeat [filter]   the same rows: 1,000 runs with a split compared bit by bit
 //   sm90_chunk_fwd_bench soak [count]      one graph replayed with other lengths and gates, each checked
-//   sm90_chunk_fwd_bench time [filter] [option]   the rows of docs/design/sm90_forward.md: median of graph replays,
+//   sm90_chunk_fwd_bench time [filter] [option]   the rows of docs/notebook/sm90_forward.md: median of graph replays,
 //   error checked first; option: a variant, and 4 for fp16, 8 saved, 16 dense, 32 auto_cp, 64 strong decay
 //   of three quarters of the heads, 128 of all
 #include "sm90_chunk_fwd_cases.cuh"
@@ -39,7 +39,7 @@ bool run_check(const Case& c, int repeats) {
     for (uint16_t x : rows) tail += x != 0;
   }
   const int64_t o_bytes = p.tokens * c.hv * 256,
-                s_bytes = p.state_elements * (c.state_type == ElementType::kFloat32 ? 4 : 2);
+                s_bytes = p.state_elements * (c.state_type == flash_qla::DType::kFloat32 ? 4 : 2);
   const auto bits = [&] {
     uint64_t sum = checksum(p.args.o, o_bytes) ^ checksum(p.args.final_state.data, s_bytes);
     if (p.args.a != nullptr) sum ^= checksum(p.args.a, p.tokens * c.hv * 128);

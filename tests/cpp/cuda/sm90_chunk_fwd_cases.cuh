@@ -31,7 +31,7 @@ inline std::vector<Case> check_cases() {
   add("all empty", 2, 4, {0, 0, 0});
   {
     Case& c = add("v first, pool bf16", 2, 4, {100, 64, 257, 1, 63, 200, 128, 90});
-    c.v_first = true, c.pool = true, c.state_type = ElementType::kBFloat16;
+    c.v_first = true, c.pool = true, c.state_type = DType::kBFloat16;
   }
   {
     Case& c = add("pool fp32", 2, 4, {100, 64, 257, 1, 63, 200, 128, 90});
@@ -131,7 +131,7 @@ inline std::vector<Case> check_cases() {
     add_cut("all empty", 2, 4, {0, 0, 0});
     {
       Case& c = add_cut("v first, pool bf16", 2, 4, {1000, 640, 257, 1, 63, 2000, 128, 900});
-      c.v_first = true, c.pool = true, c.state_type = ElementType::kBFloat16;
+      c.v_first = true, c.pool = true, c.state_type = DType::kBFloat16;
     }
     {
       Case& c = add_cut("NaN neighbours", 2, 4, {1000, 640, 300, 1000, 1290, 64, 1, 650});
@@ -163,7 +163,7 @@ inline std::vector<Case> check_cases() {
   return cases;
 }
 
-// The rows of docs/design/sequence_split.md.
+// The rows of docs/notebook/sequence_split.md.
 inline std::vector<Case> split_cases() {
   struct Row {
     int hq, hv;

@@ -50,7 +50,7 @@ struct Case {
   bool save_a = false;       // A and the gates' sums
   bool poison_tail = false;  // NaN in all of q, k, v, g, beta after each sequence's end (padding) and in odd sequences
   int padding = 0;           // tokens after the last offset
-  ElementType state_type = ElementType::kFloat32;
+  DType state_type = DType::kFloat32;
   bool pool = false;
   bool some_from_zero = false;  // every third sequence has no initial state
   Variant variant = Variant::kAuto;
@@ -354,16 +354,16 @@ Problem build(const Case& c, uint64_t seed) {
   }
   const int64_t slots = c.pool ? 2 * n + 3 : n;
   p.state_elements = slots * c.hv * 16384;
-  const int64_t bytes = c.state_type == ElementType::kFloat32 ? 4 : 2;
+  const int64_t bytes = c.state_type == DType::kFloat32 ? 4 : 2;
   char* h0 = scratch<char>(p.state_elements * bytes);
   char* ht = scratch<char>(p.state_elements * bytes);
   if (p.state_elements > 0) {
     const unsigned blocks = static_cast<unsigned>((p.state_elements + 255) / 256);
-    if (c.state_type == ElementType::kFloat32)
+    if (c.state_type == DType::kFloat32)
       fill_state<<<blocks, 256>>>(reinterpret_cast<float*>(h0), p.state_elements, seed + 5);
-    if (c.state_type == ElementType::kBFloat16)
+    if (c.state_type == DType::kBFloat16)
       fill_state<<<blocks, 256>>>(reinterpret_cast<__nv_bfloat16*>(h0), p.state_elements, seed + 5);
-    if (c.state_type == ElementType::kFloat16)
+    if (c.state_type == DType::kFloat16)
       fill_state<<<blocks, 256>>>(reinterpret_cast<__half*>(h0), p.state_elements, seed + 5);
   }
   for (int i = 0; i < n; ++i) {
@@ -417,7 +417,7 @@ Problem build(const Case& c, uint64_t seed) {
   a.num_key_heads = c.hq;
   a.num_value_heads = c.hv;
   a.state_v_first = c.v_first;
-  a.type = c.half ? ElementType::kFloat16 : ElementType::kBFloat16;
+  a.type = c.half ? DType::kFloat16 : DType::kBFloat16;
   a.scale = c.scale;
   if (c.save || c.save_a) {
     a.g_cumsum = scratch<float>(T_ * c.hv);
@@ -459,8 +459,7 @@ Problem build(const Case& c, uint64_t seed) {
 inline void poison_outputs(const Problem& p) {
   const Args& a = p.args;
   CHECK_CUDA(cudaMemset(a.o, 0xff, p.tokens * a.num_value_heads * 256));
-  CHECK_CUDA(
-      cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == ElementType::kFloat32 ? 4 : 2)));
+  CHECK_CUDA(cudaMemset(a.final_state.data, 0xff, p.state_elements * (a.final_state.type == DType::kFloat32 ? 4 : 2)));
   CHECK_CUDA(cudaMemset(a.workspace, 0xff, p.workspace_bytes));
   if (a.a != nullptr) CHECK_CUDA(cudaMemset(a.a, 0xff, p.tokens * a.num_value_heads * 128));
   if (a.g_cumsum != nullptr) CHECK_CUDA(cudaMemset(a.g_cumsum, 0xff, p.tokens * a.num_value_heads * 4));

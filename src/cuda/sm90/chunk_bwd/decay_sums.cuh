@@ -37,8 +37,7 @@ __global__ __launch_bounds__(kDecaySumsThreads) void sm90_chunk_bwd_decay_sums_k
     for (int head = key_head * p.group; head < (key_head + 1) * p.group; ++head) {
       if (warp == 0) {
         const Gates gates = make_gates(p, load_gates(p, chunk, head, lane), chunk.valid, lane);
-        constexpr float kLog2E = 1.4426950408889634f;
-        if (lane == 31) sums[kDecaySumsThreads / 32] = gates.cumsum.y / kLog2E;
+        if (lane == 31) sums[kDecaySumsThreads / 32] = gates.cumsum.y / kLog2e;
         betas[2 * lane] = gates.beta.x;
         betas[2 * lane + 1] = gates.beta.y;
       }

@@ -8,6 +8,7 @@
 #include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/scan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
+#include "cuda/sm90/common/tensor_map.h"
 
 namespace flash_qla::cuda::sm90::bwd {
 namespace {
@@ -166,50 +167,23 @@ size_t take_all(Args* p, void* base) {
   return workspace.bytes();
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's encoder, found at run time so that the library does not link against the driver.
-cudaError_t find_encoder(EncodeTiled* encode) {
-  static void* entry = nullptr;
-  static const cudaError_t error = [] {
-    cudaDriverEntryPointQueryResult found;
-    // 12000: the version that introduced it.
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return status != cudaSuccess ? status : found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
-  }();
-  *encode = reinterpret_cast<EncodeTiled>(entry);
-  return error;
-}
-
 // `halves`: 64 columns each that a row has.
-cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int64_t T, int64_t halves, int64_t heads,
-                     CUtensorMap* map) {
+cudaError_t make_map(const StridedTensor& t, int64_t B, int64_t T, int64_t halves, int64_t heads, CUtensorMap* map) {
   const cuuint64_t dims[5] = {64, static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(halves),
                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(B)};
   // The stride of a dimension of one element means nothing and may be anything: the encoder wants a legal one.
   auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size == 1 ? 128 : stride * 2); };
   const cuuint64_t strides[4] = {bytes(T, t.stride[1]), 128, bytes(heads, t.stride[2]), bytes(B, t.stride[0])};
-  const cuuint32_t box[5] = {64, kChunk, 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      t.type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result =
-      encode(map, type, 5, t.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint32_t box[5] = {64, kChunk, 1, 1, 1};
+  return encode_tensor_map(map, t.type, t.data, dims, strides, box);
 }
 
 // A whole edge of segments at a time.
-cudaError_t make_edges_map(EncodeTiled encode, float* edges, int64_t count, CUtensorMap* map) {
+cudaError_t make_edges_map(float* edges, int64_t count, CUtensorMap* map) {
   const cuuint64_t dims[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(count), 1};
   const cuuint64_t strides[4] = {kHeadDim * 4, 128, kHeadDim * kHeadDim * 4, kHeadDim * kHeadDim * 4};
-  const cuuint32_t box[5] = {32, kHeadDim, kHeadDim / 32, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, edges, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint32_t box[5] = {32, kHeadDim, kHeadDim / 32, 1, 1};
+  return encode_tensor_map(map, DType::kFloat32, edges, dims, strides, box);
 }
 
 }  // namespace
@@ -285,23 +259,21 @@ void bind_chunk_backward_workspace(Args* params, void* workspace) {
 }
 
 cudaError_t make_chunk_backward_maps(const Args& p, const StridedTensor& q, const StridedTensor& d_o, Maps* maps) {
-  EncodeTiled encode = nullptr;
-  cudaError_t error = find_encoder(&encode);
-  if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, 2, p.Hq, &maps->q);
-  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, 2, p.Hq, &maps->k);
-  if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, 2, p.Hv, &maps->v);
+  cudaError_t error = make_map(q, p.B, p.T, 2, p.Hq, &maps->q);
+  if (error == cudaSuccess) error = make_map(p.k, p.B, p.T, 2, p.Hq, &maps->k);
+  if (error == cudaSuccess) error = make_map(p.v, p.B, p.T, 2, p.Hv, &maps->v);
   // Without dO its map only has to exist: all its loads lie outside.
-  if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
-  if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
-  if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
+  if (error == cudaSuccess) error = make_map(p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
+  if (error == cudaSuccess) error = make_map(p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
+  if (error == cudaSuccess) error = make_map(p.A, p.B, p.T, 1, p.Hv, &maps->A);
   const StridedTensor state_grads = {p.state_grads, {kHeadDim * kHeadDim, kHeadDim, kHeadDim * kChunk, 1}, p.v.type};
   const int64_t grads = int64_t{p.grads_in_outputs ? p.N : p.pair_bound} * p.Hv;
-  if (error == cudaSuccess) error = make_map(encode, state_grads, grads, kChunk, 2, 2, &maps->state_grads);
+  if (error == cudaSuccess) error = make_map(state_grads, grads, kChunk, 2, 2, &maps->state_grads);
   if (error == cudaSuccess && p.segment_chunks > 0) {
-    error = make_edges_map(encode, p.edges, int64_t{p.segment_bound} * p.Hv * kEdgesOfSegment, &maps->edges);
+    error = make_edges_map(p.edges, int64_t{p.segment_bound} * p.Hv * kEdgesOfSegment, &maps->edges);
   }
-  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
-  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
+  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
+  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
   return error;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 
+#include "cuda/common/launch.h"
 #include "cuda/sm90/chunk_bwd/args.h"
 
 // Leaves the function with the first error. Variadic: template arguments hold commas.
@@ -22,21 +23,8 @@ namespace flash_qla::cuda::sm90::bwd {
 template <unsigned kCluster = 1, typename... Parameters, typename... Arguments>
 cudaError_t launch_chained(void (*kernel)(Parameters...), unsigned blocks, int threads, uint32_t shared_bytes,
                            cudaStream_t stream, const Arguments&... args) {
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kCluster;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = kCluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  const LaunchConfig shape(blocks, threads, shared_bytes, stream, true, kCluster);
+  return cudaLaunchKernelEx(&shape.config, kernel, args...);
 }
 
 // Which kernels to start: all of them, but for a benchmark that times each.

@@ -211,8 +211,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       sync();
       if (tells_growth && thread == 0) {
-        constexpr float kLog2E = 1.4426950408889634f;
-        const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2E;
+        const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2e;
         p.log_decay_sums[tile] = g + ((load_shared_f1(sSums) + load_shared_f1(sSums + 4)) +
                                       (load_shared_f1(sSums + 8) + load_shared_f1(sSums + 12)));
       }

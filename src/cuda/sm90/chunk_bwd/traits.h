@@ -3,12 +3,9 @@
 
 #include <cstdint>
 
-#include "flash_qla/flash_qla.hpp"
+#include "cuda/sm90/common/sizes.h"
 
 namespace flash_qla::cuda::sm90::bwd {
-
-constexpr int kChunk = FLASH_QLA_CHUNK_SIZE;
-constexpr int kHeadDim = 128;  // K and V
 
 // 64 rows of 64 16-bit elements: rows of 128 bytes, their 16-byte pieces permuted by (piece ^ row % 8), the 128-byte
 // swizzle that the copy engine and wgmma share. Every operand is made of these.

@@ -56,7 +56,7 @@ struct Args {
   int64_t checkpoint_rows = 0;                 // a state for a row at or past it is not kept
   const void* checkpoint_cu_starts = nullptr;  // [N + 1] first row of each sequence, int32 or int64
   int64_t checkpoint_starts_stride = 1;        // elements
-  ElementType checkpoint_type = ElementType::kFloat32;
+  DType checkpoint_type = DType::kFloat32;
   int32_t checkpoint_every_chunks = 0;  // 0: none; otherwise one state every that many chunks
   int32_t checkpoint_starts_are_64_bit = 0;
 
@@ -79,12 +79,12 @@ struct Args {
   const int32_t* lengths = nullptr;  // [N] of the dense_length tokens of each, as many belong to it; null: all
   int64_t num_tokens = 0;            // T, the rows of q, k, v, o
   int32_t cu_seqlens_are_64_bit = 0;
-  int32_t num_sequences = 0;                  // N
-  int32_t num_key_heads = 0;                  // Hq
-  int32_t num_value_heads = 0;                // Hv, a multiple of Hq
-  int32_t state_v_first = 0;                  // states are [V, K]
-  ElementType type = ElementType::kBFloat16;  // of q, k, v, o
-  float scale = 0.0f;                         // of q k^T
+  int32_t num_sequences = 0;      // N
+  int32_t num_key_heads = 0;      // Hq
+  int32_t num_value_heads = 0;    // Hv, a multiple of Hq
+  int32_t state_v_first = 0;      // states are [V, K]
+  DType type = DType::kBFloat16;  // of q, k, v, o
+  float scale = 0.0f;             // of q k^T
 
   // Context parallelism: segments of one sequence concurrently (docs/kernels/context_parallel.md).
   Mode split = Mode::kOff;

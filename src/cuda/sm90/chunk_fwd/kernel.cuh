@@ -22,7 +22,6 @@
 // chunk after the first (lag_barrier()). Kernels without a role to each warp (kWarpRoles false) have two producer
 // warpgroups instead, which prepare every second chunk each (producer_warpgroup.cuh).
 #pragma once
-#pragma once
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/exact_inverse_warp.cuh"

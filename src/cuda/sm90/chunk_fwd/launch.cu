@@ -2,12 +2,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/common/launch.h"
 #include "cuda/sm90/chunk_fwd/args.h"
 #include "cuda/sm90/chunk_fwd/save_a.h"
 #include "cuda/sm90/chunk_fwd/sequence_order.h"
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/zero_fill.cuh"
-#include "cuda/sm90/common/launch_kernel.h"
+#include "cuda/sm90/common/tensor_map.h"
 #include "cuda/sm90/context_parallel/plan.h"
 #include "cuda/sm90/context_parallel/plan_args.h"
 
@@ -46,41 +47,19 @@ cudaError_t launch_items(const Kernel& kernel, const KernelArgs& params, int ite
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel.function, kernel.blocks * count_queues(kernel, items, sms), kernel.threads,
-                       static_cast<size_t>(kernel.smem_bytes), params, true, stream,
-                       static_cast<unsigned>(kernel.blocks));
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found) !=
-            cudaSuccess ||
-        found != cudaDriverEntryPointSuccess) {
-      pointer = nullptr;
-    }
-    return reinterpret_cast<EncodeTiled>(pointer);
-  }();
-  return function;
+  const LaunchConfig shape(kernel.blocks * count_queues(kernel, items, sms), kernel.threads,
+                           static_cast<size_t>(kernel.smem_bytes), stream, true, static_cast<unsigned>(kernel.blocks));
+  return launch_function(kernel.function, shape, params);
 }
 
 // [T, H, 128] as (64, T, 2, H): a box of 64 tokens lands as `halves` tiles of 64 rows of 128 bytes, swizzled.
-bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t tokens, int64_t heads,
-                int64_t token_stride, int64_t head_stride, int halves) {
-  if (encode_tiled() == nullptr) return false;
+bool encode_map(CUtensorMap* map, DType type, const void* data, int64_t tokens, int64_t heads, int64_t token_stride,
+                int64_t head_stride, int halves) {
   const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(tokens), 2, static_cast<cuuint64_t>(heads)};
   const cuuint64_t strides[3] = {static_cast<cuuint64_t>(token_stride) * 2, 128,
                                  static_cast<cuuint64_t>(head_stride) * 2};
   const cuuint32_t box[4] = {64, kChunk, static_cast<cuuint32_t>(halves), 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return encode_tiled()(
-             map, type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tensor_map(map, type, const_cast<void*>(data), sizes, strides, box) == cudaSuccess;
 }
 
 // A: boxes of a chunk and head.
@@ -92,24 +71,21 @@ bool encode_a(CUtensorMap* map, const Args& args) {
 // The initial states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
 // rows of 128 bytes, swizzled. False: they are of other kinds, or lie as the copy engine cannot read them.
 bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t sequences, int64_t heads) {
-  if (set.data == nullptr || set.type != ElementType::kFloat32 || encode_tiled() == nullptr) return false;
+  if (set.data == nullptr || set.type != DType::kFloat32) return false;
   const cuuint64_t sizes[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(set.indices != nullptr ? set.slots : sequences)};
   const cuuint64_t strides[4] = {kHeadDim * 4, 32 * 4, static_cast<cuuint64_t>(set.head_stride) * 4,
                                  static_cast<cuuint64_t>(set.slot_stride) * 4};
   const cuuint32_t box[5] = {32, v_first ? 128u : 32u, v_first ? 1u : 4u, 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  return encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, set.data, sizes, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tensor_map(map, DType::kFloat32, set.data, sizes, strides, box) == cudaSuccess;
 }
 
 // Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
 enum class SavedStates { kNone, kSome, kAll };
 
 // any_bits: a sequence's bits may depend on the batch. variant: not kAuto. saves_a: saves_a_itself().
-Kernel choose_kernel(ElementType type, Variant variant, SavedStates saved, bool any_bits, bool saves_a = false) {
-  const bool half = type == ElementType::kFloat16, save = saved != SavedStates::kNone;
+Kernel choose_kernel(DType type, Variant variant, SavedStates saved, bool any_bits, bool saves_a = false) {
+  const bool half = type == DType::kFloat16, save = saved != SavedStates::kNone;
   if (variant == Variant::kTwoCta) {
     return save ? (half ? two_cta_save_fp16() : two_cta_save_bf16()) : (half ? two_cta_fp16() : two_cta_bf16());
   }
@@ -141,7 +117,7 @@ bool overlap(const StateSet& a, const StateSet& b, int32_t sequences, int32_t he
   const auto end = [&](const StateSet& set) {
     const int64_t slots = set.indices != nullptr ? set.slots : sequences;
     const int64_t elements = (slots - 1) * set.slot_stride + (heads - 1) * set.head_stride + kHeadDim * kHeadDim;
-    return begin(set) + static_cast<uintptr_t>(elements) * (set.type == ElementType::kFloat32 ? 4 : 2);
+    return begin(set) + static_cast<uintptr_t>(elements) * (set.type == DType::kFloat32 ? 4 : 2);
   };
   return a.data != nullptr && b.data != nullptr && begin(a) < end(b) && begin(b) < end(a);
 }
@@ -236,7 +212,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.tickets = &start->states;
   items.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (queue_first_chunks())
   // The planner holds an SM: with a block for that one too, the kernel after this one could not start before it ends.
-  error = launch_items_of(args.type == ElementType::kFloat16 ? segment_states_fp16() : segment_states_bf16(), items,
+  error = launch_items_of(args.type == DType::kFloat16 ? segment_states_fp16() : segment_states_bf16(), items,
                           std::max(sms - 1, 1), sms, stream);
 
   items.followed = params.followed;

@@ -108,17 +108,6 @@ std::string reject(const Arguments& args, const Problem& p) {
   return {};
 }
 
-ElementType element_type(const Tensor& t) {
-  switch (dtype(t)) {
-    case DType::kBFloat16:
-      return ElementType::kBFloat16;
-    case DType::kFloat16:
-      return ElementType::kFloat16;
-    default:  // validation and reject() have left float32 alone
-      return ElementType::kFloat32;
-  }
-}
-
 // One call: what the kernel reads of the caller's tensors and what of copies. The constructor lays out the workspace.
 class Call {
  public:
@@ -174,7 +163,7 @@ class Call {
     kernel_.num_key_heads = static_cast<int32_t>(p_.Hq);
     kernel_.num_value_heads = static_cast<int32_t>(p_.Hv);
     kernel_.state_v_first = args.options.state_v_first != 0;
-    kernel_.type = element_type(args.q);
+    kernel_.type = dtype(args.q);
     kernel_.scale = static_cast<float>(p_.scale);
     kernel_.split = static_cast<Mode>(args.options.cp_mode);
     kernel_.force_split = args.options.force_intra_cp;
@@ -249,7 +238,7 @@ class Call {
   StateSet states_or_copy(const Tensor& t, bool is_output, Workspace* workspace, RowCopy* copy) {
     StateSet set;
     if (!present(t)) return set;
-    set.type = element_type(t);
+    set.type = dtype(t);
     set.slots = t.shape[0];
     set.data = t.data;
     set.slot_stride = t.stride[0];
@@ -276,7 +265,7 @@ class Call {
     pool.head_stride = kMatrix;
     pool.slots = args.state_pool.shape[0];
     pool.null_index = args.null_index;
-    pool.type = element_type(args.state_pool);
+    pool.type = dtype(args.state_pool);
     kernel_.initial = kernel_.final_state = pool;
     set_indices(args.initial_state_indices, &kernel_.initial);
     set_indices(present(args.final_state_indices) ? args.final_state_indices : args.initial_state_indices,
@@ -313,7 +302,7 @@ class Call {
     if (args.checkpoint_every > 0) {
       kernel_.checkpoints = args.checkpoints.data;
       kernel_.checkpoint_rows = args.checkpoints.shape[0];
-      kernel_.checkpoint_type = element_type(args.checkpoints);
+      kernel_.checkpoint_type = dtype(args.checkpoints);
       kernel_.checkpoint_cu_starts = args.checkpoint_cu_starts.data;
       kernel_.checkpoint_starts_stride = args.checkpoint_cu_starts.stride[0];
       kernel_.checkpoint_starts_are_64_bit = dtype(args.checkpoint_cu_starts) == DType::kInt64;

@@ -8,12 +8,12 @@
 #include <type_traits>
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/launch.h"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/sm90/chunk_fwd/save_a.h"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"
 #include "cuda/sm90/common/device.cuh"
-#include "cuda/sm90/common/launch_kernel.h"
 #include "cuda/sm90/common/tile.cuh"
 #include "cuda/sm90/common/ut_transform.cuh"
 
@@ -415,7 +415,8 @@ cudaError_t launch(const SaveAArgs& params, cudaStream_t stream) {
     blocks = needed;
     launched.windows = windows;
   }
-  return launch_kernel(kernel, static_cast<int>(blocks), kThreads, Shape::kSmemBytes, launched, true, stream);
+  const LaunchConfig shape(static_cast<int64_t>(blocks), kThreads, Shape::kSmemBytes, stream, true);
+  return launch_function(kernel, shape, launched);
 }
 
 template <typename Element>
@@ -427,8 +428,7 @@ cudaError_t launch(const SaveAArgs& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_save_a(const SaveAArgs& params, cudaStream_t stream) {
-  return params.args.type == ElementType::kFloat16 ? launch<__half>(params, stream)
-                                                   : launch<__nv_bfloat16>(params, stream);
+  return params.args.type == DType::kFloat16 ? launch<__half>(params, stream) : launch<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/launch.h"
 #include "cuda/sm90/chunk_fwd/zero_fill.cuh"
-#include "cuda/sm90/common/launch_kernel.h"
 
 namespace flash_qla::cuda::sm90::fwd {
 namespace {
@@ -136,17 +136,18 @@ void place_sorted_sequences(void* workspace, KernelArgs* params) {
 }
 
 cudaError_t launch_sequence_order(const Args& args, cudaStream_t stream) {
-  return launch_kernel(reinterpret_cast<const void*>(&sort_sequences_kernel), 1 + kZeroFillBlocks, kPlanThreads, 0,
-                       args, true, stream);
+  const LaunchConfig shape(1 + kZeroFillBlocks, kPlanThreads, 0, stream, true);
+  return cudaLaunchKernelEx(&shape.config, &sort_sequences_kernel, args);
 }
 
 cudaError_t launch_read_lengths(const cp::PlanArgs& params, bool sorts, cudaStream_t stream) {
-  return launch_kernel(reinterpret_cast<const void*>(&read_lengths_kernel), sorts ? 1 + kZeroFillBlocks : 1,
-                       sorts ? kPlanThreads : 32, 0, params, true, stream);
+  const LaunchConfig shape(sorts ? 1 + kZeroFillBlocks : 1, sorts ? kPlanThreads : 32, 0, stream, true);
+  return cudaLaunchKernelEx(&shape.config, &read_lengths_kernel, params);
 }
 
 cudaError_t launch_reset_ticket(uint32_t* ticket, cudaStream_t stream) {
-  return launch_kernel(reinterpret_cast<const void*>(&reset_ticket_kernel), 1, 1, 0, ticket, true, stream);
+  const LaunchConfig shape(1, 1, 0, stream, true);
+  return cudaLaunchKernelEx(&shape.config, &reset_ticket_kernel, ticket);
 }
 
 cudaError_t launch_zero_fill(const Args& args, cudaStream_t stream) {

@@ -68,7 +68,7 @@ __host__ __device__ __forceinline__ bool has_slots(const Args& args) {
   return args.initial.indices != nullptr || args.final_state.indices != nullptr || args.has_initial_state != nullptr;
 }
 
-__device__ __forceinline__ int64_t element_size(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
+__device__ __forceinline__ int64_t element_size(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot, int32_t head) {
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);

@@ -100,7 +100,7 @@ struct StateStores {
     for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
       float* matrix =
           args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
-      move_state<true>(matrix, ElementType::kFloat32, args.state_v_first, s, first_row(c), at.q);
+      move_state<true>(matrix, DType::kFloat32, args.state_v_first, s, first_row(c), at.q);
     }
   }
 

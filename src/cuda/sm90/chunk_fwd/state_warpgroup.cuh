@@ -226,7 +226,8 @@ struct StateWarpgroup : StateStores<Traits> {
         // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
         // not, and then each product's descriptor is moved from a vector register.
         const uint32_t q_tile = Traits::TilesQ::tile(m);
-        const uint32_t stage_v = m % Traits::kStagesV, previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
+        [[maybe_unused]] const uint32_t stage_v = m % Traits::kStagesV,
+                                        previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
         const uint32_t v_base = smem() + Traits::kSmemV;
         const uint32_t gate = stage_gate(m), columns = gate + 80 * at.q;
         // ptxas moves what belongs under a product between or before the product's wgmma, unless a branch holds it:

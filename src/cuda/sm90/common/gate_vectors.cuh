@@ -27,8 +27,6 @@ inline constexpr float kMildDecay = kWideExponents<Element> ? 50.0f : 5.0f;
 // it does: the worst of some thousand heads of 33 tokens is at 4e-3, of 17 at 5e-3, of one at 7e-3 (docs/numerics.md).
 inline constexpr int kShortChunk = 32;
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-
 struct NoSums {
   __device__ void operator()(float, float) const {}
 };

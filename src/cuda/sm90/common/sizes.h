@@ -3,12 +3,16 @@
 
 #include <cstdint>
 
+#include "flash_qla/flash_qla.hpp"
+
 namespace flash_qla::cuda::sm90 {
 
-inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
+// Tokens of a chunk: one wgmma M, and the UT transform grows with its cube.
+inline constexpr int kChunk = FLASH_QLA_CHUNK_SIZE;
 inline constexpr int kHeadDim = 128;  // K = V
 // e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
 inline constexpr float kGateFloor = -80.0f;
+inline constexpr float kLog2e = 1.4426950408889634f;
 
 // One sequence.
 struct SequenceSpan {

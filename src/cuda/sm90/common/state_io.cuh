@@ -48,12 +48,11 @@ __device__ __forceinline__ void move_state(Store* matrix, float (&s)[64], int dv
 }
 
 template <bool kWrite>
-__device__ __forceinline__ void move_state(void* matrix, ElementType type, bool v_first, float (&s)[64], int dv,
-                                           int q) {
-  if (type == ElementType::kFloat32) {
+__device__ __forceinline__ void move_state(void* matrix, DType type, bool v_first, float (&s)[64], int dv, int q) {
+  if (type == DType::kFloat32) {
     v_first ? move_state<float, true, kWrite>(static_cast<float*>(matrix), s, dv, q)
             : move_state<float, false, kWrite>(static_cast<float*>(matrix), s, dv, q);
-  } else if (type == ElementType::kBFloat16) {
+  } else if (type == DType::kBFloat16) {
     v_first ? move_state<__nv_bfloat16, true, kWrite>(static_cast<__nv_bfloat16*>(matrix), s, dv, q)
             : move_state<__nv_bfloat16, false, kWrite>(static_cast<__nv_bfloat16*>(matrix), s, dv, q);
   } else {

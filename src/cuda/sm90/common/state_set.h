@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace flash_qla::cuda::sm90 {
+#include "core/problem.h"
 
-enum class ElementType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+namespace flash_qla::cuda::sm90 {
 
 // A set of states, one [K, V] (or [V, K]) matrix per slot and value head. The matrix itself is contiguous and starts on
 // a 16-byte boundary.
@@ -17,7 +17,7 @@ struct StateSet {
   const void* indices = nullptr;  // [N] slot of each sequence, int32 or int64; null: sequence i uses slot i
   int64_t index_stride = 1;       // elements from index to index
   int64_t null_index = -1;        // an index at or below it is skipped
-  ElementType type = ElementType::kFloat32;
+  DType type = DType::kFloat32;
   int32_t indices_are_64_bit = 0;
 };
 

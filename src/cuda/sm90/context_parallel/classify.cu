@@ -263,9 +263,9 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
 
 }  // namespace
 
-const void* classify_kernel(ElementType type) {
-  return type == ElementType::kFloat16 ? reinterpret_cast<const void*>(&classify_cuts_kernel<__half>)
-                                       : reinterpret_cast<const void*>(&classify_cuts_kernel<__nv_bfloat16>);
+const void* classify_kernel(DType type) {
+  return type == DType::kFloat16 ? reinterpret_cast<const void*>(&classify_cuts_kernel<__half>)
+                                 : reinterpret_cast<const void*>(&classify_cuts_kernel<__nv_bfloat16>);
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 #include <algorithm>
 
-#include "cuda/sm90/common/launch_kernel.h"
+#include "cuda/common/launch.h"
 #include "cuda/sm90/context_parallel/cut_states.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
 
@@ -34,8 +34,8 @@ size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, Plan
   w.output_items = reinterpret_cast<WorkItem*>(take(sizeof(WorkItem) * static_cast<size_t>(capacity.output_items)));
   w.scans = reinterpret_cast<Scan*>(take(sizeof(Scan) * static_cast<size_t>(capacity.scans)));
   w.cut_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
-  const size_t rows = args.type == ElementType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
-                                                         : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
+  const size_t rows = args.type == DType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
+                                                   : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
   w.transitions = take(rows * kTransitionSteps * slots);
   if (workspace != nullptr) *workspace = w;
   return used;
@@ -67,20 +67,21 @@ cudaError_t launch_plan(PlanArgs params, cudaStream_t stream) {
   // scans are in more pieces than there are state items: blocks that come late then help with them.
   int32_t likely_tiles = 0;
   const int32_t pairs = args.num_sequences * args.num_value_heads;
-  bool by_pairs = false;
+  bool by_tpcs = false;
   if (args.split == Mode::kAuto && args.force_split == 0 && params.expected_cut_spacing.spacing > 0 &&
       params.choice_table.choice(pairs / 4, pairs, &likely_tiles) >= 0 && kScanSlices * (pairs / 4) <= likely_tiles) {
     const int64_t room = params.sms - 1 - likely_tiles;
-    by_pairs = params.unit_blocks <= room;
+    by_tpcs = params.unit_blocks <= room;
   }
-  if (by_pairs) params.unit_blocks += params.unit_blocks % 2;
+  if (by_tpcs) params.unit_blocks += params.unit_blocks % 2;
   static_assert(kMostUnitBlocks % 2 == 0 && kZeroFillBlocks % 2 == 0);
   const int blocks = params.unit_blocks + params.zero_fill_blocks;
-  if (!by_pairs) params.unit_blocks = 0;  // the planner need not know
-  const cudaError_t error =
-      launch_kernel(classify_kernel(args.type), blocks, kClassifyThreads, 0, params, true, stream, by_pairs ? 2 : 1);
+  if (!by_tpcs) params.unit_blocks = 0;  // the planner need not know
+  const LaunchConfig classify(blocks, kClassifyThreads, 0, stream, true, by_tpcs ? 2 : 1);
+  const cudaError_t error = launch_function(classify_kernel(args.type), classify, params);
   if (error != cudaSuccess) return error;
-  return launch_kernel(list_kernel(), 1, kListThreads, 0, params, true, stream);
+  const LaunchConfig list(1, kListThreads, 0, stream, true);
+  return launch_function(list_kernel(), list, params);
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

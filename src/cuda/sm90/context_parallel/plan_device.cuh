@@ -19,7 +19,7 @@ inline constexpr int kMostUnitBlocks = 512;  // of 256 SMs; the planner looks at
 inline constexpr int kListThreads = 64 * kJoins;
 
 // The kernels: their addresses, for the launcher.
-const void* classify_kernel(ElementType type);
+const void* classify_kernel(DType type);
 const void* list_kernel();
 
 __device__ __forceinline__ CutSpacing choose_cut_spacing(const PlanArgs& p, const LengthSummary& lengths) {

@@ -458,8 +458,7 @@ __device__ __forceinline__ ChunkDescriptor* queue_descriptors() {
 }
 
 // Opens the second queue, by one thread that the warm-up chunk has no use for: waits for the plan, and finds the first
-// chunks. That is three or four reads one after the other, by instructions that come for the first time: a block that
-// comes late took half as long as for its warm-up chunk, and then began with it.
+// chunks, which is three or four reads one after the other, by instructions that come for the first time.
 template <typename Traits>
 __device__ __forceinline__ void open_second_stream(const KernelArgs& p) {
   FoundChunks<Traits>& found = found_chunks<Traits>();

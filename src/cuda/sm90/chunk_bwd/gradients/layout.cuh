@@ -298,9 +298,8 @@ __device__ __forceinline__ bool has_no_gate_gradient(const Args& p, const ChunkI
       sequence_info(p, chunk.sequence).token == chunk.token) {
     return true;
   }
-  constexpr float kMinLogDecay = -80.0f;  // below it the decay is clamped: no gradient
   return !p.g_is_cumsum && p.g.data != nullptr && row < chunk.valid &&
-         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kMinLogDecay;
+         load_element(p.g, row_offset(p.g, chunk.batch, chunk.token + row, head)) < kGateFloor;
 }
 
 // One thread of a cluster: takes the place of its index-th item in the list of those that the passes leave, and tells
