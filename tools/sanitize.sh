@@ -23,7 +23,7 @@ tool() {
   # Under a tool the device's oracle takes most of the time: it has runs of its own. initcheck must see all that is written.
   [[ $1 != initcheck && $2 != oracle* ]] && tool_options+=(--kernel-name-exclude kns=oracle)
   # A call that asks for its lengths has a card's work in it, too much for racecheck but for the kernel that asks.
-  [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=ask_lengths)
+  [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=read_lengths)
   if [[ $1 == racecheck ]]; then
     [[ -n $race ]] && run=$race
     # The tool fails, with an internal error, where one stream's kernels run beside another's.

@@ -181,7 +181,7 @@ TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
   EXPECT_EQ(choose_cut_spacing(Mode::kAuto, false, {}, 8, 132, costs).spacing, 0);
 }
 
-// What was measured on a card of 132 SMs (docs/design/sequence_split.md).
+// What was measured on a card of 132 SMs (docs/notebook/sequence_split.md).
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   auto pays = [&](int32_t key_heads, int32_t heads, int32_t sequences, int32_t tokens) {
     return estimate_plan(alike(sequences, chunks_in(tokens)), heads, 132, Costs(key_heads, heads), true).pays();

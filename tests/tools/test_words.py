@@ -1,5 +1,5 @@
-"""The Hopper kernels and their neighbours use the field's terms (docs/glossary.md): words that once stood in their place do
-not come back, in identifiers neither."""
+"""The Hopper kernels and their neighbours use the field's terms (docs/glossary.md): words that once stood in their
+place do not come back, in identifiers neither."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,8 @@ def found_in(line: str) -> list:
     """(word, what to say) of each banned word or phrase of a line."""
     all_words = words(line)
     singular = [word[:-3] + "y" if word.endswith("ies") else word for word in all_words]
-    hits = [(stem, say) for word in singular for stem, say in BANNED.items() if word in {stem + ending for ending in ENDINGS}]
+    forms = {stem + ending: (stem, say) for stem, say in BANNED.items() for ending in ENDINGS}
+    hits = [forms[word] for word in singular if word in forms]
     text = f" {' '.join(all_words)} "
     return hits + [(phrase, say) for phrase, say in PHRASES.items() if f" {phrase} " in text]
 
@@ -50,10 +51,11 @@ def test_names_are_taken_apart():
     assert found_in("delight, lightly, auxiliaryless, listed, violent") == []
 
 
-def test_the_cuda_sources_use_the_terms_of_the_glossary():
+def test_the_cuda_sources_and_their_pages_use_the_terms_of_the_glossary():
+    files = [*(ROOT / "src" / "cuda").rglob("*"), *(ROOT / "docs" / "kernels").glob("*.md")]
     problems = [
         f"{path.relative_to(ROOT)}:{number}: {word} ({say})"
-        for path in sorted((ROOT / "src" / "cuda").rglob("*"))
+        for path in sorted(files)
         if path.is_file()
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         for word, say in found_in(line)

@@ -1,5 +1,5 @@
 // The group of cuda_generic_test that is about calls whose lengths the device is asked for first
-// (docs/design/sequence_split.md).
+// (docs/notebook/sequence_split.md).
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// The groups of cuda_generic_test that are about the Hopper forward's sequence split (docs/design/sequence_split.md).
+// The groups of cuda_generic_test that are about the Hopper forward's sequence split (docs/notebook/sequence_split.md).
 #pragma once
 
 #include "sm90_forward_tests.cuh"

@@ -1,7 +1,7 @@
 // The groups of cuda_generic_test about what is left in memory: every form of the Hopper kernels, run again and again
 // while shared memory and scratch hold one thing after another, must give the same bits. Who reads what it has not
 // written finds something else each time; so does who writes where the copy engine writes too, for then one of both
-// comes last now and then, and what lies there otherwise is seen (docs/design/sm90_memory.md says what orders them).
+// comes last now and then, and what lies there otherwise is seen (docs/kernels/memory.md says what orders them).
 #pragma once
 
 #include <cuda_bf16.h>
