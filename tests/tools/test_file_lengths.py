@@ -10,7 +10,6 @@ SUFFIXES = {".h", ".hpp", ".cuh", ".c", ".cpp", ".cu", ".py", ".sh"}
 KNOWN = {
     "src/cuda/generic/decode.cu",
     "tests/cpp/cpu_backend_test.cpp",
-    "tests/cpp/cuda/sm90_chunk_bwd_bench.cu",
 }
 
 

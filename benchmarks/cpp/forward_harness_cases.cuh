@@ -1,7 +1,7 @@
-// The calls that sm90_chunk_fwd_bench checks and times.
+// The calls that forward_harness checks and times.
 #pragma once
 
-#include "sm90_chunk_fwd_problem.cuh"
+#include "forward_harness_problem.cuh"
 
 namespace flash_qla::cuda::sm90::bench {
 
@@ -159,111 +159,6 @@ inline std::vector<Case> check_cases() {
   {
     Case& c = add("scale 0", 2, 2, {200});
     c.scale = 0.0f;
-  }
-  return cases;
-}
-
-// The rows of docs/notebook/sequence_split.md.
-inline std::vector<Case> split_cases() {
-  struct Row {
-    int hq, hv;
-    std::vector<int> lengths;
-    double bar;
-    Gates gates;
-  };
-  const Gates b = Gates::kBenchmark;
-  const Row rows[] = {{2, 8, {32768}, 0.140, b},
-                      {2, 8, {8192}, 0.065, b},
-                      {2, 8, {2048}, 0.040, b},
-                      {4, 16, {32768}, 0.25, b},
-                      {4, 16, {8192}, 0.090, b},
-                      {8, 24, {32768}, 0.37, b},
-                      {8, 32, {32768}, 0.47, b},
-                      {8, 32, {8192}, 0.145, b},
-                      {8, 32, {2048}, 0.060, b},
-                      {16, 48, {32768}, 0.65, b},
-                      {16, 48, {8192, 8192, 8192, 8192}, 0.50, b},
-                      {16, 64, {32768}, 0.80, b},
-                      {16, 64, {28672, 4096}, 0.80, b},
-                      {2, 8, {32768}, 0.194, Gates::kZero},
-                      {8, 32, {32768}, 0.638, Gates::kZero},
-                      {8, 32, {16384}, 0.0, Gates::kZero},
-                      {8, 32, {8192}, 0.0, Gates::kZero},
-                      {16, 32, {32768}, 0.0, Gates::kZero},
-                      {16, 32, {8192}, 0.0, Gates::kZero},
-                      {2, 8, {4096}, 0.0, Gates::kZero},
-                      {2, 8, {8192}, 0.0, Gates::kZero},
-                      {2, 8, {16384}, 0.0, Gates::kZero},
-                      {4, 16, {8192}, 0.0, Gates::kZero},
-                      {4, 16, {16384}, 0.0, Gates::kZero},
-                      {4, 16, {32768}, 0.0, Gates::kZero},
-                      {16, 16, {8192}, 0.0, Gates::kZero},
-                      {16, 16, {16384}, 0.0, Gates::kZero},
-                      {8, 24, {32768}, 0.0, Gates::kZero},
-                      {8, 24, {16384}, 0.0, Gates::kZero},
-                      {4, 16, {4096}, 0.0, Gates::kZero},
-                      {8, 24, {8192}, 0.0, Gates::kZero},
-                      {2, 8, {4096, 4096}, 0.0, Gates::kZero},
-                      {2, 8, {8192}, 0.0, Gates::kDecay},
-                      {4, 16, {4096}, 0.0, Gates::kDecay},
-                      {8, 24, {8192}, 0.0, Gates::kDecay},
-                      {4, 16, {8192}, 0.0, Gates::kDecay},
-                      {4, 16, {32768}, 0.0, Gates::kDecay},
-                      {16, 16, {8192}, 0.0, Gates::kDecay},
-                      {2, 8, {32768}, 0.0, Gates::kDecay},
-                      {8, 32, {32768}, 0.0, Gates::kDecay},
-                      // No bar of their own: the best peer that was recorded.
-                      {2, 8, {4096}, 0.078, b},
-                      {2, 8, {4096, 4096}, 0.112, b},
-                      {4, 16, {16384}, 0.230, b},
-                      {4, 16, {4096}, 0.106, b},
-                      {4, 16, {1024, 7168}, 0.149, b},
-                      {16, 16, {8192}, 0.152, b},
-                      {16, 16, {4096}, 0.109, b},
-                      {8, 24, {4096}, 0.131, b},
-                      {8, 24, {12288, 4096}, 0.339, b},
-                      {8, 24, {1024, 7168}, 0.211, b},
-                      {8, 32, {28672, 4096}, 0.743, b},
-                      {16, 32, {4096, 28672}, 0.775, b},
-                      {32, 32, {8192}, 0.238, b},
-                      {4, 16, {2048}, 0.080, b},
-                      {8, 32, {4096}, 0.141, b},
-                      {16, 48, {8192}, 0.355, b},
-                      {16, 32, {12288, 4096}, 0.401, b},
-                      {16, 48, {28672, 4096}, 1.249, b},
-                      {16, 48, {16384}, 0.656, b},
-                      {8, 24, {16384, 16384}, 0.598, b},
-                      {8, 24, {28672, 4096}, 0.603, b},
-                      // Where a split has little or nothing to give.
-                      {8, 24, std::vector<int>(4, 2048), 0.098, b},
-                      {4, 16, std::vector<int>(8, 1024), 0.058, b},
-                      {4, 16, {12288, 4096}, 0.0, b},
-                      {4, 16, {8192, 8192}, 0.0, b},
-                      {4, 16, {16384, 16384}, 0.0, b},
-                      {16, 48, {16384, 16384}, 0.0, b},
-                      {16, 48, std::vector<int>(8, 4096), 0.0, b},
-                      {8, 24, std::vector<int>(8, 4096), 0.0, b},
-                      {8, 32, {16384}, 0.0, b},
-                      {8, 24, {8192}, 0.0, b},
-                      {8, 32, {16384, 16384}, 0.0, b},
-                      {8, 32, {4096, 4096}, 0.0, b},
-                      {16, 64, {8192, 8192, 8192, 8192}, 0.0, b},
-                      {16, 64, std::vector<int>(8, 1024), 0.0, b},
-                      {8, 32, {8192, 8192, 8192, 8192}, 0.0, b},
-                      {8, 32, std::vector<int>(8, 1024), 0.0, b},
-                      {2, 8, std::vector<int>(8, 1024), 0.0, b}};
-  std::vector<Case> cases;
-  for (const Row& r : rows) {
-    Case c;
-    c.name = std::to_string(r.hq) + "/" + std::to_string(r.hv) + " ";
-    const bool equal =
-        std::count(r.lengths.begin(), r.lengths.end(), r.lengths[0]) == static_cast<int>(r.lengths.size());
-    if (equal) c.name += std::to_string(r.lengths.size()) + "x" + std::to_string(r.lengths[0]);
-    for (size_t i = 0; !equal && i < r.lengths.size(); ++i) c.name += (i > 0 ? "+" : "") + std::to_string(r.lengths[i]);
-    if (r.gates == Gates::kZero) c.name += " g zero";
-    if (r.gates == Gates::kDecay) c.name += " all decay";
-    c.hq = r.hq, c.hv = r.hv, c.bar_ms = r.bar, c.lengths = r.lengths, c.gates = r.gates;
-    cases.push_back(c);
   }
   return cases;
 }
