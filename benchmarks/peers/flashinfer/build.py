@@ -29,7 +29,7 @@ import torch
 import tvm_ffi
 from cutlass.base_dsl.runtime import cuda as cuda_helpers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python" / "flash_qla" / "cli"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python" / "flash_qla" / "cli"))
 import bench_inputs
 import bench_processes
 

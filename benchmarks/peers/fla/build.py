@@ -7,7 +7,7 @@ no GPU is, for sm_90a.
 fla's own Python goes through the rows that the bench compares with other packages, with host tensors and a driver that
 launches nothing; what Triton compiles for them, one configuration of each kernel, lies in FOLDER/triton_cache. (Decode has
 one alone: its times are fla's.) The kernel that fla leaves to TileLang on Hopper is compiled by TileLang and launched without it
-(../tilelang_ahead). Needs torch, gcc, Triton of the other machine's version, and TileLang with the packages that it asks for.
+(../tilelang). Needs torch, gcc, Triton of the other machine's version, and TileLang with the packages that it asks for.
 FOLDER needs torch and Triton there, and a C compiler, by which Triton makes its launchers.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tilelang_ahead"), str(HERE.parents[1] / "python" / "flash_qla" / "cli")]
+sys.path[:0] = [str(HERE.parent / "tilelang"), str(HERE.parents[2] / "python" / "flash_qla" / "cli")]
 TILELANG_MODULE = "fla.ops.common.backends.tilelang.chunk_bwd"
 # Of an H200.
 MULTIPROCESSORS, SHARED_BYTES, CAPABILITY = 132, 232448, (9, 0)

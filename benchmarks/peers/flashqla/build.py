@@ -5,7 +5,7 @@ where no GPU is, for sm_90a.
     build.py FLASHQLA FOLDER [PROCESSES]     FLASHQLA: where its `flash_qla` and dist-info are; FOLDER: what to make
 
 Its own Python goes through the rows that the bench compares with other packages, with host tensors; each kernel that it then
-asks TileLang for is compiled by TileLang and launched in FOLDER without it (../tilelang_ahead). Needs torch, gcc, a CUDA
+asks TileLang for is compiled by TileLang and launched in FOLDER without it (../tilelang). Needs torch, gcc, a CUDA
 toolkit and TileLang with the packages that it asks for. FOLDER needs torch there.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python" / "flash_qla" / "cli"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tilelang_ahead"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python" / "flash_qla" / "cli"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tilelang"))
 import bench_processes
 import compile_kernels
 
