@@ -64,7 +64,7 @@ if [[ -n $race ]]; then
   for number in 4 2 11 5 12 6 0 1 14 7 8 3 9 10 13 15; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
   for number in 1 6 7 10 14 15 16 17 18 19 20 35; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
   start racecheck forward_pairs --only "sm90 forward, stale" --only-case 45
-  start racecheck forward_undecayed --only "sm90 forward, stale" --only-case 48
+  start racecheck forward_all_exact --only "sm90 forward, stale" --only-case 48
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"
   start racecheck forward_checkpoints --only "sm90 forward, checkpoints"

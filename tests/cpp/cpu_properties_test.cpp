@@ -1,5 +1,5 @@
-// What the reference cannot tell of the CPU backend: bits that depend on nothing but the sequence, NaN that stays where it
-// is, threads, and gradients that are asked for singly.
+// What the reference cannot tell of the CPU backend: bits that depend on nothing but the sequence, NaN that stays where
+// it is, threads, and gradients that are asked for singly.
 #include <sys/wait.h>
 #include <unistd.h>
 

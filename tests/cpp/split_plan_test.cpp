@@ -80,7 +80,7 @@ TEST(SplitPlan, EvenPlansAreTheCountedOnes) {
     even.states.assign(static_cast<size_t>(plan.state_items(counts)), none);
     even.outputs.assign(static_cast<size_t>(plan.independent_items(counts) + plan.dependent_items(counts)), none);
     even.scans.assign(static_cast<size_t>(plan.scans(counts)), {-1, -1});
-    int32_t heavy_before = 0;
+    int32_t exact_before = 0;
     for (int32_t pair = 0; pair < n * heads; ++pair) {
       const int32_t s = pair / heads;
       const bool is_exact = exact[static_cast<size_t>(pair)];
@@ -89,7 +89,7 @@ TEST(SplitPlan, EvenPlansAreTheCountedOnes) {
                           cut_spacing, join, capacity, warmups);
       ASSERT_EQ(head.cuts.pieces, pieces);
       emit_head(head, counted);
-      const int32_t rank = is_exact ? heavy_before : pair - heavy_before;
+      const int32_t rank = is_exact ? exact_before : pair - exact_before;
       for (int32_t k = 0; k < (is_exact ? plan.exact : plan.decaying).joined; ++k) {
         // Of all heads of a kind the same.
         const RegularSegment segment = plan.segment(CutSequence({0, length, 0, 0}, cut_spacing), is_exact, k);
@@ -97,7 +97,7 @@ TEST(SplitPlan, EvenPlansAreTheCountedOnes) {
           plan.emit(segment, head, counts, is_exact, rank, k, item, RegularSink::Reference{even});
         }
       }
-      heavy_before += is_exact;
+      exact_before += is_exact;
     }
     if (HasFatalFailure()) FAIL() << "case " << i;
     const auto sorted = [&](const std::vector<WorkItem>& items) {
@@ -261,7 +261,7 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
 
 // Every chunk once and from the right state, where no head decays and heads are not cut by whole pieces. Lists: what
 // waits comes after what does not, as TPCs take the tickets after those of independent items.
-void check_undecayed(const AllExactPlan& all_exact, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
+void check_all_exact(const AllExactPlan& all_exact, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
                      const CutSpacing& cut_spacing, int32_t missing) {
   std::mt19937 random(static_cast<uint32_t>(heads * chunks + missing));
   Batch batch;
@@ -333,7 +333,7 @@ TEST(SplitPlan, WhatNoHeadDecaysAsksForIsOneWave) {
           const AllExactPlan plan{by_pairs.split, sequences * heads};
           EXPECT_LE(plan.split.segments, pieces);  // slots of states at cuts
           EXPECT_LE(2 * plan.dependent_items(), sms);
-          check_undecayed(plan, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
+          check_all_exact(plan, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
                           clustered % 3 * 30);
           if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
         }
@@ -388,7 +388,7 @@ TEST(SplitPlan, OneLengthTellsWhetherToCut) {
   EXPECT_GT(asked, 20);
 }
 
-TEST(SplitPlan, GrowthAndNaNAreHeavy) {
+TEST(SplitPlan, GrowthAndNaNAreExact) {
   auto steady = [](float x) { return [x](int32_t) { return x; }; };
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-3.2f)), 5);
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-1.6f)), 10);

@@ -52,7 +52,8 @@ def test_names_are_taken_apart():
 
 
 def test_the_cuda_sources_and_their_pages_use_the_terms_of_the_glossary():
-    files = [*(ROOT / "src" / "cuda").rglob("*"), *(ROOT / "docs" / "kernels").glob("*.md")]
+    folders = [ROOT / "src" / "cuda", ROOT / "tests" / "cpp", ROOT / "benchmarks" / "cpp"]
+    files = [path for folder in folders for path in folder.rglob("*")] + [*(ROOT / "docs" / "kernels").glob("*.md")]
     problems = [
         f"{path.relative_to(ROOT)}:{number}: {word} ({say})"
         for path in sorted(files)

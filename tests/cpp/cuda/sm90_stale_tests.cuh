@@ -247,8 +247,8 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"dense, pool", 2, 8, 20, 2000, states, checkpoints, {}}, true},
       // Lengths as they are expected: plans of equal sequences, made in few steps.
       {{"split, expected lengths", 2, 8, 1, 8192, states, none, {}}, true},
-      // ... in heads that are light or heavy everywhere: the plan is even. That a quarter of them are heavy is what it
-      // is prepared for; half of them ask for another choice, which is looked up, and a sixth for one that is
+      // ... in heads that are decaying or exact everywhere: the plan is regular. That a quarter of them are exact is
+      // what it is prepared for; half of them ask for another choice, which is looked up, and a sixth for one that is
       // worked out; where no head decays there may be other ways.
       {{"even split, a quarter, short", 1, 4, 1, 3072, states, none, {}, 4}, true},
       {{"even split, a quarter", 2, 8, 1, 8192, states, none, {}, 4}, true},

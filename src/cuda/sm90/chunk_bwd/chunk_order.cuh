@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/sm90/chunk_bwd/traits.h"
+
 namespace flash_qla::cuda::sm90::bwd {
 
 // How many of `total` things that follow one another a piece has, of `units` pieces; the last one may have fewer.
@@ -21,7 +23,7 @@ __device__ __forceinline__ uint32_t outer_first(uint32_t turn, uint32_t units, u
 // Then by threes two of what the passes meet in, the last two thirds of the runs, the last one first, each from both
 // ends, and one of what forward passes over the whole begin with.
 __device__ __forceinline__ uint32_t runs_first(uint32_t turn, uint32_t length, uint32_t total) {
-  constexpr uint32_t kWindow = 8;  // kMostWarmup; and so many for reverse passes
+  constexpr uint32_t kWindow = kMostWarmup;  // and so many for reverse passes
   const uint32_t edges = (total - 1) / length, core = length - kWindow;
   uint32_t first = edges * length, count = total - first;
   const uint32_t start = min(count, kWindow);

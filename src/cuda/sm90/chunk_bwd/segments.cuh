@@ -21,8 +21,6 @@
 
 namespace flash_qla::cuda::sm90::bwd {
 
-// Chunks. Beyond it a head costs less the exact way (the first round is three passes over a segment).
-constexpr int kMostWarmup = 8;
 constexpr int kExact = -1;  // in place of a number of chunks
 
 // Where a segment lies.

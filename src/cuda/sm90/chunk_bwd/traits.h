@@ -39,6 +39,10 @@ constexpr int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
 constexpr int32_t kExactPairs = 8;
 constexpr bool wants_exact(int32_t pairs) { return pairs >= 2 && pairs <= kExactPairs; }
 
+// The longest warm-up, in chunks. Beyond it a head costs less the exact way (the first round is three passes over a
+// segment).
+constexpr int kMostWarmup = 8;
+
 // States that the first round over segments leaves of each (segments.cuh).
 constexpr int kEdgesOfSegment = 3;
 

@@ -1,9 +1,9 @@
-#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/prepare.h"
 
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
 
 namespace flash_qla::cuda::sm90::fwd {
