@@ -1,4 +1,4 @@
-"""Rung 22, the part without an installation: names, signatures and docstrings of the public functions."""
+"""Requirement 22, the part without an installation: names, signatures and docstrings of the public functions."""
 
 import doctest
 import importlib
@@ -15,7 +15,7 @@ import torch
 import flash_qla
 from flash_qla import _options
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.requirement(22), pytest.mark.cpu_only]
 
 IN_KERNEL = {"use_qk_l2norm_in_kernel": False, "use_gate_in_kernel": False, "A_log": None, "dt_bias": None,
              "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}

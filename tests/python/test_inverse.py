@@ -1,6 +1,6 @@
-"""Rung 4: inputs that make the triangular inverse grow.
+"""Requirement 4: inputs that make the triangular inverse grow.
 
-In this rung alone a case may be ill-conditioned for every implementation of its dtype. Where it says so, the bound is
+In this requirement alone a case may be ill-conditioned for every implementation of its dtype. Where it says so, the bound is
 twice the error of an emulation of that dtype, if that is more than the usual one.
 """
 
@@ -9,6 +9,8 @@ import helpers
 import pytest
 import torch
 from helpers import make_inputs
+
+pytestmark = pytest.mark.requirement(4)
 
 
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
@@ -52,7 +54,7 @@ def bounds_beside_the_emulation(x, want):
 @lengths
 @pytest.mark.parametrize("keys", ["random", "correlated", "identical"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, 2.0])
-def test_rung4_keys_and_beta(keys, beta, T, dtype):
+def test_keys_and_beta(keys, beta, T, dtype):
     # At beta = 2 the recurrence reflects along k: errors neither grow nor shrink. Above it nothing is promised.
     x = draw(keys, beta, dtype, T)
     want = helpers.reference(x)
@@ -67,7 +69,7 @@ def test_rung4_keys_and_beta(keys, beta, T, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
 @pytest.mark.parametrize("keys", ["unit", "any length", "raw", "no beta"])
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 5])
-def test_rung4_few_key_dimensions(K, keys, dtype):
+def test_few_key_dimensions(K, keys, dtype):
     # Keys of few dimensions lie along each other, so that small results are left of large ones.
     x = make_inputs(seqlens=[79, 200, 64], Hq=2, Hv=4, K=K, V=5, dtype=dtype, raw=keys == "raw", seed=K)
     if keys == "any length":
@@ -80,7 +82,7 @@ def test_rung4_few_key_dimensions(K, keys, dtype):
 
 @every_dtype
 @lengths
-def test_rung4_unnormalised_keys(T, dtype):
+def test_unnormalised_keys(T, dtype):
     # Long keys with beta / |k|^2: the update is a projection still, but every product is large.
     x = draw("random", 1.0, dtype, T)
     length = 8.0
@@ -91,7 +93,7 @@ def test_rung4_unnormalised_keys(T, dtype):
 
 @every_dtype
 @lengths
-def test_rung4_negative_eigenvalues_in_kernel(T, dtype):
+def test_negative_eigenvalues_in_kernel(T, dtype):
     x = make_inputs(T=T, Hv=4, K=128, dtype=dtype, raw=True, allow_neg_eigval=True)
     beta = x.beta.clone()
     beta[..., 0] = 20.0  # saturates at 2

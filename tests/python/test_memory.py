@@ -1,4 +1,4 @@
-"""Rung 9: what the library must overwrite holds NaN, what it must not touch holds canaries, and inputs keep their bits."""
+"""Requirement 9: what the library must overwrite holds NaN, what it must not touch holds canaries, and inputs keep their bits."""
 
 import contextlib
 
@@ -10,6 +10,8 @@ import torch
 from helpers import make_inputs
 
 import flash_qla
+
+pytestmark = pytest.mark.requirement(9)
 
 # Sequences of the low-level pair: on a GPU also as many tokens as have their gradients computed on tensor cores.
 lengths = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rungs 14 to 16: absent states and gradients, strides and dtypes of what callers really pass, padded rows of zeros."""
+"""Requirements 14 to 16: absent states and gradients, strides and dtypes of what callers really pass, padded rows of zeros."""
 
 import helpers
 import pytest
@@ -10,10 +10,11 @@ sizes = pytest.mark.parametrize("K, T", helpers.with_cuda([(64, 100)], [(128, 10
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 
 
+@pytest.mark.requirement(14)
 @every_dtype
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
 @sizes
-def test_rung14_no_state_is_a_state_of_zeros(K, T, packed, dtype):
+def test_no_state_is_a_state_of_zeros(K, T, packed, dtype):
     x = make_inputs(B=2, T=T, Hq=1, Hv=2, K=K, dtype=dtype, seqlens=[T - 30, 0, 65] if packed else None, state=False)
     zeros = x.replace(initial_state=torch.zeros_like(x.dht))
     a, b = helpers.run(x), helpers.run(zeros)
@@ -25,20 +26,22 @@ def test_rung14_no_state_is_a_state_of_zeros(K, T, packed, dtype):
     helpers.compare(b, helpers.reference(zeros), dtype)
 
 
+@pytest.mark.requirement(14)
 @every_dtype
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("incoming", ["do", "dht"])
 @sizes
-def test_rung14_one_incoming_gradient_alone(K, T, incoming, state, dtype):
+def test_one_incoming_gradient_alone(K, T, incoming, state, dtype):
     x = make_inputs(T=T, Hq=1, Hv=2, K=K, dtype=dtype, state=state)
     x = x.replace(do=None) if incoming == "dht" else x.replace(dht=None)
     # Gradients that are exactly zero for want of o come back as zeros, not as None (run() would refuse None).
     check(x)
 
 
+@pytest.mark.requirement(14)
 @every_dtype
 @sizes
-def test_rung14_some_inputs_do_not_require_gradients(K, T, dtype):
+def test_some_inputs_do_not_require_gradients(K, T, dtype):
     x = make_inputs(T=T, K=K, dtype=dtype)
     full = helpers.run(x)
     for name in ("q", "g", "initial_state"):
@@ -70,37 +73,41 @@ def layouts(x, layout):
     return x.replace(**{name: relaid(getattr(x, name)) for name in names})
 
 
+@pytest.mark.requirement(15)
 @every_dtype
 @pytest.mark.parametrize("layout", ["transposed", "reversed dims", "sliced", "misaligned"])
 @pytest.mark.parametrize("raw", [False, True], ids=["plain", "raw"])
 @pytest.mark.parametrize("K, V, T", helpers.with_cuda([(48, 32, 70)], [(128, 128, 70), (128, 128, 150)]))
-def test_rung15_strides(K, V, T, layout, raw, dtype):
+def test_strides(K, V, T, layout, raw, dtype):
     x = make_inputs(B=2, T=T, Hq=2, Hv=4, K=K, V=V, dtype=dtype, raw=raw)
     check(layouts(x, layout))
 
 
+@pytest.mark.requirement(15)
 @every_dtype
 @sizes
-def test_rung15_expanded_inputs(K, T, dtype):
+def test_expanded_inputs(K, T, dtype):
     x = make_inputs(B=2, T=T, Hq=2, Hv=4, K=K, dtype=dtype)
     x = x.replace(q=x.q[:, :, :1].expand_as(x.q), g=x.g[:, :1].expand_as(x.g), beta=x.beta[..., :1].expand_as(x.beta),
                   v=x.v[:1].expand_as(x.v), initial_state=x.initial_state[:1].expand_as(x.initial_state))
     check(x)
 
 
+@pytest.mark.requirement(15)
 @every_dtype
 @sizes
-def test_rung15_expanded_gradients(K, T, dtype):
+def test_expanded_gradients(K, T, dtype):
     # o.sum().backward() sends a gradient of zero strides.
     x = make_inputs(B=2, T=T, Hq=1, Hv=2, K=K, dtype=dtype)
     one = torch.ones((), dtype=dtype, device=x.q.device)
     check(x.replace(do=one.expand_as(x.do), dht=one.float().expand_as(x.dht)))
 
 
+@pytest.mark.requirement(15)
 @every_dtype
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @sizes
-def test_rung15_offsets_of_both_widths_and_strided(K, T, index_dtype, dtype):
+def test_offsets_of_both_widths_and_strided(K, T, index_dtype, dtype):
     x = make_inputs(seqlens=[T - 30, 0, 65], Hq=1, Hv=2, K=K, dtype=dtype)
     plain = helpers.run(x)
     spread = torch.full((8,), -1, dtype=index_dtype, device=x.q.device)
@@ -111,9 +118,10 @@ def test_rung15_offsets_of_both_widths_and_strided(K, T, index_dtype, dtype):
             assert_bitwise(name, plain[name], got[name])
 
 
+@pytest.mark.requirement(15)
 @every_dtype
 @pytest.mark.parametrize("T", helpers.with_cuda([100], [300]))
-def test_rung15_everything_in_bf16(T, dtype):
+def test_everything_in_bf16(T, dtype):
     low = torch.bfloat16
     x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype, gate_dtype=low, beta_dtype=low, state_dtype=low)
     # Gradients come back in bf16 where the input was, so those are held to the bounds of bf16.
@@ -123,10 +131,11 @@ def test_rung15_everything_in_bf16(T, dtype):
     check(x, bounds=bounds)
 
 
+@pytest.mark.requirement(16)
 @every_dtype
 @pytest.mark.parametrize("rows", ["some", "all", "whole chunk"])
 @pytest.mark.parametrize("T", helpers.with_cuda([150], [300]))
-def test_rung16_zero_rows_with_l2norm(T, rows, dtype):
+def test_zero_rows_with_l2norm(T, rows, dtype):
     x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype, raw=True)
     tokens = {"some": slice(3, None, 7), "all": slice(None), "whole chunk": slice(64, 128)}[rows]
     q, k = x.q.clone(), x.k.clone()
@@ -139,9 +148,10 @@ def test_rung16_zero_rows_with_l2norm(T, rows, dtype):
     helpers.compare(got, want, dtype)
 
 
+@pytest.mark.requirement(16)
 @every_dtype
 @pytest.mark.parametrize("T", helpers.with_cuda([100], [300]))
-def test_rung16_padding_rows_do_not_move_the_state(T, dtype):
+def test_padding_rows_do_not_move_the_state(T, dtype):
     # Transformers multiplies padded hidden states by zero: q = k = v = 0 with beta = 0.5.
     x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype)
     x = x.with_options(use_qk_l2norm_in_kernel=True)

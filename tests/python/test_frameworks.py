@@ -1,4 +1,4 @@
-"""Rung 19: what PyTorch does around the operations: compile, FakeTensor, opcheck, gradcheck, autocast, checkpointing."""
+"""Requirement 19: what PyTorch does around the operations: compile, FakeTensor, opcheck, gradcheck, autocast, checkpointing."""
 
 import helpers
 import pytest
@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_qla
 from flash_qla._options import make_options
+
+pytestmark = pytest.mark.requirement(19)
 
 small = dict(T=70, Hq=1, Hv=2, K=16, V=8)
 # On a GPU the Hopper path as well, in each of its dtypes: 300 tokens have their gradients computed there, too.

@@ -1,4 +1,4 @@
-"""Rung 11 with several GPUs: tensors decide the device and its current stream the stream, whatever device is current."""
+"""Requirement 11 with several GPUs: tensors decide the device and its current stream the stream, whatever device is current."""
 
 import threading
 
@@ -10,6 +10,7 @@ from helpers import assert_bitwise, make_inputs
 import flash_qla
 
 pytestmark = [
+    pytest.mark.requirement(11),
     pytest.mark.cuda,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, or none"),
 ]

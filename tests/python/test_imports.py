@@ -1,10 +1,10 @@
-"""Rung 22: what importing the package brings in, and that torch may be imported before it, after it or not at all. Each test runs in a
+"""Requirement 22: what importing the package brings in, and that torch may be imported before it, after it or not at all. Each test runs in a
 fresh interpreter, for what has been imported stays."""
 
 import helpers
 import pytest
 
-pytestmark = pytest.mark.cpu_only  # about modules of the host
+pytestmark = [pytest.mark.requirement(22), pytest.mark.cpu_only]  # about modules of the host
 
 # One token from a state of zeros: S = k u^T with u = beta v, so o = scale (q . k) beta v, in numbers that float32 holds exactly.
 CASE = """

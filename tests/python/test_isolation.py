@@ -1,9 +1,11 @@
-"""Rung 10: sequences do not see each other, the past does not see the future, and NaN stays at home."""
+"""Requirement 10: sequences do not see each other, the past does not see the future, and NaN stays at home."""
 
 import helpers
 import pytest
 import torch
 from helpers import assert_bitwise, make_inputs
+
+pytestmark = pytest.mark.requirement(10)
 
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "do")

@@ -107,7 +107,7 @@ def test_growth_is_computed_as_given(T, dtype):
 @every_dtype
 @pytest.mark.parametrize("options", [dict(auto_cp=False), dict(auto_cp=True), dict(auto_cp="invariant"), dict(force_intra_cp=True)], ids=str)
 def test_context_parallel_modes_are_taken_by_every_path(options, dtype):
-    # What a cut does to results is a test of its own, where a path cuts (test_sequence_split.py).
+    # What a cut does to results is a test of its own, where a path cuts (test_context_parallel.py).
     check(make_inputs(Hq=1, Hv=2, K=64, dtype=dtype, seqlens=[300, 0, 65]), **options)
 
 

@@ -1,4 +1,4 @@
-"""Rung 21: a few cases of tests/fuzz/fuzz.py, on a GPU against the CPU path too; the command itself runs as many as there
+"""Requirement 21: a few cases of tests/fuzz/fuzz.py, on a GPU against the CPU path too; the command itself runs as many as there
 is time for."""
 
 import sys
@@ -9,6 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fuzz"))
 import fuzz
+
+pytestmark = pytest.mark.requirement(21)
 
 CASES = {"cpu": 30, "cuda": 300}
 HOPPER_CASES = 60
@@ -31,12 +33,12 @@ def test_cases_are_drawn_from_seed_and_number_alone():
 
 @pytest.mark.early
 @pytest.mark.parametrize("tenth", range(10))
-def test_rung21_seed_0(tenth, device):
+def test_seed_0(tenth, device):
     run(tenth, CASES[device] // 10, device)
 
 
 @pytest.mark.early
 @pytest.mark.cuda
 @pytest.mark.parametrize("tenth", range(10))
-def test_rung21_seed_0_of_the_hopper_path(tenth, device):
+def test_seed_0_of_the_hopper_path(tenth, device):
     run(tenth, HOPPER_CASES // 10, device, hopper=True)

@@ -1,4 +1,4 @@
-"""Rungs 1 to 3: no decay, decay beyond measure, and the gradient of the gate in both."""
+"""Requirements 1 to 3: no decay, decay beyond measure, and the gradient of the gate in both."""
 
 import helpers
 import pytest
@@ -10,9 +10,10 @@ lengths = pytest.mark.parametrize("T", helpers.with_cuda([200], [300]))
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 
 
+@pytest.mark.requirement(1)
 @every_dtype
 @pytest.mark.parametrize("pattern", ["everywhere", "a quarter of the heads", "alternating"])
-def test_rung1_nothing_decays(pattern, dtype):
+def test_nothing_decays(pattern, dtype):
     x = make_inputs(T=300, Hq=2, Hv=4, K=128, dtype=dtype)
     g = torch.nn.functional.logsigmoid(torch.randn(x.g.shape, generator=torch.Generator().manual_seed(3))).to(x.g.device)
     if pattern == "everywhere":
@@ -24,11 +25,12 @@ def test_rung1_nothing_decays(pattern, dtype):
     check(x.replace(g=g))
 
 
+@pytest.mark.requirement(2)
 @every_dtype
 @pytest.mark.parametrize("magnitude", [1e2, 1e3, 1e4])
 @pytest.mark.parametrize("where", ["all tokens", "one token", "scattered"])
 @pytest.mark.parametrize("T", helpers.with_cuda([150], [300]))
-def test_rung2_very_negative_gates(T, magnitude, where, dtype):
+def test_very_negative_gates(T, magnitude, where, dtype):
     x = make_inputs(T=T, Hq=1, Hv=4, K=128, dtype=dtype)
     g = x.g.clone()
     if where == "all tokens":
@@ -43,9 +45,10 @@ def test_rung2_very_negative_gates(T, magnitude, where, dtype):
         assert value.isfinite().all(), name
 
 
+@pytest.mark.requirement(2)
 @every_dtype
 @pytest.mark.parametrize("T", helpers.with_cuda([150], [300]))
-def test_rung2_an_infinite_gate_forgets_everything(T, dtype):
+def test_an_infinite_gate_forgets_everything(T, dtype):
     x = make_inputs(T=T, Hq=1, Hv=2, K=128, dtype=dtype)
     g = x.g.clone()
     g[:, 70] = -torch.inf
@@ -60,10 +63,11 @@ def test_rung2_an_infinite_gate_forgets_everything(T, dtype):
     helpers.assert_close("final_state", got["final_state"], helpers.to_numpy(alone["final_state"]), bound, 1)
 
 
+@pytest.mark.requirement(3)
 @every_dtype
 @lengths
 @pytest.mark.parametrize("A", [0.0, 16.0])
-def test_rung3_gate_gradient_at_both_ends(A, T, dtype):
+def test_gate_gradient_at_both_ends(A, T, dtype):
     # FlashQLA #28: dg lost its digits where everything decays and where nothing does.
     x = make_inputs(T=T, Hq=2, Hv=4, K=128, dtype=dtype, raw=True, use_beta_sigmoid_in_kernel=False)
     softplus = torch.nn.functional.softplus(x.g.float() + x.dt_bias)
@@ -71,18 +75,20 @@ def test_rung3_gate_gradient_at_both_ends(A, T, dtype):
     check(plain)
 
 
+@pytest.mark.requirement(3)
 @every_dtype
 @lengths
-def test_rung3_in_kernel_gate_with_strong_and_no_decay(T, dtype):
+def test_in_kernel_gate_with_strong_and_no_decay(T, dtype):
     x = make_inputs(T=T, Hq=2, Hv=4, K=128, dtype=dtype, raw=True)
     A_log = torch.tensor([16.0, 1.0, 1e-2, 0.0]).log().to(x.A_log)  # the last is -inf: A = 0, as older models draw it
     got, _ = check(x.replace(A_log=A_log))
     assert got["dA_log"].isfinite().all() and not got["dA_log"][3]
 
 
+@pytest.mark.requirement(3)
 @every_dtype
 @pytest.mark.parametrize("T", helpers.with_cuda([65], [150]))
-def test_rung3_first_token(T, dtype):
+def test_first_token(T, dtype):
     # Without an initial state there is nothing for the first gate to forget.
     x = make_inputs(B=2, T=T, K=128, dtype=dtype, state=False)
     got, _ = check(x)
@@ -91,9 +97,10 @@ def test_rung3_first_token(T, dtype):
     check(x)
 
 
+@pytest.mark.requirement(3)
 @every_dtype
 @pytest.mark.parametrize("T", helpers.with_cuda([65], [300]))
-def test_rung3_gate_only_moves_the_first_token(T, dtype):
+def test_gate_only_moves_the_first_token(T, dtype):
     x = make_inputs(T=T, K=128, dtype=dtype)
     g = torch.zeros_like(x.g)
     g[:, 0] = -3

@@ -1,4 +1,4 @@
-"""Rung 13: a state handed from call to call: prefill in parts, prefill then decode, and 100,000 tokens of drift."""
+"""Requirement 13: a state handed from call to call: prefill in parts, prefill then decode, and 100,000 tokens of drift."""
 
 import helpers
 import pytest
@@ -6,6 +6,8 @@ import torch
 from helpers import assert_bitwise, make_inputs
 
 import flash_qla
+
+pytestmark = pytest.mark.requirement(13)
 
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 TOKENS = ("q", "k", "v", "g", "beta")

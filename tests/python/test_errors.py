@@ -1,4 +1,4 @@
-"""Rung 18: every rule of the contract broken once, on purpose: the right exception, the right words, nothing written.
+"""Requirement 18: every rule of the contract broken once, on purpose: the right exception, the right words, nothing written.
 
 A message reads "operation: argument rule (what was given)" in some order of the last two; each case below says which
 argument and which given value must appear.
@@ -16,6 +16,8 @@ from helpers import make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_qla
+
+pytestmark = pytest.mark.requirement(18)
 
 B, T, HQ, HV, K, V, N, SLOTS = 2, 70, 2, 4, 16, 8, 2, 5
 

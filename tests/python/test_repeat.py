@@ -1,4 +1,4 @@
-"""Rungs 11, 12 and 20: the same bits from run to run, captured graphs that are replayed with other lengths, sanitizers."""
+"""Requirements 11, 12 and 20: the same bits from run to run, captured graphs that are replayed with other lengths, sanitizers."""
 
 import re
 import shutil
@@ -29,24 +29,27 @@ def assert_repeats(x, runs, **options):
             assert_bitwise(name, first[name], again[name])
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.early
 @pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
 @pytest.mark.parametrize("options", [dict(), dict(raw=True)], ids=["plain", "raw"])
 @pytest.mark.parametrize("K", helpers.with_cuda([64], [128]))
-def test_rung11_bitwise_from_run_to_run(K, options, dtype, device):
+def test_bitwise_from_run_to_run(K, options, dtype, device):
     assert_repeats(make_inputs(seqlens=[200, 0, 65, 130], Hq=2, Hv=4, K=K, dtype=dtype, **options), RUNS[device])
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.early
 @pytest.mark.path("sm90", planned=True)
 @low_precision
 @pytest.mark.parametrize("mode", [dict(), dict(auto_cp="invariant"), dict(force_intra_cp=True)], ids=str)
-def test_rung11_bitwise_from_run_to_run_where_sequences_are_cut(mode, dtype, device):
+def test_bitwise_from_run_to_run_where_sequences_are_cut(mode, dtype, device):
     assert_repeats(make_inputs(**LONG, dtype=dtype), RUNS[device] // 4, **mode)
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.cpu_only
-def test_rung11_bitwise_for_any_number_of_threads():
+def test_bitwise_for_any_number_of_threads():
     x = make_inputs(seqlens=[200, 0, 65, 130], Hq=2, Hv=4, K=64, dtype=torch.float32)
     threads = torch.get_num_threads()
     try:
@@ -73,17 +76,19 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.cpu_only
-def test_rung11_in_a_forked_child():
+def test_in_a_forked_child():
     # Data loaders fork.
     done = helpers.in_subprocess(FORKED, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.early
 @pytest.mark.cuda
 @low_precision
-def test_rung11_beside_another_kernel(dtype, device):
+def test_beside_another_kernel(dtype, device):
     x = make_inputs(seqlens=[2000, 65, 1300], Hq=2, Hv=4, K=128, dtype=dtype)
     first = helpers.run(x)
     other, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device=device)
@@ -102,12 +107,13 @@ def leave_stale(value, device):
     torch.full((2**26,), value, device=device)
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.early
 @pytest.mark.cuda
 @low_precision
 @pytest.mark.parametrize(
     "lengths, Hq, Hv", [([5809, 1244, 406, 733], 16, 32), ([2000], 16, 32), ([8192], 2, 4), ([170] * 24, 8, 8)], ids=str)
-def test_rung11_over_stale_memory(lengths, Hq, Hv, dtype, device):
+def test_over_stale_memory(lengths, Hq, Hv, dtype, device):
     # The backward of the first of these once went wrong in one call of twenty: a row of V kept what had been in its place.
     # The C++ tests do the same for every form of the kernels (tests/cpp/cuda/sm90_stale_tests.cuh).
     x = make_inputs(seqlens=lengths, Hq=Hq, Hv=Hv, dtype=dtype, drawn_on=device)
@@ -125,10 +131,11 @@ def replay_lengths(N, bound, generator):
     return torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([bound])).tolist()
 
 
+@pytest.mark.requirement(12)
 @pytest.mark.early
 @pytest.mark.cuda
 @pytest.mark.parametrize("N, dtype", [(33, torch.float16), *((N, torch.bfloat16) for N in (33, 49, 64, 128))], ids=str)
-def test_rung12_graph_replay_with_other_lengths(N, dtype, request):
+def test_graph_replay_with_other_lengths(N, dtype, request):
     # FlashInfer #3329: a captured prefill hung when it was replayed with one long and many short sequences.
     first = [512] + [6] * (N - 1)
     x = make_inputs(seqlens=first, Hq=2, Hv=4, K=128, dtype=dtype, grads=False)
@@ -146,12 +153,13 @@ def test_rung12_graph_replay_with_other_lengths(N, dtype, request):
     torch.cuda.synchronize()
 
 
+@pytest.mark.requirement(12)
 @pytest.mark.early
 @pytest.mark.cuda
 @pytest.mark.path("sm90", planned=True)
 @low_precision
 @pytest.mark.parametrize("auto_cp", [True, "invariant"])
-def test_rung12_graph_of_a_training_step_with_other_lengths(auto_cp, dtype):
+def test_graph_of_a_training_step_with_other_lengths(auto_cp, dtype):
     # Calls that are long enough to be cut: the plan is made anew in every replay.
     N, tokens = 3, 8192
     x = make_inputs(seqlens=[4096, 4000, 96], Hq=1, Hv=2, dtype=dtype)
@@ -175,9 +183,10 @@ def test_rung12_graph_of_a_training_step_with_other_lengths(auto_cp, dtype):
             helpers.compare(results, helpers.library_reference(x), dtype, where=f"{lengths}: ")
 
 
+@pytest.mark.requirement(12)
 @pytest.mark.cuda
 @low_precision
-def test_rung12_decode_graph(dtype, device):
+def test_decode_graph(dtype, device):
     x = make_inputs(B=8, T=1, Hq=2, Hv=4, K=128, dtype=dtype, grads=False, state_v_first=True)
     pool, indices = x.initial_state.clone(), torch.arange(8, device=device, dtype=torch.int32)
 
@@ -217,10 +226,11 @@ FORBIDDEN = re.compile(
     r"Synchronize|DtoH|^cu(da)?(Mem|Host)\w*(Alloc|Free)|^cudaMalloc|^cudaFree|ModuleLoad|LibraryLoad|^cudaMemcpy(?!\w*Async)")
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.cuda
 @low_precision
 @pytest.mark.parametrize("case", [dict(seqlens=[200, 0, 165], Hq=2, Hv=4), LONG], ids=str)
-def test_rung11_no_synchronisation_and_no_copies_to_the_host(case, dtype, request):
+def test_no_synchronisation_and_no_copies_to_the_host(case, dtype, request):
     x = make_inputs(**case, dtype=dtype)
     leaves = {name: getattr(x, name).requires_grad_() for name in x.DIFFERENTIABLE if getattr(x, name) is not None}
     outputs = []
@@ -243,12 +253,13 @@ def test_rung11_no_synchronisation_and_no_copies_to_the_host(case, dtype, reques
         request.node.user_properties.append(("cuda_calls", count))
 
 
+@pytest.mark.requirement(11)
 @pytest.mark.cuda
 @pytest.mark.parametrize("planted", [
     lambda x: torch.cuda.synchronize(), lambda x: torch.cuda.current_stream().synchronize(), lambda x: x.q.flatten()[0].item(),
     lambda x: x.q.cpu(), lambda x: torch.empty(1 << 29, dtype=torch.uint8, device=x.q.device)],
     ids=["device", "stream", "item", "copy", "allocation"])
-def test_rung11_a_planted_synchronisation_is_seen(planted):
+def test_a_planted_synchronisation_is_seen(planted):
     x = make_inputs(T=300, Hq=1, Hv=2, dtype=torch.bfloat16, grads=False)
     helpers.run(x, grads=False)
     torch.cuda.empty_cache()
@@ -271,10 +282,11 @@ torch.cuda.synchronize()
 """
 
 
+@pytest.mark.requirement(20)
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_rung20_compute_sanitizer(tool):
+def test_compute_sanitizer(tool):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")

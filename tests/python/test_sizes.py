@@ -1,4 +1,4 @@
-"""Rungs 5, 6 and 17: more tiles than a grid dimension holds, offsets beyond 2^31, and time that grows linearly."""
+"""Requirements 5, 6 and 17: more tiles than a grid dimension holds, offsets beyond 2^31, and time that grows linearly."""
 
 import time
 
@@ -11,15 +11,17 @@ from helpers import check, make_inputs
 import flash_qla
 
 
+@pytest.mark.requirement(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=helpers.dtype_name)
-def test_rung5_sequences_times_heads_beyond_65535(dtype):
+def test_sequences_times_heads_beyond_65535(dtype):
     # 16,500 sequences of 4 heads; lengths 0, 1, 2, 3 in turn.
     check(make_inputs(Hq=2, Hv=4, K=8, V=8, dtype=dtype, seqlens=[i % 4 for i in range(16_500)], state=dtype == torch.float32))
 
 
+@pytest.mark.requirement(5)
 @pytest.mark.path("sm90")
 @pytest.mark.parametrize("dtype", helpers.LOW, ids=helpers.dtype_name)
-def test_rung5_sequences_times_heads_beyond_65535_on_tensor_cores(dtype):
+def test_sequences_times_heads_beyond_65535_on_tensor_cores(dtype):
     # States of all sequences are gigabytes, and numpy's are more: none come in or go out, and the first, the last and those
     # around head number 65,536 stand for all.
     count = 16_500
@@ -39,16 +41,19 @@ def test_rung5_sequences_times_heads_beyond_65535_on_tensor_cores(dtype):
                         where=f"sequences from {first}: ")
 
 
+@pytest.mark.requirement(5)
 @pytest.mark.early
-def test_rung5_65536_sequences_of_one_token():
+def test_65536_sequences_of_one_token():
     check(make_inputs(Hq=1, Hv=1, K=8, V=8, seqlens=[1] * 65_536, state=False))
 
 
-def test_rung5_65536_rows_of_a_dense_batch():
+@pytest.mark.requirement(5)
+def test_65536_rows_of_a_dense_batch():
     check(make_inputs(B=65_536, T=1, Hq=1, Hv=1, K=8, V=8, state=False))
 
 
-def test_rung5_decode_of_65536_rows():
+@pytest.mark.requirement(5)
+def test_decode_of_65536_rows():
     N, K = 65_536, 8
     x = make_inputs(B=N, T=1, Hq=1, Hv=2, K=K, grads=False, state_v_first=True)
     pool = x.initial_state.clone()
@@ -66,8 +71,9 @@ def sparse(shape, strides, dtype, device):
     return torch.empty(extent, dtype=dtype, device=device).as_strided(shape, strides)
 
 
+@pytest.mark.requirement(6)
 @pytest.mark.parametrize("K, dtype", helpers.with_cuda([(16, torch.float32)], [(128, torch.bfloat16), (128, torch.float16)]), ids=str)
-def test_rung6_pool_slots_beyond_2_31_elements(K, dtype, device):
+def test_pool_slots_beyond_2_31_elements(K, dtype, device):
     slots, Hv = 3, 2
     pool = sparse((slots, Hv, K, K), (BEYOND // 2 + 64, K * K, K, 1), torch.bfloat16, device)
     x = make_inputs(seqlens=[65, 3], Hq=1, Hv=Hv, K=K, dtype=dtype, state_dtype=torch.bfloat16, grads=False, state_v_first=True)
@@ -81,9 +87,10 @@ def test_rung6_pool_slots_beyond_2_31_elements(K, dtype, device):
         helpers.assert_close("pool", pool[slot], want["final_state"][row], helpers.LOW_PRECISION["state"], 0)
 
 
+@pytest.mark.requirement(6)
 @pytest.mark.parametrize(
     "K, T, dtype", helpers.with_cuda([(16, 3, torch.bfloat16)], [(128, 70, torch.bfloat16), (128, 70, torch.float16)]), ids=str)
-def test_rung6_strides_beyond_2_31_elements(K, T, dtype, device):
+def test_strides_beyond_2_31_elements(K, T, dtype, device):
     # From 65 tokens on the gradients are a Hopper path's own, where no gradient of a final state comes in.
     x = make_inputs(T=T, Hq=1, Hv=1, K=K, dtype=dtype).replace(dht=None)
     for name in ("q", "k", "v", "do"):  # one after another: each takes 4 GB of a GPU
@@ -93,9 +100,10 @@ def test_rung6_strides_beyond_2_31_elements(K, T, dtype, device):
         del far
 
 
+@pytest.mark.requirement(6)
 @pytest.mark.slow
 @pytest.mark.cuda
-def test_rung6_long_sequence_tail_equals_slice(device):
+def test_long_sequence_tail_equals_slice(device):
     # v has 2.2e9 elements. With the state handed over, the tail alone must give the same bits as the tail of the whole.
     T, Hv, K = 540_672, 32, 128
     generator = torch.Generator(device).manual_seed(0)
@@ -136,19 +144,22 @@ def grows_linearly(small, large):
     return seconds(large) < 6 * seconds(small)
 
 
+@pytest.mark.requirement(17)
 @pytest.mark.parametrize("K, dtype", helpers.with_cuda([(32, torch.float32), (128, torch.bfloat16)], [(128, torch.float16)]), ids=str)
-def test_rung17_time_grows_linearly_with_the_length(device, K, dtype):
+def test_time_grows_linearly_with_the_length(device, K, dtype):
     T = SMALL[device]
     assert grows_linearly(*(make_inputs(T=n, Hq=1, Hv=2, K=K, dtype=dtype, state=False, drawn_on=device) for n in (T, 4 * T)))
 
 
-def test_rung17_time_grows_linearly_with_the_number_of_sequences(device):
+@pytest.mark.requirement(17)
+def test_time_grows_linearly_with_the_number_of_sequences(device):
     n = SMALL[device] // 4  # of four tokens: up to 65,536 on a GPU
     assert grows_linearly(*(make_inputs(seqlens=[4] * count, Hq=1, Hv=1, K=16, state=False) for count in (n, 4 * n)))
 
 
+@pytest.mark.requirement(17)
 @pytest.mark.slow
-def test_rung17_a_million_tokens(device):
+def test_a_million_tokens(device):
     T, K = 1_000_000, 128 if device == "cuda" else 16
     x = make_inputs(T=T, Hq=1, Hv=2, K=K, dtype=torch.bfloat16, state=False, grads=False, drawn_on=device)
     whole = helpers.run(x, grads=False, auto_cp=False)
@@ -159,15 +170,17 @@ def test_rung17_a_million_tokens(device):
     helpers.assert_close("o", whole["o"][:, -64:, 1:], want, helpers.LOW_PRECISION["state"], 2)
 
 
+@pytest.mark.requirement(17)
 @pytest.mark.slow
 @pytest.mark.cuda
-def test_rung17_largest_heads():
+def test_largest_heads():
     check(make_inputs(B=1, T=4_096, Hq=64, Hv=64, K=16, dtype=torch.bfloat16))
 
 
+@pytest.mark.requirement(17)
 @pytest.mark.slow
 @pytest.mark.cuda
-def test_rung17_many_sequences():
+def test_many_sequences():
     # K = 8: the oracle keeps the states of all sequences at once, in gigabytes from there on.
     lengths = np.random.default_rng(0).integers(0, 40, 65_536).tolist()
     check(make_inputs(seqlens=lengths, Hq=1, Hv=1, K=8, dtype=torch.bfloat16, state=False))

@@ -1,4 +1,4 @@
-"""Rung 3, swept: dg and dbeta of the Hopper backward, by length, decay, final state's gradient and auto_cp.
+"""Requirement 3, swept: dg and dbeta of the Hopper backward, by length, decay, final state's gradient and auto_cp.
 
 dg and dbeta are one inner product of rounded factors for each token and head. Where few tokens decide (strong decay, short
 sequences, a gradient of the final state that reaches a few of them) the roundings do not average out. `--table FILE` writes the
@@ -14,8 +14,10 @@ import pytest
 import torch
 from helpers import make_inputs
 
+pytestmark = pytest.mark.requirement(3)
+
 TOKENS = [65, 128, 200, 300, 512, 1000, 4096]
-# A of g = -A softplus(..), as models draw it, or the gates of the other rungs: a quarter of the heads has none.
+# A of g = -A softplus(..), as models draw it, or the gates of the other requirements: a quarter of the heads has none.
 GATES = [0.01, 1.0, 16.0, "usual"]
 SEEDS = {torch.bfloat16: range(8), torch.float16: range(2)}
 
@@ -54,7 +56,7 @@ def worst_head(name, got, want):
 @pytest.mark.path("sm90", operations=("chunk_forward",))
 @pytest.mark.parametrize(
     "T, dtype, gates, with_dht, auto_cp", list(itertools.product(TOKENS, SEEDS, GATES, [True, False], [True, False])), ids=str)
-def test_rung3_gradients_by_cause(T, dtype, gates, with_dht, auto_cp, paths, request):
+def test_gradients_by_cause(T, dtype, gates, with_dht, auto_cp, paths, request):
     failures, worst = [], dict.fromkeys(("dg", "dbeta"), 0.0)
     # auto_cp=True goes by the whole call: a seed is a call of its own.
     for seed, want in zip(SEEDS[dtype], references(T, gates, with_dht, dtype)):

@@ -1,4 +1,4 @@
-"""Rung 18, data that no call can refuse without waiting for it: offsets, slots, gates and keys in device memory, with K = V = 128.
+"""Requirement 18, data that no call can refuse without waiting for it: offsets, slots, gates and keys in device memory, with K = V = 128.
 
 tests/fuzz/malformed.py makes the calls, in a process of its own: one that went wrong would take the CUDA context of the other
 tests with it.
@@ -14,7 +14,7 @@ from helpers import Guarded, assert_bitwise, make_inputs
 import flash_qla
 
 PROGRAM = Path(__file__).resolve().parents[1] / "fuzz" / "malformed.py"
-pytestmark = pytest.mark.early
+pytestmark = [pytest.mark.requirement(18), pytest.mark.early]
 OPERATIONS = ["forward", "backward", "prefill", "checkpoints", "listed", "decode"]
 DRAWN = {"cpu": 60, "cuda": 300}
 chosen_path = pytest.mark.skipif(helpers.settings.path != "auto", reason="the program's calls take the path that the library chooses")
@@ -45,7 +45,7 @@ def test_drawn_malformed_device_data_does_no_harm(device, request):
 
 
 @pytest.mark.parametrize("dtype", helpers.LOW, ids=helpers.dtype_name)
-def test_rung18_a_refused_call_writes_nothing_and_harms_nothing(dtype):
+def test_a_refused_call_writes_nothing_and_harms_nothing(dtype):
     x = make_inputs(seqlens=[300, 65], Hq=1, Hv=2, dtype=dtype)
     first = helpers.run(x)
     helpers.compare(first, helpers.reference(x), dtype)
