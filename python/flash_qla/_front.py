@@ -13,18 +13,20 @@ from ._shapes import host_offsets
 # The module _torch, once there is a torch to be used, and what most arguments then are. Tensor subclasses are told from
 # other things one by one.
 torch_front: Any = None
+parts_front: Any = None  # the same for streams that are cut over ranks
 _USUAL: frozenset = frozenset()
 
 
 def find_torch() -> None:
     """Loads what handles torch tensors, and the operators torch.ops.flash_qla.*, if torch is imported: importing it is
     left to who has tensors of it."""
-    global torch_front, _USUAL
+    global torch_front, parts_front, _USUAL
     if torch_front is None and sys.modules.get("torch") is not None:
-        from . import _torch
+        from . import _context_parallel, _torch
 
         _ffi.load()
         _USUAL = _torch.PLAIN_TYPES
+        parts_front = _context_parallel
         torch_front = _torch
 
 

@@ -79,6 +79,9 @@ class Paths:
         _ffi.load()
         _ffi._forward = self._watched(_ffi._forward, lambda arguments: ("recurrent" if arguments[0] else FORWARD, arguments[1:]))
         _ffi._backward = self._watched(_ffi._backward, lambda arguments: (BACKWARD, arguments))
+        operations = (("part_forward", FORWARD), ("part_backward", BACKWARD), ("verify", "verify"))  # part_: with states of ranks' parts
+        for name, operation in operations:
+            _ffi._exports[name] = self._watched(_ffi.load()[name], lambda arguments, operation=operation: (operation, arguments))
         _ffi.workspace_size = self._watched_question(_ffi.workspace_size)
 
     def _watched(self, function, operation_and_options):

@@ -50,6 +50,9 @@ SIGNATURES = {
         dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required,
              final_state_indices=None),
         dict(num_accepted_tokens=None, null_index=-1, out=None, state_v_first=True, scale=None, **IN_KERNEL)),
+    "gated_delta_rule_verify": (
+        dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required),
+        dict(parents=None, states_out=None, states_out_indices=None, null_index=-1, out=None, state_v_first=True, scale=None, **IN_KERNEL)),
 }
 # Parameters of ours beyond the contract's list; all keyword-only, so that no position is taken.
 BEYOND = {"gated_delta_rule_prefill": {"auto_cp"}}
