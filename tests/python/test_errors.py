@@ -216,8 +216,11 @@ CASES = [
     *case("auto_cp number", lambda a: dict(auto_cp=2), Value, "auto_cp", "2", of=CHUNK),
     *case("tolerance of zero", lambda a: dict(cp_tolerance=0.0), Value, "cp_tolerance", "0.0", of=CHUNK),
     *case("tolerance NaN", lambda a: dict(cp_tolerance=float("nan")), Value, "cp_tolerance", "nan", of=CHUNK),
-    *case("several cards", lambda a: dict(cp_context=SimpleNamespace(group=None, pre_num_ranks=1, post_num_ranks=0, cu_seqlens=None)),
-          Missing, "cp_context", "2 ranks", of=(*CHUNK, *FWD, *BWD)),
+    *case("neighbours without a group",
+          lambda a: dict(cp_context=SimpleNamespace(group=None, pre_num_ranks=1, post_num_ranks=0, cu_seqlens=None)),
+          Value, "cp_context.group", "1 other rank(s)", of=(*CHUNK, *FWD, *BWD)),
+    *case("several cards", lambda a: dict(cp_context=SimpleNamespace(group=SimpleNamespace(size=lambda: 2, rank=lambda: 0))),
+          Missing, "cp_context", "2 ranks", of=(*FWD, *BWD)),
     # offsets on the host
     *host_offsets_case("too few", [0, 70], "cu_seqlens_cpu.shape[0]", "(2)", "(3)"),
     *host_offsets_case("not from zero", [1, 10, 70], "cu_seqlens_cpu[0]", "(1)"),

@@ -149,11 +149,14 @@ def test_context_objects_are_accepted_by_their_fields():
             helpers.assert_bitwise(name, value, got[name])
 
 
-def test_contexts_of_several_cards_are_refused():
+def test_a_context_of_several_cards_is_of_its_group_unless_told_otherwise():
     from types import SimpleNamespace
 
-    with pytest.raises(NotImplementedError, match=r"^build_cp_context: group .*\(4 ranks\)"):
-        flash_qla.build_cp_context(None, SimpleNamespace(size=lambda: 4))
+    group = SimpleNamespace(size=lambda: 4, rank=lambda: 1)
+    offsets = torch.tensor([0, 5, 12])
+    assert flash_qla.build_cp_context(offsets, group).cu_seqlens.tolist() == [0, 2, 3]
+    for alone in (flash_qla.build_cp_context(offsets, group, enable_inter=False), flash_qla.build_cp_context(offsets)):
+        assert alone.cu_seqlens is offsets and alone.ranks is None and not alone.is_cp_enabled
 
 
 def test_importing_opens_no_device_and_takes_no_torch_extension():
