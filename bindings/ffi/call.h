@@ -174,9 +174,10 @@ struct OptionalName {
 // `operation` and `path` must outlive the call: the options point to their characters, which short strings keep in
 // themselves.
 inline void fill_options(flash_qla_options* options, const ffi::String& operation, const OptionalName& path,
-                  ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel,
-                  bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode,
-                  bool force_intra_cp, ffi::Optional<double> cp_tolerance, int64_t num_threads) {
+                         ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel,
+                         bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval,
+                         int64_t cp_mode, bool force_intra_cp, ffi::Optional<double> cp_tolerance,
+                         int64_t num_threads) {
   options->operation = operation.c_str();
   options->path = path.given ? path.text.c_str() : nullptr;
   options->scale = scale.has_value() ? scale.value() : std::nan("");

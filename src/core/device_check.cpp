@@ -6,61 +6,21 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/host_tensor.h"
-#include "core/registry.h"
-#include "core/status.h"
+#include "core/device_reader.h"
 
 namespace flash_qla {
 namespace {
 
 long long as_ll(int64_t x) { return static_cast<long long>(x); }
 
-// A host copy of an integer or bool tensor of at most two dimensions.
-struct Integers {
-  std::vector<int64_t> values;
-  int64_t columns = 1;
-  bool given() const { return !values.empty(); }
-  int64_t rows() const { return static_cast<int64_t>(values.size()) / columns; }
-  int64_t at(int64_t i, int64_t j = 0) const { return values[static_cast<size_t>(i * columns + j)]; }
-};
-
 // The check of one call. A member that reads something stands before those that use it.
-class DataCheck {
+class DataCheck : public DeviceReader {
  public:
   DataCheck(const char* operation, const flash_qla_options& options, const Problem& p, void* stream)
-      : operation_(operation), options_(options), p_(p), stream_(stream) {
-    for (const DeviceAccess* access : device_accesses()) {
-      if (access->device == options.device_type) access_ = access;
-    }
-  }
-
-  // Whether the device's memory can be read now.
-  Status possible() const {
-    if (!access_->is_capturing(stream_)) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE,
-                       "%s: FLASH_QLA_CHECK (1) must be off while the stream is captured into a graph: the check reads "
-                       "device memory and waits",
-                       operation_);
-  }
+      : DeviceReader(operation, options, stream), operation_(operation), p_(p) {}
 
   Status sequences(const Tensor& cu_seqlens) {
-    if (!p_.varlen) return Status();
-    FLASH_QLA_RETURN_IF_ERROR(read(cu_seqlens, &cu_));
-    if (cu_.at(0) != 0) {
-      return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[0] (%lld) must be 0", operation_, as_ll(cu_.at(0)));
-    }
-    for (int64_t n = 0; n < p_.N; ++n) {
-      if (cu_.at(n + 1) < cu_.at(n)) {
-        return make_status(FLASH_QLA_INVALID_VALUE,
-                           "%s: cu_seqlens[%lld] (%lld) must not be below cu_seqlens[%lld] (%lld)", operation_,
-                           as_ll(n + 1), as_ll(cu_.at(n + 1)), as_ll(n), as_ll(cu_.at(n)));
-      }
-    }
-    if (cu_.at(p_.N) > p_.T) {
-      return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[%lld] (%lld) must not be above q.shape[1] (%lld)",
-                         operation_, as_ll(p_.N), as_ll(cu_.at(p_.N)), as_ll(p_.T));
-    }
-    return Status();
+    return p_.varlen ? DeviceReader::sequences(cu_seqlens, p_.T, "q.shape[1]", &cu_) : Status();
   }
 
   Status chunk_states(const Tensor& h) const {
@@ -144,31 +104,6 @@ class DataCheck {
   int64_t length(int64_t n) const { return p_.varlen ? cu_.at(n + 1) - cu_.at(n) : p_.T; }
   bool skipped(int64_t n) const { return starts_[static_cast<size_t>(n)] == kSkipped; }
 
-  // All of a tensor in one copy, or one a column where columns lie apart. Nothing of one that is absent.
-  Status read(const Tensor& t, Integers* out) const {
-    if (!present(t)) return Status();
-    out->columns = t.ndim > 1 ? t.shape[1] : 1;
-    out->values.assign(static_cast<size_t>(t.shape[0] * out->columns), 0);
-    if (!out->given()) return Status();
-    const bool together = out->columns == 1 || t.stride[1] == 1;
-    const int64_t size = size_of(dtype(t)), width = together ? out->columns : 1;
-    std::vector<unsigned char> raw(static_cast<size_t>(t.shape[0] * width * size));
-    Tensor copy = t;
-    copy.data = raw.data();
-    copy.ndim = 1;
-    copy.stride[0] = 1;
-    for (int64_t j = 0; j < out->columns; j += width) {
-      const auto* column = static_cast<const char*>(t.data) + (t.ndim > 1 ? j * t.stride[1] : 0) * size;
-      FLASH_QLA_RETURN_IF_ERROR(access_->copy_to_host(raw.data(), column, t.stride[0] * size, width * size, t.shape[0],
-                                                      options_.device_index, stream_));
-      for (int64_t i = 0; i < t.shape[0] * width; ++i) {
-        const int64_t value = dtype(t) == DType::kBool ? raw[static_cast<size_t>(i)] : load_index(copy, i);
-        out->values[static_cast<size_t>(i / width * out->columns + j + i % width)] = value;
-      }
-    }
-    return Status();
-  }
-
   Status in_pool(const char* name, int64_t i, int64_t index) const {
     if (index <= null_index_ || (index >= 0 && index < slots_)) return Status();
     return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must be %s state_pool.shape[0] (%lld)", operation_,
@@ -206,10 +141,7 @@ class DataCheck {
   }
 
   const char* operation_;
-  const flash_qla_options& options_;
   const Problem& p_;
-  void* stream_;
-  const DeviceAccess* access_ = nullptr;  // a path has been chosen: its device has one
   Integers cu_;
   std::vector<int64_t> starts_;  // [N] the slot that a row reads, kFromZero or kSkipped
   int64_t slots_ = 0, null_index_ = -1;
