@@ -135,4 +135,7 @@ FLASH_QLA_API flash_qla_status flash_qla_build_info(char* text, size_t size);
 #ifdef __cplusplus
 }
 #endif
+
+#include "flash_qla/convolution.h"
+#include "flash_qla/norm.h"
 #endif /* FLASH_QLA_FLASH_QLA_H_ */

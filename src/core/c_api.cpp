@@ -1,10 +1,11 @@
 // The C entry points of the delta rule, and build_info().
 #include "flash_qla/flash_qla.h"
 
-#include <limits>
 #include <string>
 
 #include "core/commit.h"
+#include "core/convolution.h"
+#include "core/norm.h"
 #include "core/operation.h"
 #include "core/validate.h"
 
@@ -53,13 +54,6 @@ struct ChunkBackwardOp {
     return check_backward_data(a, name, p, stream);
   }
 };
-
-flash_qla_options default_options() {
-  flash_qla_options options{};
-  options.scale = std::numeric_limits<double>::quiet_NaN();
-  options.cp_mode = FLASH_QLA_CP_AUTO;
-  return options;
-}
 
 template <class Table>
 void append_names(const char* label, const Table& table, std::string* text) {
@@ -140,6 +134,11 @@ flash_qla_status flash_qla_build_info(char* text, size_t size) {
     append_names("chunk_forward", chunk_forward_paths(), &info);
     append_names("recurrent", recurrent_paths(), &info);
     append_names("chunk_backward", chunk_backward_paths(), &info);
+    append_names("conv_forward", conv_forward_paths(), &info);
+    append_names("conv_update", conv_update_paths(), &info);
+    append_names("conv_backward", conv_backward_paths(), &info);
+    append_names("norm_gated", norm_gated_paths(), &info);
+    append_names("norm_gated_backward", norm_gated_backward_paths(), &info);
     for (const DeviceAccess* access : device_accesses()) info += access->describe();
     return copy_text(info, text, size, "build_info");
   });

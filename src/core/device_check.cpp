@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <unordered_map>
 #include <vector>
 
 #include "core/device_reader.h"
@@ -17,7 +16,7 @@ long long as_ll(int64_t x) { return static_cast<long long>(x); }
 class DataCheck : public DeviceReader {
  public:
   DataCheck(const char* operation, const flash_qla_options& options, const Problem& p, void* stream)
-      : DeviceReader(operation, options, stream), operation_(operation), p_(p) {}
+      : DeviceReader(operation, options, stream), operation_(operation), p_(p), ledger_(operation, "state_pool") {}
 
   Status sequences(const Tensor& cu_seqlens) {
     return p_.varlen ? DeviceReader::sequences(cu_seqlens, p_.T, "q.shape[1]", &cu_) : Status();
@@ -36,8 +35,7 @@ class DataCheck : public DeviceReader {
   Status starts(const flash_qla_forward_arguments& args) {
     starts_.assign(static_cast<size_t>(p_.N), kFromZero);
     if (!present(args.state_pool)) return Status();
-    slots_ = args.state_pool.shape[0];
-    null_index_ = args.null_index;
+    ledger_.open(args.state_pool.shape[0], args.null_index);
     Integers initial, has, accepted;
     FLASH_QLA_RETURN_IF_ERROR(read(args.initial_state_indices, &initial));
     FLASH_QLA_RETURN_IF_ERROR(read(args.has_initial_state, &has));
@@ -50,8 +48,8 @@ class DataCheck : public DeviceReader {
       }
       if (has.given() && has.at(n) == 0) continue;
       const int64_t index = initial.at(n, column);
-      FLASH_QLA_RETURN_IF_ERROR(in_pool("initial_state_indices", n, index));
-      starts_[static_cast<size_t>(n)] = index > null_index_ ? index : kSkipped;
+      FLASH_QLA_RETURN_IF_ERROR(ledger_.in_pool("initial_state_indices", n, index));
+      starts_[static_cast<size_t>(n)] = ledger_.is_null(index) ? kSkipped : index;
     }
     return Status();
   }
@@ -66,18 +64,12 @@ class DataCheck : public DeviceReader {
     const int64_t columns = final_tensor.ndim > 1 ? std::min(final.columns, p_.T) : 1;
     for (int64_t n = 0; n < p_.N; ++n) {
       for (int64_t t = 0; t < columns && !skipped(n); ++t) {
-        FLASH_QLA_RETURN_IF_ERROR(write(final_name, n, final.at(n, t), n));
+        FLASH_QLA_RETURN_IF_ERROR(ledger_.write(final_name, n, final.at(n, t), n));
       }
     }
     FLASH_QLA_RETURN_IF_ERROR(listed(args));
     for (int64_t n = 0; n < p_.N; ++n) {
-      const int64_t slot = starts_[static_cast<size_t>(n)];
-      const auto found = writer_.find(slot);
-      if (found != writer_.end() && found->second != n) {
-        return make_status(FLASH_QLA_INVALID_VALUE,
-                           "%s: initial_state_indices[%lld] (%lld) must not name a slot that another row writes",
-                           operation_, as_ll(n), as_ll(slot));
-      }
+      FLASH_QLA_RETURN_IF_ERROR(ledger_.read(n, starts_[static_cast<size_t>(n)]));
     }
     return Status();
   }
@@ -104,21 +96,6 @@ class DataCheck : public DeviceReader {
   int64_t length(int64_t n) const { return p_.varlen ? cu_.at(n + 1) - cu_.at(n) : p_.T; }
   bool skipped(int64_t n) const { return starts_[static_cast<size_t>(n)] == kSkipped; }
 
-  Status in_pool(const char* name, int64_t i, int64_t index) const {
-    if (index <= null_index_ || (index >= 0 && index < slots_)) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must be %s state_pool.shape[0] (%lld)", operation_,
-                       name, as_ll(i), as_ll(index), index < 0 ? "null_index at most, or from 0 to below" : "below",
-                       as_ll(slots_));
-  }
-
-  // Row `row` writes slot `index`, which entry i of `name` says.
-  Status write(const char* name, int64_t i, int64_t index, int64_t row) {
-    FLASH_QLA_RETURN_IF_ERROR(in_pool(name, i, index));
-    if (index <= null_index_ || writer_.emplace(index, row).second) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must not name a slot that is written twice",
-                       operation_, name, as_ll(i), as_ll(index));
-  }
-
   // Listed tokens: those of sequences that are not skipped write their slots.
   Status listed(const flash_qla_forward_arguments& args) {
     if (!present(args.checkpoint_offsets)) return Status();
@@ -131,11 +108,8 @@ class DataCheck : public DeviceReader {
         return make_status(FLASH_QLA_INVALID_VALUE, "%s: checkpoint_offsets[%lld] (%lld) must be from 1 to %lld tokens",
                            operation_, as_ll(m), as_ll(offset), as_ll(p_.B * p_.T));
       }
-      // The sequence of the token before the position.
-      const auto& cu = cu_.values;
-      const int64_t n =
-          p_.varlen ? std::lower_bound(cu.begin(), cu.end(), offset) - cu.begin() - 1 : (offset - 1) / p_.T;
-      if (n < p_.N && !skipped(n)) FLASH_QLA_RETURN_IF_ERROR(write("checkpoint_indices", m, slots.at(m), n));
+      const int64_t n = sequence_before(offset, cu_, p_.T);
+      if (n < p_.N && !skipped(n)) FLASH_QLA_RETURN_IF_ERROR(ledger_.write("checkpoint_indices", m, slots.at(m), n));
     }
     return Status();
   }
@@ -144,8 +118,7 @@ class DataCheck : public DeviceReader {
   const Problem& p_;
   Integers cu_;
   std::vector<int64_t> starts_;  // [N] the slot that a row reads, kFromZero or kSkipped
-  int64_t slots_ = 0, null_index_ = -1;
-  std::unordered_map<int64_t, int64_t> writer_;  // the row that writes a slot
+  SlotLedger ledger_;
 };
 
 }  // namespace

@@ -1,7 +1,9 @@
 // Reading integers from a device while a call is checked: only under check_device_data, for it waits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 #include "core/host_tensor.h"
@@ -93,5 +95,58 @@ class DeviceReader {
   void* stream_;
   const DeviceAccess* access_ = nullptr;
 };
+
+// Which row of a call writes which slot of a pool.
+class SlotLedger {
+ public:
+  // `pool`: what messages call the pool's tensor.
+  SlotLedger(const char* operation, const char* pool) : operation_(operation), pool_(pool) {}
+
+  void open(int64_t slots, int64_t null_index) {
+    slots_ = slots;
+    null_index_ = null_index;
+  }
+
+  bool is_null(int64_t index) const { return index <= null_index_; }
+
+  // Entry i of `name`, of a row that is not skipped.
+  Status in_pool(const char* name, int64_t i, int64_t index) const {
+    if (is_null(index) || (index >= 0 && index < slots_)) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must be %s %s.shape[0] (%lld)", operation_, name,
+                       number(i), number(index), index < 0 ? "null_index at most, or from 0 to below" : "below", pool_,
+                       number(slots_));
+  }
+
+  // Row `row` writes slot `index`, which entry i of `name` says.
+  Status write(const char* name, int64_t i, int64_t index, int64_t row) {
+    FLASH_QLA_RETURN_IF_ERROR(in_pool(name, i, index));
+    if (is_null(index) || writer_.emplace(index, row).second) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must not name a slot that is written twice",
+                       operation_, name, number(i), number(index));
+  }
+
+  // Row `row` reads slot `slot`: the pool is read and written in one call.
+  Status read(int64_t row, int64_t slot) const {
+    const auto found = writer_.find(slot);
+    if (found == writer_.end() || found->second == row) return Status();
+    return make_status(FLASH_QLA_INVALID_VALUE,
+                       "%s: initial_state_indices[%lld] (%lld) must not name a slot that another row writes",
+                       operation_, number(row), number(slot));
+  }
+
+ private:
+  static long long number(int64_t x) { return static_cast<long long>(x); }
+
+  const char *operation_, *pool_;
+  int64_t slots_ = 0, null_index_ = -1;
+  std::unordered_map<int64_t, int64_t> writer_;  // the row that writes a slot
+};
+
+// The sequence of the token before a packed position: `cu` are the offsets, absent where rows of T tokens follow each
+// other.
+inline int64_t sequence_before(int64_t position, const Integers& cu, int64_t T) {
+  if (!cu.given()) return (position - 1) / T;
+  return std::lower_bound(cu.values.begin(), cu.values.end(), position) - cu.values.begin() - 1;
+}
 
 }  // namespace flash_qla

@@ -1,6 +1,10 @@
 #include "core/registry.h"
 
+#include "core/convolution.h"
+#include "core/norm.h"
+#include "cpu/layer/paths.h"
 #include "cpu/paths.h"
+#include "reference/layer/paths.h"
 #include "reference/paths.h"
 #ifdef FLASH_QLA_WITH_CUDA
 #include "cuda/paths.h"
@@ -36,6 +40,46 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
       &kSm90ChunkBackward, &kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
 #endif
       &kCpuChunkBackward,  &kReferenceChunkBackward,
+  };
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_forward_paths() {
+  static const std::vector<const ConvPath*> paths = {
+      &kCpuConvForward,
+      &kReferenceConvForward,
+  };
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_update_paths() {
+  static const std::vector<const ConvPath*> paths = {
+      &kCpuConvUpdate,
+      &kReferenceConvUpdate,
+  };
+  return paths;
+}
+
+const std::vector<const ConvBackwardPath*>& conv_backward_paths() {
+  static const std::vector<const ConvBackwardPath*> paths = {
+      &kCpuConvBackward,
+      &kReferenceConvBackward,
+  };
+  return paths;
+}
+
+const std::vector<const NormPath*>& norm_gated_paths() {
+  static const std::vector<const NormPath*> paths = {
+      &kCpuNormGated,
+      &kReferenceNormGated,
+  };
+  return paths;
+}
+
+const std::vector<const NormBackwardPath*>& norm_gated_backward_paths() {
+  static const std::vector<const NormBackwardPath*> paths = {
+      &kCpuNormGatedBackward,
+      &kReferenceNormGatedBackward,
   };
   return paths;
 }
