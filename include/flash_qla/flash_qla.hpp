@@ -177,3 +177,5 @@ struct ChunkBackward {
 inline std::string build_info() { return detail::whole_text(flash_qla_build_info); }
 
 }  // namespace flash_qla
+
+#include "flash_qla/layer.hpp"

@@ -14,6 +14,13 @@ from typing import Any
 from . import _distribution, ops  # noqa: F401
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
+from .ops.convolution import (
+    causal_conv1d,
+    causal_conv1d_decode,
+    causal_conv1d_fn,
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+)
 from .ops.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
@@ -23,6 +30,7 @@ from .ops.gated_delta_rule import (
     gated_delta_rule_prefill,
 )
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
+from .ops.norm import rms_norm_gated
 
 __version__: str
 
@@ -32,6 +40,11 @@ __all__ = [
     "FlashQLACPContext",
     "build_cp_context",
     "build_info",
+    "causal_conv1d",
+    "causal_conv1d_decode",
+    "causal_conv1d_fn",
+    "causal_conv1d_prefill",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
@@ -40,6 +53,7 @@ __all__ = [
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
     "ops",
+    "rms_norm_gated",
     "use_path",
     "workspace_size",
 ]

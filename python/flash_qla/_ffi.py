@@ -126,3 +126,14 @@ def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
     """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
     _call(_backward or load()["backward"], allocate, arguments)
+
+
+_exports: dict = {}
+
+
+def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """Export `name` of bindings/ffi/layer.cpp, without its first and its last argument; as forward()."""
+    function = _exports.get(name)
+    if function is None:
+        function = _exports[name] = load()[name]
+    return _call(function, allocate, arguments)

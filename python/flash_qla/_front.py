@@ -10,21 +10,23 @@ from typing import Any, Sequence
 from . import _ffi
 from ._shapes import host_offsets
 
-# The module _torch, once there is a torch to be used, and what most arguments then are. Tensor subclasses are told from
-# other things one by one.
+# The modules _torch and _torch_layer, once there is a torch to be used, and what most arguments then are. Tensor
+# subclasses are told from other things one by one.
 torch_front: Any = None
+torch_layer: Any = None
 _USUAL: frozenset = frozenset()
 
 
 def find_torch() -> None:
     """Loads what handles torch tensors, and the operators torch.ops.flash_qla.*, if torch is imported: importing it is
     left to who has tensors of it."""
-    global torch_front, _USUAL
+    global torch_front, torch_layer, _USUAL
     if torch_front is None and sys.modules.get("torch") is not None:
-        from . import _torch
+        from . import _torch, _torch_layer
 
         _ffi.load()
         _USUAL = _torch.PLAIN_TYPES
+        torch_layer = _torch_layer
         torch_front = _torch
 
 
@@ -56,6 +58,18 @@ def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> boo
         if value is None:
             raise TypeError(f"{operation}: {name} (None) must be a tensor or an array")
     return on_torch
+
+
+def require_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> None:
+    """TypeError for an argument that is neither None nor a torch tensor, or for a first one that is None."""
+    find_torch()
+    if values[0] is not None and _USUAL.issuperset(map(type, values)):
+        return
+    for i, (name, value) in enumerate(zip(names, values)):
+        if value is None and i > 0:
+            continue
+        if torch_front is None or not isinstance(value, torch_front.Tensor):
+            raise TypeError(f"{operation}: {name} ({type(value).__name__}) must be a torch.Tensor")
 
 
 def check_host_offsets(operation: str, q: Any, cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
