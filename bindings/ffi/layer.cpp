@@ -35,10 +35,10 @@ struct Part {
 // `count` channels of dimension `axis`, from `first` on.
 flash_qla_tensor slice(flash_qla_tensor t, int32_t axis, int64_t first, int64_t count) {
   if (t.ndim <= axis) return t;
-  const int64_t bytes = t.dtype == FLASH_QLA_FLOAT64                                        ? 8
-                        : t.dtype == FLASH_QLA_FLOAT32 || t.dtype == FLASH_QLA_INT32        ? 4
-                        : t.dtype == FLASH_QLA_BFLOAT16 || t.dtype == FLASH_QLA_FLOAT16     ? 2
-                                                                                            : 1;
+  const int64_t bytes = t.dtype == FLASH_QLA_FLOAT64                                    ? 8
+                        : t.dtype == FLASH_QLA_FLOAT32 || t.dtype == FLASH_QLA_INT32    ? 4
+                        : t.dtype == FLASH_QLA_BFLOAT16 || t.dtype == FLASH_QLA_FLOAT16 ? 2
+                                                                                        : 1;
   t.data = static_cast<char*>(t.data) + first * t.stride[axis] * bytes;
   t.shape[axis] = count;
   return t;
@@ -171,18 +171,19 @@ void fill_layer_options(flash_qla_options* options, const ffi::String& operation
   options->num_threads = static_cast<int32_t>(num_threads);
 }
 
-// flash_qla_conv_forward_* and flash_qla_conv_update_*. With interleaved channels a and b are one tensor, given as both.
+// flash_qla_conv_forward_* and flash_qla_conv_update_*. With interleaved channels a and b are one tensor, given as
+// both.
 ffi::Any conv(int64_t action, bool update, ffi::String operation, ffi::Optional<ffi::String> path, int64_t num_threads,
               int64_t activation, int64_t layout, int64_t normalised, int64_t key_heads, int64_t value_heads, int64_t K,
               int64_t V, bool allow_neg_eigval, ffi::TensorView x, OptionalTensor x2, OptionalTensor x3,
               ffi::TensorView weight, OptionalTensor bias, OptionalTensor residual, OptionalTensor initial_state,
               OptionalTensor final_state, OptionalTensor cu_seqlens, OptionalTensor seq_idx,
-              OptionalTensor initial_state_indices, OptionalTensor final_state_indices, OptionalTensor has_initial_state,
-              int64_t null_index, OptionalTensor num_accepted_tokens, OptionalTensor cache_seqlens,
-              OptionalTensor draft_states, OptionalTensor draft_state_indices, OptionalTensor checkpoint_offsets,
-              OptionalTensor checkpoint_indices, OptionalTensor a, OptionalTensor b, OptionalTensor A_log,
-              OptionalTensor dt_bias, ffi::TensorView y, OptionalTensor inverse_norm, OptionalTensor g,
-              OptionalTensor beta, OptionalTensor workspace) {
+              OptionalTensor initial_state_indices, OptionalTensor final_state_indices,
+              OptionalTensor has_initial_state, int64_t null_index, OptionalTensor num_accepted_tokens,
+              OptionalTensor cache_seqlens, OptionalTensor draft_states, OptionalTensor draft_state_indices,
+              OptionalTensor checkpoint_offsets, OptionalTensor checkpoint_indices, OptionalTensor a, OptionalTensor b,
+              OptionalTensor A_log, OptionalTensor dt_bias, ffi::TensorView y, OptionalTensor inverse_norm,
+              OptionalTensor g, OptionalTensor beta, OptionalTensor workspace) {
   const OptionalName path_name(path);
   flash_qla_conv_arguments args;
   flash_qla_conv_arguments_init(&args);
@@ -241,12 +242,11 @@ ffi::Any conv(int64_t action, bool update, ffi::String operation, ffi::Optional<
   args.dt_bias = call.tensor("dt_bias", dt_bias);
   args.g = call.tensor("g", g);
   args.beta = call.tensor("beta", beta);
-  return update ? run_or_explain(static_cast<Action>(action), args, call, workspace,
-                                 flash_qla_conv_update_workspace_size, flash_qla_conv_update_run,
-                                 flash_qla_conv_update_explain)
-                : run_or_explain(static_cast<Action>(action), args, call, workspace,
-                                 flash_qla_conv_forward_workspace_size, flash_qla_conv_forward_run,
-                                 flash_qla_conv_forward_explain);
+  return update
+             ? run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_conv_update_workspace_size,
+                              flash_qla_conv_update_run, flash_qla_conv_update_explain)
+             : run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_conv_forward_workspace_size,
+                              flash_qla_conv_forward_run, flash_qla_conv_forward_explain);
 }
 
 // flash_qla_conv_backward_*.

@@ -36,13 +36,13 @@ typedef struct flash_qla_conv_part {
                                      optional. L >= W - 1 inputs, oldest first */
   flash_qla_tensor final_state;   /* as initial_state, and may be the same memory: the last L of state and inputs */
   flash_qla_tensor y;             /* out, as x; conv_update: may be x */
-  flash_qla_tensor inverse_norm;  /* out, optional, with l2norm: [B, T, H] float32 (float64), 1 / sqrt(..) of each row */
-  int32_t l2norm;                 /* normalise each head: D is at most 256 */
+  flash_qla_tensor inverse_norm; /* out, optional, with l2norm: [B, T, H] float32 (float64), 1 / sqrt(..) of each row */
+  int32_t l2norm;                /* normalise each head: D is at most 256 */
 } flash_qla_conv_part;
 
 /* conv_forward: whole sequences. conv_update: the next tokens of each sequence, whose states are read and written. */
 typedef struct flash_qla_conv_arguments {
-  size_t struct_size; /* sizeof(flash_qla_conv_arguments), set by the init function; another one is refused */
+  size_t struct_size;        /* sizeof(flash_qla_conv_arguments), set by the init function; another one is refused */
   flash_qla_options options; /* of which the layer's operations read allow_neg_eigval (beta is doubled),
                                 check_device_data, num_threads, path, operation and the device */
   flash_qla_conv_part parts[FLASH_QLA_MAX_CONV_PARTS];

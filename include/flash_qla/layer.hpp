@@ -43,9 +43,9 @@ struct Operation {
 }  // namespace detail
 
 // Whole sequences.
-struct ConvForward : detail::Operation<ConvArguments, flash_qla_conv_forward_can_implement,
-                                       flash_qla_conv_forward_workspace_size, flash_qla_conv_forward_run,
-                                       flash_qla_conv_forward_explain> {};
+struct ConvForward
+    : detail::Operation<ConvArguments, flash_qla_conv_forward_can_implement, flash_qla_conv_forward_workspace_size,
+                        flash_qla_conv_forward_run, flash_qla_conv_forward_explain> {};
 
 // The next tokens of each sequence.
 struct ConvUpdate
@@ -61,9 +61,9 @@ struct NormGated
     : detail::Operation<NormGatedArguments, flash_qla_norm_gated_can_implement, flash_qla_norm_gated_workspace_size,
                         flash_qla_norm_gated_run, flash_qla_norm_gated_explain> {};
 
-struct NormGatedBackward
-    : detail::Operation<NormGatedBackwardArguments, flash_qla_norm_gated_backward_can_implement,
-                        flash_qla_norm_gated_backward_workspace_size, flash_qla_norm_gated_backward_run,
-                        flash_qla_norm_gated_backward_explain> {};
+struct NormGatedBackward : detail::Operation<NormGatedBackwardArguments, flash_qla_norm_gated_backward_can_implement,
+                                             flash_qla_norm_gated_backward_workspace_size,
+                                             flash_qla_norm_gated_backward_run, flash_qla_norm_gated_backward_explain> {
+};
 
 }  // namespace flash_qla

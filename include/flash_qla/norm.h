@@ -59,10 +59,9 @@ flash_qla_norm_gated_backward_can_implement(const flash_qla_norm_gated_backward_
 FLASH_QLA_API flash_qla_status
 flash_qla_norm_gated_backward_workspace_size(const flash_qla_norm_gated_backward_arguments* args, size_t* bytes);
 FLASH_QLA_API flash_qla_status flash_qla_norm_gated_backward_run(const flash_qla_norm_gated_backward_arguments* args,
-                                                                 void* workspace, size_t workspace_bytes,
-                                                                 void* stream);
-FLASH_QLA_API flash_qla_status flash_qla_norm_gated_backward_explain(
-    const flash_qla_norm_gated_backward_arguments* args, char* text, size_t size);
+                                                                 void* workspace, size_t workspace_bytes, void* stream);
+FLASH_QLA_API flash_qla_status
+flash_qla_norm_gated_backward_explain(const flash_qla_norm_gated_backward_arguments* args, char* text, size_t size);
 
 #ifdef __cplusplus
 }

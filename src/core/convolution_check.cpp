@@ -72,7 +72,8 @@ class ConvDataCheck : public DeviceReader {
     FLASH_QLA_RETURN_IF_ERROR(read(own ? args_.final_state_indices : args_.initial_state_indices, &final));
     for (int64_t n = 0; n < p_.N; ++n) {
       if (starts_[static_cast<size_t>(n)] == kSkipped) continue;
-      FLASH_QLA_RETURN_IF_ERROR(ledger_.write(own ? "final_state_indices" : "initial_state_indices", n, final.at(n), n));
+      FLASH_QLA_RETURN_IF_ERROR(
+          ledger_.write(own ? "final_state_indices" : "initial_state_indices", n, final.at(n), n));
     }
     return Status();
   }

@@ -18,12 +18,12 @@ struct ConvSource {
 
 struct ConvSequence {
   int64_t b = 0, begin = 0, length = 0;
-  bool skipped = false;     // y = 0, nothing read or written
-  int64_t read_row = -1;    // of initial_state; -1: zeros
-  int64_t write_row = -1;   // of final_state; -1: not written
-  int64_t draft_row = -1;   // of draft_states
-  int64_t accepted = -1;    // num_accepted_tokens - 1; -1: not given
-  int64_t ring = -1;        // cache_seqlens mod L; -1: not given
+  bool skipped = false;    // y = 0, nothing read or written
+  int64_t read_row = -1;   // of initial_state; -1: zeros
+  int64_t write_row = -1;  // of final_state; -1: not written
+  int64_t draft_row = -1;  // of draft_states
+  int64_t accepted = -1;   // num_accepted_tokens - 1; -1: not given
+  int64_t ring = -1;       // cache_seqlens mod L; -1: not given
 
   // The input `steps` places before the sequence's first token, 1 .. W - 1.
   ConvSource before(int64_t steps, const ConvProblem& p) const {
@@ -124,7 +124,8 @@ inline std::vector<ConvCheckpoint> conv_checkpoints(const flash_qla_conv_argumen
     const int64_t slot = slot_or_skip(load_index(args.checkpoint_indices, m), args.null_index, p.slots);
     if (tokens > 0 && slot >= 0) list.push_back({s - sequences.begin(), tokens, slot});
   }
-  std::stable_sort(list.begin(), list.end(), [](const ConvCheckpoint& x, const ConvCheckpoint& y) { return x.n < y.n; });
+  std::stable_sort(list.begin(), list.end(),
+                   [](const ConvCheckpoint& x, const ConvCheckpoint& y) { return x.n < y.n; });
   return list;
 }
 

@@ -62,19 +62,15 @@ class ConvRules : public TensorChecks {
                                       : dtype_is(t, DType::kFloat32, "float32");
   }
 
-  Status dtype_float(const Named& t, const ConvProblem& p) const {
-    return TensorChecks::dtype_float(t, p.dtype, "x");
-  }
+  Status dtype_float(const Named& t, const ConvProblem& p) const { return TensorChecks::dtype_float(t, p.dtype, "x"); }
 
   // A [B, T, H, D] tensor of a part, in x's dtype.
   template <class Part>
   Status like_x(const Named& t, const Part& part, Role role, const ConvProblem& p) const {
     if (!present(t.tensor)) return Status();
-    FLASH_QLA_RETURN_IF_ERROR(shape(t, role,
-                                    {{p.B, "x.shape[0]"},
-                                     {p.T, "x.shape[1]"},
-                                     {part.x.shape[2], "x.shape[2]"},
-                                     {part.x.shape[3], "x.shape[3]"}}));
+    FLASH_QLA_RETURN_IF_ERROR(shape(
+        t, role,
+        {{p.B, "x.shape[0]"}, {p.T, "x.shape[1]"}, {part.x.shape[2], "x.shape[2]"}, {part.x.shape[3], "x.shape[3]"}}));
     return dtype_is(t, p.dtype, "that of x");
   }
 
@@ -92,11 +88,11 @@ class ConvRules : public TensorChecks {
                            as_ll(entries), as_ll(p->W - 1));
       }
     }
-    const Extent wanted = pool ? Extent{p->slots, "the slots of the other states"} : Extent{p->N, "the number of sequences"};
-    FLASH_QLA_RETURN_IF_ERROR(shape(t, role,
-                                    {wanted,
-                                     {part.x.shape[2] * part.x.shape[3], "x.shape[2] * x.shape[3]"},
-                                     {p->L, "that of the other states"}}));
+    const Extent wanted =
+        pool ? Extent{p->slots, "the slots of the other states"} : Extent{p->N, "the number of sequences"};
+    FLASH_QLA_RETURN_IF_ERROR(shape(
+        t, role,
+        {wanted, {part.x.shape[2] * part.x.shape[3], "x.shape[2] * x.shape[3]"}, {p->L, "that of the other states"}}));
     return dtype_float(t, *p);
   }
 
@@ -135,8 +131,8 @@ class ConvRules : public TensorChecks {
   Status inputs(const Part& part, ConvProblem* p) const {
     const Named x{"x", part.x}, weight{"weight", part.weight}, bias{"bias", part.bias};
     FLASH_QLA_RETURN_IF_ERROR(require(x));
-    FLASH_QLA_RETURN_IF_ERROR(
-        shape(x, Role::kInput, {{p->B, "that of the other parts"}, {p->T, "that of the other parts"}, {-1, ""}, {-1, ""}}));
+    FLASH_QLA_RETURN_IF_ERROR(shape(
+        x, Role::kInput, {{p->B, "that of the other parts"}, {p->T, "that of the other parts"}, {-1, ""}, {-1, ""}}));
     FLASH_QLA_RETURN_IF_ERROR(dtype_is(x, p->dtype, "that of the other parts"));
     const int64_t heads = x.tensor.shape[2], dim = x.tensor.shape[3];
     if (heads < 1 || dim < 1) {
@@ -164,8 +160,8 @@ class ConvRules : public TensorChecks {
 };
 
 Status ConvRules::gates(const flash_qla_conv_arguments& args, ConvProblem* p) const {
-  const Named a{"a", args.a}, b{"b", args.b}, A_log{"A_log", args.A_log}, dt_bias{"dt_bias", args.dt_bias}, g{"g", args.g},
-      beta{"beta", args.beta};
+  const Named a{"a", args.a}, b{"b", args.b}, A_log{"A_log", args.A_log}, dt_bias{"dt_bias", args.dt_bias},
+      g{"g", args.g}, beta{"beta", args.beta};
   if (present(a.tensor) != present(g.tensor)) return value_error("a and g must both be given, or neither");
   if (present(b.tensor) != present(beta.tensor)) return value_error("b and beta must both be given, or neither");
   if (!present(a.tensor)) {
@@ -201,8 +197,8 @@ Status ConvRules::gates(const flash_qla_conv_arguments& args, ConvProblem* p) co
 }
 
 Status ConvRules::pools(const flash_qla_conv_arguments& args, ConvKind kind, const ConvProblem& p) const {
-  const Named initial{"initial_state_indices", args.initial_state_indices}, final{"final_state_indices", args.final_state_indices},
-      has{"has_initial_state", args.has_initial_state};
+  const Named initial{"initial_state_indices", args.initial_state_indices},
+      final{"final_state_indices", args.final_state_indices}, has{"has_initial_state", args.has_initial_state};
   for (const Named& t : {initial, final}) {
     if (!present(t.tensor)) continue;
     FLASH_QLA_RETURN_IF_ERROR(require({"initial_state", args.parts[0].initial_state}));
@@ -218,7 +214,8 @@ Status ConvRules::pools(const flash_qla_conv_arguments& args, ConvKind kind, con
     FLASH_QLA_RETURN_IF_ERROR(dtype_is(has, DType::kBool, "bool"));
   }
   if (kind == ConvKind::kUpdate) FLASH_QLA_RETURN_IF_ERROR(require({"initial_state", args.parts[0].initial_state}));
-  const Named offsets{"checkpoint_offsets", args.checkpoint_offsets}, slots{"checkpoint_indices", args.checkpoint_indices};
+  const Named offsets{"checkpoint_offsets", args.checkpoint_offsets},
+      slots{"checkpoint_indices", args.checkpoint_indices};
   if (!present(offsets.tensor) && !present(slots.tensor)) return Status();
   for (const Named& t : {offsets, slots}) {
     if (kind == ConvKind::kUpdate) FLASH_QLA_RETURN_IF_ERROR(forbid(t, "must be left to conv_forward"));
@@ -246,8 +243,8 @@ Status ConvRules::drafts(const flash_qla_conv_arguments& args, ConvKind kind, co
     FLASH_QLA_RETURN_IF_ERROR(vector_of_sequences(accepted, p));
     const int64_t needed = p.W - 2 + (p.varlen ? 1 : p.T);
     if (p.L < needed) {
-      return value_error("initial_state.shape[2] (%lld) must be at least weight.shape[1] - 2 + the tokens (%lld)", as_ll(p.L),
-                         as_ll(needed));
+      return value_error("initial_state.shape[2] (%lld) must be at least weight.shape[1] - 2 + the tokens (%lld)",
+                         as_ll(p.L), as_ll(needed));
     }
   }
   if (present(ring.tensor)) FLASH_QLA_RETURN_IF_ERROR(vector_of_sequences(ring, p));
@@ -260,9 +257,10 @@ Status ConvRules::drafts(const flash_qla_conv_arguments& args, ConvKind kind, co
   FLASH_QLA_RETURN_IF_ERROR(dtype_float(states, p));
   if (present(rows.tensor)) return vector_of_sequences(rows, p);
   if (states.tensor.shape[0] < p.N) {
-    return value_error("draft_states.shape[0] (%lld) must be at least the number of sequences (%lld) without "
-                       "draft_state_indices",
-                       as_ll(states.tensor.shape[0]), as_ll(p.N));
+    return value_error(
+        "draft_states.shape[0] (%lld) must be at least the number of sequences (%lld) without "
+        "draft_state_indices",
+        as_ll(states.tensor.shape[0]), as_ll(p.N));
   }
   return Status();
 }

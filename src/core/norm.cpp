@@ -72,8 +72,8 @@ Status validate(const flash_qla_norm_gated_arguments& args, const char* operatio
   if (present(inverse_rms.tensor)) {
     FLASH_QLA_RETURN_IF_ERROR(check.shape(inverse_rms, Role::kOutput, {{p->rows, "the rows of x"}}));
     const bool wide = p->dtype == DType::kFloat64;
-    FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(inverse_rms, wide ? DType::kFloat64 : DType::kFloat32,
-                                             wide ? "float64, as x is" : "float32"));
+    FLASH_QLA_RETURN_IF_ERROR(
+        check.dtype_is(inverse_rms, wide ? DType::kFloat64 : DType::kFloat32, wide ? "float64, as x is" : "float32"));
   }
   const Named written[] = {y, inverse_rms};
   const Named others[] = {{"x", args.x}, {"z", args.z}, {"weight", args.weight}, {"bias", args.bias}};

@@ -1,6 +1,6 @@
-// The convolution's gradients. u is computed again from the inputs. One task is a run of tokens and a block of channels:
-// it has du of its tokens and of the W - 1 after them, so that no task adds to another's dx. Sums over tokens (weights,
-// bias) leave one part a run, which are added in the order of the runs, in double.
+// The convolution's gradients. u is computed again from the inputs. One task is a run of tokens and a block of
+// channels: it has du of its tokens and of the W - 1 after them, so that no task adds to another's dx. Sums over tokens
+// (weights, bias) leave one part a run, which are added in the order of the runs, in double.
 #include "cpu/layer/conv_rows.h"
 #include "cpu/layer/paths.h"
 #include "cpu/threads.h"
@@ -51,7 +51,8 @@ struct Layout {
   std::vector<Scratch<T>> scratch;
 
   Layout(Arena* arena, const Arguments& args, const ConvProblem& p, const std::vector<ChannelBlock>& blocks) {
-    const int64_t runs = p.B * ceil_div(p.T, kRunTokens), tasks = std::max(runs, p.N) * static_cast<int64_t>(blocks.size());
+    const int64_t runs = p.B * ceil_div(p.T, kRunTokens),
+                  tasks = std::max(runs, p.N) * static_cast<int64_t>(blocks.size());
     int64_t columns = 0;
     for (const ChannelBlock& block : blocks) columns += padded(block.columns);
     sums = arena->take<T>(runs * (p.W + 1) * columns);
@@ -96,8 +97,7 @@ class ConvBackward {
  private:
   // [W + 1, stride] sums of a run and a block.
   T* sums_of(int64_t block, int64_t run) const {
-    return sums_[static_cast<size_t>(block)] +
-           run * (p_.W + 1) * padded(blocks_[static_cast<size_t>(block)].columns);
+    return sums_[static_cast<size_t>(block)] + run * (p_.W + 1) * padded(blocks_[static_cast<size_t>(block)].columns);
   }
 
   void load_task(const Part& part, const ChannelBlock& block, Scratch<T>* scratch) const {
@@ -198,8 +198,7 @@ class ConvBackward {
   }
 
   bool same_index(int64_t b, int64_t t, int64_t later) const {
-    return !present(args_.seq_idx) ||
-           sequence_index(args_.seq_idx, b, t) == sequence_index(args_.seq_idx, b, later);
+    return !present(args_.seq_idx) || sequence_index(args_.seq_idx, b, t) == sequence_index(args_.seq_idx, b, later);
   }
 
   // The final state holds the last L inputs.

@@ -54,8 +54,7 @@ class ConvForward {
     if (present(args_.parts[0].final_state)) {
       const double moved = kConvOperations * static_cast<double>(p_.N * p_.L * p_.channels);
       parallel_for(p_.N * blocks, worthwhile_threads(threads, moved), [&](int64_t task, int64_t worker) {
-        store_states(task / blocks, blocks_[static_cast<size_t>(task % blocks)],
-                     &scratch[static_cast<size_t>(worker)]);
+        store_states(task / blocks, blocks_[static_cast<size_t>(task % blocks)], &scratch[static_cast<size_t>(worker)]);
       });
     }
     conv_gates(args_, p_);

@@ -14,9 +14,10 @@
 
 namespace flash_qla::cpu {
 
-// Tokens of a run, and channels of a block whose head is not normalised: inputs and outputs of 128 x 256 in float32 take
-// 270 KiB, half of a small second-level cache. Narrower blocks touch too many pages: 256 x 64 takes 1.2 times as long in
-// float32 and 1.35 times in bfloat16 (2048 tokens of 2048 channels). The rows before a run are converted once more.
+// Tokens of a run, and channels of a block whose head is not normalised: inputs and outputs of 128 x 256 in float32
+// take 270 KiB, half of a small second-level cache. Narrower blocks touch too many pages: 256 x 64 takes 1.2 times as
+// long in float32 and 1.35 times in bfloat16 (2048 tokens of 2048 channels). The rows before a run are converted once
+// more.
 constexpr int64_t kRunTokens = 128;
 constexpr int64_t kBlockChannels = 256;
 
@@ -112,8 +113,8 @@ struct ConvRows {
   void load_weights(const Part& part, const ChannelBlock& block, int64_t W) {
     stride = padded(block.columns);
     std::fill_n(zero, stride, T(0));
-    const View w = view_at(part.weight, block.channel * part.weight.stride[0], part.weight.stride[1],
-                           part.weight.stride[0]);
+    const View w =
+        view_at(part.weight, block.channel * part.weight.stride[0], part.weight.stride[1], part.weight.stride[0]);
     load_rows(w, W, block.columns, stride, weights);
     if (!present(part.bias)) return static_cast<void>(std::fill_n(bias, stride, T(0)));
     load_rows(view_at(part.bias, block.channel * part.bias.stride[0], 0, part.bias.stride[0]), 1, block.columns, stride,
@@ -146,7 +147,8 @@ struct ConvRows {
     return position >= s.begin ? input(position) : history + (W - 1 + position - s.begin) * stride;
   }
 
-  // The terms of tokens [begin, end) of a sequence, of `seq_idx` where it is given; those of token i go to taps[i - at].
+  // The terms of tokens [begin, end) of a sequence, of `seq_idx` where it is given; those of token i go to taps[i -
+  // at].
   void set_taps(const Tensor& seq_idx, const ConvSequence& s, int64_t begin, int64_t end, int64_t at, int64_t W) const {
     for (int64_t t = begin; t < end; ++t) {
       const T** token = taps + (t - at) * W;

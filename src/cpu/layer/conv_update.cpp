@@ -1,5 +1,5 @@
-// The convolution of the next tokens of each sequence. A task is one sequence and a block of channels: it reads all that
-// it needs before it writes anything, so that states and inputs are replaced in place.
+// The convolution of the next tokens of each sequence. A task is one sequence and a block of channels: it reads all
+// that it needs before it writes anything, so that states and inputs are replaced in place.
 #include "cpu/layer/conv_output.h"
 #include "cpu/layer/conv_states.h"
 #include "cpu/layer/paths.h"
@@ -61,9 +61,8 @@ class ConvUpdate {
     load_state(part, block, s, p_, stride, scratch->states);
     if (s.draft_row >= 0) store_drafts(s, block, rows, scratch->states.after);
     if (s.write_row >= 0) {
-      store_state(part, block, s, s.length, s.write_row, p_, stride, scratch->states, [&](int64_t t, T* to) {
-        std::copy_n(rows.input(begin + t), stride, to);
-      });
+      store_state(part, block, s, s.length, s.write_row, p_, stride, scratch->states,
+                  [&](int64_t t, T* to) { std::copy_n(rows.input(begin + t), stride, to); });
     }
     scratch->out.store(part, block, s.b, begin, end, stride);
   }

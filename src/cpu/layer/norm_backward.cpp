@@ -1,5 +1,5 @@
-// The gradients of the gated norm: r and the gate are computed again. A task is some rows, and leaves a part of the sums
-// over rows; the parts are added in their order, in double.
+// The gradients of the gated norm: r and the gate are computed again. A task is some rows, and leaves a part of the
+// sums over rows; the parts are added in their order, in double.
 #include <vector>
 
 #include "cpu/layer/norm_rows.h"
@@ -131,7 +131,7 @@ Status run(const Arguments& args, const NormProblem& p, void* workspace, void*) 
 }  // namespace
 }  // namespace cpu
 
-const NormBackwardPath kCpuNormGatedBackward = {"cpu",       FLASH_QLA_CPU,      false,
+const NormBackwardPath kCpuNormGatedBackward = {"cpu",       FLASH_QLA_CPU,       false,
                                                 cpu::accept, cpu::workspace_size, cpu::run};
 
 }  // namespace flash_qla

@@ -44,7 +44,8 @@ void store_entries(const Tensor& t, int64_t row, int64_t channel, const std::vec
 
 // The states that one channel of a sequence leaves: in slots, after draft tokens, at the end.
 void states(const Arguments& args, const flash_qla_conv_part& part, int64_t first_channel, const ConvSequence& s,
-            int64_t n, const std::vector<ConvCheckpoint>& checkpoints, int64_t head, int64_t dim, const ConvProblem& p) {
+            int64_t n, const std::vector<ConvCheckpoint>& checkpoints, int64_t head, int64_t dim,
+            const ConvProblem& p) {
   const int64_t channel = head * part.x.shape[3] + dim;
   if (s.draft_row >= 0) {
     for (int64_t t = 0; t < std::min(s.length, args.draft_states.shape[1]); ++t) {
@@ -108,7 +109,8 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void*) {
       std::vector<double> inputs, entries;
       // A copy of the sequence's inputs and state, contiguous and in fp64.
       for (int64_t t = 0; t < s.length; ++t) {
-        for (int64_t c = 0; c < H * D; ++c) inputs.push_back(load(part.x, offset_of(part.x, s.b, s.begin + t, c / D, c % D)));
+        for (int64_t c = 0; c < H * D; ++c)
+          inputs.push_back(load(part.x, offset_of(part.x, s.b, s.begin + t, c / D, c % D)));
       }
       ConvSequence own = s;
       own.b = 0;
@@ -116,7 +118,8 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void*) {
       before.x = tensor(inputs.data(), DType::kFloat64, {1, s.length, H, D});
       if (s.read_row >= 0) {
         for (int64_t c = 0; c < H * D; ++c) {
-          for (int64_t l = 0; l < p.L; ++l) entries.push_back(load(part.initial_state, offset_of(part.initial_state, s.read_row, c, l)));
+          for (int64_t l = 0; l < p.L; ++l)
+            entries.push_back(load(part.initial_state, offset_of(part.initial_state, s.read_row, c, l)));
         }
         own.read_row = 0;
         before.initial_state = tensor(entries.data(), DType::kFloat64, {1, H * D, p.L});

@@ -24,7 +24,8 @@ double load_source(const Part& part, const ConvSequence& s, const ConvSource& so
 template <class Arguments>
 ConvSource term(const Arguments& args, const ConvSequence& s, int64_t t, int64_t j, const ConvProblem& p) {
   const int64_t from = t - (p.W - 1) + j;
-  if (present(args.seq_idx) && (from < 0 || sequence_index(args.seq_idx, s.b, from) != sequence_index(args.seq_idx, s.b, t))) {
+  if (present(args.seq_idx) &&
+      (from < 0 || sequence_index(args.seq_idx, s.b, from) != sequence_index(args.seq_idx, s.b, t))) {
     return {};
   }
   return s.input(from, p);
@@ -38,14 +39,16 @@ bool has_output(const Arguments& args, const ConvSequence& s, int64_t t) {
 
 // u of one head's row.
 template <class Arguments, class Part>
-Vector convolve_row(const Arguments& args, const Part& part, const ConvSequence& s, int64_t t, int64_t head, const ConvProblem& p) {
+Vector convolve_row(const Arguments& args, const Part& part, const ConvSequence& s, int64_t t, int64_t head,
+                    const ConvProblem& p) {
   const int64_t D = part.x.shape[3];
   Vector u(static_cast<size_t>(D), 0.0);
   for (int64_t i = 0; i < D; ++i) {
     const int64_t channel = head * D + i;
     double sum = present(part.bias) ? load(part.bias, offset_of(part.bias, channel)) : 0.0;
     for (int64_t j = 0; j < p.W; ++j) {
-      sum += load(part.weight, offset_of(part.weight, channel, j)) * load_source(part, s, term(args, s, t, j, p), head, i);
+      sum +=
+          load(part.weight, offset_of(part.weight, channel, j)) * load_source(part, s, term(args, s, t, j, p), head, i);
     }
     u[static_cast<size_t>(i)] = sum;
   }

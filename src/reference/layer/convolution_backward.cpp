@@ -92,7 +92,8 @@ void store_sums(const Part& part, const Sums& sums, const ConvProblem& p) {
   const int64_t D = part.x.shape[3], channels = part.x.shape[2] * D;
   for (int64_t i = 0; present(part.dx) && i < p.B * p.T * channels; ++i) {
     const int64_t token = i / channels, channel = i % channels;
-    store(part.dx, offset_of(part.dx, token / p.T, token % p.T, channel / D, channel % D), sums.dx[static_cast<size_t>(i)]);
+    store(part.dx, offset_of(part.dx, token / p.T, token % p.T, channel / D, channel % D),
+          sums.dx[static_cast<size_t>(i)]);
   }
   for (int64_t i = 0; present(part.dinitial_state) && i < p.N * channels * p.L; ++i) {
     store(part.dinitial_state, offset_of(part.dinitial_state, i / p.L / channels, i / p.L % channels, i % p.L),

@@ -27,7 +27,8 @@ Vector load_row(const Tensor& t, int64_t row, int64_t V, double absent) {
 void store_row(const Tensor& t, int64_t row, const Vector& values) {
   if (!present(t)) return;
   const RowView view = row_view(t);
-  for (size_t i = 0; i < values.size(); ++i) store(t, view.offset(row) + static_cast<int64_t>(i) * view.column, values[i]);
+  for (size_t i = 0; i < values.size(); ++i)
+    store(t, view.offset(row) + static_cast<int64_t>(i) * view.column, values[i]);
 }
 
 Vector load_vector(const Tensor& t, int64_t V, double absent) {
@@ -38,8 +39,13 @@ Vector load_vector(const Tensor& t, int64_t V, double absent) {
 
 template <class Arguments>
 Row prepare(const Arguments& args, int64_t i, const NormProblem& p) {
-  Row row{load_row(args.x, i, p.V, 0.0), load_row(args.z, i, p.V, 0.0), load_vector(args.weight, p.V, 1.0),
-          load_vector(args.bias, p.V, 0.0), Vector(static_cast<size_t>(p.V), 1.0), {}, 0.0};
+  Row row{load_row(args.x, i, p.V, 0.0),
+          load_row(args.z, i, p.V, 0.0),
+          load_vector(args.weight, p.V, 1.0),
+          load_vector(args.bias, p.V, 0.0),
+          Vector(static_cast<size_t>(p.V), 1.0),
+          {},
+          0.0};
   for (size_t v = 0; present(args.z) && v < row.gate.size(); ++v) row.gate[v] = activate(args.activation, row.z[v]);
   row.normed = row.x;
   for (size_t v = 0; args.gate_first && v < row.x.size(); ++v) row.normed[v] *= row.gate[v];
@@ -106,13 +112,17 @@ size_t no_workspace(const Arguments&, const NormProblem&) {
 }  // namespace
 }  // namespace reference
 
-const NormPath kReferenceNormGated = {
-    "reference",        FLASH_QLA_CPU,
-    true,               reference::accept<flash_qla_norm_gated_arguments>,
-    reference::no_workspace<flash_qla_norm_gated_arguments>, reference::forward};
-const NormBackwardPath kReferenceNormGatedBackward = {
-    "reference", FLASH_QLA_CPU,
-    true,        reference::accept<flash_qla_norm_gated_backward_arguments>,
-    reference::no_workspace<flash_qla_norm_gated_backward_arguments>, reference::backward};
+const NormPath kReferenceNormGated = {"reference",
+                                      FLASH_QLA_CPU,
+                                      true,
+                                      reference::accept<flash_qla_norm_gated_arguments>,
+                                      reference::no_workspace<flash_qla_norm_gated_arguments>,
+                                      reference::forward};
+const NormBackwardPath kReferenceNormGatedBackward = {"reference",
+                                                      FLASH_QLA_CPU,
+                                                      true,
+                                                      reference::accept<flash_qla_norm_gated_backward_arguments>,
+                                                      reference::no_workspace<flash_qla_norm_gated_backward_arguments>,
+                                                      reference::backward};
 
 }  // namespace flash_qla
