@@ -128,6 +128,18 @@ class Call {
   void* stream_ = nullptr;
 };
 
+// Element i of a tensor's first dimension.
+inline flash_qla_tensor plane(flash_qla_tensor t, int64_t i) {
+  const int64_t bytes = t.dtype == FLASH_QLA_FLOAT64 ? 8 : t.dtype == FLASH_QLA_FLOAT32 ? 4 : 2;
+  t.data = static_cast<char*>(t.data) + i * t.stride[0] * bytes;
+  for (int32_t d = 1; d < t.ndim; ++d) {
+    t.shape[d - 1] = t.shape[d];
+    t.stride[d - 1] = t.stride[d];
+  }
+  --t.ndim;
+  return t;
+}
+
 // What a call is made for.
 enum class Action : int64_t { kRun = 0, kExplain = 1 };
 

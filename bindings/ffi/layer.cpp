@@ -15,15 +15,16 @@ enum class Layout : int64_t {
   kSeparate = 3,       // three tensors [B, T, Hq K], [B, T, Hq K] and [B, T, Hv V]
 };
 
-// The heads of a call. In the first two layouts `normalised` heads of K channels come first.
+// The heads of a call. In the first two layouts `normalised` heads of K channels come first, which are q's and k's
+// where they are twice the key heads.
 struct Heads {
   int64_t normalised, key_heads, value_heads, K, V;
   int64_t channels() const { return 2 * key_heads * K + value_heads * V; }
 };
 
-// Where the channels of a part lie: `first` and on in weights, states and outputs, heads [head, ..) of inverse_norm.
+// Where the channels of a part lie: from `first` on in weights, states and outputs.
 struct Part {
-  int64_t heads, dim, first, norm_head;
+  int64_t heads, dim, first;
   bool l2norm;
 };
 
@@ -73,22 +74,27 @@ class Parts {
                               std::to_string(heads.K) + ") must be from 0 to the channels of x (" +
                               std::to_string(channels) + ")");
       }
-      if (normed > 0) add({heads.normalised, heads.K, 0, 0, true});
-      if (rest > 0 || normed == 0) add({1, rest, normed, 0, false});
+      if (normed > 0 && heads.normalised == 2 * heads.key_heads) {
+        add({heads.key_heads, heads.K, 0, true});
+        add({heads.key_heads, heads.K, normed / 2, true});
+      } else if (normed > 0) {
+        add({heads.normalised, heads.K, 0, true});
+      }
+      if (rest > 0 || normed == 0) add({1, rest, normed, false});
       return;
     }
-    const int64_t keys = heads.key_heads * heads.K, normed = heads.normalised > 0;
-    add({heads.key_heads, heads.K, 0, 0, normed > 0});
-    add({heads.key_heads, heads.K, keys, heads.key_heads, normed > 0});
+    const int64_t keys = heads.key_heads * heads.K;
+    add({heads.key_heads, heads.K, 0, heads.normalised > 0});
+    add({heads.key_heads, heads.K, keys, heads.normalised > 0});
     if (layout == Layout::kInterleaved) {
       const int64_t group = heads.value_heads / std::max<int64_t>(heads.key_heads, 1);
-      add({heads.key_heads, group * heads.V, 2 * keys, 0, false});
+      add({heads.key_heads, group * heads.V, 2 * keys, false});
       if (channels != heads.channels() + heads.value_heads * heads.V) {
         refuse(operation, "x.shape[2] (" + std::to_string(channels) + ") must be 2 Hq K + 2 Hv V (" +
                               std::to_string(heads.channels() + heads.value_heads * heads.V) + ")");
       }
     } else {
-      add({heads.value_heads, heads.V, 2 * keys, 0, false});
+      add({heads.value_heads, heads.V, 2 * keys, false});
     }
   }
 
@@ -120,9 +126,10 @@ class Parts {
     return slice(t, axis, parts_[i].first, parts_[i].heads * parts_[i].dim);
   }
 
-  // Part i of [B, T, normalised heads].
+  // Part i of [B, T, normalised heads], or of [2, B, T, Hq]: q's, then k's.
   flash_qla_tensor norms(const flash_qla_tensor& t, int32_t i) const {
-    return parts_[i].l2norm ? slice(t, 2, parts_[i].norm_head, parts_[i].heads) : flash_qla_tensor{};
+    if (!parts_[i].l2norm) return {};
+    return t.ndim == 4 ? plane(t, i) : t;
   }
 
  private:

@@ -1,5 +1,5 @@
-// The C and C++ interface of the layer's operations: parts, gates, inverse norms, refusals, workspaces. Every path of the
-// host is held to the formulas, computed here by plain loops.
+// The C and C++ interface of the layer's operations: parts, gates, inverse norms, refusals, workspaces. Every path of
+// the host is held to the formulas, computed here by plain loops.
 #include <cmath>
 
 #include "call_case.h"
@@ -13,7 +13,7 @@ double silu(double u) { return u / (1.0 + std::exp(-u)); }
 struct Interleaved {
   static constexpr int64_t B = 2, T = 5, Hq = 2, group = 2, K = 3, V = 4, W = 4, Hv = Hq * group;
   static constexpr int64_t pitch = 2 * K + 2 * group * V, channels = 2 * Hq * K + Hv * V;
-  Buffer<double> x{{B, T, Hq * pitch}}, weight{{channels, W}}, y{{B, T, channels}}, norms{{B, T, 2 * Hq}};
+  Buffer<double> x{{B, T, Hq* pitch}}, weight{{channels, W}}, y{{B, T, channels}}, norms{{B, T, 2 * Hq}};
   Buffer<double> ba{{B, T, Hq * 2 * group}}, A_log{{Hv}}, dt_bias{{Hv}}, g{{B, T, Hv}}, beta{{B, T, Hv}};
   Buffer<double> state{{B, channels, W}};
   ConvArguments args;
@@ -33,12 +33,12 @@ struct Interleaved {
       part.y = tensor(&y.data[static_cast<size_t>(first)], DType::kFloat64, {B, T, Hq, dim},
                       {T * channels, channels, dim, 1});
       part.weight = tensor(&weight.data[static_cast<size_t>(first * W)], DType::kFloat64, {Hq * dim, W});
-      part.initial_state = part.final_state = tensor(&state.data[static_cast<size_t>(first * W)], DType::kFloat64,
-                                                     {B, Hq * dim, W}, {channels * W, W, 1});
+      part.initial_state = part.final_state =
+          tensor(&state.data[static_cast<size_t>(first * W)], DType::kFloat64, {B, Hq * dim, W}, {channels * W, W, 1});
       if (i == 2) continue;
       part.l2norm = 1;
-      part.inverse_norm = tensor(&norms.data[static_cast<size_t>(i * Hq)], DType::kFloat64, {B, T, Hq},
-                                 {T * 2 * Hq, 2 * Hq, 1});
+      part.inverse_norm =
+          tensor(&norms.data[static_cast<size_t>(i * Hq)], DType::kFloat64, {B, T, Hq}, {T * 2 * Hq, 2 * Hq, 1});
     }
     const int64_t row = Hq * 2 * group;
     args.b = tensor(ba.data.data(), DType::kFloat64, {B * T, Hq, group}, {row, 2 * group, 1});
@@ -57,15 +57,6 @@ struct Interleaved {
   }
 };
 
-template <class Operation>
-Status run_operation(const ConvArguments& args) {
-  size_t bytes = 0;
-  const Status sized = Operation::workspace_size(args, &bytes);
-  if (!sized.ok()) return sized;
-  std::vector<char> scratch(bytes);
-  return Operation::run(args, scratch.data(), bytes);
-}
-
 class LayerPaths : public testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(CpuBackend, LayerPaths, testing::Values("cpu", "reference"));
 
@@ -74,7 +65,7 @@ TEST_P(LayerPaths, InterleavedPartsWithGatesAndStates) {
   const auto state = call.state.data;
   call.args.options.path = GetParam();
   call.args.options.use_beta_sigmoid_in_kernel = call.args.options.allow_neg_eigval = 1;
-  const Status status = run_operation<ConvForward>(call.args);
+  const Status status = run<ConvForward>(call.args);
   ASSERT_TRUE(status.ok()) << status.message();
   using C = Interleaved;
   for (int64_t b = 0; b < C::B; ++b) {
@@ -102,12 +93,12 @@ TEST_P(LayerPaths, InterleavedPartsWithGatesAndStates) {
                     1e-12);
       }
       for (int64_t h = 0; h < C::Hv; ++h) {
-        const size_t at = static_cast<size_t>((b * C::T + t) * C::Hq * 2 * C::group + h / C::group * 2 * C::group +
-                                              h % C::group);
+        const size_t at =
+            static_cast<size_t>((b * C::T + t) * C::Hq * 2 * C::group + h / C::group * 2 * C::group + h % C::group);
         const size_t out = static_cast<size_t>((b * C::T + t) * C::Hv + h);
         const double raw = call.ba.data[at + C::group] + call.dt_bias.data[static_cast<size_t>(h)];
-        EXPECT_NEAR(call.g.data[out],
-                    -std::exp(call.A_log.data[static_cast<size_t>(h)]) * std::log1p(std::exp(raw)), 1e-11);
+        EXPECT_NEAR(call.g.data[out], -std::exp(call.A_log.data[static_cast<size_t>(h)]) * std::log1p(std::exp(raw)),
+                    1e-11);
         EXPECT_NEAR(call.beta.data[out], 2.0 / (1.0 + std::exp(-call.ba.data[at])), 1e-14);
       }
     }
@@ -123,8 +114,8 @@ TEST_P(LayerPaths, InterleavedPartsWithGatesAndStates) {
 TEST_P(LayerPaths, AnUpdateIsAForwardOfTheSameTokens) {
   Interleaved whole, next;
   whole.args.options.path = next.args.options.path = GetParam();
-  ASSERT_TRUE(run_operation<ConvForward>(whole.args).ok());
-  const Status status = run_operation<ConvUpdate>(next.args);
+  ASSERT_TRUE(run<ConvForward>(whole.args).ok());
+  const Status status = run<ConvUpdate>(next.args);
   ASSERT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(whole.y.data, next.y.data);
   EXPECT_EQ(whole.state.data, next.state.data);
@@ -151,10 +142,7 @@ TEST_P(LayerPaths, GradientsOfPartsAreThoseOfOneBuffer) {
     part.dy = from.y;
     part.dy.data = dy.data.data() + i * C::Hq * C::K;
   }
-  size_t bytes = 0;
-  ASSERT_TRUE(ConvBackward::workspace_size(args, &bytes).ok());
-  std::vector<char> scratch(bytes);
-  const Status status = ConvBackward::run(args, scratch.data(), bytes);
+  const Status status = run<ConvBackward>(args);
   ASSERT_TRUE(status.ok()) << status.message();
   // z's places are nobody's: they keep what they had.
   for (int64_t row = 0; row < C::B * C::T * C::Hq; ++row) {
@@ -168,7 +156,7 @@ TEST_P(LayerPaths, GradientsOfPartsAreThoseOfOneBuffer) {
     at.args.options.path = GetParam();
     for (int i = 0; i < 2; ++i) at.args.parts[i].l2norm = 0, at.args.parts[i].inverse_norm = {};
     for (double& value : at.x.data) value *= 1.0 + step;
-    EXPECT_TRUE(run_operation<ConvForward>(at.args).ok());
+    EXPECT_TRUE(run<ConvForward>(at.args).ok());
     double sum = 0.0;
     for (size_t i = 0; i < dy.data.size(); ++i) sum += dy.data[i] * at.y.data[i];
     return sum;
@@ -204,8 +192,7 @@ TEST(LayerRefusal, NamesTheRule) {
   {
     Interleaved call;
     call.args.parts[1].initial_state = {};
-    EXPECT_EQ(refusal(call.args),
-              "conv_forward: initial_state and final_state must be given in all parts, or in none");
+    EXPECT_EQ(refusal(call.args), "conv_forward: initial_state and final_state must be given in all parts, or in none");
   }
   {
     Interleaved call;
@@ -263,10 +250,7 @@ TEST_P(LayerPaths, GatedNorm) {
   args.weight = weight.view();
   args.y = y.view();
   args.inverse_rms = r.view();
-  size_t bytes = 0;
-  ASSERT_TRUE(NormGated::workspace_size(args, &bytes).ok());
-  std::vector<char> scratch(bytes);
-  const Status status = NormGated::run(args, scratch.data(), bytes);
+  const Status status = run<NormGated>(args);
   ASSERT_TRUE(status.ok()) << status.message();
   for (size_t row = 0; row < 3; ++row) {
     double mean = 0.0;
@@ -276,6 +260,38 @@ TEST_P(LayerPaths, GatedNorm) {
     for (size_t i = 0; i < 5; ++i) {
       EXPECT_NEAR(y.data[row * 5 + i], x.data[row * 5 + i] * want * weight.data[i] * silu(z.data[row * 5 + i]), 1e-13);
     }
+  }
+}
+
+// A caller that normalises q and k itself hands over what the rows were multiplied by.
+TEST_P(LayerPaths, GivenInverseNormsAreTheNormInTheKernel) {
+  for (int64_t Hv : {2, 4}) {
+    Case raw(1, 70, 2, Hv, 5, 4, {0, 3, 3, 69}), given = raw;
+    BackwardArguments in_kernel = raw.backward(GetParam());
+    in_kernel.options.use_qk_l2norm_in_kernel = 1;
+    ASSERT_TRUE(run<ChunkBackward>(in_kernel).ok());
+    Buffer<double> q_norm({1, 70, 2}), k_norm({1, 70, 2});
+    for (auto [x, norm] : {std::pair{&given.q, &q_norm}, std::pair{&given.k, &k_norm}}) {
+      for (size_t row = 0; row < norm->data.size(); ++row) {
+        double sum = 1e-6;
+        for (size_t i = 0; i < 5; ++i) sum += x->data[row * 5 + i] * x->data[row * 5 + i];
+        norm->data[row] = 1.0 / std::sqrt(sum);
+        for (size_t i = 0; i < 5; ++i) x->data[row * 5 + i] *= norm->data[row];
+      }
+    }
+    BackwardArguments args = given.backward(GetParam());
+    args.q_inverse_norm = q_norm.view();
+    EXPECT_EQ(std::string(ChunkBackward::can_implement(args).message()),
+              "chunk_backward: k_inverse_norm (None) must be given");
+    args.k_inverse_norm = k_norm.view();
+    const Status status = run<ChunkBackward>(args);
+    ASSERT_TRUE(status.ok()) << status.message();
+    for (const auto& [got, want] : {std::pair{&given.dq, &raw.dq}, std::pair{&given.dk, &raw.dk},
+                                    std::pair{&given.dv, &raw.dv}, std::pair{&given.dbeta, &raw.dbeta}}) {
+      for (size_t i = 0; i < want->data.size(); ++i) EXPECT_NEAR(got->data[i], want->data[i], 1e-11);
+    }
+    args.options.use_qk_l2norm_in_kernel = 1;
+    EXPECT_FALSE(ChunkBackward::can_implement(args).ok());
   }
 }
 
