@@ -1,5 +1,7 @@
 #include "cuda/generic/chunk_gradients.cuh"
 
+#include "cuda/common/dynamic_shared.cuh"
+
 namespace flash_qla::cuda {
 namespace {
 
@@ -384,8 +386,7 @@ __device__ void compute_keys(Memory& s, const GradientParams& p, const Place& pl
 
 // Two blocks a multiprocessor: while one stages, the other multiplies.
 __global__ void __launch_bounds__(kThreads, 2) chunk_gradients_kernel(const __grid_constant__ GradientParams p) {
-  extern __shared__ double s_memory[];
-  Memory& s = *reinterpret_cast<Memory*>(s_memory);
+  Memory& s = *dynamic_shared<Memory>();
   Place place;
   if (!find_place(p, &place)) return;
   const int row0 = kTile * (threadIdx.x / kSide), col0 = kTile * (threadIdx.x % kSide);

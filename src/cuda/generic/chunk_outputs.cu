@@ -1,5 +1,6 @@
 #include "cuda/generic/chunk_outputs.cuh"
 
+#include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/prepare.cuh"
 
 namespace flash_qla::cuda {
@@ -21,8 +22,7 @@ __global__ void __launch_bounds__(kThreads)
     chunk_inverse_kernel(int64_t Hv, int64_t group, int K, SequenceTable sequences,
                          const __grid_constant__ PoolIndices pool, DeviceTensor keys, DeviceTensor beta,
                          DeviceTensor A) {
-  extern __shared__ double s_memory[];
-  InverseMemory<Real>& s = *reinterpret_cast<InverseMemory<Real>*>(s_memory);
+  InverseMemory<Real>& s = *dynamic_shared<InverseMemory<Real>>();
   const int64_t chunk = blockIdx.x / Hv, head = blockIdx.x % Hv;
   if (chunk >= total_chunks(sequences)) return;
   const int64_t n = sequence_of_chunk(sequences, chunk);

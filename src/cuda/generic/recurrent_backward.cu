@@ -1,5 +1,7 @@
 #include "cuda/generic/recurrent_backward.cuh"
 
+#include "cuda/common/dynamic_shared.cuh"
+
 namespace flash_qla::cuda {
 namespace {
 
@@ -7,8 +9,7 @@ template <int kKeysPerLane>
 __global__ void __launch_bounds__(kRecurrenceThreads, blocks_per_multiprocessor(kKeysPerLane))
     recurrent_backward_kernel(const __grid_constant__ ReverseParams p) {
   using Tile = TokenTile<kKeysPerLane>;
-  extern __shared__ float4 s_memory[];
-  Tile* s_tiles = reinterpret_cast<Tile*>(s_memory);  // two: one is stepped through, one is filled
+  Tile* s_tiles = dynamic_shared<Tile>();  // two: one is stepped through, one is filled
 
   const BlockPlace place = block_place(p.in.Hv, p.in.V);
   const DeviceSequence sequence = sequence_at(p.sequences, place.n);

@@ -1,3 +1,4 @@
+#include "cuda/common/dynamic_shared.cuh"
 #include "cuda/oracle/recurrence.cuh"
 #include "cuda/paths.h"
 
@@ -16,9 +17,8 @@ __device__ double lane_sum(double x) {
 __global__ void __launch_bounds__(kThreads)
     oracle_forward_kernel(const __grid_constant__ ForwardParams p, double* boundaries, bool float_at_chunks) {
   const int K = p.in.K, V = p.in.V, Hv = p.in.Hv;
-  extern __shared__ double s_memory[];
-  double* s_q = s_memory;  // [K]
-  double* s_k = s_q + K;   // [K]
+  double* s_q = dynamic_shared<double>();  // [K]
+  double* s_k = s_q + K;                   // [K]
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   double* s_state = s_k + K + group * (K + 1);  // [K] of this thread's column
 
