@@ -7,6 +7,7 @@
 #include "reference/layer/paths.h"
 #include "reference/paths.h"
 #ifdef FLASH_QLA_WITH_CUDA
+#include "cuda/layer/paths.h"
 #include "cuda/paths.h"
 #endif
 
@@ -46,6 +47,9 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
 
 const std::vector<const ConvPath*>& conv_forward_paths() {
   static const std::vector<const ConvPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaConvForward,
+#endif
       &kCpuConvForward,
       &kReferenceConvForward,
   };
@@ -54,6 +58,9 @@ const std::vector<const ConvPath*>& conv_forward_paths() {
 
 const std::vector<const ConvPath*>& conv_update_paths() {
   static const std::vector<const ConvPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaConvUpdate,
+#endif
       &kCpuConvUpdate,
       &kReferenceConvUpdate,
   };
@@ -62,6 +69,9 @@ const std::vector<const ConvPath*>& conv_update_paths() {
 
 const std::vector<const ConvBackwardPath*>& conv_backward_paths() {
   static const std::vector<const ConvBackwardPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaConvBackward,
+#endif
       &kCpuConvBackward,
       &kReferenceConvBackward,
   };
@@ -70,6 +80,9 @@ const std::vector<const ConvBackwardPath*>& conv_backward_paths() {
 
 const std::vector<const NormPath*>& norm_gated_paths() {
   static const std::vector<const NormPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaNormGated,
+#endif
       &kCpuNormGated,
       &kReferenceNormGated,
   };
@@ -78,6 +91,9 @@ const std::vector<const NormPath*>& norm_gated_paths() {
 
 const std::vector<const NormBackwardPath*>& norm_gated_backward_paths() {
   static const std::vector<const NormBackwardPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaNormGatedBackward,
+#endif
       &kCpuNormGatedBackward,
       &kReferenceNormGatedBackward,
   };

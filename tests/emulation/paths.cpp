@@ -1,7 +1,9 @@
 // The table of paths of the emulated library: what is compiled into it.
-#include "cuda/paths.h"
+#include "cuda/layer/paths.h"
 #include "core/commit.h"
 #include "core/registry.h"
+#include "cuda/paths.h"
+#include "reference/layer/paths.h"
 #include "reference/paths.h"
 
 namespace flash_qla {
@@ -23,6 +25,31 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
   static const std::vector<const BackwardPath*> paths = {&kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
                                                          &kReferenceChunkBackward};
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_forward_paths() {
+  static const std::vector<const ConvPath*> paths = {&kCudaConvForward, &kReferenceConvForward};
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_update_paths() {
+  static const std::vector<const ConvPath*> paths = {&kCudaConvUpdate, &kReferenceConvUpdate};
+  return paths;
+}
+
+const std::vector<const ConvBackwardPath*>& conv_backward_paths() {
+  static const std::vector<const ConvBackwardPath*> paths = {&kCudaConvBackward, &kReferenceConvBackward};
+  return paths;
+}
+
+const std::vector<const NormPath*>& norm_gated_paths() {
+  static const std::vector<const NormPath*> paths = {&kCudaNormGated, &kReferenceNormGated};
+  return paths;
+}
+
+const std::vector<const NormBackwardPath*>& norm_gated_backward_paths() {
+  static const std::vector<const NormBackwardPath*> paths = {&kCudaNormGatedBackward, &kReferenceNormGatedBackward};
   return paths;
 }
 
