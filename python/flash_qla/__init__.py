@@ -30,6 +30,7 @@ from .ops.gated_delta_rule import (
     gated_delta_rule_prefill,
 )
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
+from .ops.layer import gated_delta_net
 from .ops.norm import rms_norm_gated
 
 __version__: str
@@ -50,6 +51,7 @@ __all__ = [
     "chunk_gated_delta_rule_fwd",
     "explain",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_net",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
     "ops",

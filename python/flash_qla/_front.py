@@ -10,23 +10,24 @@ from typing import Any, Sequence
 from . import _ffi
 from ._shapes import host_offsets
 
-# The modules _torch and _torch_layer, once there is a torch to be used, and what most arguments then are. Tensor
-# subclasses are told from other things one by one.
+# The modules _torch, _torch_layer and _torch_node, once there is a torch to be used, and what most arguments then are.
+# Tensor subclasses are told from other things one by one.
 torch_front: Any = None
 torch_layer: Any = None
+torch_node: Any = None
 _USUAL: frozenset = frozenset()
 
 
 def find_torch() -> None:
     """Loads what handles torch tensors, and the operators torch.ops.flash_qla.*, if torch is imported: importing it is
     left to who has tensors of it."""
-    global torch_front, torch_layer, _USUAL
+    global torch_front, torch_layer, torch_node, _USUAL
     if torch_front is None and sys.modules.get("torch") is not None:
-        from . import _torch, _torch_layer
+        from . import _torch, _torch_layer, _torch_node
 
         _ffi.load()
         _USUAL = _torch.PLAIN_TYPES
-        torch_layer = _torch_layer
+        torch_layer, torch_node = _torch_layer, _torch_node
         torch_front = _torch
 
 

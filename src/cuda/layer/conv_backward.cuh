@@ -7,8 +7,8 @@
 
 namespace flash_qla::cuda {
 
-// One thread's run.
-template <class T, int kW>
+// One thread's run. kNorms: some part has heads that are normalised.
+template <class T, int kW, bool kNorms>
 struct ConvBackwardRun {
   const ConvBackwardParams& p;
   const ConvBackwardPart& part;
@@ -18,7 +18,8 @@ struct ConvBackwardRun {
   const T *x, *dy;
   T *dx, *dresidual;       // dresidual or NULL
   const SharedBias* bias;  // or NULL
-  float w[kW][kVector], dw[kW][kVector], dbias[kVector];
+  SharedBias* dbias;       // sums, or NULL where they are not wanted
+  float w[kW][kVector], dw[kW][kVector];
 
   // du of a token from its inputs v and dy.
   __device__ __forceinline__ void gradient(const Packed<T> (&v)[kW], int i, bool skip, float (&du)[kVector]) {
@@ -37,7 +38,9 @@ struct ConvBackwardRun {
     if (dresidual != nullptr && i < tokens && place.active) {
       store_packed(dresidual + i * part.dresidual.stride[1], skip ? zero_packed<T>() : pack<T>(du));
     }
-    if (part.l2norm) through_norm(u, du);
+    if constexpr (kNorms) {
+      if (part.l2norm) through_norm(u, du);
+    }
     if (p.silu) {
 #pragma unroll
       for (int c = 0; c < kVector; ++c) du[c] *= silu_slope(u[c], sigmoid_for<T>(u[c]));
@@ -72,8 +75,6 @@ struct ConvBackwardRun {
 #pragma unroll
       for (int c = 0; c < kVector; ++c) d[j][c] = dw[j][c] = 0.0f;
     }
-#pragma unroll
-    for (int c = 0; c < kVector; ++c) dbias[c] = 0.0f;
     bool skip = begin(0, v);
     const int last = tokens + kW - 1;
     for (int i = 0; i < last; ++i) {
@@ -93,8 +94,7 @@ struct ConvBackwardRun {
         for (int c = 0; c < kVector; ++c) d[kW - 1][c] = 0.0f;
       }
       if (i < tokens) {
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) dbias[c] += d[kW - 1][c];
+        if (dbias != nullptr) dbias->add(d[kW - 1]);
 #pragma unroll
         for (int j = 0; j < kW; ++j) {
           float tap[kVector];
@@ -173,8 +173,9 @@ struct ConvBackwardRun {
   }
 };
 
-template <class T, int kW>
-__global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 2 : 3)
+// A kernel of its own with norms: what the other does not execute would still take its registers.
+template <class T, int kW, bool kNorms>
+__global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 || kNorms ? 2 : 3)
     conv_backward_kernel(const __grid_constant__ ConvBackwardParams p, const __grid_constant__ ConvGrid grid) {
   const int columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
   const ConvPlace place = conv_place(p.parts, grid, static_cast<int>(blockIdx.x) % columns);
@@ -186,15 +187,17 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 2 : 3)
   const auto at = [&](const DeviceTensor& t) {
     return b * t.stride[0] + first * t.stride[1] + place.head * t.stride[2] + place.dim;
   };
-  ConvBackwardRun<T, kW> of_run = {p, part, place, b, first, tokens, beyond};
+  ConvBackwardRun<T, kW, kNorms> of_run = {p, part, place, b, first, tokens, beyond};
   of_run.x = static_cast<const T*>(part.x.data) + at(part.x);
   of_run.dy = static_cast<const T*>(part.dy.data) + at(part.dy);
   of_run.dx = part.dx.data == nullptr ? nullptr : static_cast<T*>(part.dx.data) + at(part.dx);
   of_run.dresidual = part.dresidual.data == nullptr ? nullptr : static_cast<T*>(part.dresidual.data) + at(part.dresidual);
   load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, of_run.w);
-  __shared__ SharedBias s_bias;
+  __shared__ SharedBias s_bias, s_dbias;
   of_run.bias = part.bias.data == nullptr ? nullptr : &s_bias;
   if (of_run.bias != nullptr) s_bias.fill(part.bias, place.channel);
+  of_run.dbias = part.dbias.data == nullptr ? nullptr : &s_dbias;
+  if (of_run.dbias != nullptr) s_dbias.clear();
 
   const ConvSequences& s = p.sequences;
   const ConvSpan span = span_at(s, b, first);
@@ -209,8 +212,12 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 2 : 3)
   for (int c = 0; c < kVector; ++c) {
 #pragma unroll
     for (int j = 0; j < kW; ++j) out[c * (kW + 1) + j] = of_run.dw[j][c];
-    out[c * (kW + 1) + kW] = of_run.dbias[c];
   }
+  if (of_run.dbias == nullptr) return;
+  float dbias[kVector];
+  of_run.dbias->read(dbias);
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) out[c * (kW + 1) + kW] = dbias[c];
 }
 
 }  // namespace flash_qla::cuda

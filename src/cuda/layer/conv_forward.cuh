@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_weights(const DeviceTensor& weight, int cha
   }
 }
 
-// A thread's biases, in shared memory: most layers have none, and registers are short.
+// A thread's biases, or sums of their gradients, in shared memory: most layers have none, and registers are short.
 struct SharedBias {
   float4 x[2][kConvThreads];
 
@@ -82,6 +82,16 @@ struct SharedBias {
     for (int c = 0; c < kVector; ++c) b[c] = load<float>(bias, offset_of(bias, channel + c));
     x[0][threadIdx.x] = make_float4(b[0], b[1], b[2], b[3]);
     x[1][threadIdx.x] = make_float4(b[4], b[5], b[6], b[7]);
+  }
+
+  __device__ __forceinline__ void clear() {
+    x[0][threadIdx.x] = x[1][threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+  __device__ __forceinline__ void add(const float (&b)[kVector]) {
+    float4 &low = x[0][threadIdx.x], &high = x[1][threadIdx.x];
+    low = make_float4(low.x + b[0], low.y + b[1], low.z + b[2], low.w + b[3]);
+    high = make_float4(high.x + b[4], high.y + b[5], high.z + b[6], high.w + b[7]);
   }
 
   __device__ __forceinline__ void read(float (&b)[kVector]) const {
