@@ -12,6 +12,7 @@ from typing import Any
 
 # _distribution comes first: it stops the import where another distribution has overwritten files of this package.
 from . import _distribution, ops  # noqa: F401
+from ._determinism import determinism
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
 from .ops.convolution import (
@@ -28,6 +29,7 @@ from .ops.gated_delta_rule import (
     fused_recurrent_gated_delta_rule,
     gated_delta_rule_decode,
     gated_delta_rule_prefill,
+    gated_delta_rule_verify,
 )
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
 from .ops.layer import gated_delta_net
@@ -49,11 +51,13 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
+    "determinism",
     "explain",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_net",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
+    "gated_delta_rule_verify",
     "ops",
     "rms_norm_gated",
     "use_path",

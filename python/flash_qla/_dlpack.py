@@ -59,6 +59,10 @@ class Arrays:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._namespace.empty(tuple(shape), dtype=dtype, **self._place)
 
+    def named(self, dtype: str) -> Any:
+        """The dtype of a name; numpy before 2.0 calls its bool by another."""
+        return getattr(self._namespace, dtype, None) or getattr(self._namespace, dtype + "_")
+
     def allocate(self, size: int) -> Any:
         return tvm_ffi.from_dlpack(self.empty((size,), self._namespace.uint8))
 
@@ -87,6 +91,11 @@ def _written_view(operation: str, name: str, x: Any) -> Any:
         return None if x is None else tvm_ffi.from_dlpack(x)
     except BufferError:  # what numpy and others raise where memory may only be read
         raise ValueError(f"{operation}: {name} (a read-only array) must be writeable") from None
+
+
+def view_of(x: Any) -> Any:
+    """The native module's view of an argument, if it is an array."""
+    return _view(x) if hasattr(x, "__dlpack__") else x
 
 
 def _views(arrays: Sequence[Any]) -> List[Any]:
@@ -158,6 +167,17 @@ def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any
     after = _views((dq, dk, dv, dg, db, dh0, None, None))
     _ffi.backward(arrays.allocate, (*options, 0, *before[0], g is not None, *before[1], *after, None))
     return dq, dk, dv, db, dg, dh0
+
+
+def verify(options: Options, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:
+    """o of gated_delta_rule_verify(). `inputs`: q .. dt_bias; `states`: state_pool .. null_index."""
+    arrays = Arrays(options.operation, inputs[0])
+    pool, indices, parents, states_out, rows, null_index = states
+    views = (*_views((pool, indices, parents)), _written_view(options.operation, "states_out", states_out), _view(rows))
+    o = arrays.empty(inputs[2].shape, arrays.dtype) if out is None else out
+    o_view = _written_view(options.operation, "out", out) if out is not None else tvm_ffi.from_dlpack(o)
+    _ffi.verify(arrays.allocate, (*options, 0, *_views(inputs), *views, null_index, o_view))
+    return o
 
 
 def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:

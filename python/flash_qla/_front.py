@@ -15,18 +15,20 @@ from ._shapes import host_offsets
 torch_front: Any = None
 torch_layer: Any = None
 torch_node: Any = None
+parts_front: Any = None  # the same for streams that are cut over ranks
 _USUAL: frozenset = frozenset()
 
 
 def find_torch() -> None:
     """Loads what handles torch tensors, and the operators torch.ops.flash_qla.*, if torch is imported: importing it is
     left to who has tensors of it."""
-    global torch_front, torch_layer, torch_node, _USUAL
+    global torch_front, torch_layer, torch_node, parts_front, _USUAL
     if torch_front is None and sys.modules.get("torch") is not None:
-        from . import _torch, _torch_layer, _torch_node
+        from . import _context_parallel, _torch, _torch_layer, _torch_node
 
         _ffi.load()
         _USUAL = _torch.PLAIN_TYPES
+        parts_front = _context_parallel
         torch_layer, torch_node = _torch_layer, _torch_node
         torch_front = _torch
 

@@ -18,6 +18,7 @@ _CALLS: Dict[str, str] = {
     "fused_recurrent_gated_delta_rule": "decode",
     "gated_delta_rule_prefill": "prefill",
     "gated_delta_rule_decode": "decode",
+    "gated_delta_rule_verify": "verify",
 }
 
 # What explain() answers for, by name.
@@ -136,12 +137,17 @@ def workspace_size(
         _float_name("workspace_size", key, value)
         for key, value in (("dtype", dtype), ("gate_dtype", gate_dtype), ("state_dtype", state_dtype))
     )
-    arguments = (_CALLS[name], cuda, index, *dtypes, bool(contiguous))
-    arguments += (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"), *sizes.values())
+    checkpoints = (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"))
+    arguments: Tuple[Any, ...] = (cuda, index, *dtypes)
+    if name == "gated_delta_rule_verify":
+        ask, arguments = _ffi.verify_workspace_size, (*arguments, *sizes.values())
+    else:
+        ask = _ffi.workspace_size
+        arguments = (_CALLS[name], *arguments, bool(contiguous), *checkpoints, *sizes.values())
     # Calls on torch tensors take torch's number of threads, others (0) as many as the process may use.
     _front.find_torch()
     threads = (0,) if cuda or _front.torch_front is None else (0, _front.torch_front.cpu_threads())
-    return max(_ffi.workspace_size(*options, number, *arguments) for number in threads)
+    return max(ask(*options, number, *arguments) for number in threads)
 
 
 def _device(operation: str, device: Any) -> Tuple[bool, int]:

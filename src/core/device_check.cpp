@@ -90,6 +90,37 @@ class DataCheck : public DeviceReader {
     return Status();
   }
 
+  Status drafts(const flash_qla_verify_arguments& args) {
+    ledger_.open(args.state_pool.shape[0], args.null_index);
+    std::unordered_map<int64_t, int64_t> writer;  // the sequence that writes a row of states_out
+    Integers initial, parents, rows;
+    FLASH_QLA_RETURN_IF_ERROR(read(args.initial_state_indices, &initial));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.parents, &parents));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.states_out_indices, &rows));
+    for (int64_t n = 0; n < p_.N; ++n) {
+      FLASH_QLA_RETURN_IF_ERROR(ledger_.in_pool("initial_state_indices", n, initial.at(n)));
+      if (ledger_.is_null(initial.at(n))) continue;
+      for (int64_t t = 0; t < p_.T && parents.given(); ++t) {
+        if (parents.at(n, t) >= -1 && parents.at(n, t) < t) continue;
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: parents[%lld, %lld] (%lld) must be -1 or an earlier token, at most %lld", operation_,
+                           as_ll(n), as_ll(t), as_ll(parents.at(n, t)), as_ll(t - 1));
+      }
+      if (!rows.given() || rows.at(n) < 0) continue;
+      if (rows.at(n) >= args.states_out.shape[0]) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: states_out_indices[%lld] (%lld) must be below states_out.shape[0] (%lld)", operation_,
+                           as_ll(n), as_ll(rows.at(n)), as_ll(args.states_out.shape[0]));
+      }
+      if (!writer.emplace(rows.at(n), n).second) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: states_out_indices[%lld] (%lld) must not name a row that is written twice", operation_,
+                           as_ll(n), as_ll(rows.at(n)));
+      }
+    }
+    return Status();
+  }
+
  private:
   static constexpr int64_t kFromZero = -1, kSkipped = -2;  // in place of the slot that a row reads
 
@@ -145,6 +176,13 @@ Status check_backward_data(const flash_qla_backward_arguments& args, const char*
   DataCheck check(operation, args.options, problem, stream);
   FLASH_QLA_RETURN_IF_ERROR(check.possible());
   return check.sequences(args.cu_seqlens);
+}
+
+Status check_verify_data(const flash_qla_verify_arguments& args, const char* operation, const Problem& problem,
+                         void* stream) {
+  DataCheck check(operation, args.options, problem, stream);
+  FLASH_QLA_RETURN_IF_ERROR(check.possible());
+  return check.drafts(args);
 }
 
 }  // namespace flash_qla

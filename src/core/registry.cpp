@@ -18,9 +18,13 @@ namespace flash_qla {
 const std::vector<const ForwardPath*>& chunk_forward_paths() {
   static const std::vector<const ForwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kSm90ChunkForward, &kCudaGenericChunkForward, &kCudaOracleChunkForward,
+      &kSm90ChunkForwardWithParts,
+      &kSm80ChunkForwardWithParts,
+      &kCudaGenericChunkForwardWithParts,
+      &kCudaOracleChunkForwardWithParts,
 #endif
-      &kCpuChunkForward,  &kReferenceChunkForward,
+      &kCpuChunkForward,
+      &kReferenceChunkForward,
   };
   return paths;
 }
@@ -38,10 +42,44 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
   static const std::vector<const BackwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kSm90ChunkBackward, &kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
+      &kSm90ChunkBackwardWithParts,
+      &kCudaGenericChunkBackwardWithParts,
+      &kCudaOracleChunkBackwardWithParts,
 #endif
-      &kCpuChunkBackward,  &kReferenceChunkBackward,
+      &kCpuChunkBackward,
+      &kReferenceChunkBackward,
   };
+  return paths;
+}
+
+const std::vector<const VerifyPath*>& verify_paths() {
+  static const std::vector<const VerifyPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaVerify, &kCudaGenericVerify, &kCudaOracleVerify,
+#endif
+      &kCpuVerify,  &kReferenceVerify,
+  };
+  return paths;
+}
+
+const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
+  static const std::vector<const SequenceCutPath*> paths = {&kCpuSequenceCut};
+  return paths;
+}
+
+const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
+  static const std::vector<const ChunkSummaryPath*> paths = {&kCpuChunkSummary, &kReferenceChunkSummary};
+  return paths;
+}
+
+const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
+  static const std::vector<const ChunkSummaryBackwardPath*> paths = {&kCpuChunkSummaryBackward,
+                                                                     &kReferenceChunkSummaryBackward};
+  return paths;
+}
+
+const std::vector<const SummaryCombinePath*>& summary_combine_paths() {
+  static const std::vector<const SummaryCombinePath*> paths = {&kCpuSummaryCombine, &kReferenceSummaryCombine};
   return paths;
 }
 

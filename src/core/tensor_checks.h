@@ -177,7 +177,7 @@ class TensorChecks {
   static long long as_ll(int64_t x) { return static_cast<long long>(x); }
 
  protected:
-  const flash_qla_options& options() const { return options_; }
+  const flash_qla_options& call_options() const { return options_; }
 
  private:
   template <class... Values>

@@ -119,8 +119,8 @@ class Backward {
     const Kernels<T>& kernel = kernels<T>();
     const Sequence& s = sequences_[static_cast<size_t>(n)];
     const HeadGates gates(gates_, head);
-    load_state(args_.initial_state, n, head, scratch->S);
-    load_state(args_.dht, n, head, scratch->grad.dS);
+    load_state(args_.initial_state, args_.entering_rows, args_.entering_state, n, head, scratch->S);
+    load_state(args_.dht, args_.leaving_rows, args_.leaving_dht, n, head, scratch->grad.dS);
     GateParameterGradients* sums = &shared.gate[n * p_.Hv + head];
     *sums = {};
 
@@ -266,7 +266,11 @@ class Backward {
     }
   }
 
-  void load_state(const Tensor& t, int64_t n, int64_t head, T* S) const {
+  // Row n of initial_state or dht, or what stands for it where ranks have parts of the sequence.
+  void load_state(const Tensor& t, const Tensor& rows, const Tensor& of_parts, int64_t n, int64_t head, T* S) const {
+    if (const int64_t part = part_of_row(rows, n); part >= 0) {
+      return kernels<T>().load(state_view(of_parts, false, part, head), p_.K, p_.V, S);
+    }
     if (present(t)) return kernels<T>().load(state_view(t, v_first(), n, head), p_.K, p_.V, S);
     std::fill_n(S, p_.K * p_.V, T(0));
   }

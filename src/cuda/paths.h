@@ -11,12 +11,27 @@ extern const BackwardPath kCudaGenericChunkBackward;
 
 extern const ForwardPath kCudaDecode;
 
+extern const VerifyPath kCudaVerify;
+extern const VerifyPath kCudaGenericVerify;
+extern const VerifyPath kCudaOracleVerify;
+
 extern const ForwardPath kCudaOracleChunkForward;
 extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;
 
+extern const ForwardPath kSm80ChunkForward;
+
 extern const ForwardPath kSm90ChunkForward;
 extern const BackwardPath kSm90ChunkBackward;
+
+// The same for calls with states of ranks' parts as well (cuda/common/part_states.cuh): these are in the table.
+extern const ForwardPath kSm90ChunkForwardWithParts;
+extern const ForwardPath kSm80ChunkForwardWithParts;
+extern const ForwardPath kCudaGenericChunkForwardWithParts;
+extern const ForwardPath kCudaOracleChunkForwardWithParts;
+extern const BackwardPath kSm90ChunkBackwardWithParts;
+extern const BackwardPath kCudaGenericChunkBackwardWithParts;
+extern const BackwardPath kCudaOracleChunkBackwardWithParts;
 
 extern const DeviceAccess kCudaAccess;
 

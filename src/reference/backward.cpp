@@ -92,9 +92,9 @@ void store_gates(const Arguments& args, const Sequence& s, int64_t t, int64_t he
 void run_sequence(const Arguments& args, const Problem& p, const Sequence& s, int64_t n, int64_t head, Sums* sums) {
   const bool v_first = args.options.state_v_first != 0;
   const bool cumsum = args.g_is_cumsum != 0;
-  Vector S(static_cast<size_t>(p.K * p.V), 0.0), dS = S;
-  if (present(args.initial_state)) S = load_state(args.initial_state, v_first, n, head, p.K, p.V);
-  if (present(args.dht)) dS = load_state(args.dht, v_first, n, head, p.K, p.V);
+  Vector S =
+      load_boundary_state(args.initial_state, args.entering_rows, args.entering_state, v_first, n, head, p.K, p.V);
+  Vector dS = load_boundary_state(args.dht, args.leaving_rows, args.leaving_dht, v_first, n, head, p.K, p.V);
 
   // States at chunk starts; those inside a chunk are computed again when the chunk's turn comes.
   std::vector<Vector> chunk_states;

@@ -182,7 +182,8 @@ struct ConvCall {
       weight[i] = Memory(other, {heads[i] * dims[i], W}, random, 0.6);
       if (draw.chance()) bias[i] = Memory(other, {heads[i] * dims[i]}, random);
       if (!l2norm[i] && draw.chance(4)) residual[i] = Memory(type, shape, random);
-      if (states) initial_state[i] = Memory(draw.chance() ? DType::kFloat32 : type, {slots, heads[i] * dims[i], L}, random);
+      if (states)
+        initial_state[i] = Memory(draw.chance() ? DType::kFloat32 : type, {slots, heads[i] * dims[i], L}, random);
       channels += heads[i] * dims[i];
     }
     if (draw.chance()) {
@@ -365,7 +366,8 @@ struct NormCall {
 
   explicit NormCall(uint32_t seed) : draw(seed) {
     type = draw.dtype();
-    const int64_t V = std::vector<int64_t>{1, 7, 16, 64, 96, 128, 200, 256, 300, 1000}[static_cast<size_t>(draw.below(10))];
+    const int64_t V =
+        std::vector<int64_t>{1, 7, 16, 64, 96, 128, 200, 256, 300, 1000}[static_cast<size_t>(draw.below(10))];
     std::vector<int64_t> shape;
     int64_t rows = 1;
     for (int64_t i = draw.below(4); i > 0; --i) {

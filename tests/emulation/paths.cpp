@@ -11,8 +11,8 @@ namespace flash_qla {
 const char* source_commit() { return "emulated"; }
 
 const std::vector<const ForwardPath*>& chunk_forward_paths() {
-  static const std::vector<const ForwardPath*> paths = {&kCudaGenericChunkForward, &kCudaOracleChunkForward,
-                                                        &kReferenceChunkForward};
+  static const std::vector<const ForwardPath*> paths = {&kSm80ChunkForward, &kCudaGenericChunkForward,
+                                                        &kCudaOracleChunkForward, &kReferenceChunkForward};
   return paths;
 }
 
@@ -25,6 +25,12 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
   static const std::vector<const BackwardPath*> paths = {&kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
                                                          &kReferenceChunkBackward};
+  return paths;
+}
+
+const std::vector<const VerifyPath*>& verify_paths() {
+  static const std::vector<const VerifyPath*> paths = {&kCudaVerify, &kCudaGenericVerify, &kCudaOracleVerify,
+                                                       &kReferenceVerify};
   return paths;
 }
 

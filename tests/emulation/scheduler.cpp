@@ -377,7 +377,7 @@ void run_grid(dim3 grid, dim3 threads, size_t shared_bytes, const std::function<
   ++counters().launches;
   block.threads = static_cast<int>(threads.x * threads.y * threads.z);
   block.body = &thread;
-  block.random = settings().seed * 0x9e3779b97f4a7c15u | 1;
+  block.random = (settings().seed + static_cast<uint64_t>(counters().launches)) * 0x9e3779b97f4a7c15u | 1;
   block.shared_bytes = (shared_bytes + 127) / 128 * 128;
   block.shared = block.arena - block.shared_bytes;
   gridDim = grid;

@@ -83,6 +83,9 @@ class Paths:
         _ffi._backward = self._watched(_ffi._backward, lambda arguments: (BACKWARD, arguments))
         for name, (operation, x_at) in LAYER_EXPORTS.items():
             _ffi._exports[name] = self._watched(_ffi.load()[name], operation, x_at)
+        operations = (("part_forward", FORWARD), ("part_backward", BACKWARD), ("verify", "verify"))  # part_: with states of ranks' parts
+        for name, operation in operations:
+            _ffi._exports[name] = self._watched(_ffi.load()[name], lambda arguments, operation=operation: (operation, arguments))
         _ffi.workspace_size = self._watched_question(_ffi.workspace_size)
 
     def _watched(self, function, operation_and_options, layer_x_at=None):

@@ -66,11 +66,18 @@ def decode_arguments():
         num_accepted_tokens=cu([1, 2]), out=zeros(N, 2, HV, V) + 7)
 
 
+def verify_arguments():
+    return tokens(N, 2) | dict(
+        state_pool=zeros(SLOTS, HV, V, K) + 7, initial_state_indices=cu([1, 2]), parents=cu([[-1, 0], [-1, -1]]),
+        states_out=zeros(3, 2, HV, V, K) + 7, states_out_indices=cu([2, 0]), out=zeros(N, 2, HV, V) + 7)
+
+
 OPERATIONS = {
     "chunk_gated_delta_rule": chunk_arguments, "chunk_gated_delta_rule_fwd": fwd_arguments,
     "chunk_gated_delta_rule_bwd": bwd_arguments, "fused_recurrent_gated_delta_rule": recurrent_arguments,
-    "gated_delta_rule_prefill": prefill_arguments, "gated_delta_rule_decode": decode_arguments}
-WRITTEN = ("state_pool", "out", "checkpoints")
+    "gated_delta_rule_prefill": prefill_arguments, "gated_delta_rule_decode": decode_arguments,
+    "gated_delta_rule_verify": verify_arguments}
+WRITTEN = ("state_pool", "states_out", "out", "checkpoints")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -102,9 +109,10 @@ def case(name, changes, exception, argument, *given, of=tuple(OPERATIONS)):
 
 
 STATE = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd", "fused_recurrent_gated_delta_rule")
-POOL = ("gated_delta_rule_prefill", "gated_delta_rule_decode")
+IN_PLACE = ("gated_delta_rule_prefill", "gated_delta_rule_decode")
+POOL = (*IN_PLACE, "gated_delta_rule_verify")
 ACTIVATIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", *POOL)
-CHUNK, FWD, BWD, RECURRENT, PREFILL, DECODE = ((name,) for name in OPERATIONS)
+CHUNK, FWD, BWD, RECURRENT, PREFILL, DECODE, VERIFY = ((name,) for name in OPERATIONS)
 ONE_DTYPE = tuple(name for name in OPERATIONS if name not in RECURRENT)  # of q, k and v
 VARLEN = ("chunk_gated_delta_rule", "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd", "fused_recurrent_gated_delta_rule")
 Value, Type, Missing = ValueError, TypeError, NotImplementedError
@@ -235,8 +243,8 @@ CASES = [
     *case("pool strides", lambda a: dict(state_pool=torch.zeros(SLOTS, HV, K, V, device=a.q.device).mT), Value, "state_pool.stride[3]", "(8)", of=POOL),
     *case("indices dtype", lambda a: dict(initial_state_indices=a.initial_state_indices.float()), Type, "initial_state_indices.dtype", "float32", of=POOL),
     *case("indices rows", lambda a: dict(initial_state_indices=a.initial_state_indices[:1]), Value, "initial_state_indices.shape[0]", "(1)", "(2)", of=POOL),
-    *case("final rows", lambda a: dict(final_state_indices=a.final_state_indices[:1]), Value, "final_state_indices.shape[0]", "(1)", "(2)", of=POOL),
-    *case("final dtype", lambda a: dict(final_state_indices=a.final_state_indices.bool()), Type, "final_state_indices.dtype", "bool", of=POOL),
+    *case("final rows", lambda a: dict(final_state_indices=a.final_state_indices[:1]), Value, "final_state_indices.shape[0]", "(1)", "(2)", of=IN_PLACE),
+    *case("final dtype", lambda a: dict(final_state_indices=a.final_state_indices.bool()), Type, "final_state_indices.dtype", "bool", of=IN_PLACE),
     *case("prefill columns", lambda a: dict(initial_state_indices=cu([[1], [2]])), Value, "initial_state_indices.ndim", "(2)", of=PREFILL),
     *case("has dtype", lambda a: dict(has_initial_state=cu([1, 0])), Type, "has_initial_state.dtype", "int32", of=PREFILL),
     *case("has rows", lambda a: dict(has_initial_state=cu([True], torch.bool)), Value, "has_initial_state.shape[0]", "(1)", of=PREFILL),
@@ -255,7 +263,7 @@ CASES = [
     *case("null index a float", lambda a: dict(null_index=-1.0), Type, "null_index", "float", of=POOL),
     *case("null index a tensor", lambda a: dict(null_index=cu(-1)), Type, "null_index", "Tensor", of=POOL),
     *case("indices of 16 bits", lambda a: dict(initial_state_indices=a.initial_state_indices.to(torch.int16)), Type, "initial_state_indices.dtype", "int16", "be int32 or int64", of=POOL),
-    *case("final indices of 8 bits", lambda a: dict(final_state_indices=a.final_state_indices.to(torch.uint8)), Type, "final_state_indices.dtype", "uint8", "be int32 or int64", of=POOL),
+    *case("final indices of 8 bits", lambda a: dict(final_state_indices=a.final_state_indices.to(torch.uint8)), Type, "final_state_indices.dtype", "uint8", "be int32 or int64", of=IN_PLACE),
     *case("has of 8 bits", lambda a: dict(has_initial_state=cu([1, 0], torch.uint8)), Type, "has_initial_state.dtype", "uint8", "be bool", of=PREFILL),
     *case("drafts", lambda a: tokens(N, 17) | dict(out=None, final_state_indices=None, initial_state_indices=cu([0, 1]), num_accepted_tokens=None),
           Value, "q.shape[1]", "(17)", "16", of=DECODE),
@@ -266,6 +274,25 @@ CASES = [
     *case("final columns", lambda a: dict(final_state_indices=cu([[0, 1, 4], [2, 3, 4]])), Value, "final_state_indices.shape[1]", "(3)", "(2)", of=DECODE),
     *case("too few default columns", lambda a: dict(final_state_indices=None, initial_state_indices=cu([[0], [1]]), num_accepted_tokens=cu([1, 1])),
           Value, "initial_state_indices.shape[1]", "(1)", "(2)", of=DECODE),
+    *case("verified drafts", lambda a: tokens(N, 17) | dict(out=None, parents=None, states_out=None, states_out_indices=None),
+          Value, "q.shape[1]", "(17)", "16", of=VERIFY),
+    *case("no pool", lambda a: dict(state_pool=None), Value, "state_pool", "None", of=VERIFY),
+    *case("parents rows", lambda a: dict(parents=a.parents[:1]), Value, "parents.shape[0]", "(1)", "(2)", of=VERIFY),
+    *case("parents tokens", lambda a: dict(parents=a.parents[:, :1]), Value, "parents.shape[1]", "(1)", "(2)", of=VERIFY),
+    *case("parents ndim", lambda a: dict(parents=a.parents[0]), Value, "parents.ndim", "(1)", of=VERIFY),
+    *case("parents dtype", lambda a: dict(parents=a.parents.float()), Type, "parents.dtype", "float32", of=VERIFY),
+    *case("states tokens", lambda a: dict(states_out=a.states_out[:, :1]), Value, "states_out.shape[1]", "(1)", "(2)", of=VERIFY),
+    *case("states heads", lambda a: dict(states_out=a.states_out[:, :, :2]), Value, "states_out.shape[2]", "(2)", "(4)", of=VERIFY),
+    *case("states layout", lambda a: dict(states_out=a.states_out.mT.contiguous()), Value, "states_out.shape[3]", "(16)", "(8)", of=VERIFY),
+    *case("states strides", lambda a: dict(states_out=a.states_out.mT.contiguous().mT), Value, "states_out.stride[4]", "(8)", of=VERIFY),
+    *case("states ndim", lambda a: dict(states_out=a.states_out[0]), Value, "states_out.ndim", "(4)", of=VERIFY),
+    *case("states dtype", lambda a: dict(states_out=a.states_out.bfloat16()), Type, "states_out.dtype", "bfloat16", "state_pool", of=VERIFY),
+    *case("too few states", lambda a: dict(states_out=a.states_out[:1], states_out_indices=None), Value, "states_out.shape[0]", "(1)", "2", of=VERIFY),
+    *case("states rows", lambda a: dict(states_out_indices=cu([0])), Value, "states_out_indices.shape[0]", "(1)", "(2)", of=VERIFY),
+    *case("states rows dtype", lambda a: dict(states_out_indices=zeros(2)), Type, "states_out_indices.dtype", "float32", of=VERIFY),
+    *case("rows without states", lambda a: dict(states_out=None), Value, "states_out_indices", "given", of=VERIFY),
+    *case("states in the pool", lambda a: dict(states_out=a.state_pool[:4].view(2, 2, HV, V, K), states_out_indices=None),
+          Value, "states_out", "memory with state_pool", of=VERIFY),
     # checkpoints
     *case("every 100", lambda a: dict(checkpoint_every=100), Value, "checkpoint_every", "(100)", "64", of=PREFILL),
     *case("every a float", lambda a: dict(checkpoint_every=64.0), Type, "checkpoint_every", "float", of=PREFILL),

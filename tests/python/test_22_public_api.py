@@ -69,6 +69,9 @@ SIGNATURES = {
     "rms_norm_gated": (
         dict(x=required, g=required, weight=required, bias=None, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
              eps=1e-6), dict(norm_before_gate=True)),
+    "gated_delta_rule_verify": (
+        dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required),
+        dict(parents=None, states_out=None, states_out_indices=None, null_index=-1, out=None, state_v_first=True, scale=None, **IN_KERNEL)),
 }
 # Parameters of ours beyond the contract's list; all keyword-only, so that no position is taken.
 BEYOND = {"gated_delta_rule_prefill": {"auto_cp"}}

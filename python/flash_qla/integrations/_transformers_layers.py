@@ -229,7 +229,7 @@ def layer_forward(original: Forward, kind: LayerKind, norm_class: Optional[type]
             _warn_of_seq_idx()
         qkv, z, a, b = _project(self, kind, hidden_states)
         norm = getattr(self, kind.norm)
-        states: Dict[str, torch.Tensor] = {}
+        states: Dict[str, Any] = {}
         if part is not None:
             like = qkv[0] if kind.layout == "separate" else qkv
             states["conv_state"], states["recurrent_state"] = _states(self, part, like)

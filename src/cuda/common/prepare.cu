@@ -142,12 +142,13 @@ __global__ void __launch_bounds__(kThreads) normalize_kernel(int64_t rows, int64
   }
 }
 
+template <int kQuads>
 __global__ void __launch_bounds__(kThreads)
     copy_rows_kernel(int64_t rows, int64_t T, int64_t heads, int size, DeviceTensor from, DeviceTensor to) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const RowPlace at = row_place(r, T, heads);
     store_row(to, offset_of(to, at.b, at.t, at.head), size,
-              load_row<float, 1>(from, offset_of(from, at.b, at.t, at.head), size));
+              load_row<float, kQuads>(from, offset_of(from, at.b, at.t, at.head), size));
   }
 }
 
@@ -305,6 +306,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// One block a (row, head).
+__global__ void __launch_bounds__(kThreads)
+    zero_unused_h_kernel(int64_t Hv, int K, int V, SequenceTable sequences, const __grid_constant__ PoolIndices pool,
+                         DeviceStates h) {
+  const int64_t row = blockIdx.x / Hv, head = blockIdx.x % Hv;
+  if (row < total_chunks(sequences) && read_slot(pool, sequence_of_chunk(sequences, row)) != kSkipRow) return;
+  for (int e = threadIdx.x; e < K * V; e += kThreads) {
+    store<float>(h, row * h.row + head * h.head + e / V * h.key + e % V * h.value, 0.f);
+  }
+}
+
 // Calls f with the quads of a row as a constant.
 template <class Function>
 Status with_quads(int64_t size, Function f) {
@@ -327,8 +339,10 @@ Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTen
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
                         cudaStream_t stream) {
   const int64_t rows = p.B * p.T * heads;
-  return launch("copy_rows", copy_rows_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T, heads,
-                static_cast<int>(size), from, to);
+  return with_quads(size, [&](auto quads) {
+    return launch("copy_rows", copy_rows_kernel<quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T,
+                  heads, static_cast<int>(size), from, to);
+  });
 }
 
 template <class Real>
@@ -374,6 +388,13 @@ Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, con
   const int64_t rows = p.T * heads;
   return launch("zero_outside", zero_outside_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, heads, size,
                 sequences, x);
+}
+
+Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
+                            const DeviceStates& h, cudaStream_t stream) {
+  if (h.data == nullptr || (!p.varlen && !pool.used)) return Status();
+  return launch("zero_unused_h", zero_unused_h_kernel, h.rows * p.Hv, kThreads, 0, stream, p.Hv, static_cast<int>(p.K),
+                static_cast<int>(p.V), sequences, pool, h);
 }
 
 #define FLASH_QLA_INSTANTIATE(Real)                                                                                \

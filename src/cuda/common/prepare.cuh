@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/common/gates.cuh"
+#include "cuda/common/pool.cuh"
 
 namespace flash_qla::cuda {
 
@@ -13,7 +14,7 @@ template <class Real>
 Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
                         cudaStream_t stream);
 
-// [B, T, heads, size] float32, bf16 or fp16, size at most 128, into another layout or dtype of them.
+// [B, T, heads, size] float32, bf16 or fp16, into another layout or dtype of them, whose rows may be longer.
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
                         cudaStream_t stream);
 
@@ -44,5 +45,9 @@ Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, con
 // Zero to the rows [B, T, heads, size] of tokens outside all sequences.
 Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, const DeviceTensor& x, int64_t heads,
                            int64_t size, cudaStream_t stream);
+
+// Zero to the rows of h that no chunk has, and to those of skipped rows of the batch.
+Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
+                            const DeviceStates& h, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda

@@ -94,17 +94,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block a (row, head).
-__global__ void __launch_bounds__(kThreads)
-    zero_unused_h_kernel(int64_t Hv, int K, int V, SequenceTable sequences, const __grid_constant__ PoolIndices pool,
-                         DeviceStates h) {
-  const int64_t row = blockIdx.x / Hv, head = blockIdx.x % Hv;
-  if (row < total_chunks(sequences) && read_slot(pool, sequence_of_chunk(sequences, row)) != kSkipRow) return;
-  for (int e = threadIdx.x; e < K * V; e += kThreads) {
-    store<float>(h, row * h.row + head * h.head + e / V * h.key + e % V * h.value, 0.f);
-  }
-}
-
 }  // namespace
 
 template <class Real>
@@ -125,13 +114,6 @@ Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, cons
   const int64_t items = p.chunk_bound * p.Hv;
   return launch("gate_cumsum", gate_cumsum_kernel<Real>, blocks_for(items, kThreads), kThreads, 0, stream, items, p.Hv,
                 sequences, pool, gates, g_cumsum);
-}
-
-Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
-                            const DeviceStates& h, cudaStream_t stream) {
-  if (h.data == nullptr || (!p.varlen && !pool.used)) return Status();
-  return launch("zero_unused_h", zero_unused_h_kernel, h.rows * p.Hv, kThreads, 0, stream, p.Hv, static_cast<int>(p.K),
-                static_cast<int>(p.V), sequences, pool, h);
 }
 
 template Status launch_chunk_inverse<float>(const Problem&, const SequenceTable&, const PoolIndices&,

@@ -19,8 +19,4 @@ template <class Real>
 Status launch_gate_cumsum(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool, const Gates& gates,
                           const DeviceTensor& g_cumsum, cudaStream_t stream);
 
-// Zero to the rows of h that no chunk has, and to those of skipped rows of the batch.
-Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
-                            const DeviceStates& h, cudaStream_t stream);
-
 }  // namespace flash_qla::cuda

@@ -1,5 +1,5 @@
-// The convolution's gradients, channels side by side, in one pass: a thread has eight channels and goes through a run of
-// tokens with the last inputs and the last gradients of u in registers; dx follows W - 1 tokens behind. The terms of
+// The convolution's gradients, channels side by side, in one pass: a thread has eight channels and goes through a run
+// of tokens with the last inputs and the last gradients of u in registers; dx follows W - 1 tokens behind. The terms of
 // weights and bias stay in registers to the run's end, where each thread leaves its part of the sums.
 #pragma once
 
@@ -68,7 +68,7 @@ struct ConvBackwardRun {
   // starts: a bit for each token of the run, and of the W - 1 after it, at which another sequence begins.
   template <bool kStarts>
   __device__ __forceinline__ void all(uint64_t starts) {
-    Packed<T> v[kW];        // the last inputs, newest last
+    Packed<T> v[kW];       // the last inputs, newest last
     float d[kW][kVector];  // the last du, newest last
 #pragma unroll
     for (int j = 0; j < kW; ++j) {
@@ -191,7 +191,8 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 || kNorms ? 2 : 3
   of_run.x = static_cast<const T*>(part.x.data) + at(part.x);
   of_run.dy = static_cast<const T*>(part.dy.data) + at(part.dy);
   of_run.dx = part.dx.data == nullptr ? nullptr : static_cast<T*>(part.dx.data) + at(part.dx);
-  of_run.dresidual = part.dresidual.data == nullptr ? nullptr : static_cast<T*>(part.dresidual.data) + at(part.dresidual);
+  of_run.dresidual =
+      part.dresidual.data == nullptr ? nullptr : static_cast<T*>(part.dresidual.data) + at(part.dresidual);
   load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, of_run.w);
   __shared__ SharedBias s_bias, s_dbias;
   of_run.bias = part.bias.data == nullptr ? nullptr : &s_bias;

@@ -1,4 +1,5 @@
-// The convolution's gradients for any strides, dtypes, widths, seq_idx and states: the gradient of u goes through memory.
+// The convolution's gradients for any strides, dtypes, widths, seq_idx and states: the gradient of u goes through
+// memory.
 #pragma once
 
 #include "cuda/layer/conv_any.cuh"
@@ -48,7 +49,8 @@ __global__ void __launch_bounds__(kAnyThreads)
                ? load<float>(part.dy, offset_of(part.dy, item.b, item.t, item.unit.head, item.unit.first + c))
                : 0.0f;
     if (c < item.unit.count && part.dresidual.data != nullptr) {
-      store<float>(part.dresidual, offset_of(part.dresidual, item.b, item.t, item.unit.head, item.unit.first + c), d[i]);
+      store<float>(part.dresidual, offset_of(part.dresidual, item.b, item.t, item.unit.head, item.unit.first + c),
+                   d[i]);
     }
     y[i] = p.silu ? u[i] * sigmoid(u[i]) : u[i];
     if (!has) continue;

@@ -69,7 +69,6 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* stream) {
 }  // namespace
 }  // namespace cuda
 
-const ConvPath kCudaConvForward = {"cuda_layer", FLASH_QLA_CUDA,     false,
-                                   cuda::reject, cuda::no_workspace, cuda::run};
+const ConvPath kCudaConvForward = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject, cuda::no_workspace, cuda::run};
 
 }  // namespace flash_qla

@@ -1,5 +1,6 @@
 // The convolution over whole sequences, channels side by side. A thread has eight channels and goes through a run of
-// tokens; weights and the last inputs stay in registers. Runs in which no sequence begins take a loop that asks nothing.
+// tokens; weights and the last inputs stay in registers. Runs in which no sequence begins take a loop that asks
+// nothing.
 #pragma once
 
 #include "cuda/layer/conv_gates.cuh"
@@ -153,8 +154,8 @@ struct ConvRun {
   const int tokens;
   const T* x;  // of the run's first token
   T* y;
-  const T* residual;  // or NULL
-  float* norms;       // of the run's first token, where this thread stores a head's; else NULL
+  const T* residual;       // or NULL
+  float* norms;            // of the run's first token, where this thread stores a head's; else NULL
   const SharedBias* bias;  // or NULL
   float w[kW][kVector];
 

@@ -6,10 +6,12 @@
 
 namespace flash_qla::cuda {
 
-__device__ inline int64_t clamp_to(int64_t x, int64_t low, int64_t high) { return x < low ? low : (x > high ? high : x); }
+__device__ inline int64_t clamp_to(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : (x > high ? high : x);
+}
 
-// The largest n in [0, N] whose offset is at most t, or -1. A warp looks at 32 offsets at a time: four loads behind each
-// other for 65,536 sequences. Offsets that fall give some n of this range.
+// The largest n in [0, N] whose offset is at most t, or -1. A warp looks at 32 offsets at a time: four loads behind
+// each other for 65,536 sequences. Offsets that fall give some n of this range.
 __device__ inline int64_t last_offset(const DeviceTensor& cu_seqlens, int64_t N, int64_t t) {
   int64_t low = -1, high = N + 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -39,8 +39,9 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream)
     most = std::max(most, part.l2norm ? part.dim : std::min(part.dim, kUpdateChannels));
   }
   const int64_t blocks = ceil_div(p.N * units, kUpdateThreads / 32);
-  const auto kernel = most <= 64 ? kernel_for<2>(params.width) : most <= 128 ? kernel_for<4>(params.width)
-                                                                             : kernel_for<8>(params.width);
+  const auto kernel = most <= 64    ? kernel_for<2>(params.width)
+                      : most <= 128 ? kernel_for<4>(params.width)
+                                    : kernel_for<8>(params.width);
   FLASH_QLA_RETURN_IF_ERROR(launch("conv_update", kernel, blocks + gate_blocks(params.gates), kUpdateThreads, 0, stream,
                                    params, units, blocks));
   if (!p.varlen) return Status();
@@ -51,7 +52,6 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream)
 }  // namespace
 }  // namespace cuda
 
-const ConvPath kCudaConvUpdate = {"cuda_layer", FLASH_QLA_CUDA,     false,
-                                  cuda::reject, cuda::no_workspace, cuda::run};
+const ConvPath kCudaConvUpdate = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject, cuda::no_workspace, cuda::run};
 
 }  // namespace flash_qla

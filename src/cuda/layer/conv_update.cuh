@@ -1,6 +1,6 @@
 // The convolution of the next tokens of each sequence. A warp has one sequence and up to 256 channels (a head, where it
-// is normalised), a lane the channels l, l + 32 ..: what a lane reads it alone writes, so states and inputs are replaced
-// in place.
+// is normalised), a lane the channels l, l + 32 ..: what a lane reads it alone writes, so states and inputs are
+// replaced in place.
 #pragma once
 
 #include "cuda/common/gates.cuh"
@@ -82,9 +82,9 @@ __device__ inline void update_states(const ConvParams& p, const LaneChannels<kPe
   };
   // Entries that stay as they were are copied where the state goes elsewhere.
   const auto stays = [&](int64_t entry, int i) {
-    return slots.read < 0 ? 0.0f
-                          : load<float>(part.initial_state,
-                                        offset_of(part.initial_state, slots.read, own.channel(i), entry));
+    return slots.read < 0
+               ? 0.0f
+               : load<float>(part.initial_state, offset_of(part.initial_state, slots.read, own.channel(i), entry));
   };
   if (s.ring.data != nullptr) {
     const int64_t start = entry_before(s, span.n, 0, width);
@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kUpdateThreads)
   const bool reads = slots.read >= 0;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
-    raw_bias[i] = own.has(i) && part.bias.data != nullptr ? load_raw(part.bias, offset_of(part.bias, own.channel(i))) : 0;
+    raw_bias[i] =
+        own.has(i) && part.bias.data != nullptr ? load_raw(part.bias, offset_of(part.bias, own.channel(i))) : 0;
     first[i] = span.begin < span.end ? own.raw_x(span.b, span.begin, i) : 0;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -142,7 +143,8 @@ __global__ void __launch_bounds__(kUpdateThreads)
       raw_history[j][i] = 0;
       if (!wanted || j + 1 >= width || !reads) continue;
       const int64_t entry = entry_before(s, span.n, width - 1 - j, width);
-      raw_history[j][i] = load_raw(part.initial_state, offset_of(part.initial_state, slots.read, own.channel(i), entry));
+      raw_history[j][i] =
+          load_raw(part.initial_state, offset_of(part.initial_state, slots.read, own.channel(i), entry));
     }
   }
   float w[kWidth][kPer], window[kWidth][kPer], bias[kPer];  // window: [j] is the input W - 1 - j places before the next

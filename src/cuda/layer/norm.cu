@@ -69,8 +69,8 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
   });
 }
 
-// Blocks of the backward, each of which leaves a part of the sums: from shapes alone, so that bits are the same on every
-// GPU; eight for each multiprocessor of a large one.
+// Blocks of the backward, each of which leaves a part of the sums: from shapes alone, so that bits are the same on
+// every GPU; eight for each multiprocessor of a large one.
 int64_t backward_blocks(const NormProblem& p, int64_t rows_at_once) {
   constexpr int64_t kMost = 1056;
   return std::min(kMost, ceil_div(p.rows, rows_at_once));
@@ -101,15 +101,15 @@ size_t workspace_size(const flash_qla_norm_gated_backward_arguments& args, const
 template <class T>
 Status run_long(const NormParams& params, const NormProblem& p, const BackwardPlan& plan, cudaStream_t stream) {
   const int64_t blocks = ceil_div(p.rows, kNormThreads / 32);
-  FLASH_QLA_RETURN_IF_ERROR(launch("norm_gated_long", norm_gated_long_kernel<T>, blocks, kNormThreads, 0, stream,
-                                   params, true));
+  FLASH_QLA_RETURN_IF_ERROR(
+      launch("norm_gated_long", norm_gated_long_kernel<T>, blocks, kNormThreads, 0, stream, params, true));
   if (plan.sums == nullptr) return Status();
   NormParams forward = params;  // for r alone
   forward.y = {};
   forward.inverse_rms = workspace_tensor(plan.rms, DType::kFloat32, 1, 1, 1, p.rows);
   forward.inverse_rms.stride[0] = 1;
-  FLASH_QLA_RETURN_IF_ERROR(launch("norm_gated_long", norm_gated_long_kernel<T>, blocks, kNormThreads, 0, stream,
-                                   forward, false));
+  FLASH_QLA_RETURN_IF_ERROR(
+      launch("norm_gated_long", norm_gated_long_kernel<T>, blocks, kNormThreads, 0, stream, forward, false));
   const int64_t columns = ceil_div(p.V, kNormThreads);
   return launch("norm_gated_long_sums", norm_gated_long_sums_kernel<T>, plan.blocks * columns, kNormThreads, 0, stream,
                 params, static_cast<const float*>(plan.rms), columns, plan.step);
@@ -136,7 +136,8 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
     return launch("norm_gated_backward", norm_gated_backward_kernel<T>, plan.blocks, kNormThreads, 0, stream, params);
   }));
   if (plan.sums == nullptr) return Status();
-  return launch("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kNormThreads), kNormThreads, 0, stream, params);
+  return launch("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kNormThreads), kNormThreads, 0, stream,
+                params);
 }
 
 }  // namespace
@@ -144,11 +145,8 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
 
 const NormPath kCudaNormGated = {
     "cuda_layer", FLASH_QLA_CUDA, false, cuda::reject<flash_qla_norm_gated_arguments>, cuda::no_workspace, cuda::run};
-const NormBackwardPath kCudaNormGatedBackward = {"cuda_layer",
-                                                 FLASH_QLA_CUDA,
-                                                 false,
-                                                 cuda::reject<flash_qla_norm_gated_backward_arguments>,
-                                                 cuda::workspace_size,
-                                                 cuda::run_backward};
+const NormBackwardPath kCudaNormGatedBackward = {
+    "cuda_layer",         FLASH_QLA_CUDA,    false, cuda::reject<flash_qla_norm_gated_backward_arguments>,
+    cuda::workspace_size, cuda::run_backward};
 
 }  // namespace flash_qla

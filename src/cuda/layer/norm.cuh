@@ -18,11 +18,11 @@ struct NormRows {
 };
 
 struct NormParams {
-  NormRows x, z, y, dy, dx, dz;       // forward: x, z, y; backward: x, z, dy, dx, dz
-  DeviceTensor weight, bias;          // [V]
-  DeviceTensor inverse_rms;           // [rows]
-  DeviceTensor dweight, dbias;        // [V]
-  float* sums;                        // [blocks, 2, V] parts of the sums over rows
+  NormRows x, z, y, dy, dx, dz;  // forward: x, z, y; backward: x, z, dy, dx, dz
+  DeviceTensor weight, bias;     // [V]
+  DeviceTensor inverse_rms;      // [rows]
+  DeviceTensor dweight, dbias;   // [V]
+  float* sums;                   // [blocks, 2, V] parts of the sums over rows
   int64_t rows, extent_middle, extent_inner, blocks;
   float eps;
   int32_t V, lanes, gate_first, silu;  // lanes: of a row, a power of two
@@ -36,15 +36,21 @@ __device__ __forceinline__ int64_t row_offset(const NormParams& p, const NormRow
 
 template <class T>
 __device__ __forceinline__ float element_to_float(const T& x) {
-  if constexpr (sizeof(T) == 4) return x;
-  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
-  else return __bfloat162float(x);
+  if constexpr (sizeof(T) == 4)
+    return x;
+  else if constexpr (std::is_same_v<T, __half>)
+    return __half2float(x);
+  else
+    return __bfloat162float(x);
 }
 template <class T>
 __device__ __forceinline__ T element_from_float(float x) {
-  if constexpr (sizeof(T) == 4) return x;
-  else if constexpr (std::is_same_v<T, __half>) return __float2half_rn(x);
-  else return __float2bfloat16_rn(x);
+  if constexpr (sizeof(T) == 4)
+    return x;
+  else if constexpr (std::is_same_v<T, __half>)
+    return __float2half_rn(x);
+  else
+    return __float2bfloat16_rn(x);
 }
 
 // Values [v, v + 8) of a row; zero past its end and where the tensor is absent.
@@ -59,7 +65,8 @@ __device__ __forceinline__ void load_values(const NormRows& t, int64_t offset, i
 }
 
 template <class T>
-__device__ __forceinline__ void store_values(const NormRows& t, int64_t offset, int v, int V, const float (&x)[kVector]) {
+__device__ __forceinline__ void store_values(const NormRows& t, int64_t offset, int v, int V,
+                                             const float (&x)[kVector]) {
   if (t.data == nullptr) return;
   T* row = static_cast<T*>(t.data) + offset;
   if (t.vectors && v < V) return store_packed(row + v, pack<T>(x));
@@ -69,7 +76,8 @@ __device__ __forceinline__ void store_values(const NormRows& t, int64_t offset, 
   }
 }
 
-__device__ __forceinline__ void load_of_columns(const DeviceTensor& t, int v, int V, float absent, float (&x)[kVector]) {
+__device__ __forceinline__ void load_of_columns(const DeviceTensor& t, int v, int V, float absent,
+                                                float (&x)[kVector]) {
 #pragma unroll
   for (int c = 0; c < kVector; ++c) {
     x[c] = t.data != nullptr && v + c < V ? load<float>(t, offset_of(t, v + c)) : absent;
@@ -199,7 +207,8 @@ __global__ void __launch_bounds__(kNormThreads) norm_gated_backward_kernel(const
 
 // Rows of any length: a warp has a row, and goes through it as often as it needs.
 template <class T>
-__global__ void __launch_bounds__(kNormThreads) norm_gated_long_kernel(const __grid_constant__ NormParams p, bool backward) {
+__global__ void __launch_bounds__(kNormThreads)
+    norm_gated_long_kernel(const __grid_constant__ NormParams p, bool backward) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kNormThreads / 32) + threadIdx.x / 32;
   if (row >= p.rows) return;

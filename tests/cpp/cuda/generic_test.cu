@@ -1,6 +1,6 @@
 // The CUDA paths against each other and against the host, on a machine with a GPU:
 //   cuda_reference (the fp64 oracle on the device) against reference (the one on the host), fp64 tensors, to 1e-12;
-//   cuda_generic, cuda_decode and sm90 against cuda_reference, at the bounds that the library promises;
+//   cuda_generic, cuda_decode, sm80 and sm90 against cuda_reference, at the bounds that the library promises;
 // over drawn shapes and options, and over cases that are chosen for their size. Every output and the workspace start as
 // NaN, every run is done twice and must give the same bits, inputs must stay as they are, and nothing may be written
 // past the end of a tensor. Calls with malformed device data (four times --cases of them on Hopper) must return, and
@@ -15,14 +15,17 @@
 #include <sstream>
 
 #include "checker.h"
+#include "invariance_tests.cuh"
 #include "launches.h"
 #include "malformed_tests.cuh"
 #include "order_tests.cuh"
+#include "sm80_tests.cuh"
 #include "sm90_backward_tests.cuh"
 #include "sm90_lengths_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 #include "sm90_stale_tests.cuh"
+#include "verify_tests.h"
 
 namespace flash_qla::testing {
 namespace {
@@ -119,54 +122,6 @@ int64_t test_nan(const Settings& settings, Arena& arena) {
     backward.d_o.fill([&](int64_t, int64_t t, int64_t, int64_t) { return t == 129 ? NAN : random.normal(); });
     checker.check(initial_state ? "backward" : "backward from zero", backward, "cuda_generic", "cuda_reference",
                   FLASH_QLA_CUDA);
-  }
-  return checker.finish();
-}
-
-// A sequence's bits depend on nothing but the sequence: not on what else is in the batch, nor on where it is cut.
-int64_t test_invariance(const Settings& settings, Arena& arena, const char* path, int64_t V,
-                        const std::vector<int64_t>& cuts) {
-  Checker checker(std::string("bits depend on the sequence alone, ") + path, settings, arena, path);
-  Random random(13);
-  Shape s;
-  s.dtype = DType::kBFloat16;
-  s.T = 300;
-  s.Hq = 2;
-  s.Hv = 4;
-  s.K = 128;
-  s.V = V;
-  s.cu_seqlens = {0, 17, 17, 209, 300};
-  Features f;
-  f.initial_state = f.final_state = true;
-  f.cp_mode = FLASH_QLA_CP_OFF;
-  ForwardCall batch;
-  batch.draw(s, f, PoolFeatures{}, false, random);
-  ForwardCall whole = batch;
-  checker.run("batch", whole, path);
-  // Tokens [begin, end) of the batch as a call of their own, from `state`.
-  const auto part = [&](int64_t begin, int64_t end, Buffer state) {
-    ForwardCall call = batch;
-    for (Buffer* buffer : {&call.in.q, &call.in.k, &call.in.v, &call.in.g, &call.in.beta, &call.o}) {
-      *buffer = buffer->slice(1, begin, end);
-    }
-    call.in.shape.T = end - begin;
-    call.in.shape.cu_seqlens.clear();
-    call.in.cu_seqlens = Buffer();
-    call.in.initial_state = state;
-    call.final_state = batch.final_state.slice(0, 0, 1);
-    checker.run("forward", call, path);
-    return call;
-  };
-  // The third sequence alone, and cut.
-  ForwardCall alone = part(17, 209, batch.in.initial_state.slice(0, 2, 3));
-  if (!same(alone.o, whole.o.slice(1, 17, 209))) checker.fail("alone", path, "o differs");
-  if (!same(alone.final_state, whole.final_state.slice(0, 2, 3))) checker.fail("alone", path, "state differs");
-  for (const int64_t cut : cuts) {
-    ForwardCall first = part(17, 17 + cut, batch.in.initial_state.slice(0, 2, 3));
-    ForwardCall second = part(17 + cut, 209, first.final_state);
-    if (!same(first.o, alone.o.slice(1, 0, cut))) checker.fail("cut", path, "o before the cut differs");
-    if (!same(second.o, alone.o.slice(1, cut, 192))) checker.fail("cut", path, "o after the cut differs");
-    if (!same(second.final_state, alone.final_state)) checker.fail("cut", path, "state differs");
   }
   return checker.finish();
 }
@@ -273,8 +228,14 @@ int run(const Settings& settings) {
       {"oracle", false, [&] { return test_oracle(settings, arena); }},
       {"generic", false, [&] { return test_generic(settings, arena); }},
       {"decode", false, [&] { return test_decode(settings, arena); }},
+      {"verify", false, [&] { return test_verify(settings, arena, "cuda_reference", FLASH_QLA_CUDA); }},
       {"nan", false, [&] { return test_nan(settings, arena); }},
-      {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 72, {64, 100}); }},
+      {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 128, 72, {64, 100}); }},
+      {"sm80 forward, drawn", false, [&] { return test_sm80_forward(settings, arena, kDeviceOracle); }},
+      {"sm80 forward, invariance", false, [&] { return test_sm80_invariance(settings, arena); }},
+      {"sm80 forward, neighbours", false, [&] { return test_sm80_neighbours(settings, arena); }},
+      {"sm80 forward, listed", false, [&] { return test_sm80_listed(settings, arena); }},
+      {"sm80 forward, malformed", false, [&] { return test_sm80_malformed(settings, arena); }},
       {"sm90 forward, drawn", true, [&] { return test_sm90_forward(settings, arena); }},
       {"sm90 forward, single tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
       {"sm90 forward, few tokens", true, [&] { return test_sm90_few_tokens(settings, arena); }},
@@ -289,7 +250,7 @@ int run(const Settings& settings) {
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, stale memory", true, [&] { return as_asked(test_sm90_forward_stale); }},
-      {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, {64, 128}); }},
+      {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, 128, {64, 128}); }},
       {"orders", true, [&] { return test_orders(settings, arena); }},
       {"sm90 split, drawn", true, [&] { return test_sm90_split(settings, arena); }},
       {"sm90 split, repeats", true, [&] { return test_sm90_split_repeat(settings, arena); }},

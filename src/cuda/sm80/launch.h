@@ -1,0 +1,21 @@
+// Starts the kernels of path sm80 that are compiled for a dtype and number of keys.
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "cuda/sm80/params.h"
+
+namespace flash_qla::cuda::sm80 {
+
+// Kernels of one dtype and padded number of keys.
+struct Kernels {
+  Status (*prepare)(const PrepareParams& params, int64_t blocks, cudaStream_t stream);
+  Status (*forward)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
+  // The same without outputs: states alone.
+  Status (*states)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
+  int64_t record_bytes;  // of a chunk and value head
+  int most_strips;       // of a block
+};
+
+const Kernels& kernels_for(DType type, int64_t K);
+
+}  // namespace flash_qla::cuda::sm80

@@ -1,0 +1,105 @@
+#include "cuda/sm80/listed.h"
+
+namespace flash_qla::cuda::sm80 {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The last sequence that begins at or before token t of a row with offsets.
+__device__ int64_t sequence_of_token(const SequenceTable& sequences, int64_t t) {
+  int64_t low = 0, high = sequences.N;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (sequences.bounds[middle] <= t) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// A thread an entry. A position p stands for the token p - 1.
+__global__ void __launch_bounds__(kThreads)
+    sm80_list_tokens_kernel(SequenceTable sequences, int64_t tokens, const __grid_constant__ PoolIndices pool,
+                            const __grid_constant__ ListedTokens listed) {
+  const int64_t m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (m >= listed.entries) return;
+  const int64_t token = load_index(listed.positions, m) - 1;
+  DeviceSequence part{0, 0, 0, m};
+  int64_t slot = kNoSlot, chunk = 0;
+  if (token >= 0 && token < tokens && sequences.N > 0) {
+    const bool dense = sequences.bounds == nullptr;
+    const int64_t n = dense ? token / sequences.T : sequence_of_token(sequences, token);
+    const DeviceSequence sequence = sequence_at(sequences, n);
+    const int64_t t = (dense ? token % sequences.T : token) - sequence.begin;  // within the sequence
+    if (t >= 0 && t < sequence.length && read_slot(pool, n) != kSkipRow) {
+      slot = slot_or_none(pool, load_index(listed.indices, m));
+      chunk = t / kChunkSize;
+      if (slot != kNoSlot) {
+        part = {sequence.b, sequence.begin + chunk * kChunkSize, t % kChunkSize + 1, m};
+        // The order of a list varies from run to run; what is written does not, as every entry has its own state.
+        listed.lists.next[m] = atomicExch(&listed.lists.first[sequence.first_chunk + chunk], static_cast<int32_t>(m));
+      }
+    }
+  }
+  listed.parts[m] = part;
+  listed.slots[m] = slot;
+}
+
+}  // namespace
+
+DeviceStates ListedTokens::start_states(const Problem& p) const {
+  return {states, p.Hv * p.K * p.V, p.K * p.V, 1, p.K, entries, static_cast<int32_t>(DType::kFloat32)};
+}
+
+ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, int64_t record_bytes,
+                         Workspace* workspace) {
+  ListedTokens listed{};
+  if (!present(args.checkpoint_offsets)) return listed;
+  listed.entries = args.checkpoint_offsets.shape[0];
+  listed.positions = device_tensor(args.checkpoint_offsets);
+  listed.indices = device_tensor(args.checkpoint_indices);
+  listed.lists.first = workspace->take<int32_t>(p.chunk_bound);
+  listed.lists.next = workspace->take<int32_t>(listed.entries);
+  listed.parts = workspace->take<DeviceSequence>(listed.entries);
+  listed.slots = workspace->take<int64_t>(listed.entries);
+  listed.states = workspace->take<float>(listed.entries * p.Hv * p.K * p.V);
+  listed.records = workspace->take<char>(listed.entries * p.Hv * record_bytes);
+  return listed;
+}
+
+Status launch_list_tokens(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
+                          const ListedTokens& listed, cudaStream_t stream) {
+  if (listed.entries == 0) return Status();
+  // Every byte 0xff: -1.
+  const size_t bytes = static_cast<size_t>(p.chunk_bound) * sizeof(int32_t);
+  FLASH_QLA_RETURN_IF_ERROR(cuda_status(cudaMemsetAsync(listed.lists.first, 0xff, bytes, stream), "cudaMemsetAsync"));
+  return launch("sm80_list_tokens", sm80_list_tokens_kernel, ceil_div(listed.entries, kThreads), kThreads, 0, stream,
+                sequences, p.B * p.T, pool, listed);
+}
+
+PrepareParams for_parts(const PrepareParams& params, const ListedTokens& listed) {
+  PrepareParams of_parts = params;
+  of_parts.parts = listed.parts;
+  of_parts.chunks = listed.entries;
+  of_parts.normal_q = of_parts.normal_k = nullptr;
+  of_parts.g_cumsum = of_parts.A = {};
+  of_parts.records = listed.records;
+  return of_parts;
+}
+
+ForwardParams for_parts(const ForwardParams& params, const ListedTokens& listed, const Problem& p) {
+  ForwardParams of_parts = params;
+  of_parts.parts = listed.parts;
+  of_parts.records = listed.records;
+  of_parts.initial_state = listed.start_states(p);
+  of_parts.pool_indices.initial = {};
+  of_parts.pool_indices.final = {listed.slots, {1}, static_cast<int32_t>(DType::kInt64), 0};
+  of_parts.final_state = of_parts.h = of_parts.checkpoints = of_parts.listed_states = {};
+  of_parts.checkpoint_every = 0;
+  of_parts.listed = {};
+  return of_parts;
+}
+
+}  // namespace flash_qla::cuda::sm80

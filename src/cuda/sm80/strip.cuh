@@ -1,0 +1,116 @@
+// A strip's state and outputs in the caller's tensors.
+#pragma once
+
+#include "cuda/sm80/forward_step.cuh"
+
+namespace flash_qla::cuda::sm80 {
+
+// What a warp carries: 16 value columns of one (sequence, value head), from `column` on.
+struct StripPlace {
+  int head, column, lane;
+  int K, V;
+};
+
+// Goes through a lane's elements of a [K, V] state, whatever its dtype and strides: calls visit(tile, element, pointer)
+// for those that are inside.
+class StateWalk {
+ public:
+  __device__ __forceinline__ StateWalk(const DeviceStates& t, int64_t row, const StripPlace& place) : dtype_(t.dtype) {
+    const int64_t size = is_wide() ? 4 : 2;
+    const int column = place.column + place.lane / 4, key = place.lane % 4 * 2;
+    key_bytes_ = t.key * size;
+    eight_values_ = 8 * t.value * size;
+    data_ = static_cast<char*>(t.data) + (row * t.row + place.head * t.head + column * t.value + key * t.key) * size;
+    columns_ = place.V - column;
+    keys_ = place.K - key;
+  }
+  template <int kTiles, class Visit>
+  __device__ __forceinline__ void visit(Visit visit) {
+    char* at = data_;
+    int keys = keys_;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (e % 2 < keys && e / 2 * 8 < columns_) {
+          visit(tile, e, at + e % 2 * key_bytes_ + (e / 2 > 0 ? eight_values_ : 0));
+        }
+      }
+      at += 8 * key_bytes_;
+      keys -= 8;
+      // One tile after the other: all addresses at once would not fit into the registers beside the state.
+      asm volatile("" : "+l"(at), "+r"(keys) : : "memory");
+    }
+  }
+  __device__ __forceinline__ float load(const char* at) const {
+    if (is_wide()) return *reinterpret_cast<const float*>(at);
+    const uint16_t raw = *reinterpret_cast<const uint16_t*>(at);
+    return is_bf16() ? __uint_as_float(static_cast<uint32_t>(raw) << 16) : __half2float(__ushort_as_half(raw));
+  }
+  __device__ __forceinline__ void store(char* at, float x) const {
+    if (is_wide()) {
+      *reinterpret_cast<float*>(at) = x;
+    } else {
+      *reinterpret_cast<uint16_t*>(at) =
+          is_bf16() ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool is_wide() const { return dtype_ == static_cast<int32_t>(DType::kFloat32); }
+  __device__ __forceinline__ bool is_bf16() const { return dtype_ == static_cast<int32_t>(DType::kBFloat16); }
+  char* data_;
+  int64_t key_bytes_, eight_values_;
+  int32_t dtype_;
+  int columns_, keys_;  // from the lane's first on
+};
+
+template <int kTiles>
+__device__ __forceinline__ void load_state(Sums<kTiles>& state, const DeviceStates& from, int64_t row,
+                                           const StripPlace& place) {
+  StateWalk walk(from, row, place);
+  walk.visit<kTiles>([&](int tile, int e, const char* at) { state.x[tile][e] = walk.load(at); });
+}
+
+template <int kTiles>
+__device__ __forceinline__ void store_state(const Sums<kTiles>& state, const DeviceStates& to, int64_t row,
+                                            const StripPlace& place) {
+  StateWalk walk(to, row, place);
+  walk.visit<kTiles>([&](int tile, int e, char* at) { walk.store(at, state.x[tile][e]); });
+}
+
+// Rows of O of a strip: eight bytes of a row a lane, so that the 32 bytes of a row are written at once.
+template <class T>
+class OutputRows {
+ public:
+  OutputRows() = default;
+  // `o`: the row of the first token; `columns` values in it.
+  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, const StripPlace& place)
+      : stride_(stride) {
+    const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4;
+    at_ = const_cast<uint16_t*>(o) + place.lane / 4 * stride + column;
+    // A lane whose columns are past the row's end has no tokens.
+    first_ = column < columns ? place.lane / 4 : INT32_MAX;
+  }
+  // The next tokens, `left` of them or all.
+  template <int kTiles>
+  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int left) {
+    const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i, at_ += 8 * stride_) {
+      // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
+      // beside them: an even lane gives its last for the neighbour's first.
+      const uint32_t first = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
+      const uint32_t last = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
+      if (first_ < left - 8 * i) *reinterpret_cast<uint2*>(at_) = odd ? make_uint2(got, last) : make_uint2(first, got);
+    }
+  }
+
+ private:
+  uint16_t* at_;
+  int64_t stride_;
+  int first_;
+};
+
+}  // namespace flash_qla::cuda::sm80

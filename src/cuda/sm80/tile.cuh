@@ -1,0 +1,115 @@
+// Tiles of rows of keys or queries in shared memory, and a warp's fragments of them for mma.m16n8k16.
+#pragma once
+
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/sm80/params.h"
+#include "cuda/sm80/traits.h"
+
+namespace flash_qla::cuda::sm80 {
+
+// What is computed from x behind this is computed where it stands: moved in front of a loop it would take registers
+// from the state.
+__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+
+// A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
+// banks. Rows of 192 bytes (96 keys) shift by half of the banks from row to row: two bits of every second row are
+// enough for them.
+template <int kKeys>
+__device__ __forceinline__ int piece_flip(int row) {
+  return kKeys % 64 == 0 ? row & 7 : row >> 1 & 3;
+}
+
+template <int kKeys>
+__device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
+  return static_cast<uint32_t>(row * kKeys * 2 + (piece ^ piece_flip<kKeys>(row)) * 16);
+}
+
+// Where a lane reads 16x16 blocks of a tile [rows x kKeys], for load_matrix_x4: matrices 0 to 3 are
+//   kRightOperand  rows 0-7 left, rows 0-7 right, rows 8-15 left, rows 8-15 right. Plain: the right operands of two
+//                  products whose columns are rows of the tile
+//   kLeftOperand   rows 0-7 left, rows 8-15 left, rows 0-7 right, rows 8-15 right. Plain: a left operand; transposed:
+//   the
+//                  right operands of two products that sum over rows of the tile
+enum class Order { kRightOperand, kLeftOperand };
+
+template <int kKeys>
+class BlockReader {
+ public:
+  __device__ __forceinline__ BlockReader(uint32_t tile, int lane, Order order) {
+    const int matrix = lane / 8;
+    const int down = order == Order::kRightOperand ? matrix >> 1 : matrix & 1;
+    const int right = order == Order::kRightOperand ? matrix & 1 : matrix >> 1;
+    const int row = lane % 8;
+    start_ = tile + static_cast<uint32_t>((down * 8 + row) * kKeys * 2);
+    flip_ = static_cast<uint32_t>((right ^ piece_flip<kKeys>(row)) * 16);
+  }
+  // The lane's address in block (row, column).
+  __device__ __forceinline__ uint32_t at(int row, int column) const {
+    constexpr int kPeriod = kKeys % 64 == 0 ? 4 : 2;  // blocks whose pieces change places with each other
+    const uint32_t within = static_cast<uint32_t>(column % kPeriod * 32) ^ flip_;
+    return start_ + within + static_cast<uint32_t>(column / kPeriod * kPeriod * 32 + row * 16 * kKeys * 2);
+  }
+
+ private:
+  uint32_t start_, flip_;
+};
+
+// Copies rows [0, kRows) of a tile, `count` of them from `from` on (elements); the others and pieces past the row's
+// `size` elements become zero. By `kThreads` threads, of which this is number `thread`.
+template <int kKeys, int kRows, int kThreads>
+__device__ __forceinline__ void copy_rows(uint32_t tile, const uint16_t* from, int64_t stride, int size, int count,
+                                          int thread) {
+  constexpr int kPieces = kKeys / 8;
+  // After kPeriod rounds a thread is in the column where it began.
+  constexpr int kPeriod = kThreads % kPieces == 0 ? 1 : 3, kRowsOn = kThreads * kPeriod / kPieces;
+  static_assert(kThreads * kPeriod % kPieces == 0 && kRows % kRowsOn == 0);
+#pragma unroll
+  for (int b = 0; b < kPeriod; ++b) {
+    const int row = (b * kThreads + thread) / kPieces, piece = (b * kThreads + thread) % kPieces;
+    const int left = 2 * (size - 8 * piece), bytes = left < 0 ? 0 : left < 16 ? left : 16;
+    // A copy of nothing wants a legal address, too.
+    const uint16_t* at = from + row * stride + (bytes > 0 ? 8 * piece : 0);
+#pragma unroll
+    for (int a = 0; a < kRows / kRowsOn; ++a) {
+      const int r = row + a * kRowsOn;
+      const bool inside = r < count;
+      cp_async_16(tile + piece_offset<kKeys>(r, piece), inside ? at : from, inside ? bytes : 0);
+      at += kRowsOn * stride;
+    }
+  }
+}
+
+// V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
+__device__ __forceinline__ uint32_t value_offset(int row, int half) {
+  return static_cast<uint32_t>(row * 32 + (half ^ (row >> 2 & 1)) * 16);
+}
+
+__device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, int64_t token, int64_t head) {
+  return static_cast<const uint16_t*>(rows.data) + b * rows.batch + token * rows.token + head * rows.head;
+}
+
+// Right operands that lie in shared memory as blocks one after another, taken in that order. Four blocks come with a
+// load, which is on its way while the four before it are used; the last load may reach past the last block.
+template <int kBlocks>
+class BlockStream {
+ public:
+  __device__ __forceinline__ BlockStream(uint32_t blocks, int lane) : at_(blocks + static_cast<uint32_t>(lane) * 16) {
+    load(0);
+  }
+  // Block `number`: one more than that of the last call.
+  __device__ __forceinline__ uint32_t take(int number) {
+    if (number % 4 == 0 && number + 4 < kBlocks) load(number / 4 + 1);
+    return r_[number / 4 % 2][number % 4];
+  }
+
+ private:
+  __device__ __forceinline__ void load(int quad) {
+    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % 2]);
+  }
+  uint32_t at_;
+  uint32_t r_[2][4];
+};
+
+}  // namespace flash_qla::cuda::sm80
