@@ -37,7 +37,6 @@ def find_torch() -> None:
 # instead of tracing it, and then sees the values that every later call sees, so that it need not compile again. So no
 # call may read torch_front or _USUAL before find_torch(): a guard on the earlier value would fail at once.
 find_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
-find_torch()
 
 
 def is_torch(operation: str, names: Sequence[str], values: Sequence[Any]) -> bool:
@@ -97,3 +96,6 @@ def state_layout(operation: str, state_v_first: bool, transpose_state_layout: bo
     if torch_front is None or not torch_front.is_traced():  # a compiler cannot trace a warning
         warnings.warn(f"{operation}: transpose_state_layout is now state_v_first", DeprecationWarning, stacklevel=3)
     return bool(transpose_state_layout)
+
+
+find_torch()  # last: what it loads imports from this module

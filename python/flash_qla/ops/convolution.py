@@ -8,7 +8,7 @@ from typing import Any, Optional, Tuple
 from .. import _front
 from .._front import check_host_offsets, require_torch
 from .._options import chosen_path, integer
-from .gated_delta_rule.chunk.cp.context import apply_context
+from .gated_delta_rule.chunk.cp.context import apply_context, refuse_several_cards
 
 __all__ = [
     "causal_conv1d",
@@ -96,7 +96,8 @@ def causal_conv1d(
             a second derivative is asked for, in backward.
     """
     operation = "causal_conv1d"
-    cu_seqlens, _ = apply_context(operation, cp_context, cu_seqlens, False)
+    cu_seqlens, _, ranks = apply_context(operation, cp_context, cu_seqlens, False)
+    refuse_several_cards(operation, ranks)
     inputs = (x, weight, bias, residual, initial_state, cu_seqlens, seq_idx)
     _require(operation, _front.torch_layer.CONV_NAMES if _front.torch_layer else ("x", "weight"), inputs)
     check_host_offsets(operation, x, cu_seqlens, cu_seqlens_cpu)
