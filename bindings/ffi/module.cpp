@@ -76,7 +76,8 @@ ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::Stri
                   OptionalTensor dt_bias, OptionalTensor cu_seqlens, OptionalTensor initial_state, bool g_is_cumsum,
                   OptionalTensor A, OptionalTensor o, OptionalTensor d_o, OptionalTensor dht, OptionalTensor dq,
                   OptionalTensor dk, OptionalTensor dv, OptionalTensor dg, OptionalTensor dbeta, OptionalTensor dh0,
-                  OptionalTensor dA_log, OptionalTensor ddt_bias, OptionalTensor workspace) {
+                  OptionalTensor dA_log, OptionalTensor ddt_bias, OptionalTensor inverse_norms,
+                  OptionalTensor workspace) {
   const OptionalName path_name(path);
   flash_qla_backward_arguments args;
   flash_qla_backward_arguments_init(&args);
@@ -90,6 +91,12 @@ ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::Stri
   args.d_o = call.tensor("do", d_o);
   args.dht = call.tensor("dht", dht);
   fill_gradients(call, dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias, &args);
+  // [2, B, T, Hq]: of q's rows, then of k's.
+  const flash_qla_tensor norms = call.tensor("inverse_norms", inverse_norms, kInputs);
+  if (norms.ndim == 4 && norms.shape[0] == 2) {
+    args.q_inverse_norm = plane(norms, 0);
+    args.k_inverse_norm = plane(norms, 1);
+  }
   return run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_chunk_backward_workspace_size,
                         flash_qla_chunk_backward_run, flash_qla_chunk_backward_explain);
 }

@@ -106,6 +106,10 @@ typedef struct flash_qla_backward_arguments {
   flash_qla_tensor dh0;      /* [N, Hv, K, V] float (float64) */
   flash_qla_tensor dA_log;   /* [Hv] float (float64), with use_gate_in_kernel */
   flash_qla_tensor ddt_bias; /* [Hv] float (float64), with use_gate_in_kernel and dt_bias */
+
+  /* what the rows of q and k were multiplied by when the caller normalised them (conv_forward leaves it), both or
+   * neither: dq and dk are then those of the rows before. Not with use_qk_l2norm_in_kernel */
+  flash_qla_tensor q_inverse_norm, k_inverse_norm; /* [B, T, Hq] float32 (float64) */
 } flash_qla_backward_arguments;
 
 /* Fills in the defaults: the structure's size, everything absent or off, scale K^-1/2, auto CP, null_index -1, device
@@ -151,6 +155,8 @@ FLASH_QLA_API flash_qla_status flash_qla_build_info(char* text, size_t size);
 
 #include "flash_qla/chunk_summary.h"
 #include "flash_qla/chunk_summary_backward.h"
+#include "flash_qla/convolution.h"
+#include "flash_qla/norm.h"
 #include "flash_qla/sequence_cut.h"
 #include "flash_qla/summary_combine.h"
 #include "flash_qla/verify.h"

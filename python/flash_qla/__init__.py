@@ -16,6 +16,13 @@ from ._determinism import determinism
 from ._identity import OFFERS_ITSELF
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
+from .ops.convolution import (
+    causal_conv1d,
+    causal_conv1d_decode,
+    causal_conv1d_fn,
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+)
 from .ops.gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
@@ -26,6 +33,8 @@ from .ops.gated_delta_rule import (
     gated_delta_rule_verify,
 )
 from .ops.gated_delta_rule.chunk.cp import FLACPContext, FlashQLACPContext, build_cp_context
+from .ops.layer import gated_delta_net
+from .ops.norm import rms_norm_gated
 
 __version__: str
 
@@ -35,16 +44,23 @@ __all__ = [
     "FlashQLACPContext",
     "build_cp_context",
     "build_info",
+    "causal_conv1d",
+    "causal_conv1d_decode",
+    "causal_conv1d_fn",
+    "causal_conv1d_prefill",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_bwd",
     "chunk_gated_delta_rule_fwd",
     "determinism",
     "explain",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_net",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
     "gated_delta_rule_verify",
     "ops",
+    "rms_norm_gated",
     "use_path",
     "workspace_size",
 ]

@@ -168,7 +168,7 @@ def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any
     dh0 = None if initial_state is None else arrays.empty(initial_state.shape, arrays.accumulator)
     before = _views(inputs), _views((A, None, do, dht))
     after = _views((dq, dk, dv, dg, db, dh0, None, None))
-    _ffi.backward(arrays.allocate, (*options, 0, *before[0], g is not None, *before[1], *after))
+    _ffi.backward(arrays.allocate, (*options, 0, *before[0], g is not None, *before[1], *after, None))
     return dq, dk, dv, db, dg, dh0
 
 

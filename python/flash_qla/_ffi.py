@@ -131,7 +131,7 @@ def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
 
 
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
-    """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
+    """`backward` of bindings/ffi/module.cpp, from `operation` to `inverse_norms`; `allocate` as in forward()."""
     _call(_backward or load()["backward"], allocate, arguments)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Literal, Tuple, Union
 
 from . import _ffi, _front
 from ._options import integer, make_options
+from .ops import convolution, norm
 from .ops import gated_delta_rule as operations
 
 # workspace_size: what each operation's call looks like to the native function (bindings/ffi/module.cpp).
@@ -18,6 +19,13 @@ _CALLS: Dict[str, str] = {
     "gated_delta_rule_prefill": "prefill",
     "gated_delta_rule_decode": "decode",
     "gated_delta_rule_verify": "verify",
+}
+
+# What explain() answers for, by name.
+_EXPLAINED: Dict[str, Callable[..., Any]] = {
+    **{name: getattr(operations, name) for name in _CALLS},
+    **{name: getattr(convolution, name) for name in convolution.__all__},
+    **{name: getattr(norm, name) for name in norm.__all__},
 }
 
 
@@ -39,10 +47,10 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
         print(flash_qla.explain(q, k, v, g, beta, op="chunk_gated_delta_rule_fwd"))
     """
     name = op if isinstance(op, str) else op.__name__
-    if name not in _CALLS:
-        raise ValueError(f"explain: op ({name}) must be one of: {', '.join(_CALLS)}")
+    if name not in _EXPLAINED:
+        raise ValueError(f"explain: op ({name}) must be one of: {', '.join(_EXPLAINED)}")
     with _ffi.explaining() as texts:
-        getattr(operations, name)(*args, **kwargs)
+        _EXPLAINED[name](*args, **kwargs)
     if not texts:
         raise ValueError(f"explain: op ({name}) must be given tensors with memory (a FakeTensor has none)")
     text = texts[0].rstrip("\n")

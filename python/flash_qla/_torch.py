@@ -216,7 +216,7 @@ def _chunk_backward(options: Options, inputs: tuple, rest: tuple) -> List[Tensor
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = outputs
     gradients = (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias)
     o = None  # not kept from the forward pass
-    _ffi.backward(_allocator(q), (*options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients))
+    _ffi.backward(_allocator(q), (*options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients, None))
     return _present(outputs)
 
 

@@ -5,6 +5,8 @@
 
 #include "core/commit.h"
 #include "core/context_parallel.h"
+#include "core/convolution.h"
+#include "core/norm.h"
 #include "core/operation.h"
 #include "core/validate.h"
 
@@ -141,6 +143,11 @@ flash_qla_status flash_qla_build_info(char* text, size_t size) {
     append_names("chunk_forward", chunk_forward_paths(), &info);
     append_names("recurrent", recurrent_paths(), &info);
     append_names("chunk_backward", chunk_backward_paths(), &info);
+    append_names("conv_forward", conv_forward_paths(), &info);
+    append_names("conv_update", conv_update_paths(), &info);
+    append_names("conv_backward", conv_backward_paths(), &info);
+    append_names("norm_gated", norm_gated_paths(), &info);
+    append_names("norm_gated_backward", norm_gated_backward_paths(), &info);
     append_names("sequence_cut", sequence_cut_paths(), &info);
     append_names("chunk_summary", chunk_summary_paths(), &info);
     append_names("chunk_summary_backward", chunk_summary_backward_paths(), &info);

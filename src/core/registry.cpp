@@ -1,8 +1,13 @@
 #include "core/registry.h"
 
+#include "core/convolution.h"
+#include "core/norm.h"
+#include "cpu/layer/paths.h"
 #include "cpu/paths.h"
+#include "reference/layer/paths.h"
 #include "reference/paths.h"
 #ifdef FLASH_QLA_WITH_CUDA
+#include "cuda/layer/paths.h"
 #include "cuda/paths.h"
 #endif
 
@@ -98,6 +103,61 @@ const std::vector<const SummaryCombinePath*>& summary_combine_paths() {
 #endif
       &kCpuSummaryCombine,
       &kReferenceSummaryCombine,
+  };
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_forward_paths() {
+  static const std::vector<const ConvPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaConvForward,
+#endif
+      &kCpuConvForward,
+      &kReferenceConvForward,
+  };
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_update_paths() {
+  static const std::vector<const ConvPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaConvUpdate,
+#endif
+      &kCpuConvUpdate,
+      &kReferenceConvUpdate,
+  };
+  return paths;
+}
+
+const std::vector<const ConvBackwardPath*>& conv_backward_paths() {
+  static const std::vector<const ConvBackwardPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaConvBackward,
+#endif
+      &kCpuConvBackward,
+      &kReferenceConvBackward,
+  };
+  return paths;
+}
+
+const std::vector<const NormPath*>& norm_gated_paths() {
+  static const std::vector<const NormPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaNormGated,
+#endif
+      &kCpuNormGated,
+      &kReferenceNormGated,
+  };
+  return paths;
+}
+
+const std::vector<const NormBackwardPath*>& norm_gated_backward_paths() {
+  static const std::vector<const NormBackwardPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaNormGatedBackward,
+#endif
+      &kCpuNormGatedBackward,
+      &kReferenceNormGatedBackward,
   };
   return paths;
 }

@@ -254,6 +254,17 @@ Status validate_backward(const flash_qla_backward_arguments& args, const char* o
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
   if (present(args.ddt_bias)) FLASH_QLA_RETURN_IF_ERROR(check.require({"dt_bias", args.dt_bias}));
+  const Named q_norm{"q_inverse_norm", args.q_inverse_norm}, k_norm{"k_inverse_norm", args.k_inverse_norm};
+  if (!present(q_norm.tensor) && !present(k_norm.tensor)) return Status();
+  for (const Named& t : {q_norm, k_norm}) {
+    FLASH_QLA_RETURN_IF_ERROR(check.require(t));
+    if (args.options.use_qk_l2norm_in_kernel) {
+      FLASH_QLA_RETURN_IF_ERROR(check.forbid(t, "must not come with use_qk_l2norm_in_kernel=True"));
+    }
+    FLASH_QLA_RETURN_IF_ERROR(
+        check.shape(t, Role::kInput, {{p->B, "q.shape[0]"}, {p->T, "q.shape[1]"}, {p->Hq, "q.shape[2]"}}));
+    FLASH_QLA_RETURN_IF_ERROR(check.dtype_accumulator(t, *p));
+  }
   return Status();
 }
 

@@ -4,26 +4,6 @@
 
 namespace flash_qla {
 
-const char* dtype_name(const Tensor& t) {
-  switch (dtype(t)) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kBool:
-      return "bool";
-  }
-  return "an unknown dtype";
-}
-
 Status Validator::sizes(const Named& q, const Named& k, const Named& v, const Tensor& cu_seqlens, Problem* p) const {
   FLASH_QLA_RETURN_IF_ERROR(options());
   for (const Named& t : {q, k, v}) {
@@ -65,7 +45,7 @@ Status Validator::sizes(const Named& q, const Named& k, const Named& v, const Te
   if (p->V < 1 || p->V > FLASH_QLA_MAX_HEAD_DIM) {
     return value_error("v.shape[3] (%lld) must be from 1 to %d", as_ll(p->V), FLASH_QLA_MAX_HEAD_DIM);
   }
-  p->scale = std::isnan(options_.scale) ? 1.0 / std::sqrt(static_cast<double>(p->K)) : options_.scale;
+  p->scale = std::isnan(call_options().scale) ? 1.0 / std::sqrt(static_cast<double>(p->K)) : call_options().scale;
   p->varlen = present(cu_seqlens);
   if (p->varlen) {
     const Named cu{"cu_seqlens", cu_seqlens};
@@ -98,14 +78,14 @@ Status Validator::gates(const Tensor& g, const Tensor& beta, const Tensor& A_log
     FLASH_QLA_RETURN_IF_ERROR(token_shape(t, Role::kInput, p));
     FLASH_QLA_RETURN_IF_ERROR(dtype_float(t, p));
   }
-  if (options_.use_gate_in_kernel) {
+  if (call_options().use_gate_in_kernel) {
     if (!present(g)) return value_error("g (None) must be given with use_gate_in_kernel=True");
     if (!present(A_log)) return value_error("A_log (None) must be given with use_gate_in_kernel=True");
   } else {
     FLASH_QLA_RETURN_IF_ERROR(forbid({"A_log", A_log}, "must come with use_gate_in_kernel=True"));
     FLASH_QLA_RETURN_IF_ERROR(forbid({"dt_bias", dt_bias}, "must come with use_gate_in_kernel=True"));
   }
-  if (options_.use_beta_sigmoid_in_kernel && !present(beta)) {
+  if (call_options().use_beta_sigmoid_in_kernel && !present(beta)) {
     return value_error("beta (None) must be given with use_beta_sigmoid_in_kernel=True");
   }
   for (const Named& t : {Named{"A_log", A_log}, Named{"dt_bias", dt_bias}}) {

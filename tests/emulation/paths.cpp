@@ -1,7 +1,9 @@
 // The table of paths of the emulated library: what is compiled into it.
-#include "cuda/paths.h"
+#include "cuda/layer/paths.h"
 #include "core/commit.h"
 #include "core/registry.h"
+#include "cuda/paths.h"
+#include "reference/layer/paths.h"
 #include "reference/paths.h"
 
 namespace flash_qla {
@@ -68,6 +70,31 @@ constexpr Path<Arguments> no_path() {
 }  // namespace
 extern const ForwardPath kSm90ChunkForward = no_path<flash_qla_forward_arguments>();
 extern const BackwardPath kSm90ChunkBackward = no_path<flash_qla_backward_arguments>();
+
+const std::vector<const ConvPath*>& conv_forward_paths() {
+  static const std::vector<const ConvPath*> paths = {&kCudaConvForward, &kReferenceConvForward};
+  return paths;
+}
+
+const std::vector<const ConvPath*>& conv_update_paths() {
+  static const std::vector<const ConvPath*> paths = {&kCudaConvUpdate, &kReferenceConvUpdate};
+  return paths;
+}
+
+const std::vector<const ConvBackwardPath*>& conv_backward_paths() {
+  static const std::vector<const ConvBackwardPath*> paths = {&kCudaConvBackward, &kReferenceConvBackward};
+  return paths;
+}
+
+const std::vector<const NormPath*>& norm_gated_paths() {
+  static const std::vector<const NormPath*> paths = {&kCudaNormGated, &kReferenceNormGated};
+  return paths;
+}
+
+const std::vector<const NormBackwardPath*>& norm_gated_backward_paths() {
+  static const std::vector<const NormBackwardPath*> paths = {&kCudaNormGatedBackward, &kReferenceNormGatedBackward};
+  return paths;
+}
 
 const std::vector<const DeviceAccess*>& device_accesses() {
   static const std::vector<const DeviceAccess*> none;

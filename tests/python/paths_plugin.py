@@ -46,6 +46,13 @@ REJECTED = re.compile(r"no path computes this call|path \(\w+\) must be one of")
 # Where the native calls have their operation's options and q (bindings/ffi/module.cpp); a forward's begin with `recurrent`.
 PATH_AT, CP_MODE_AT, FORCED_AT, Q_AT = 1, 8, 9, 12
 CP_MODES = ("False", "True", "invariant")
+# The layer's (bindings/ffi/layer.cpp): their operation with its options, and where these have x.
+LAYER_EXPORTS = {
+    "conv": (lambda arguments: ("conv_update" if arguments[0] else "conv_forward", arguments[1:]), 11),
+    "conv_backward": (lambda arguments: ("conv_backward", arguments), 10),
+    "norm_gated": (lambda arguments: ("norm_gated", arguments), 6),
+    "norm_gated_backward": (lambda arguments: ("norm_gated_backward", arguments), 6),
+}
 
 
 class Call(NamedTuple):
@@ -79,12 +86,14 @@ class Paths:
         _ffi.load()
         _ffi._forward = self._watched(_ffi._forward, lambda arguments: ("recurrent" if arguments[0] else FORWARD, arguments[1:]))
         _ffi._backward = self._watched(_ffi._backward, lambda arguments: (BACKWARD, arguments))
+        for name, (operation, x_at) in LAYER_EXPORTS.items():
+            _ffi._exports[name] = self._watched(_ffi.load()[name], operation, x_at)
         operations = (("part_forward", FORWARD), ("part_backward", BACKWARD), ("verify", "verify"))  # part_: with states of ranks' parts
         for name, operation in operations:
             _ffi._exports[name] = self._watched(_ffi.load()[name], lambda arguments, operation=operation: (operation, arguments))
         _ffi.workspace_size = self._watched_question(_ffi.workspace_size)
 
-    def _watched(self, function, operation_and_options):
+    def _watched(self, function, operation_and_options, layer_x_at=None):
         def call(action, *arguments):
             operation, options = operation_and_options(arguments)
             try:
@@ -94,9 +103,11 @@ class Paths:
                 raise
             if action == _ffi._RUN and not result:  # the call was made, and is not one that asks for its scratch
                 text = function(_ffi._EXPLAIN, *arguments[:-1], None)
-                mode = CP_MODES[options[CP_MODE_AT]] + (" forced" if options[FORCED_AT] else "")
+                cut = layer_x_at is None
+                mode = CP_MODES[options[CP_MODE_AT]] + (" forced" if options[FORCED_AT] else "") if cut else "False"
+                dtype = str(options[Q_AT if cut else layer_x_at].dtype).removeprefix("torch.")
                 self.calls.append(Call(
-                    operation, text.splitlines()[0].removeprefix("path: "), str(options[Q_AT].dtype).removeprefix("torch."), mode,
+                    operation, text.splitlines()[0].removeprefix("path: "), dtype, mode,
                     "sequence split: planned" in text, options[PATH_AT]))
             return result
 

@@ -50,6 +50,25 @@ SIGNATURES = {
         dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required,
              final_state_indices=None),
         dict(num_accepted_tokens=None, null_index=-1, out=None, state_v_first=True, scale=None, **IN_KERNEL)),
+    "causal_conv1d": (
+        dict(x=required, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None, backend=None,
+             cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None), dict(seq_idx=None, l2norm_heads=0, head_dim=None)),
+    "causal_conv1d_fn": (
+        dict(x=required, weight=required, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
+             activation=None), {}),
+    "causal_conv1d_update": (
+        dict(x=required, conv_state=required, weight=required, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None), {}),
+    "causal_conv1d_prefill": (
+        dict(x=required, weight=required, bias=required, state_pool=required, initial_state_indices=required, final_state_indices=None),
+        dict(cu_seqlens=required, has_initial_state=None, null_index=-1, out=None, checkpoint_offsets=None, checkpoint_indices=None,
+             activation="silu", l2norm_heads=0, head_dim=None)),
+    "causal_conv1d_decode": (
+        dict(x=required, weight=required, bias=required, state_pool=required, initial_state_indices=required, final_state_indices=None),
+        dict(num_accepted_tokens=None, cache_seqlens=None, cu_seqlens=None, max_tokens=None, draft_states=None, draft_state_indices=None,
+             null_index=-1, out=None, activation="silu", l2norm_heads=0, head_dim=None)),
+    "rms_norm_gated": (
+        dict(x=required, g=required, weight=required, bias=None, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
+             eps=1e-6), dict(norm_before_gate=True)),
     "gated_delta_rule_verify": (
         dict(q=required, k=required, v=required, g=required, beta=required, state_pool=required, initial_state_indices=required),
         dict(parents=None, states_out=None, states_out_indices=None, null_index=-1, out=None, state_v_first=True, scale=None, **IN_KERNEL)),

@@ -2,6 +2,7 @@
 // not take are copied, the wrapping options are applied before and chained through after (cuda/common/prepare.cuh),
 // and heads go through in groups where all at once would take too much scratch.
 #include <algorithm>
+#include <utility>
 
 #include "cuda/common/prepare.cuh"
 #include "cuda/paths.h"
@@ -210,6 +211,11 @@ class HeadsBackward {
       q_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
       k_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
     }
+    for (const auto& [norms, given] :
+         {std::pair{&q_inverse_norms_, &args_.q_inverse_norm}, std::pair{&k_inverse_norms_, &args_.k_inverse_norm}}) {
+      if (!present(*given)) continue;
+      *norms = dense(*given) ? static_cast<float*>(given->data) : workspace->take<float>(p.B * p.T * p.Hq);
+    }
     gate(wrapping.gate, &core_.g);
     gate(wrapping.sigmoid, &core_.beta);
     wants_gate_ = wrapping.gate && (present(args.dg) || present(args.dA_log) || present(args.ddt_bias));
@@ -242,6 +248,24 @@ class HeadsBackward {
     return launch_copy_rows(p_, to.shape[2], to.shape[3], device_tensor(from), device_tensor(to), stream);
   }
 
+  // [B, T, Hq] without gaps, as the kernels read inverse norms.
+  static bool dense(const Tensor& t) {
+    return (t.shape[2] == 1 || t.stride[2] == 1) && (t.shape[1] == 1 || t.stride[1] == t.shape[2]) &&
+           (t.shape[0] == 1 || t.stride[0] == t.shape[1] * t.shape[2]);
+  }
+
+  Status copy_norms(Tensor given, float* norms, cudaStream_t stream) const {
+    if (!present(given) || dense(given)) return Status();
+    // As rows of all heads, or of one where there are more than a row may have.
+    const bool rows = p_.Hq <= kDim;
+    given.ndim = 4;
+    given.shape[3] = rows ? p_.Hq : 1;
+    given.stride[3] = given.stride[2];
+    given.shape[2] = rows ? 1 : p_.Hq;
+    const Tensor to = tensor(norms, DType::kFloat32, {p_.B, p_.T, given.shape[2], given.shape[3]});
+    return copy(true, given, to, stream);
+  }
+
   // The inputs as the kernels take them.
   Status prepare(cudaStream_t stream) const {
     if (wrapping_.l2norm) {
@@ -253,6 +277,8 @@ class HeadsBackward {
       FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.q, args_.q, core_.q, stream));
       FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.k, args_.k, core_.k, stream));
     }
+    FLASH_QLA_RETURN_IF_ERROR(copy_norms(args_.q_inverse_norm, q_inverse_norms_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(copy_norms(args_.k_inverse_norm, k_inverse_norms_, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.v, args_.v, core_.v, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.A, args_.A, core_.A, stream));
     FLASH_QLA_RETURN_IF_ERROR(copy(wrapping_.d_o, args_.d_o, core_.d_o, stream));
@@ -304,7 +330,9 @@ Arguments heads_of(const Arguments& args, const Problem& p, int64_t first, int64
     }
     t->shape[dimension] = size;
   };
-  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk}) cut(t, 2, first, count);
+  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk, &part.q_inverse_norm, &part.k_inverse_norm}) {
+    cut(t, 2, first, count);
+  }
   const int64_t first_value = first * p.group, values = count * p.group;
   for (Tensor* t : {&part.v, &part.A, &part.d_o, &part.dv, &part.g, &part.beta, &part.dg, &part.dbeta}) {
     cut(t, 2, first_value, values);
