@@ -1,5 +1,5 @@
-// summary_combine: what machines compose of their ranks' links, and what float32 costs. Compiled a second time for emulated
-// CUDA kernels (tests/emulation).
+// summary_combine: what machines compose of their ranks' links, and what float32 costs. Compiled a second time for
+// emulated CUDA kernels (tests/emulation).
 #include <gtest/gtest.h>
 
 #include <algorithm>
