@@ -77,11 +77,12 @@ inline int32_t dtype_of(const char* operation, const char* name, DLDataType type
   TVM_FFI_UNREACHABLE();
 }
 
-// Turns the tensors of one call into the C structures' views, and holds each of them to q's device.
+// Turns the tensors of one call into the C structures' views, and holds each of them to the device of the first, which
+// callers know as `first`.
 class Call {
  public:
-  Call(const char* operation, flash_qla_options* options, const ffi::TensorView& q)
-      : operation_(operation), device_(q.device()) {
+  Call(const char* operation, flash_qla_options* options, const ffi::TensorView& q, const char* first = "q")
+      : operation_(operation), first_(first), device_(q.device()) {
     if (on_cpu(device_)) {
       options->device_type = FLASH_QLA_CPU;
     } else if (on_cuda(device_)) {
@@ -89,7 +90,7 @@ class Call {
       options->device_index = device_.device_id;
       stream_ = TVMFFIEnvGetStream(kDLCUDA, device_.device_id);
     } else {
-      TVM_FFI_THROW(NotImplementedError) << operation_ << ": q's device (" << describe(device_)
+      TVM_FFI_THROW(NotImplementedError) << operation_ << ": " << first_ << "'s device (" << describe(device_)
                                          << ") must be the CPU or a CUDA device: move the tensors there";
     }
   }
@@ -97,7 +98,7 @@ class Call {
   flash_qla_tensor tensor(const char* name, const ffi::TensorView& view, const char* rule = kFloats) const {
     if (!same_device(view.device(), device_)) {
       TVM_FFI_THROW(TypeError) << operation_ << ": " << name << "'s device (" << describe(view.device())
-                               << ") must be that of q (" << describe(device_) << ")";
+                               << ") must be that of " << first_ << " (" << describe(device_) << ")";
     }
     flash_qla_tensor t{};
     if (view.ndim() < 1 || view.ndim() > FLASH_QLA_MAX_DIMS) {
@@ -122,10 +123,22 @@ class Call {
   DLDevice device() const { return device_; }
 
  private:
-  const char* operation_;
+  const char *operation_, *first_;
   DLDevice device_;
   void* stream_ = nullptr;
 };
+
+// Element i of a tensor's first dimension.
+inline flash_qla_tensor plane(flash_qla_tensor t, int64_t i) {
+  const int64_t bytes = t.dtype == FLASH_QLA_FLOAT64 ? 8 : t.dtype == FLASH_QLA_FLOAT32 ? 4 : 2;
+  t.data = static_cast<char*>(t.data) + i * t.stride[0] * bytes;
+  for (int32_t d = 1; d < t.ndim; ++d) {
+    t.shape[d - 1] = t.shape[d];
+    t.stride[d - 1] = t.stride[d];
+  }
+  --t.ndim;
+  return t;
+}
 
 // What a call is made for.
 enum class Action : int64_t { kRun = 0, kExplain = 1 };
@@ -174,9 +187,10 @@ struct OptionalName {
 // `operation` and `path` must outlive the call: the options point to their characters, which short strings keep in
 // themselves.
 inline void fill_options(flash_qla_options* options, const ffi::String& operation, const OptionalName& path,
-                  ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel,
-                  bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, int64_t cp_mode,
-                  bool force_intra_cp, ffi::Optional<double> cp_tolerance, int64_t num_threads) {
+                         ffi::Optional<double> scale, bool state_v_first, bool use_qk_l2norm_in_kernel,
+                         bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval,
+                         int64_t cp_mode, bool force_intra_cp, ffi::Optional<double> cp_tolerance,
+                         int64_t num_threads) {
   options->operation = operation.c_str();
   options->path = path.given ? path.text.c_str() : nullptr;
   options->scale = scale.has_value() ? scale.value() : std::nan("");

@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "call.h"
+#include "inputs.h"
 
 namespace flash_qla::python {
 namespace {
@@ -42,15 +42,7 @@ ffi::Any forward(int64_t action, bool recurrent, ffi::String operation, ffi::Opt
   fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
   const Call call(operation.c_str(), &args.options, q);
-  args.q = call.tensor("q", q, kInputs);
-  args.k = call.tensor("k", k, kInputs);
-  args.v = call.tensor("v", v, kInputs);
-  args.g = call.tensor("g", g);
-  args.beta = call.tensor("beta", beta);
-  args.A_log = call.tensor("A_log", A_log);
-  args.dt_bias = call.tensor("dt_bias", dt_bias);
-  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens, kIndices);
-  args.initial_state = call.tensor("initial_state", initial_state);
+  fill_inputs(call, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, &args);
   args.state_pool = call.tensor("state_pool", state_pool);
   args.initial_state_indices = call.tensor("initial_state_indices", initial_state_indices, kIndices);
   args.final_state_indices = call.tensor("final_state_indices", final_state_indices, kIndices);
@@ -84,35 +76,27 @@ ffi::Any backward(int64_t action, ffi::String operation, ffi::Optional<ffi::Stri
                   OptionalTensor dt_bias, OptionalTensor cu_seqlens, OptionalTensor initial_state, bool g_is_cumsum,
                   OptionalTensor A, OptionalTensor o, OptionalTensor d_o, OptionalTensor dht, OptionalTensor dq,
                   OptionalTensor dk, OptionalTensor dv, OptionalTensor dg, OptionalTensor dbeta, OptionalTensor dh0,
-                  OptionalTensor dA_log, OptionalTensor ddt_bias, OptionalTensor workspace) {
+                  OptionalTensor dA_log, OptionalTensor ddt_bias, OptionalTensor inverse_norms,
+                  OptionalTensor workspace) {
   const OptionalName path_name(path);
   flash_qla_backward_arguments args;
   flash_qla_backward_arguments_init(&args);
   fill_options(&args.options, operation, path_name, scale, state_v_first, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                use_beta_sigmoid_in_kernel, allow_neg_eigval, cp_mode, force_intra_cp, cp_tolerance, num_threads);
   const Call call(operation.c_str(), &args.options, q);
-  args.q = call.tensor("q", q, kInputs);
-  args.k = call.tensor("k", k, kInputs);
-  args.v = call.tensor("v", v, kInputs);
-  args.g = call.tensor("g", g);
-  args.beta = call.tensor("beta", beta);
-  args.A_log = call.tensor("A_log", A_log);
-  args.dt_bias = call.tensor("dt_bias", dt_bias);
-  args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens, kIndices);
-  args.initial_state = call.tensor("initial_state", initial_state);
+  fill_inputs(call, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, &args);
   args.g_is_cumsum = g_is_cumsum;
   args.A = call.tensor("A", A);
   args.o = call.tensor("o", o);
   args.d_o = call.tensor("do", d_o);
   args.dht = call.tensor("dht", dht);
-  args.dq = call.tensor("dq", dq);
-  args.dk = call.tensor("dk", dk);
-  args.dv = call.tensor("dv", dv);
-  args.dg = call.tensor("dg", dg);
-  args.dbeta = call.tensor("dbeta", dbeta);
-  args.dh0 = call.tensor("dh0", dh0);
-  args.dA_log = call.tensor("dA_log", dA_log);
-  args.ddt_bias = call.tensor("ddt_bias", ddt_bias);
+  fill_gradients(call, dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias, &args);
+  // [2, B, T, Hq]: of q's rows, then of k's.
+  const flash_qla_tensor norms = call.tensor("inverse_norms", inverse_norms, kInputs);
+  if (norms.ndim == 4 && norms.shape[0] == 2) {
+    args.q_inverse_norm = plane(norms, 0);
+    args.k_inverse_norm = plane(norms, 1);
+  }
   return run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_chunk_backward_workspace_size,
                         flash_qla_chunk_backward_run, flash_qla_chunk_backward_explain);
 }

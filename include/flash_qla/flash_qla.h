@@ -40,6 +40,12 @@ typedef struct flash_qla_forward_arguments {
   flash_qla_tensor cu_seqlens; /* [N + 1] int32 or int64, packed token offsets; absent: N = B sequences of T tokens */
   flash_qla_tensor initial_state; /* [N, Hv, K, V] float, optional; excludes state_pool */
 
+  /* states that entered this rank's part of a sequence (chunked forward only; flash_qla/summary_combine.h), in place of
+   * rows of initial_state, which need not be there; both or neither; excludes state_pool */
+  flash_qla_tensor
+      entering_rows; /* [P] int32 or int64: the sequence that starts from entering_state[p]; others: none */
+  flash_qla_tensor entering_state; /* [P, Hv, K, V] whatever state_v_first says, float32 (float64), any strides */
+
   /* states in a pool, read and written in place */
   flash_qla_tensor state_pool; /* [slots, Hv, K, V] float; any slot stride; the inner three dims contiguous */
   flash_qla_tensor initial_state_indices; /* [N] int32 or int64; recurrent: also [N, S] with num_accepted_tokens */
@@ -84,6 +90,13 @@ typedef struct flash_qla_backward_arguments {
   flash_qla_tensor d_o; /* [B, T, Hv, V] float, any strides */
   flash_qla_tensor dht; /* [N, Hv, K, V] float (float64), any strides */
 
+  /* of ranks' parts (flash_qla/summary_combine.h): entering_* as the forward had them, leaving_* in place of rows of
+   * dht, both of a pair or neither. A row of dh0 whose state entered is the gradient of that state */
+  flash_qla_tensor entering_rows;  /* [P] int32 or int64 */
+  flash_qla_tensor entering_state; /* [P, Hv, K, V] float32 (float64), any strides */
+  flash_qla_tensor leaving_rows;   /* [P] int32 or int64: the sequence whose final state's gradient is leaving_dht[p] */
+  flash_qla_tensor leaving_dht;    /* [P, Hv, K, V] float32 (float64), any strides */
+
   /* outputs */
   flash_qla_tensor dq;       /* [B, T, Hq, K] as q: summed over the group's value heads in float32, rounded once */
   flash_qla_tensor dk;       /* [B, T, Hq, K] as k */
@@ -93,6 +106,10 @@ typedef struct flash_qla_backward_arguments {
   flash_qla_tensor dh0;      /* [N, Hv, K, V] float (float64) */
   flash_qla_tensor dA_log;   /* [Hv] float (float64), with use_gate_in_kernel */
   flash_qla_tensor ddt_bias; /* [Hv] float (float64), with use_gate_in_kernel and dt_bias */
+
+  /* what the rows of q and k were multiplied by when the caller normalised them (conv_forward leaves it), both or
+   * neither: dq and dk are then those of the rows before. Not with use_qk_l2norm_in_kernel */
+  flash_qla_tensor q_inverse_norm, k_inverse_norm; /* [B, T, Hq] float32 (float64) */
 } flash_qla_backward_arguments;
 
 /* Fills in the defaults: the structure's size, everything absent or off, scale K^-1/2, auto CP, null_index -1, device
@@ -135,4 +152,13 @@ FLASH_QLA_API flash_qla_status flash_qla_build_info(char* text, size_t size);
 #ifdef __cplusplus
 }
 #endif
+
+#include "flash_qla/chunk_summary.h"
+#include "flash_qla/chunk_summary_backward.h"
+#include "flash_qla/convolution.h"
+#include "flash_qla/norm.h"
+#include "flash_qla/sequence_cut.h"
+#include "flash_qla/summary_combine.h"
+#include "flash_qla/verify.h"
+
 #endif /* FLASH_QLA_FLASH_QLA_H_ */

@@ -177,3 +177,7 @@ struct ChunkBackward {
 inline std::string build_info() { return detail::whole_text(flash_qla_build_info); }
 
 }  // namespace flash_qla
+
+#include "flash_qla/context_parallel.hpp"
+#include "flash_qla/layer.hpp"
+#include "flash_qla/verify.hpp"

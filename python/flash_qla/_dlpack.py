@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
-import numpy
-
 from . import _ffi
 from ._options import CONVERTIBLE, Options
 from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
@@ -28,13 +26,18 @@ def _load() -> None:
         tvm_ffi = _ffi.tvm_ffi
 
 
+def _is_numpy(x: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # imported by whoever made the array
+    return numpy is not None and isinstance(x, numpy.ndarray)
+
+
 class Arrays:
     """Makes arrays of the kind of `like`."""
 
     def __init__(self, operation: str, like: Any) -> None:
         _load()
         place: dict = {}
-        if hasattr(like, "__array_namespace__") and not isinstance(like, numpy.ndarray):
+        if hasattr(like, "__array_namespace__") and not _is_numpy(like):
             namespace: Any = like.__array_namespace__()
             place = {"device": like.device}
         else:  # numpy, and packages in its image (CuPy)
@@ -59,6 +62,10 @@ class Arrays:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._namespace.empty(tuple(shape), dtype=dtype, **self._place)
 
+    def named(self, dtype: str) -> Any:
+        """The dtype of a name; numpy before 2.0 calls its bool by another."""
+        return getattr(self._namespace, dtype, None) or getattr(self._namespace, dtype + "_")
+
     def allocate(self, size: int) -> Any:
         return tvm_ffi.from_dlpack(self.empty((size,), self._namespace.uint8))
 
@@ -70,7 +77,7 @@ def _view(x: Any) -> Any:
     try:
         return tvm_ffi.from_dlpack(x)
     except BufferError:
-        if isinstance(x, numpy.ndarray) and not x.flags.writeable:
+        if _is_numpy(x) and not x.flags.writeable:
             return tvm_ffi.from_dlpack(x.copy())
         raise
 
@@ -87,6 +94,11 @@ def _written_view(operation: str, name: str, x: Any) -> Any:
         return None if x is None else tvm_ffi.from_dlpack(x)
     except BufferError:  # what numpy and others raise where memory may only be read
         raise ValueError(f"{operation}: {name} (a read-only array) must be writeable") from None
+
+
+def view_of(x: Any) -> Any:
+    """The native module's view of an argument, if it is an array."""
+    return _view(x) if hasattr(x, "__dlpack__") else x
 
 
 def _views(arrays: Sequence[Any]) -> List[Any]:
@@ -156,8 +168,19 @@ def chunk_bwd(options: Options, inputs: Sequence[Any], A: Any, do: Any, dht: Any
     dh0 = None if initial_state is None else arrays.empty(initial_state.shape, arrays.accumulator)
     before = _views(inputs), _views((A, None, do, dht))
     after = _views((dq, dk, dv, dg, db, dh0, None, None))
-    _ffi.backward(arrays.allocate, (*options, 0, *before[0], g is not None, *before[1], *after))
+    _ffi.backward(arrays.allocate, (*options, 0, *before[0], g is not None, *before[1], *after, None))
     return dq, dk, dv, db, dg, dh0
+
+
+def verify(options: Options, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:
+    """o of gated_delta_rule_verify(). `inputs`: q .. dt_bias; `states`: state_pool .. null_index."""
+    arrays = Arrays(options.operation, inputs[0])
+    pool, indices, parents, states_out, rows, null_index = states
+    views = (*_views((pool, indices, parents)), _written_view(options.operation, "states_out", states_out), _view(rows))
+    o = arrays.empty(inputs[2].shape, arrays.dtype) if out is None else out
+    o_view = _written_view(options.operation, "out", out) if out is not None else tvm_ffi.from_dlpack(o)
+    _ffi.verify(arrays.allocate, (*options, 0, *_views(inputs), *views, null_index, o_view))
+    return o
 
 
 def pool(options: Options, recurrent: bool, inputs: Sequence[Any], states: Sequence[Any], out: Optional[Any]) -> Any:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 _TORCH_ADDON_SWITCH = "TVM_FFI_DISABLE_TORCH_C_DLPACK"
 
@@ -47,11 +47,12 @@ if not LIBRARY.exists():
         "and build it, which puts the module there"
     )
 
-# tvm-ffi, the native module and two of its exports, once load() has been called.
+# tvm-ffi, the native module and those of its exports that compute, once load() has been called.
 tvm_ffi: Any = None
 _module: Any = None
 _forward: Any = None
 _backward: Any = None
+_exports: Dict[str, Any] = {}  # the others, as they are called for
 
 
 def load() -> Any:
@@ -72,6 +73,12 @@ def load() -> Any:
 def workspace_size(*arguments: Any) -> int:
     """`workspace_size` of bindings/ffi/module.cpp."""
     size: int = load()["workspace_size"](*arguments)
+    return size
+
+
+def verify_workspace_size(*arguments: Any) -> int:
+    """`verify_workspace_size` of bindings/ffi/verify.cpp."""
+    size: int = load()["verify_workspace_size"](*arguments)
     return size
 
 
@@ -124,5 +131,27 @@ def forward(allocate: Callable[[int], Any], arguments: tuple) -> bool:
 
 
 def backward(allocate: Callable[[int], Any], arguments: tuple) -> None:
-    """`backward` of bindings/ffi/module.cpp, from `operation` to `ddt_bias`; `allocate` as in forward()."""
+    """`backward` of bindings/ffi/module.cpp, from `operation` to `inverse_norms`; `allocate` as in forward()."""
     _call(_backward or load()["backward"], allocate, arguments)
+
+
+def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """The export `name`, with its arguments between `action` and `workspace`; else as forward()."""
+    return _call(_export(name), allocate, arguments)
+
+
+def check(name: str, arguments: tuple) -> None:
+    """Raises what call() would raise before anything is computed."""
+    _export(name)(_EXPLAIN, *arguments, None)
+
+
+def verify(allocate: Callable[[int], Any], arguments: tuple) -> bool:
+    """`verify` of bindings/ffi/verify.cpp, from `operation` to `o`; `allocate` and result as in forward()."""
+    return call("verify", allocate, arguments)
+
+
+def _export(name: str) -> Any:
+    found = _exports.get(name)
+    if found is None:
+        found = _exports[name] = load()[name]
+    return found

@@ -53,6 +53,17 @@ POOL_NAMES = (
     "out",
 )
 
+# The tensors of a verify call.
+VERIFY_NAMES = (
+    *INPUT_NAMES[:7],
+    "state_pool",
+    "initial_state_indices",
+    "parents",
+    "states_out",
+    "states_out_indices",
+    "out",
+)
+
 # What use_path() has set: `path` of the thread's own attributes, and how many contexts are open on all threads. While
 # there is none, no call has to look for its thread's, which takes longer than all the rest of an options tuple.
 _chosen = threading.local()

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Literal, Tuple, Union
 
 from . import _ffi, _front
 from ._options import integer, make_options
+from .ops import convolution, norm
 from .ops import gated_delta_rule as operations
 
 # workspace_size: what each operation's call looks like to the native function (bindings/ffi/module.cpp).
@@ -17,6 +18,14 @@ _CALLS: Dict[str, str] = {
     "fused_recurrent_gated_delta_rule": "decode",
     "gated_delta_rule_prefill": "prefill",
     "gated_delta_rule_decode": "decode",
+    "gated_delta_rule_verify": "verify",
+}
+
+# What explain() answers for, by name.
+_EXPLAINED: Dict[str, Callable[..., Any]] = {
+    **{name: getattr(operations, name) for name in _CALLS},
+    **{name: getattr(convolution, name) for name in convolution.__all__},
+    **{name: getattr(norm, name) for name in norm.__all__},
 }
 
 
@@ -38,10 +47,10 @@ def explain(*args: Any, op: Union[str, Callable[..., Any]] = "chunk_gated_delta_
         print(flash_qla.explain(q, k, v, g, beta, op="chunk_gated_delta_rule_fwd"))
     """
     name = op if isinstance(op, str) else op.__name__
-    if name not in _CALLS:
-        raise ValueError(f"explain: op ({name}) must be one of: {', '.join(_CALLS)}")
+    if name not in _EXPLAINED:
+        raise ValueError(f"explain: op ({name}) must be one of: {', '.join(_EXPLAINED)}")
     with _ffi.explaining() as texts:
-        getattr(operations, name)(*args, **kwargs)
+        _EXPLAINED[name](*args, **kwargs)
     if not texts:
         raise ValueError(f"explain: op ({name}) must be given tensors with memory (a FakeTensor has none)")
     text = texts[0].rstrip("\n")
@@ -128,12 +137,17 @@ def workspace_size(
         _float_name("workspace_size", key, value)
         for key, value in (("dtype", dtype), ("gate_dtype", gate_dtype), ("state_dtype", state_dtype))
     )
-    arguments = (_CALLS[name], cuda, index, *dtypes, bool(contiguous))
-    arguments += (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"), *sizes.values())
+    checkpoints = (sizes.pop("checkpoint_every"), sizes.pop("checkpoint_offsets"))
+    arguments: Tuple[Any, ...] = (cuda, index, *dtypes)
+    if name == "gated_delta_rule_verify":
+        ask, arguments = _ffi.verify_workspace_size, (*arguments, *sizes.values())
+    else:
+        ask = _ffi.workspace_size
+        arguments = (_CALLS[name], *arguments, bool(contiguous), *checkpoints, *sizes.values())
     # Calls on torch tensors take torch's number of threads, others (0) as many as the process may use.
     _front.find_torch()
     threads = (0,) if cuda or _front.torch_front is None else (0, _front.torch_front.cpu_threads())
-    return max(_ffi.workspace_size(*options, number, *arguments) for number in threads)
+    return max(ask(*options, number, *arguments) for number in threads)
 
 
 def _device(operation: str, device: Any) -> Tuple[bool, int]:

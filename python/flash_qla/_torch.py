@@ -16,7 +16,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _ffi
-from ._options import BACKWARD_NAMES, CONVERTIBLE, INPUT_NAMES, POOL_NAMES, Options
+from ._identity import NAMESPACE
+from ._options import BACKWARD_NAMES, CONVERTIBLE, INPUT_NAMES, POOL_NAMES, VERIFY_NAMES, Options
 from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
 from .integrations import fla
 
@@ -27,7 +28,7 @@ _OPTIONS = (
 )
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens"
 
-_library = torch.library.Library("flash_qla", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 # What computes an operator: given its options, its inputs (q .. initial_state; of pool_forward q .. cu_seqlens) and the
@@ -53,7 +54,7 @@ def _define(
     _implementations[name] = implementation
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, split(implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_qla::{name}", split(fake), lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", split(fake), lib=_library)
 
 
 def _allocator(like: Tensor) -> Callable[[int], Tensor]:
@@ -215,7 +216,7 @@ def _chunk_backward(options: Options, inputs: tuple, rest: tuple) -> List[Tensor
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = outputs
     gradients = (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias)
     o = None  # not kept from the forward pass
-    _ffi.backward(_allocator(q), (*options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients))
+    _ffi.backward(_allocator(q), (*options, _threads(q), *inputs, g_is_cumsum, A, o, do, dht, *gradients, None))
     return _present(outputs)
 
 
@@ -230,7 +231,7 @@ _define(
     _chunk_backward_fake,
 )
 
-_ops = torch.ops.flash_qla
+_ops = getattr(torch.ops, NAMESPACE)
 
 
 def is_traced() -> bool:
@@ -265,6 +266,7 @@ _NAMES = {
     "recurrent": INPUT_NAMES,
     "pool_forward": POOL_NAMES,
     "chunk_backward": BACKWARD_NAMES,
+    "verify": VERIFY_NAMES,
 }
 
 
@@ -333,6 +335,14 @@ def _forward_only(operation: str, x: Tensor, inputs: Sequence[Optional[Tensor]],
     return _NotDifferentiable.apply(message, in_place, x, *inputs)
 
 
+def refuse_second_derivatives(
+    operation: str, gradients: Sequence[Optional[Tensor]], sources: Sequence[Optional[Tensor]]
+) -> List[Optional[Tensor]]:
+    """The gradients, such that asking for one of theirs raises NotImplementedError."""
+    message = f"{operation}: second derivatives are not supported"
+    return [None if x is None else _NotDifferentiable.apply(message, False, x, *sources) for x in gradients]
+
+
 class _ChunkGatedDeltaRule(torch.autograd.Function):
     """o and final_state, differentiable in every floating-point input. Saved: the inputs and A."""
 
@@ -356,8 +366,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         tensors = (*inputs, A, do, dht)
         found = _compute("chunk_backward", tensors, ctx.options, (*inputs,), (False, A, do, dht, False, wanted))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
-            message = f"{ctx.options.operation}: second derivatives are not supported"
-            found = [_NotDifferentiable.apply(message, False, gradient, *inputs, do, dht) for gradient in found]
+            found = refuse_second_derivatives(ctx.options.operation, found, (*inputs, do, dht))
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = _align(found, wanted)
         return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
 
@@ -472,17 +481,55 @@ def recurrent(
     return o, _forward_only(options.operation, found[1], inputs) if output_final_state else None
 
 
+def compute_into(
+    name: str,
+    tensors: tuple,
+    options: Options,
+    inputs: Tuple[Optional[Tensor], ...],
+    rest: tuple,
+    sources: tuple,
+    out: Optional[Tensor],
+) -> Tensor:
+    """o of a serving call: `out`, or a new tensor where that is None. It is the last of the tensors and arguments of
+    the operator `name`, and not among those given here. `sources`: what a gradient of o would go to."""
+    if out is not None and _wants_gradient(sources) and not _ffi.is_explaining():
+        if out.requires_grad and out.is_leaf:
+            raise ValueError(f"{options.operation}: out (a leaf that requires a gradient) must not be written in place")
+        _forward_only(options.operation, out, sources, True)  # before anything is written: autograd may refuse it
+    o = _output_like(inputs[0], inputs[2]) if out is None else out  # type: ignore[arg-type]
+    _compute(name, (*tensors, o), options, inputs, (*rest, o))
+    return _forward_only(options.operation, o, sources) if out is None else out
+
+
 def pool(
     recurrent: bool, options: Options, inputs: Tuple[Optional[Tensor], ...], states: tuple, out: Optional[Tensor]
 ) -> Tensor:
     """gated_delta_rule_prefill() and gated_delta_rule_decode() on tensors. `inputs`: q .. cu_seqlens; `states`:
     state_pool .. checkpoint_indices."""
-    q, v = inputs[0], inputs[2]
-    sources = (*inputs, states[0])
-    if out is not None and _wants_gradient(sources) and not _ffi.is_explaining():
-        if out.requires_grad and out.is_leaf:
-            raise ValueError(f"{options.operation}: out (a leaf that requires a gradient) must not be written in place")
-        _forward_only(options.operation, out, sources, True)  # before anything is written: autograd may refuse it
-    o = _output_like(q, v) if out is None else out  # type: ignore[arg-type]
-    _compute("pool_forward", (*inputs, *states[:5], *states[7:], o), options, inputs, (recurrent, *states, o))
-    return _forward_only(options.operation, o, sources) if out is None else out
+    tensors = (*inputs, *states[:5], *states[7:])
+    return compute_into("pool_forward", tensors, options, inputs, (recurrent, *states), (*inputs, states[0]), out)
+
+
+# verify: states that are read, and drafts' states in a buffer of their own.
+
+
+def _verify(options: Options, inputs: tuple, rest: tuple) -> None:
+    q = inputs[0]
+    if _ffi.verify(_allocator(q), (*options, _threads(q), *inputs, *rest)):
+        states_out, o = rest[3], rest[6]
+        increment_version((o,) if states_out is None else (o, states_out))
+
+
+_define(
+    f"verify({_OPTIONS}, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor state_pool, Tensor initial_state_indices, Tensor? parents, Tensor(a!)? states_out, "
+    "Tensor? states_out_indices, int null_index, Tensor(b!) o) -> ()",
+    _verify,
+    _pool_forward_fake,
+    inputs=7,
+)
+
+
+def verify(options: Options, inputs: Tuple[Optional[Tensor], ...], states: tuple, out: Optional[Tensor]) -> Tensor:
+    """gated_delta_rule_verify() on tensors. `inputs`: q .. dt_bias; `states`: state_pool .. null_index."""
+    return compute_into("verify", (*inputs, *states[:-1]), options, inputs, states, (*inputs, states[0]), out)

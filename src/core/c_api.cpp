@@ -1,12 +1,19 @@
 // The C entry points of the delta rule, and build_info().
 #include "flash_qla/flash_qla.h"
 
-#include <limits>
 #include <string>
 
 #include "core/commit.h"
+#include "core/context_parallel.h"
+#include "core/convolution.h"
+#include "core/norm.h"
 #include "core/operation.h"
 #include "core/validate.h"
+
+// What the CUDA kernels are compiled for, as CMake names it.
+#ifndef FLASH_QLA_CUDA_ARCHITECTURES
+#define FLASH_QLA_CUDA_ARCHITECTURES "none"
+#endif
 
 namespace flash_qla {
 namespace {
@@ -53,13 +60,6 @@ struct ChunkBackwardOp {
     return check_backward_data(a, name, p, stream);
   }
 };
-
-flash_qla_options default_options() {
-  flash_qla_options options{};
-  options.scale = std::numeric_limits<double>::quiet_NaN();
-  options.cp_mode = FLASH_QLA_CP_AUTO;
-  return options;
-}
 
 template <class Table>
 void append_names(const char* label, const Table& table, std::string* text) {
@@ -136,10 +136,23 @@ flash_qla_status flash_qla_build_info(char* text, size_t size) {
   return guarded("build_info", [&]() -> Status {
     std::string info = "version: " + std::to_string(FLASH_QLA_VERSION_MAJOR) + "." +
                        std::to_string(FLASH_QLA_VERSION_MINOR) + "." + std::to_string(FLASH_QLA_VERSION_PATCH) + "\n" +
-                       "commit: " + source_commit() + "\n";
+                       "commit: " + source_commit() + "\n" +
+                       // docs/determinism.md
+                       "determinism: repeatable\n" + "invariance: auto_cp=False; auto_cp=\"invariant\"\n" +
+                       "cuda_architectures: " + FLASH_QLA_CUDA_ARCHITECTURES + "\n";
     append_names("chunk_forward", chunk_forward_paths(), &info);
     append_names("recurrent", recurrent_paths(), &info);
     append_names("chunk_backward", chunk_backward_paths(), &info);
+    append_names("conv_forward", conv_forward_paths(), &info);
+    append_names("conv_update", conv_update_paths(), &info);
+    append_names("conv_backward", conv_backward_paths(), &info);
+    append_names("norm_gated", norm_gated_paths(), &info);
+    append_names("norm_gated_backward", norm_gated_backward_paths(), &info);
+    append_names("sequence_cut", sequence_cut_paths(), &info);
+    append_names("chunk_summary", chunk_summary_paths(), &info);
+    append_names("chunk_summary_backward", chunk_summary_backward_paths(), &info);
+    append_names("summary_combine", summary_combine_paths(), &info);
+    append_names("verify", verify_paths(), &info);
     for (const DeviceAccess* access : device_accesses()) info += access->describe();
     return copy_text(info, text, size, "build_info");
   });

@@ -3,64 +3,23 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <unordered_map>
 #include <vector>
 
-#include "core/host_tensor.h"
-#include "core/registry.h"
-#include "core/status.h"
+#include "core/device_reader.h"
 
 namespace flash_qla {
 namespace {
 
 long long as_ll(int64_t x) { return static_cast<long long>(x); }
 
-// A host copy of an integer or bool tensor of at most two dimensions.
-struct Integers {
-  std::vector<int64_t> values;
-  int64_t columns = 1;
-  bool given() const { return !values.empty(); }
-  int64_t rows() const { return static_cast<int64_t>(values.size()) / columns; }
-  int64_t at(int64_t i, int64_t j = 0) const { return values[static_cast<size_t>(i * columns + j)]; }
-};
-
 // The check of one call. A member that reads something stands before those that use it.
-class DataCheck {
+class DataCheck : public DeviceReader {
  public:
   DataCheck(const char* operation, const flash_qla_options& options, const Problem& p, void* stream)
-      : operation_(operation), options_(options), p_(p), stream_(stream) {
-    for (const DeviceAccess* access : device_accesses()) {
-      if (access->device == options.device_type) access_ = access;
-    }
-  }
-
-  // Whether the device's memory can be read now.
-  Status possible() const {
-    if (!access_->is_capturing(stream_)) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE,
-                       "%s: FLASH_QLA_CHECK (1) must be off while the stream is captured into a graph: the check reads "
-                       "device memory and waits",
-                       operation_);
-  }
+      : DeviceReader(operation, options, stream), operation_(operation), p_(p), ledger_(operation, "state_pool") {}
 
   Status sequences(const Tensor& cu_seqlens) {
-    if (!p_.varlen) return Status();
-    FLASH_QLA_RETURN_IF_ERROR(read(cu_seqlens, &cu_));
-    if (cu_.at(0) != 0) {
-      return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[0] (%lld) must be 0", operation_, as_ll(cu_.at(0)));
-    }
-    for (int64_t n = 0; n < p_.N; ++n) {
-      if (cu_.at(n + 1) < cu_.at(n)) {
-        return make_status(FLASH_QLA_INVALID_VALUE,
-                           "%s: cu_seqlens[%lld] (%lld) must not be below cu_seqlens[%lld] (%lld)", operation_,
-                           as_ll(n + 1), as_ll(cu_.at(n + 1)), as_ll(n), as_ll(cu_.at(n)));
-      }
-    }
-    if (cu_.at(p_.N) > p_.T) {
-      return make_status(FLASH_QLA_INVALID_VALUE, "%s: cu_seqlens[%lld] (%lld) must not be above q.shape[1] (%lld)",
-                         operation_, as_ll(p_.N), as_ll(cu_.at(p_.N)), as_ll(p_.T));
-    }
-    return Status();
+    return p_.varlen ? DeviceReader::sequences(cu_seqlens, p_.T, "q.shape[1]", &cu_) : Status();
   }
 
   Status chunk_states(const Tensor& h) const {
@@ -76,8 +35,7 @@ class DataCheck {
   Status starts(const flash_qla_forward_arguments& args) {
     starts_.assign(static_cast<size_t>(p_.N), kFromZero);
     if (!present(args.state_pool)) return Status();
-    slots_ = args.state_pool.shape[0];
-    null_index_ = args.null_index;
+    ledger_.open(args.state_pool.shape[0], args.null_index);
     Integers initial, has, accepted;
     FLASH_QLA_RETURN_IF_ERROR(read(args.initial_state_indices, &initial));
     FLASH_QLA_RETURN_IF_ERROR(read(args.has_initial_state, &has));
@@ -90,8 +48,8 @@ class DataCheck {
       }
       if (has.given() && has.at(n) == 0) continue;
       const int64_t index = initial.at(n, column);
-      FLASH_QLA_RETURN_IF_ERROR(in_pool("initial_state_indices", n, index));
-      starts_[static_cast<size_t>(n)] = index > null_index_ ? index : kSkipped;
+      FLASH_QLA_RETURN_IF_ERROR(ledger_.in_pool("initial_state_indices", n, index));
+      starts_[static_cast<size_t>(n)] = ledger_.is_null(index) ? kSkipped : index;
     }
     return Status();
   }
@@ -106,18 +64,12 @@ class DataCheck {
     const int64_t columns = final_tensor.ndim > 1 ? std::min(final.columns, p_.T) : 1;
     for (int64_t n = 0; n < p_.N; ++n) {
       for (int64_t t = 0; t < columns && !skipped(n); ++t) {
-        FLASH_QLA_RETURN_IF_ERROR(write(final_name, n, final.at(n, t), n));
+        FLASH_QLA_RETURN_IF_ERROR(ledger_.write(final_name, n, final.at(n, t), n));
       }
     }
     FLASH_QLA_RETURN_IF_ERROR(listed(args));
     for (int64_t n = 0; n < p_.N; ++n) {
-      const int64_t slot = starts_[static_cast<size_t>(n)];
-      const auto found = writer_.find(slot);
-      if (found != writer_.end() && found->second != n) {
-        return make_status(FLASH_QLA_INVALID_VALUE,
-                           "%s: initial_state_indices[%lld] (%lld) must not name a slot that another row writes",
-                           operation_, as_ll(n), as_ll(slot));
-      }
+      FLASH_QLA_RETURN_IF_ERROR(ledger_.read(n, starts_[static_cast<size_t>(n)]));
     }
     return Status();
   }
@@ -138,51 +90,42 @@ class DataCheck {
     return Status();
   }
 
- private:
-  static constexpr int64_t kFromZero = -1, kSkipped = -2;  // in place of the slot that a row reads
-
-  int64_t length(int64_t n) const { return p_.varlen ? cu_.at(n + 1) - cu_.at(n) : p_.T; }
-  bool skipped(int64_t n) const { return starts_[static_cast<size_t>(n)] == kSkipped; }
-
-  // All of a tensor in one copy, or one a column where columns lie apart. Nothing of one that is absent.
-  Status read(const Tensor& t, Integers* out) const {
-    if (!present(t)) return Status();
-    out->columns = t.ndim > 1 ? t.shape[1] : 1;
-    out->values.assign(static_cast<size_t>(t.shape[0] * out->columns), 0);
-    if (!out->given()) return Status();
-    const bool together = out->columns == 1 || t.stride[1] == 1;
-    const int64_t size = size_of(dtype(t)), width = together ? out->columns : 1;
-    std::vector<unsigned char> raw(static_cast<size_t>(t.shape[0] * width * size));
-    Tensor copy = t;
-    copy.data = raw.data();
-    copy.ndim = 1;
-    copy.stride[0] = 1;
-    for (int64_t j = 0; j < out->columns; j += width) {
-      const auto* column = static_cast<const char*>(t.data) + (t.ndim > 1 ? j * t.stride[1] : 0) * size;
-      FLASH_QLA_RETURN_IF_ERROR(access_->copy_to_host(raw.data(), column, t.stride[0] * size, width * size, t.shape[0],
-                                                      options_.device_index, stream_));
-      for (int64_t i = 0; i < t.shape[0] * width; ++i) {
-        const int64_t value = dtype(t) == DType::kBool ? raw[static_cast<size_t>(i)] : load_index(copy, i);
-        out->values[static_cast<size_t>(i / width * out->columns + j + i % width)] = value;
+  Status drafts(const flash_qla_verify_arguments& args) {
+    ledger_.open(args.state_pool.shape[0], args.null_index);
+    std::unordered_map<int64_t, int64_t> writer;  // the sequence that writes a row of states_out
+    Integers initial, parents, rows;
+    FLASH_QLA_RETURN_IF_ERROR(read(args.initial_state_indices, &initial));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.parents, &parents));
+    FLASH_QLA_RETURN_IF_ERROR(read(args.states_out_indices, &rows));
+    for (int64_t n = 0; n < p_.N; ++n) {
+      FLASH_QLA_RETURN_IF_ERROR(ledger_.in_pool("initial_state_indices", n, initial.at(n)));
+      if (ledger_.is_null(initial.at(n))) continue;
+      for (int64_t t = 0; t < p_.T && parents.given(); ++t) {
+        if (parents.at(n, t) >= -1 && parents.at(n, t) < t) continue;
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: parents[%lld, %lld] (%lld) must be -1 or an earlier token, at most %lld", operation_,
+                           as_ll(n), as_ll(t), as_ll(parents.at(n, t)), as_ll(t - 1));
+      }
+      if (!rows.given() || rows.at(n) < 0) continue;
+      if (rows.at(n) >= args.states_out.shape[0]) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: states_out_indices[%lld] (%lld) must be below states_out.shape[0] (%lld)", operation_,
+                           as_ll(n), as_ll(rows.at(n)), as_ll(args.states_out.shape[0]));
+      }
+      if (!writer.emplace(rows.at(n), n).second) {
+        return make_status(FLASH_QLA_INVALID_VALUE,
+                           "%s: states_out_indices[%lld] (%lld) must not name a row that is written twice", operation_,
+                           as_ll(n), as_ll(rows.at(n)));
       }
     }
     return Status();
   }
 
-  Status in_pool(const char* name, int64_t i, int64_t index) const {
-    if (index <= null_index_ || (index >= 0 && index < slots_)) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must be %s state_pool.shape[0] (%lld)", operation_,
-                       name, as_ll(i), as_ll(index), index < 0 ? "null_index at most, or from 0 to below" : "below",
-                       as_ll(slots_));
-  }
+ private:
+  static constexpr int64_t kFromZero = -1, kSkipped = -2;  // in place of the slot that a row reads
 
-  // Row `row` writes slot `index`, which entry i of `name` says.
-  Status write(const char* name, int64_t i, int64_t index, int64_t row) {
-    FLASH_QLA_RETURN_IF_ERROR(in_pool(name, i, index));
-    if (index <= null_index_ || writer_.emplace(index, row).second) return Status();
-    return make_status(FLASH_QLA_INVALID_VALUE, "%s: %s[%lld] (%lld) must not name a slot that is written twice",
-                       operation_, name, as_ll(i), as_ll(index));
-  }
+  int64_t length(int64_t n) const { return p_.varlen ? cu_.at(n + 1) - cu_.at(n) : p_.T; }
+  bool skipped(int64_t n) const { return starts_[static_cast<size_t>(n)] == kSkipped; }
 
   // Listed tokens: those of sequences that are not skipped write their slots.
   Status listed(const flash_qla_forward_arguments& args) {
@@ -196,24 +139,17 @@ class DataCheck {
         return make_status(FLASH_QLA_INVALID_VALUE, "%s: checkpoint_offsets[%lld] (%lld) must be from 1 to %lld tokens",
                            operation_, as_ll(m), as_ll(offset), as_ll(p_.B * p_.T));
       }
-      // The sequence of the token before the position.
-      const auto& cu = cu_.values;
-      const int64_t n =
-          p_.varlen ? std::lower_bound(cu.begin(), cu.end(), offset) - cu.begin() - 1 : (offset - 1) / p_.T;
-      if (n < p_.N && !skipped(n)) FLASH_QLA_RETURN_IF_ERROR(write("checkpoint_indices", m, slots.at(m), n));
+      const int64_t n = sequence_before(offset, cu_, p_.T);
+      if (n < p_.N && !skipped(n)) FLASH_QLA_RETURN_IF_ERROR(ledger_.write("checkpoint_indices", m, slots.at(m), n));
     }
     return Status();
   }
 
   const char* operation_;
-  const flash_qla_options& options_;
   const Problem& p_;
-  void* stream_;
-  const DeviceAccess* access_ = nullptr;  // a path has been chosen: its device has one
   Integers cu_;
   std::vector<int64_t> starts_;  // [N] the slot that a row reads, kFromZero or kSkipped
-  int64_t slots_ = 0, null_index_ = -1;
-  std::unordered_map<int64_t, int64_t> writer_;  // the row that writes a slot
+  SlotLedger ledger_;
 };
 
 }  // namespace
@@ -240,6 +176,13 @@ Status check_backward_data(const flash_qla_backward_arguments& args, const char*
   DataCheck check(operation, args.options, problem, stream);
   FLASH_QLA_RETURN_IF_ERROR(check.possible());
   return check.sequences(args.cu_seqlens);
+}
+
+Status check_verify_data(const flash_qla_verify_arguments& args, const char* operation, const Problem& problem,
+                         void* stream) {
+  DataCheck check(operation, args.options, problem, stream);
+  FLASH_QLA_RETURN_IF_ERROR(check.possible());
+  return check.drafts(args);
 }
 
 }  // namespace flash_qla

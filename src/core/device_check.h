@@ -19,4 +19,9 @@ Status check_forward_data(const flash_qla_forward_arguments& args, const char* o
 Status check_backward_data(const flash_qla_backward_arguments& args, const char* operation, const Problem& problem,
                            void* stream);
 
+// Of rows that are not skipped: the slot is inside the pool, every parent is -1 or an earlier token, the row of
+// states_out is below 0 or inside of it, and none is written twice.
+Status check_verify_data(const flash_qla_verify_arguments& args, const char* operation, const Problem& problem,
+                         void* stream);
+
 }  // namespace flash_qla

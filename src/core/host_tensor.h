@@ -92,6 +92,15 @@ inline std::vector<Sequence> host_sequences(const Tensor& cu_seqlens, const Prob
   return sequences;
 }
 
+// The part whose entering state a sequence starts from, or whose leaving gradient it ends with (`rows`: entering_rows
+// or leaving_rows): -1 for none.
+inline int64_t part_of_row(const Tensor& rows, int64_t n) {
+  for (int64_t part = 0; present(rows) && part < rows.shape[0]; ++part) {
+    if (load_index(rows, part) == n) return part;
+  }
+  return -1;
+}
+
 // The pool slot of an index, or -1 where it is null or past the pool: a row that starts there is skipped, a write to it
 // is left out.
 inline int64_t slot_or_skip(int64_t index, int64_t null_index, int64_t slots) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <string>
 
 #include "core/device_check.h"
@@ -19,6 +20,13 @@
 #include "flash_qla/flash_qla.hpp"
 
 namespace flash_qla {
+
+inline flash_qla_options default_options() {
+  flash_qla_options options{};
+  options.scale = std::numeric_limits<double>::quiet_NaN();
+  options.cp_mode = FLASH_QLA_CP_AUTO;
+  return options;
+}
 
 inline const char* device_name(int32_t type) { return type == FLASH_QLA_CUDA ? "cuda" : "cpu"; }
 

@@ -37,10 +37,12 @@ struct Path {
 
 using ForwardPath = Path<flash_qla_forward_arguments>;
 using BackwardPath = Path<flash_qla_backward_arguments>;
+using VerifyPath = Path<flash_qla_verify_arguments>;
 
 const std::vector<const ForwardPath*>& chunk_forward_paths();
 const std::vector<const ForwardPath*>& recurrent_paths();
 const std::vector<const BackwardPath*>& chunk_backward_paths();
+const std::vector<const VerifyPath*>& verify_paths();
 
 // What the core needs of a device and cannot do itself. Registered beside the paths.
 struct DeviceAccess {

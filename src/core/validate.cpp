@@ -1,288 +1,11 @@
 #include "core/validate.h"
 
-#include <cmath>
-#include <iterator>
 #include <string>
 
-#include "core/overlap.h"
-#include "core/status.h"
+#include "core/validator.h"
 
 namespace flash_qla {
 namespace {
-
-const char* dtype_name(const Tensor& t) {
-  switch (dtype(t)) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kBool:
-      return "bool";
-  }
-  return "an unknown dtype";
-}
-
-// A tensor with the name that its caller knows it by.
-struct Named {
-  const char* name;
-  const Tensor& tensor;
-};
-
-// One extent that a shape must have: a value and where it comes from.
-struct Extent {
-  int64_t size;
-  std::string source;
-};
-
-enum class Role { kInput, kOutput };
-
-class Validator {
- public:
-  Validator(const char* operation, const flash_qla_options& options, bool need_data)
-      : operation_(operation), options_(options), need_data_(need_data) {}
-
-  template <class... Values>
-  Status value_error(const char* format, Values... values) const {
-    return error(FLASH_QLA_INVALID_VALUE, format, values...);
-  }
-  template <class... Values>
-  Status type_error(const char* format, Values... values) const {
-    return error(FLASH_QLA_INVALID_TYPE, format, values...);
-  }
-
-  Status sizes(const Named& q, const Named& k, const Named& v, const Tensor& cu_seqlens, Problem* p) const;
-  Status gates(const Tensor& g, const Tensor& beta, const Tensor& A_log, const Tensor& dt_bias, const Problem& p) const;
-
-  Status require(const Named& t) const {
-    if (!present(t.tensor)) return value_error("%s (None) must be given", t.name);
-    return Status();
-  }
-
-  Status forbid(const Named& t, const char* rule) const {
-    if (present(t.tensor)) return value_error("%s %s (it was given)", t.name, rule);
-    return Status();
-  }
-
-  // Rank, extents, memory; outputs must not write one element twice.
-  Status shape(const Named& t, Role role, std::initializer_list<Extent> extents) const {
-    FLASH_QLA_RETURN_IF_ERROR(rank(t, static_cast<int32_t>(extents.size())));
-    int32_t i = 0;
-    for (const Extent& extent : extents) {
-      if (extent.size >= 0 && t.tensor.shape[i] != extent.size) {
-        return value_error("%s.shape[%d] (%lld) must be %s (%lld)", t.name, i, as_ll(t.tensor.shape[i]),
-                           extent.source.c_str(), as_ll(extent.size));
-      }
-      ++i;
-    }
-    return memory(t, role);
-  }
-
-  Status rank(const Named& t, int32_t ndim) const {
-    if (t.tensor.ndim != ndim) return value_error("%s.ndim (%d) must be %d", t.name, t.tensor.ndim, ndim);
-    for (int32_t i = 0; i < ndim; ++i) {
-      if (t.tensor.shape[i] < 0) {
-        return value_error("%s.shape[%d] (%lld) must not be negative", t.name, i, as_ll(t.tensor.shape[i]));
-      }
-    }
-    return Status();
-  }
-
-  Status memory(const Named& t, Role role) const {
-    int64_t bytes = size_of(dtype(t.tensor));
-    bool fits = true;
-    for (int32_t i = 0; i < t.tensor.ndim; ++i) {
-      if (t.tensor.shape[i] == 0) return Status();
-      fits = fits && !__builtin_mul_overflow(bytes, t.tensor.shape[i], &bytes);
-    }
-    if (!fits) return value_error("%s.shape (2^63 bytes or more in all) must fit into memory", t.name);
-    if (need_data_ && t.tensor.data == nullptr) return value_error("%s.data (NULL) must point to memory", t.name);
-    for (int32_t i = 0; role == Role::kOutput && i < t.tensor.ndim; ++i) {
-      if (t.tensor.shape[i] > 1 && t.tensor.stride[i] == 0) {
-        return value_error("%s.stride[%d] (0) must not be zero: it is written", t.name, i);
-      }
-    }
-    if (role == Role::kOutput && repeats_memory(t.tensor)) {
-      return value_error("%s.stride (some elements overlap) must give each element its own memory: it is written",
-                         t.name);
-    }
-    return Status();
-  }
-
-  Status dtype_is(const Named& t, DType wanted, const char* rule) const {
-    if (dtype(t.tensor) != wanted) return type_error("%s.dtype (%s) must be %s", t.name, dtype_name(t.tensor), rule);
-    return Status();
-  }
-
-  // float32, bfloat16 or float16; float64 beside float64 inputs.
-  Status dtype_float(const Named& t, const Problem& p) const {
-    if (is_float(dtype(t.tensor))) return Status();
-    if (dtype(t.tensor) == DType::kFloat64 && p.dtype == DType::kFloat64) return Status();
-    return type_error("%s.dtype (%s) must be float32, bfloat16 or float16%s", t.name, dtype_name(t.tensor),
-                      dtype(t.tensor) == DType::kFloat64 ? " (float64 only with float64 q, k, v)" : "");
-  }
-
-  Status dtype_index(const Named& t) const {
-    if (is_index(dtype(t.tensor))) return Status();
-    return type_error("%s.dtype (%s) must be int32 or int64", t.name, dtype_name(t.tensor));
-  }
-
-  // The dtype of results that are kept in full precision.
-  Status dtype_accumulator(const Named& t, const Problem& p) const {
-    return p.dtype == DType::kFloat64 ? dtype_is(t, DType::kFloat64, "float64, as q is")
-                                      : dtype_is(t, DType::kFloat32, "float32");
-  }
-
-  // [rows, Hv, K, V], or [rows, Hv, V, K] with state_v_first.
-  Status state_shape(const Named& t, Role role, const Extent& rows, const Problem& p) const {
-    const Extent key{p.K, "q.shape[3]"}, value{p.V, "v.shape[3]"}, heads{p.Hv, "v.shape[2]"};
-    if (options_.state_v_first) return shape(t, role, {rows, heads, value, key});
-    return shape(t, role, {rows, heads, key, value});
-  }
-
-  Status token_shape(const Named& t, Role role, const Problem& p) const {
-    return shape(t, role, {{p.B, "q.shape[0]"}, {p.T, "q.shape[1]"}, {p.Hv, "v.shape[2]"}});
-  }
-
-  Status vector_of_sequences(const Named& t, const Problem& p, int64_t extra) const {
-    FLASH_QLA_RETURN_IF_ERROR(
-        shape(t, Role::kInput, {{p.N + extra, extra ? "the number of sequences + 1" : "the number of sequences"}}));
-    return dtype_index(t);
-  }
-
-  Status options() const {
-    if (options_.device_type != FLASH_QLA_CPU && options_.device_type != FLASH_QLA_CUDA) {
-      return type_error("device_type (%d) must be FLASH_QLA_CPU or FLASH_QLA_CUDA", options_.device_type);
-    }
-    if (options_.cp_mode < FLASH_QLA_CP_OFF || options_.cp_mode > FLASH_QLA_CP_INVARIANT) {
-      return value_error("cp_mode (%d) must be 0 (off), 1 (auto) or 2 (invariant)", options_.cp_mode);
-    }
-    if (!(options_.cp_tolerance <= kLargestTolerance)) {
-      return value_error("cp_tolerance (%g) must be at most %g", options_.cp_tolerance, kLargestTolerance);
-    }
-    if (options_.num_threads < 0) return value_error("num_threads (%d) must not be negative", options_.num_threads);
-    if (options_.allow_neg_eigval && !options_.use_beta_sigmoid_in_kernel) {
-      return value_error("allow_neg_eigval (True) must come with use_beta_sigmoid_in_kernel (False)");
-    }
-    return Status();
-  }
-
-  static long long as_ll(int64_t x) { return static_cast<long long>(x); }
-
- private:
-  template <class... Values>
-  Status error(flash_qla_code code, const char* format, Values... values) const {
-    const std::string full = std::string("%s: ") + format;
-    flash_qla_status status{};
-    status.code = code;
-    // The formats are literals of this file; the operation's name goes in front of each.
-    std::snprintf(status.message, sizeof(status.message), full.c_str(), operation_, values...);
-    return Status(status);
-  }
-
-  const char* operation_;
-  const flash_qla_options& options_;
-  bool need_data_;
-};
-
-Status Validator::sizes(const Named& q, const Named& k, const Named& v, const Tensor& cu_seqlens, Problem* p) const {
-  FLASH_QLA_RETURN_IF_ERROR(options());
-  for (const Named& t : {q, k, v}) {
-    FLASH_QLA_RETURN_IF_ERROR(require(t));
-    if (!is_float(dtype(t.tensor)) && dtype(t.tensor) != DType::kFloat64) {
-      return type_error("%s.dtype (%s) must be float32, bfloat16, float16 or float64", t.name, dtype_name(t.tensor));
-    }
-    if (t.tensor.dtype != q.tensor.dtype) {
-      return type_error("%s.dtype (%s) must be that of q (%s)", t.name, dtype_name(t.tensor), dtype_name(q.tensor));
-    }
-    FLASH_QLA_RETURN_IF_ERROR(rank(t, 4));
-  }
-  p->dtype = dtype(q.tensor);
-  p->B = q.tensor.shape[0];
-  p->T = q.tensor.shape[1];
-  if (p->B > 0 && p->T > FLASH_QLA_MAX_TOKENS / p->B) {
-    return value_error("q.shape[0] * q.shape[1] (%lld * %lld) must be at most %d tokens", as_ll(p->B), as_ll(p->T),
-                       FLASH_QLA_MAX_TOKENS);
-  }
-  p->Hq = q.tensor.shape[2];
-  p->K = q.tensor.shape[3];
-  p->Hv = v.tensor.shape[2];
-  p->V = v.tensor.shape[3];
-  if (p->Hq < 1) return value_error("q.shape[2] (%lld) must be at least 1", as_ll(p->Hq));
-  FLASH_QLA_RETURN_IF_ERROR(memory(q, Role::kInput));
-  FLASH_QLA_RETURN_IF_ERROR(shape(k, Role::kInput,
-                                  {{p->B, "q.shape[0]"},
-                                   {p->T, "q.shape[1]"},
-                                   {p->Hq, "q.shape[2]: q and k have equal head counts"},
-                                   {p->K, "q.shape[3]"}}));
-  FLASH_QLA_RETURN_IF_ERROR(shape(v, Role::kInput, {{p->B, "q.shape[0]"}, {p->T, "q.shape[1]"}, {-1, ""}, {-1, ""}}));
-  if (p->Hv < 1 || p->Hv % p->Hq != 0) {
-    return value_error("v.shape[2] (%lld) must be a multiple of k.shape[2] (%lld)", as_ll(p->Hv), as_ll(p->Hq));
-  }
-  p->group = p->Hv / p->Hq;
-  if (p->K < 1 || p->K > FLASH_QLA_MAX_HEAD_DIM) {
-    return value_error("q.shape[3] (%lld) must be from 1 to %d", as_ll(p->K), FLASH_QLA_MAX_HEAD_DIM);
-  }
-  if (p->V < 1 || p->V > FLASH_QLA_MAX_HEAD_DIM) {
-    return value_error("v.shape[3] (%lld) must be from 1 to %d", as_ll(p->V), FLASH_QLA_MAX_HEAD_DIM);
-  }
-  p->scale = std::isnan(options_.scale) ? 1.0 / std::sqrt(static_cast<double>(p->K)) : options_.scale;
-  p->varlen = present(cu_seqlens);
-  if (p->varlen) {
-    const Named cu{"cu_seqlens", cu_seqlens};
-    FLASH_QLA_RETURN_IF_ERROR(rank(cu, 1));
-    FLASH_QLA_RETURN_IF_ERROR(dtype_index(cu));
-    if (cu_seqlens.shape[0] < 1) {
-      return value_error("cu_seqlens.shape[0] (0) must be at least 1: the number of sequences + 1");
-    }
-    if (p->B != 1) return value_error("q.shape[0] (%lld) must be 1 with cu_seqlens", as_ll(p->B));
-    FLASH_QLA_RETURN_IF_ERROR(memory(cu, Role::kInput));
-  }
-  p->N = p->varlen ? cu_seqlens.shape[0] - 1 : p->B;
-  if (p->N > FLASH_QLA_MAX_TOKENS) {
-    return value_error("%s (%lld) must be at most %d sequences", p->varlen ? "cu_seqlens.shape[0] - 1" : "q.shape[0]",
-                       as_ll(p->N), FLASH_QLA_MAX_TOKENS);
-  }
-  p->chunk_bound = p->varlen ? p->T / kChunkSize + p->N : p->B * ceil_div(p->T, kChunkSize);
-  // What every size that a path works out is a small multiple of.
-  constexpr int64_t kMostElements = int64_t{1} << 56;
-  if (p->Hv > kMostElements / (p->K * p->V * (p->B * p->T + p->N + 1))) {
-    return value_error("v.shape[2] (%lld) must not be above 2^56 / (K V (tokens + sequences + 1))", as_ll(p->Hv));
-  }
-  return Status();
-}
-
-Status Validator::gates(const Tensor& g, const Tensor& beta, const Tensor& A_log, const Tensor& dt_bias,
-                        const Problem& p) const {
-  for (const Named& t : {Named{"g", g}, Named{"beta", beta}}) {
-    if (!present(t.tensor)) continue;
-    FLASH_QLA_RETURN_IF_ERROR(token_shape(t, Role::kInput, p));
-    FLASH_QLA_RETURN_IF_ERROR(dtype_float(t, p));
-  }
-  if (options_.use_gate_in_kernel) {
-    if (!present(g)) return value_error("g (None) must be given with use_gate_in_kernel=True");
-    if (!present(A_log)) return value_error("A_log (None) must be given with use_gate_in_kernel=True");
-  } else {
-    FLASH_QLA_RETURN_IF_ERROR(forbid({"A_log", A_log}, "must come with use_gate_in_kernel=True"));
-    FLASH_QLA_RETURN_IF_ERROR(forbid({"dt_bias", dt_bias}, "must come with use_gate_in_kernel=True"));
-  }
-  if (options_.use_beta_sigmoid_in_kernel && !present(beta)) {
-    return value_error("beta (None) must be given with use_beta_sigmoid_in_kernel=True");
-  }
-  for (const Named& t : {Named{"A_log", A_log}, Named{"dt_bias", dt_bias}}) {
-    if (!present(t.tensor)) continue;
-    FLASH_QLA_RETURN_IF_ERROR(shape(t, Role::kInput, {{p.Hv, "v.shape[2]"}}));
-    FLASH_QLA_RETURN_IF_ERROR(dtype_float(t, p));
-  }
-  return Status();
-}
 
 Status validate_pool(const Validator& check, const flash_qla_forward_arguments& args, ForwardKind kind,
                      const Problem& p) {
@@ -299,19 +22,10 @@ Status validate_pool(const Validator& check, const flash_qla_forward_arguments& 
   FLASH_QLA_RETURN_IF_ERROR(check.forbid({"final_state", args.final_state}, "must not come with state_pool"));
   FLASH_QLA_RETURN_IF_ERROR(check.state_shape(pool, Role::kOutput, {-1, ""}, p));
   FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(pool, p));
-  int64_t expected = 1;
-  for (int i = 3; i > 0; expected *= pool.tensor.shape[i], --i) {
-    if (pool.tensor.shape[i] > 1 && pool.tensor.stride[i] != expected) {
-      return check.value_error("state_pool.stride[%d] (%lld) must be %lld: each slot is contiguous", i,
-                               Validator::as_ll(pool.tensor.stride[i]), Validator::as_ll(expected));
-    }
-  }
+  FLASH_QLA_RETURN_IF_ERROR(check.whole_states(pool));
 
   const bool drafts = kind == ForwardKind::kRecurrent && !p.varlen;
-  if (drafts && p.T > FLASH_QLA_MAX_DRAFT_TOKENS) {
-    return check.value_error("q.shape[1] (%lld) must be at most %d draft tokens", Validator::as_ll(p.T),
-                             FLASH_QLA_MAX_DRAFT_TOKENS);
-  }
+  if (drafts) FLASH_QLA_RETURN_IF_ERROR(check.draft_tokens(p));
   FLASH_QLA_RETURN_IF_ERROR(check.require(initial));
   for (const Named& t : {initial, final}) {
     if (!present(t.tensor)) continue;
@@ -379,6 +93,20 @@ Status validate_checkpoints(const Validator& check, const flash_qla_forward_argu
   return Status();
 }
 
+// States of parts beside those of rows (entering_*, leaving_*): both of a pair or neither.
+Status validate_parts_states(const Validator& check, const Named& rows, const Named& states, const Problem& p) {
+  if (!present(rows.tensor) && !present(states.tensor)) return Status();
+  FLASH_QLA_RETURN_IF_ERROR(check.require(rows));
+  FLASH_QLA_RETURN_IF_ERROR(check.require(states));
+  FLASH_QLA_RETURN_IF_ERROR(check.shape(rows, Role::kInput, {{-1, ""}}));
+  FLASH_QLA_RETURN_IF_ERROR(check.dtype_index(rows));
+  const std::string parts = std::string(rows.name) + ".shape[0]";
+  FLASH_QLA_RETURN_IF_ERROR(
+      check.shape(states, Role::kInput,
+                  {{rows.tensor.shape[0], parts}, {p.Hv, "v.shape[2]"}, {p.K, "q.shape[3]"}, {p.V, "v.shape[3]"}}));
+  return check.dtype_accumulator(states, p);
+}
+
 // What a caller hands over to be written shares no memory with what is read, nor with each other.
 Status validate_memory(const Validator& check, const flash_qla_forward_arguments& args) {
   const Named written[] = {{"state_pool", args.state_pool}, {"checkpoints", args.checkpoints}, {"o", args.o}};
@@ -391,6 +119,8 @@ Status validate_memory(const Validator& check, const flash_qla_forward_arguments
                           {"dt_bias", args.dt_bias},
                           {"cu_seqlens", args.cu_seqlens},
                           {"initial_state", args.initial_state},
+                          {"entering_rows", args.entering_rows},
+                          {"entering_state", args.entering_state},
                           {"initial_state_indices", args.initial_state_indices},
                           {"final_state_indices", args.final_state_indices},
                           {"has_initial_state", args.has_initial_state},
@@ -402,27 +132,7 @@ Status validate_memory(const Validator& check, const flash_qla_forward_arguments
                           {"g_cumsum", args.g_cumsum},
                           {"A", args.A},
                           {"h", args.h}};
-  constexpr size_t kMost = std::size(others) + std::size(written);
-  const Named* placed[kMost];  // those with elements, and where these lie
-  ByteRange ranges[kMost];
-  size_t count = 0;
-  for (const Named& t : others) {
-    if (!has_elements(t.tensor)) continue;
-    ranges[count] = byte_range(t.tensor, 0);
-    placed[count++] = &t;
-  }
-  for (const Named& t : written) {
-    if (!has_elements(t.tensor)) continue;
-    const ByteRange range = byte_range(t.tensor, 0);
-    for (size_t i = 0; i < count; ++i) {
-      if (share_memory(t.tensor, range, placed[i]->tensor, ranges[i])) {
-        return check.value_error("%s must not share memory with %s (they overlap)", t.name, placed[i]->name);
-      }
-    }
-    ranges[count] = range;
-    placed[count++] = &t;
-  }
-  return Status();
+  return check.apart(written, others);
 }
 
 Status validate_A(const Validator& check, const Tensor& A, const Tensor& k, Role role, const Problem& p) {
@@ -430,10 +140,6 @@ Status validate_A(const Validator& check, const Tensor& A, const Tensor& k, Role
   FLASH_QLA_RETURN_IF_ERROR(check.shape(
       t, role, {{p.B, "q.shape[0]"}, {p.T, "q.shape[1]"}, {p.Hv, "v.shape[2]"}, {kChunkSize, "the chunk size"}}));
   return check.dtype_is(t, dtype(k), "that of k");
-}
-
-Status validate_values(const Validator& check, const Named& t, Role role, const Problem& p) {
-  return check.shape(t, role, {{p.B, "q.shape[0]"}, {p.T, "q.shape[1]"}, {p.Hv, "v.shape[2]"}, {p.V, "v.shape[3]"}});
 }
 
 }  // namespace
@@ -450,11 +156,14 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
   FLASH_QLA_RETURN_IF_ERROR(validate_pool(check, args, kind, *p));
+  const Named entering_rows{"entering_rows", args.entering_rows}, entering_state{"entering_state", args.entering_state};
+  FLASH_QLA_RETURN_IF_ERROR(validate_parts_states(check, entering_rows, entering_state, *p));
+  if (present(args.state_pool)) FLASH_QLA_RETURN_IF_ERROR(check.forbid(entering_rows, "must not come with state_pool"));
 
   const Named o{"o", args.o}, final_state{"final_state", args.final_state}, g_cumsum{"g_cumsum", args.g_cumsum},
       A{"A", args.A}, h{"h", args.h};
   FLASH_QLA_RETURN_IF_ERROR(check.require(o));
-  FLASH_QLA_RETURN_IF_ERROR(validate_values(check, o, Role::kOutput, *p));
+  FLASH_QLA_RETURN_IF_ERROR(check.value_rows(o, Role::kOutput, *p));
   FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(o, p->dtype, "that of q"));
   if (present(final_state.tensor)) {
     FLASH_QLA_RETURN_IF_ERROR(check.state_shape(final_state, Role::kOutput, sequences, *p));
@@ -462,7 +171,7 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
   }
   if (kind == ForwardKind::kRecurrent) {
     for (const Named& t :
-         {g_cumsum, A, h, Named{"checkpoints", args.checkpoints},
+         {g_cumsum, A, h, entering_rows, Named{"checkpoints", args.checkpoints},
           Named{"checkpoint_cu_starts", args.checkpoint_cu_starts},
           Named{"checkpoint_offsets", args.checkpoint_offsets}, Named{"checkpoint_indices", args.checkpoint_indices}}) {
       FLASH_QLA_RETURN_IF_ERROR(check.forbid(t, "must be left to the chunked forward"));
@@ -505,10 +214,14 @@ Status validate_backward(const flash_qla_backward_arguments& args, const char* o
     FLASH_QLA_RETURN_IF_ERROR(check.state_shape(t, Role::kInput, sequences, *p));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
+  FLASH_QLA_RETURN_IF_ERROR(
+      validate_parts_states(check, {"entering_rows", args.entering_rows}, {"entering_state", args.entering_state}, *p));
+  FLASH_QLA_RETURN_IF_ERROR(
+      validate_parts_states(check, {"leaving_rows", args.leaving_rows}, {"leaving_dht", args.leaving_dht}, *p));
   if (present(args.A)) FLASH_QLA_RETURN_IF_ERROR(validate_A(check, args.A, args.k, Role::kInput, *p));
   for (const Named& t : {Named{"o", args.o}, Named{"do", args.d_o}}) {
     if (!present(t.tensor)) continue;
-    FLASH_QLA_RETURN_IF_ERROR(validate_values(check, t, Role::kInput, *p));
+    FLASH_QLA_RETURN_IF_ERROR(check.value_rows(t, Role::kInput, *p));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
   for (const Named& t : {Named{"dq", args.dq}, Named{"dk", args.dk}}) {
@@ -519,7 +232,7 @@ Status validate_backward(const flash_qla_backward_arguments& args, const char* o
   }
   if (present(args.dv)) {
     const Named dv{"dv", args.dv};
-    FLASH_QLA_RETURN_IF_ERROR(validate_values(check, dv, Role::kOutput, *p));
+    FLASH_QLA_RETURN_IF_ERROR(check.value_rows(dv, Role::kOutput, *p));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(dv, p->dtype, "that of q"));
   }
   for (const Named& t : {Named{"dg", args.dg}, Named{"dbeta", args.dbeta}}) {
@@ -541,6 +254,17 @@ Status validate_backward(const flash_qla_backward_arguments& args, const char* o
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
   if (present(args.ddt_bias)) FLASH_QLA_RETURN_IF_ERROR(check.require({"dt_bias", args.dt_bias}));
+  const Named q_norm{"q_inverse_norm", args.q_inverse_norm}, k_norm{"k_inverse_norm", args.k_inverse_norm};
+  if (!present(q_norm.tensor) && !present(k_norm.tensor)) return Status();
+  for (const Named& t : {q_norm, k_norm}) {
+    FLASH_QLA_RETURN_IF_ERROR(check.require(t));
+    if (args.options.use_qk_l2norm_in_kernel) {
+      FLASH_QLA_RETURN_IF_ERROR(check.forbid(t, "must not come with use_qk_l2norm_in_kernel=True"));
+    }
+    FLASH_QLA_RETURN_IF_ERROR(
+        check.shape(t, Role::kInput, {{p->B, "q.shape[0]"}, {p->T, "q.shape[1]"}, {p->Hq, "q.shape[2]"}}));
+    FLASH_QLA_RETURN_IF_ERROR(check.dtype_accumulator(t, *p));
+  }
   return Status();
 }
 

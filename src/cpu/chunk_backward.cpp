@@ -7,6 +7,7 @@
 #include "core/host_tensor.h"
 #include "cpu/gates.h"
 #include "cpu/kernels.h"
+#include "cpu/layer/kernels.h"
 #include "cpu/paths.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
@@ -106,8 +107,8 @@ class Backward {
       parallel_for(p_.N * p_.Hq, workers, [&](int64_t task, int64_t worker) {
         const Sequence& s = sequences_[static_cast<size_t>(order[static_cast<size_t>(task / p_.Hq)])];
         Chunk<T>& chunk = scratch[static_cast<size_t>(worker)].chunk;
-        sum_group(args_.dq, args_.q, shared.dq, s, task % p_.Hq, &chunk);
-        sum_group(args_.dk, args_.k, shared.dk, s, task % p_.Hq, &chunk);
+        sum_group(args_.dq, args_.q, args_.q_inverse_norm, shared.dq, s, task % p_.Hq, &chunk);
+        sum_group(args_.dk, args_.k, args_.k_inverse_norm, shared.dk, s, task % p_.Hq, &chunk);
       });
     }
     store_gate_parameters(shared);
@@ -118,8 +119,8 @@ class Backward {
     const Kernels<T>& kernel = kernels<T>();
     const Sequence& s = sequences_[static_cast<size_t>(n)];
     const HeadGates gates(gates_, head);
-    load_state(args_.initial_state, n, head, scratch->S);
-    load_state(args_.dht, n, head, scratch->grad.dS);
+    load_state(args_.initial_state, args_.entering_rows, args_.entering_state, n, head, scratch->S);
+    load_state(args_.dht, args_.leaving_rows, args_.leaving_dht, n, head, scratch->grad.dS);
     GateParameterGradients* sums = &shared.gate[n * p_.Hv + head];
     *sums = {};
 
@@ -181,8 +182,8 @@ class Backward {
     kernel.backward(chunk, grad);
 
     if (present(args_.dv)) kernel.store(grad.dv, chunk.n, p_.V, token_rows(args_.dv, s.b, token, head));
-    finish_keys(args_.dq, args_.q, shared.dq, s, token, head, grad.dq, &chunk);
-    finish_keys(args_.dk, args_.k, shared.dk, s, token, head, grad.dk, &chunk);
+    finish_keys(args_.dq, args_.q, args_.q_inverse_norm, shared.dq, s, token, head, grad.dq, &chunk);
+    finish_keys(args_.dk, args_.k, args_.k_inverse_norm, shared.dk, s, token, head, grad.dk, &chunk);
     double dbeta[kChunkSize];
     std::copy_n(grad.dbeta, chunk.n, dbeta);
     gates.gradients(s.b, token, chunk.n, grad.dg, dbeta, sums);
@@ -210,10 +211,10 @@ class Backward {
   }
 
   // dq or dk of one value head's chunk: the result where a key head has one value head, else a part of it.
-  void finish_keys(const Tensor& out, const Tensor& x, T* parts, const Sequence& s, int64_t token, int64_t head, T* d,
-                   Chunk<T>* chunk) {
+  void finish_keys(const Tensor& out, const Tensor& x, const Tensor& inverse_norm, T* parts, const Sequence& s,
+                   int64_t token, int64_t head, T* d, Chunk<T>* chunk) {
     if (!present(out)) return;
-    if (p_.group == 1) return store_keys(out, x, s.b, token, head, chunk->n, d, chunk->rows);
+    if (p_.group == 1) return store_keys(out, x, inverse_norm, s.b, token, head, chunk->n, d, chunk->rows);
     std::copy_n(d, chunk->n * p_.K, part_of(parts, s.b, token, head));
   }
 
@@ -222,7 +223,8 @@ class Backward {
   }
 
   // Sums a sequence's dq or dk over the value heads of a key head, in their order, and rounds once.
-  void sum_group(const Tensor& out, const Tensor& x, T* parts, const Sequence& s, int64_t key_head, Chunk<T>* chunk) {
+  void sum_group(const Tensor& out, const Tensor& x, const Tensor& inverse_norm, T* parts, const Sequence& s,
+                 int64_t key_head, Chunk<T>* chunk) {
     if (!present(out)) return;
     for (int64_t done = 0; done < s.length; done += kChunkSize) {
       const int64_t token = s.begin + done, n = std::min(kChunkSize, s.length - done);
@@ -230,16 +232,24 @@ class Backward {
       for (int64_t i = 1; i < p_.group; ++i) {
         kernels<T>().add(part_of(parts, s.b, token, key_head * p_.group + i), n * p_.K, sum);
       }
-      store_keys(out, x, s.b, token, key_head, n, sum, chunk->rows);
+      store_keys(out, x, inverse_norm, s.b, token, key_head, n, sum, chunk->rows);
     }
   }
 
   // The l2 norm's chain rule, then the rounding. `rows` is scratch of [n, K].
-  void store_keys(const Tensor& out, const Tensor& x, int64_t b, int64_t token, int64_t key_head, int64_t n, T* d,
-                  T* rows) {
+  void store_keys(const Tensor& out, const Tensor& x, const Tensor& inverse_norm, int64_t b, int64_t token,
+                  int64_t key_head, int64_t n, T* d, T* rows) {
     if (args_.options.use_qk_l2norm_in_kernel) {
       kernels<T>().load(token_rows(x, b, token, key_head), n, p_.K, rows);
       kernels<T>().l2norm_backward(rows, d, n, p_.K);
+    }
+    if (present(inverse_norm)) {
+      kernels<T>().load(token_rows(x, b, token, key_head), n, p_.K, rows);
+      T r[kChunkSize];
+      for (int64_t i = 0; i < n; ++i) {
+        r[i] = static_cast<T>(load(inverse_norm, offset_of(inverse_norm, b, token + i, key_head)));
+      }
+      layer_kernels<T>().normalise_backward(rows, r, n, p_.K, p_.K, T(1), d);
     }
     kernels<T>().store(d, n, p_.K, token_rows(out, b, token, key_head));
   }
@@ -256,7 +266,11 @@ class Backward {
     }
   }
 
-  void load_state(const Tensor& t, int64_t n, int64_t head, T* S) const {
+  // Row n of initial_state or dht, or what stands for it where ranks have parts of the sequence.
+  void load_state(const Tensor& t, const Tensor& rows, const Tensor& of_parts, int64_t n, int64_t head, T* S) const {
+    if (const int64_t part = part_of_row(rows, n); part >= 0) {
+      return kernels<T>().load(state_view(of_parts, false, part, head), p_.K, p_.V, S);
+    }
     if (present(t)) return kernels<T>().load(state_view(t, v_first(), n, head), p_.K, p_.V, S);
     std::fill_n(S, p_.K * p_.V, T(0));
   }

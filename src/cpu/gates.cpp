@@ -5,10 +5,6 @@
 namespace flash_qla::cpu {
 namespace {
 
-double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
-
-double softplus(double x) { return x > 0.0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x)); }
-
 // How far rounding can move the difference of two float32 sums of 64 decays of -80: the sums reach 5120, where half a
 // unit in the last place is 2.5e-4. A difference this close to the clamp is a clamped gate.
 constexpr double kCumsumRounding = 1e-3;

@@ -1,10 +1,16 @@
 // Gate and beta of one value head: activations, cumulative sums in fp64, and the way back for their gradients.
 #pragma once
 
+#include <cmath>
+
 #include "core/host_tensor.h"
 #include "core/problem.h"
 
 namespace flash_qla::cpu {
+
+inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+
+inline double softplus(double x) { return x > 0.0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x)); }
 
 // The gate's part of a call's arguments, forward or backward.
 struct GateArguments {

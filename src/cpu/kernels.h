@@ -100,6 +100,12 @@ struct Kernels {
   void (*backward)(Chunk<T>& chunk, ChunkBackward<T>& grad);
 
   void (*recurrent)(const Steps<T>& steps);
+
+  // For links of parts (docs/several_cards.md). The gradient dS [K, V] of the state at the chunk's end becomes that at
+  // its start; d_o [n, V] or NULL.
+  void (*reverse_state)(Chunk<T>& chunk, const T* d_o, T* dS);
+  // out += M x, or M^T x: M [K, K], x and out [K, cols].
+  void (*add_product)(const T* M, bool transposed, const T* x, int64_t K, int64_t cols, T* out);
 };
 
 struct KernelTable {

@@ -1,5 +1,5 @@
-// Where the state of a (sequence, value head) comes from and goes to: initial_state, a pool slot, or zero; final_state,
-// pool slots.
+// Where the state of a (sequence, value head) comes from and goes to: initial_state, an entering state, a pool slot, or
+// zero; final_state, pool slots.
 #pragma once
 
 #include "core/host_tensor.h"
@@ -22,8 +22,11 @@ class StateIo {
   // Reads the initial state as [K, V], or as [V, K] with `as_v_first`.
   template <class T>
   void read(const Problem& p, int64_t head, bool as_v_first, T* S) const {
-    if (read_slot_ >= 0) return load(args_.state_pool, p, read_slot_, head, as_v_first, S);
-    if (present(args_.initial_state)) return load(args_.initial_state, p, n_, head, as_v_first, S);
+    if (read_slot_ >= 0) return load(args_.state_pool, v_first(), p, read_slot_, head, as_v_first, S);
+    if (const int64_t part = part_of_row(args_.entering_rows, n_); part >= 0) {
+      return load(args_.entering_state, false, p, part, head, as_v_first, S);
+    }
+    if (present(args_.initial_state)) return load(args_.initial_state, v_first(), p, n_, head, as_v_first, S);
     for (int64_t i = 0; i < p.K * p.V; ++i) S[i] = T(0);
   }
 
@@ -56,8 +59,8 @@ class StateIo {
 
  private:
   template <class T>
-  void load(const Tensor& t, const Problem& p, int64_t row, int64_t head, bool as_v_first, T* S) const {
-    const View view = state_view(t, v_first(), row, head);
+  void load(const Tensor& t, bool v_first, const Problem& p, int64_t row, int64_t head, bool as_v_first, T* S) const {
+    const View view = state_view(t, v_first, row, head);
     as_v_first ? kernels<T>().load(transposed(view), p.V, p.K, S) : kernels<T>().load(view, p.K, p.V, S);
   }
 

@@ -92,9 +92,9 @@ void store_gates(const Arguments& args, const Sequence& s, int64_t t, int64_t he
 void run_sequence(const Arguments& args, const Problem& p, const Sequence& s, int64_t n, int64_t head, Sums* sums) {
   const bool v_first = args.options.state_v_first != 0;
   const bool cumsum = args.g_is_cumsum != 0;
-  Vector S(static_cast<size_t>(p.K * p.V), 0.0), dS = S;
-  if (present(args.initial_state)) S = load_state(args.initial_state, v_first, n, head, p.K, p.V);
-  if (present(args.dht)) dS = load_state(args.dht, v_first, n, head, p.K, p.V);
+  Vector S =
+      load_boundary_state(args.initial_state, args.entering_rows, args.entering_state, v_first, n, head, p.K, p.V);
+  Vector dS = load_boundary_state(args.dht, args.leaving_rows, args.leaving_dht, v_first, n, head, p.K, p.V);
 
   // States at chunk starts; those inside a chunk are computed again when the chunk's turn comes.
   std::vector<Vector> chunk_states;
@@ -129,8 +129,16 @@ void run_sequence(const Arguments& args, const Problem& p, const Sequence& s, in
   if (present(args.dh0)) store_state(args.dh0, v_first, n, head, p.K, p.V, dS);
 }
 
+// Gradient of the row before y = r x with r its inverse norm, given dy.
+Vector through_given_norm(const Vector& y, const Vector& dy, double r) {
+  const double along = dot(dy, y);
+  Vector dx(y.size());
+  for (size_t i = 0; i < y.size(); ++i) dx[i] = r * (dy[i] - along * y[i]);
+  return dx;
+}
+
 // Rounds the sum over a group's value heads, after the l2 norm's chain rule.
-void store_keys(const Tensor& out, const Tensor& x, const Vector& sum, const Problem& p,
+void store_keys(const Tensor& out, const Tensor& x, const Tensor& inverse_norm, const Vector& sum, const Problem& p,
                 const std::vector<Sequence>& sequences, bool l2norm) {
   fill_zero(out);
   for (const Sequence& s : sequences) {
@@ -139,6 +147,10 @@ void store_keys(const Tensor& out, const Tensor& x, const Vector& sum, const Pro
         const auto first = sum.begin() + ((s.b * p.T + t) * p.Hq + head) * p.K;
         Vector dx(first, first + p.K);
         if (l2norm) dx = through_l2norm(load_row(x, s.b, t, head), dx);
+        if (present(inverse_norm)) {
+          const double r = load(inverse_norm, offset_of(inverse_norm, s.b, t, head));
+          dx = through_given_norm(load_row(x, s.b, t, head), dx, r);
+        }
         for (int64_t i = 0; i < p.K; ++i) store(out, offset_of(out, s.b, t, head, i), dx[static_cast<size_t>(i)]);
       }
     }
@@ -160,8 +172,8 @@ Status run(const Arguments& args, const Problem& p, void*, void*) {
     }
   }
   const bool l2norm = args.options.use_qk_l2norm_in_kernel != 0;
-  store_keys(args.dq, args.q, sums.dq, p, sequences, l2norm);
-  store_keys(args.dk, args.k, sums.dk, p, sequences, l2norm);
+  store_keys(args.dq, args.q, args.q_inverse_norm, sums.dq, p, sequences, l2norm);
+  store_keys(args.dk, args.k, args.k_inverse_norm, sums.dk, p, sequences, l2norm);
   store_heads(args.dA_log, sums.dA_log);
   store_heads(args.ddt_bias, sums.ddt_bias);
   return Status();

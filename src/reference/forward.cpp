@@ -62,8 +62,8 @@ void run_sequence(const Arguments& args, const Problem& p, const Sequence& s, in
   const bool v_first = args.options.state_v_first != 0;
   const StateIo io = plan_state(args, n);
   if (io.skipped) return;
-  Vector S(static_cast<size_t>(p.K * p.V), 0.0);
-  if (present(args.initial_state)) S = load_state(args.initial_state, v_first, n, head, p.K, p.V);
+  Vector S =
+      load_boundary_state(args.initial_state, args.entering_rows, args.entering_state, v_first, n, head, p.K, p.V);
   if (io.read_slot >= 0) S = load_state(args.state_pool, v_first, io.read_slot, head, p.K, p.V);
 
   const Tensor& final_indices =

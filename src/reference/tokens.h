@@ -93,6 +93,14 @@ inline Vector load_state(const Tensor& t, bool v_first, int64_t row, int64_t hea
   return S;
 }
 
+// Row n of initial_state or dht, or what stands for it where ranks have parts of the sequence; zeros where neither is.
+inline Vector load_boundary_state(const Tensor& t, const Tensor& rows, const Tensor& of_parts, bool v_first, int64_t n,
+                                  int64_t head, int64_t K, int64_t V) {
+  if (const int64_t part = part_of_row(rows, n); part >= 0) return load_state(of_parts, false, part, head, K, V);
+  if (present(t)) return load_state(t, v_first, n, head, K, V);
+  return Vector(static_cast<size_t>(K * V), 0.0);
+}
+
 inline void store_state(const Tensor& t, bool v_first, int64_t row, int64_t head, int64_t K, int64_t V,
                         const Vector& S) {
   for (int64_t i = 0; i < K; ++i) {

@@ -308,3 +308,23 @@ def pooled(q, k, v, g, beta, pool, initial_indices, final_indices=None, *, cu_se
         if not skipped[n] and _usable(int(checkpoint_indices[i]), null_index, slots):
             pool[int(checkpoint_indices[i])] = taken[len(snapshots) + len(boundaries) + i]
     return o, pool, rows
+
+
+def verified(q, k, v, g, beta, pool, initial_indices, parents=None, *, null_index=-1, A_log=None, dt_bias=None, options=None):
+    """Draft tokens in trees, from a pool that is only read: each token is a call of its own, from its parent's state.
+
+    Returns (o [N, T, Hv, V], states after each token [N, T, ..], which rows were skipped).
+    """
+    pool, (N, T) = _f64(pool), q.shape[:2]
+    o, states = np.zeros((N, T, *v.shape[2:])), np.zeros((N, T, *pool.shape[1:]))
+    skipped = np.array([not _usable(int(slot), null_index, pool.shape[0]) for slot in initial_indices], dtype=bool)
+    rows = np.flatnonzero(~skipped)
+    for t in range(T):
+        before = np.zeros((N, *pool.shape[1:]))
+        for n in rows:
+            parent = t - 1 if parents is None else int(parents[n][t])
+            before[n] = states[n, parent] if 0 <= parent < t else pool[int(initial_indices[n])]
+        token = [None if x is None else _f64(x)[rows, t:t + 1] for x in (q, k, v, g, beta)]
+        found, states[rows, t], _ = forward(*token, initial_state=before[rows], A_log=A_log, dt_bias=dt_bias, options=options)
+        o[rows, t] = found[:, 0]
+    return o, states, skipped

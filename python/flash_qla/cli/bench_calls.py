@@ -10,6 +10,8 @@ import flash_qla
 
 from .bench_inputs import HEAD_DIM, head_dims, kind_of
 from .bench_options import Call, Tensors, option_call
+from .bench_serving import serving_calls, serving_work
+from .bench_serving_inputs import SERVING_LENGTHS
 from .check import ORACLES
 from .results import Row
 
@@ -34,6 +36,9 @@ def bound_ms(row: Row) -> Optional[float]:
     rates = next((r for gpu, r in _RATES.items() if gpu in name), None)
     if rates is None or head_dims(row) != (HEAD_DIM, HEAD_DIM):
         return None
+    if row["mode"] in SERVING_LENGTHS:
+        moved, computed = serving_work(row, _FLOP_FORWARD)
+        return 1e3 * max(moved / rates[0], computed / rates[1])
     hq, hv, tokens, count = row["hq"], row["hv"], sum(row["seqlens"]), len(row["seqlens"])
     state = HEAD_DIM * HEAD_DIM * hv * count * (2 if row["state_dtype"] == "bfloat16" else 4)
     vector = 2 * HEAD_DIM  # bytes of one head's row of q, k, v, o or a gradient
@@ -125,6 +130,8 @@ def calls_of(given: Row, x: Tensors) -> List[Call]:
         unnamed = {**given, "path": None}
         with flash_qla.use_path(path):
             return [_on_path(path, call) for call in calls_of(unnamed, x)]
+    if given["mode"] in SERVING_LENGTHS:
+        return serving_calls(given, x)
     kind = kind_of(given)
     if kind == "decode":
         return [_decode(given, x)]

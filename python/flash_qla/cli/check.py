@@ -224,15 +224,15 @@ def run_set(name: str, num_heads: int, ref_dtype: str, device: str, seed: int, o
         errors, failure = first_failure(compute(case, x, None), reference, case.dtype)
         # Nothing is cut here, by kernels that may be others.
         _, unsplit = first_failure(compute(case, x, None, auto_cp=False), reference, case.dtype)
-        known = failure is None and unsplit is not None and sum(case.lengths) <= _FEW_TOKENS and unsplit[:2] == "dq"
+        miss = failure is None and unsplit is not None and sum(case.lengths) <= _FEW_TOKENS and unsplit[:2] == "dq"
         if failure is None and unsplit is not None:
             failure = f"with auto_cp=False {unsplit}"
         failed += failure is not None
-        known_misses += known
+        known_misses += miss
         figures = " ".join(
             f"{tensor} {'zero' if error is None else f'{error:.1e}'}" for tensor, error in errors.items()
         )
-        verdict = "[green]ok  [/]" if failure is None else "[yellow]MISS[/]" if known else "[red]FAIL[/]"
+        verdict = "[green]ok  [/]" if failure is None else "[yellow]MISS[/]" if miss else "[red]FAIL[/]"
         console.print(f"{verdict} {i:3d} seed {seed + i}: {case.describe()}: {figures}")
         if failure is not None:
             options = f"--num-heads {num_heads} --ref-dtype {ref_dtype} --device {device} --seed {seed} --only {i}"

@@ -1,5 +1,5 @@
 """Operations, in the import layout of the public packages."""
 
-from . import gated_delta_rule
+from . import convolution, gated_delta_rule, layer, norm
 
-__all__ = ["gated_delta_rule"]
+__all__ = ["convolution", "gated_delta_rule", "layer", "norm"]

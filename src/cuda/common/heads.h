@@ -16,7 +16,9 @@ inline flash_qla_backward_arguments heads_of(const flash_qla_backward_arguments&
     }
     t->shape[dimension] = size;
   };
-  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk}) cut(t, 2, first, count);
+  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk, &part.q_inverse_norm, &part.k_inverse_norm}) {
+    cut(t, 2, first, count);
+  }
   const int64_t first_value = first * p.group, values = count * p.group;
   for (Tensor* t : {&part.v, &part.A, &part.d_o, &part.dv, &part.g, &part.beta, &part.dg, &part.dbeta}) {
     cut(t, 2, first_value, values);

@@ -105,7 +105,7 @@ __device__ Sum dot(const Row<Real, kQuads>& a, const Row<Real, kQuads>& b) {
 }
 
 template <class Sum, class Real, int kQuads>
-__device__ Sum inverse_norm(const Row<Real, kQuads>& row) {
+__device__ Sum inverse_norm_of(const Row<Real, kQuads>& row) {
   return Sum(1) / sqrt(dot<Sum>(row, row) + Sum(kL2NormEps));
 }
 
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kRowsAtOnce; ++i) {
       const int64_t r = first + i * row_step();
       if (r >= rows) break;
-      const Real scale = inverse_norm<Real>(row[i]);
+      const Real scale = inverse_norm_of<Real>(row[i]);
 #pragma unroll
       for (int j = 0; j < kQuads; ++j) {
 #pragma unroll
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Real, int kQuads>
 __global__ void __launch_bounds__(kThreads)
     finish_keys_kernel(int64_t rows, int64_t Hq, int64_t group, int K, SequenceTable sequences, DeviceTensor parts,
-                       DeviceTensor x, bool l2norm, DeviceTensor dx) {
+                       DeviceTensor x, bool l2norm, DeviceTensor inverse_norm, DeviceTensor dx) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const RowPlace at = row_place(r, sequences.T, Hq);
     const int64_t to = offset_of(dx, at.b, at.t, at.head);
@@ -189,11 +189,13 @@ __global__ void __launch_bounds__(kThreads)
         for (int e = 0; e < 4; ++e) dy.x[j][e] += part.x[j][e];
       }
     }
-    if (l2norm) {
-      // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x). In double: where dy lies along x, which is always with
-      // one key, what is left of the difference is small.
+    if (l2norm || inverse_norm.data != nullptr) {
+      // dx = r (dy - <dy, x> r^2 x): the derivative of x r(x); where x is normalised already, r^2 is part of it. In
+      // double: where dy lies along x, which is always with one key, what is left of the difference is small.
       const auto row = load_row<Real, kQuads>(x, offset_of(x, at.b, at.t, at.head), K);
-      const double scale = inverse_norm<double>(row), along = dot<double>(dy, row) * scale * scale;
+      const double scale = l2norm ? inverse_norm_of<double>(row)
+                                  : load<double>(inverse_norm, offset_of(inverse_norm, at.b, at.t, at.head));
+      const double along = dot<double>(dy, row) * (l2norm ? scale * scale : 1.0);
 #pragma unroll
       for (int j = 0; j < kQuads; ++j) {
 #pragma unroll
@@ -357,13 +359,13 @@ Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, co
 
 template <class Real>
 Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
-                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream) {
+                          bool l2norm, const DeviceTensor& inverse_norm, const DeviceTensor& dx, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.Hq;
   constexpr DType kType = std::is_same_v<Real, double> ? DType::kFloat64 : DType::kFloat32;
   const DeviceTensor of_heads = workspace_tensor(const_cast<Real*>(parts), kType, p.B, p.T, p.Hv, p.K);
   return with_quads(p.K, [&](auto quads) {
     return launch("finish_keys", finish_keys_kernel<Real, quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows,
-                  p.Hq, p.group, static_cast<int>(p.K), sequences, of_heads, x, l2norm, dx);
+                  p.Hq, p.group, static_cast<int>(p.K), sequences, of_heads, x, l2norm, inverse_norm, dx);
   });
 }
 
@@ -408,7 +410,7 @@ Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, co
   template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
                                              cudaStream_t);                                                        \
   template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \
-                                           bool, const DeviceTensor&, cudaStream_t);                               \
+                                           bool, const DeviceTensor&, const DeviceTensor&, cudaStream_t);          \
   template Status launch_finish_gates<Real>(const Problem&, const SequenceTable&, const Gates&, const Real*,       \
                                             const Real*, const GateGradients&, double*, cudaStream_t);
 FLASH_QLA_INSTANTIATE(float)

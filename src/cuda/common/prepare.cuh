@@ -25,10 +25,11 @@ Status launch_prepare_gates(const Problem& p, const SequenceTable& sequences, co
                             Real* beta, cudaStream_t stream);
 
 // dx [B, T, Hq, K] from the parts of each value head, [B * T, Hv, K] Real: summed over a group's heads in order,
-// chained through the l2 norm of x where `l2norm`, rounded once. Tokens outside all sequences get zero.
+// chained through the l2 norm of x where `l2norm`, or through that which made x, with `inverse_norm` [B, T, Hq] where
+// it is there; rounded once. Tokens outside all sequences get zero.
 template <class Real>
 Status launch_finish_keys(const Problem& p, const SequenceTable& sequences, const Real* parts, const DeviceTensor& x,
-                          bool l2norm, const DeviceTensor& dx, cudaStream_t stream);
+                          bool l2norm, const DeviceTensor& inverse_norm, const DeviceTensor& dx, cudaStream_t stream);
 
 // Gradients of g, beta, A_log and dt_bias from those of the log decay and the effective beta, [B * T, Hv] Real.
 struct GateGradients {

@@ -72,11 +72,13 @@ class BackwardCall {
     if (!wants_parts_) return Status();
     if (present(args_.dq)) {
       FLASH_QLA_RETURN_IF_ERROR(launch_finish_keys<Real>(p_, sequences, dq_, device_tensor(args_.q), l2norm,
-                                                         device_tensor(args_.dq), stream));
+                                                         device_tensor(args_.q_inverse_norm), device_tensor(args_.dq),
+                                                         stream));
     }
     if (present(args_.dk)) {
       FLASH_QLA_RETURN_IF_ERROR(launch_finish_keys<Real>(p_, sequences, dk_, device_tensor(args_.k), l2norm,
-                                                         device_tensor(args_.dk), stream));
+                                                         device_tensor(args_.k_inverse_norm), device_tensor(args_.dk),
+                                                         stream));
     }
     const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
                                   device_tensor(args_.ddt_bias)};

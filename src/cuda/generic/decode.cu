@@ -2,10 +2,9 @@
 // a thread and access, all of a thread's loads in flight before the first is used, and stays in registers as it was
 // read: nothing turns it round. A [V, K] state goes to warps that know nothing of each other, each with some columns; a
 // [K, V] state to blocks that add up over their warps' keys. Activations and l2 norm are computed on the way.
-#include "cuda/common/bulk.cuh"
-#include "cuda/common/gates.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/pool.cuh"
+#include "cuda/generic/state_columns.cuh"
 #include "cuda/paths.h"
 
 namespace flash_qla {
@@ -13,22 +12,6 @@ namespace cuda {
 namespace {
 
 using Arguments = flash_qla_forward_arguments;
-
-constexpr int kValueQuantum = 16;  // V is a multiple of it, so that columns of 16-bit states fill 16-byte accesses
-
-// Division of numbers below 2^31 by one that the host knows, in three instructions: a warp that has nothing else to do
-// waits for every one of a division's twenty.
-struct Divisor {
-  uint32_t divisor, multiplier, shift;
-
-  static Divisor by(int64_t divisor) {
-    Divisor d{static_cast<uint32_t>(divisor), 0, 0};
-    while ((int64_t{1} << d.shift) < divisor) ++d.shift;
-    d.multiplier = static_cast<uint32_t>((((uint64_t{1} << d.shift) - d.divisor) << 32) / d.divisor + 1);
-    return d;
-  }
-  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
-};
 
 struct DecodeParams {
   DeviceTensor q, k, v, o;  // [N, T, heads, dim]
@@ -44,197 +27,6 @@ struct DecodeParams {
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<DecodeParams>);
-
-// Elements of State in a 32-bit word, and their conversion to and from float: one instruction packs both halves.
-template <class State>
-constexpr int kPerWord = 4 / static_cast<int>(sizeof(State));
-
-template <class State>
-__device__ float unpack_word(uint32_t word, int i) {
-  if constexpr (std::is_same_v<State, float>) {
-    return __uint_as_float(word);
-  } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
-    return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
-  } else {
-    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
-    return i == 0 ? pair.x : pair.y;
-  }
-}
-
-// `high` is looked at where a word holds two.
-template <class State>
-__device__ uint32_t pack_word(float low, float high) {
-  if constexpr (std::is_same_v<State, float>) {
-    return __float_as_uint(low);
-  } else if constexpr (std::is_same_v<State, __nv_bfloat16>) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
-// 16 bytes of states.
-template <class State>
-struct Vector {
-  static constexpr int kSize = 4 * kPerWord<State>;
-  uint32_t words[4];
-};
-
-// kStreams: says that the state will not be needed again soon.
-template <class State, bool kStreams>
-__device__ Vector<State> load_vector(const State* data) {
-  const uint4* from = reinterpret_cast<const uint4*>(data);
-  const uint4 raw = kStreams ? __ldcs(from) : *from;
-  return {raw.x, raw.y, raw.z, raw.w};
-}
-
-template <class State, bool kStreams>
-__device__ void store_vector(State* data, const Vector<State>& vector) {
-  uint4* to = reinterpret_cast<uint4*>(data);
-  const uint4 raw = make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
-  if constexpr (kStreams) {
-    __stcs(to, raw);
-  } else {
-    // As one access: of an assignment the compiler makes four, which takes a tenth more with 16 rows.
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
-                 : "memory");
-  }
-}
-
-template <class State>
-__device__ void unpack(float (&x)[Vector<State>::kSize], const Vector<State>& vector) {
-  constexpr int kWord = kPerWord<State>;
-#pragma unroll
-  for (int i = 0; i < Vector<State>::kSize; ++i) x[i] = unpack_word<State>(vector.words[i / kWord], i % kWord);
-}
-
-template <class State>
-__device__ Vector<State> pack(const float (&x)[Vector<State>::kSize]) {
-  constexpr int kWord = kPerWord<State>;
-  Vector<State> vector;
-#pragma unroll
-  for (int w = 0; w < 4; ++w) vector.words[w] = pack_word<State>(x[w * kWord], x[w * kWord + kWord - 1]);
-  return vector;
-}
-
-// A sum over kLanes lanes that lie kStride apart; all of them get it.
-template <int kLanes, int kStride = 1>
-__device__ float lane_sum(float x) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, distance * kStride);
-  }
-  return x;
-}
-
-// Sums of kSize numbers over kLanes lanes that lie kStride apart. Lanes halve among themselves what they have left to
-// add, so that it takes about as many exchanges as there are numbers. In the end the l-th of the lanes has in x[0] the
-// sum of number l * kSize / kLanes, and behind it those of the next ones where there are more numbers than lanes.
-template <int kLanes, int kStride, int kSize>
-__device__ void scatter_sums(float (&x)[kSize]) {
-  const unsigned lane = threadIdx.x % 32;
-  int left = kSize;
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    if (left == 1) {
-      x[0] += __shfl_xor_sync(0xffffffffu, x[0], distance * kStride);
-      continue;
-    }
-    left /= 2;
-    const bool high = (lane & static_cast<unsigned>(distance * kStride)) != 0;
-#pragma unroll
-    for (int i = 0; i < left; ++i) {
-      const float kept = high ? x[i + left] : x[i], sent = high ? x[i] : x[i + left];
-      x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, distance * kStride);
-    }
-  }
-}
-
-template <int kSize>
-__device__ float dot(const float (&a)[kSize], const float (&b)[kSize]) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) sum = fmaf(a[i], b[i], sum);
-  return sum;
-}
-
-// Where a thread finds what it reads first, apart from the row's slot that the states' addresses still lack. A kernel
-// works this out while it waits for those before it.
-struct FirstAddresses {
-  uint64_t index, source, destination;
-  uint64_t q, k, v, g, beta, A_log, dt_bias;
-};
-
-__device__ inline uint64_t address_of(const DeviceTensor& t, int64_t offset) {
-  return reinterpret_cast<uint64_t>(t.data) + static_cast<uint64_t>(offset) * (is_wide(t) ? 4 : 2);
-}
-
-__device__ inline uint32_t load_raw_at(const DeviceTensor& t, uint64_t address) {
-  return is_wide(t) ? *reinterpret_cast<const uint32_t*>(address) : *reinterpret_cast<const uint16_t*>(address);
-}
-
-// g and beta of a token and what their activations take, as they were read; and what comes of them.
-struct RawGates {
-  uint32_t g = 0, beta = 0, A_log = 0, dt_bias = 0;
-};
-struct Rates {
-  float decay, beta;
-};
-
-__device__ inline RawGates load_gates(const Gates& gates, const FirstAddresses& at) {
-  RawGates raw;
-  if (gates.g.data != nullptr) raw.g = load_raw_at(gates.g, at.g);
-  if (gates.beta.data != nullptr) raw.beta = load_raw_at(gates.beta, at.beta);
-  if (gates.use_gate) {
-    raw.A_log = load_raw_at(gates.A_log, at.A_log);
-    if (gates.dt_bias.data != nullptr) raw.dt_bias = load_raw_at(gates.dt_bias, at.dt_bias);
-  }
-  return raw;
-}
-
-__device__ inline Rates rates_of(const Gates& gates, const RawGates& raw) {
-  float g = gates.g.data == nullptr ? 0.f : unpack(gates.g, raw.g);
-  if (gates.use_gate) {
-    if (gates.dt_bias.data != nullptr) g += unpack(gates.dt_bias, raw.dt_bias);
-    g = -expf(unpack(gates.A_log, raw.A_log)) * softplus(g);
-  }
-  float beta = gates.beta.data == nullptr ? 1.f : unpack(gates.beta, raw.beta);
-  if (gates.use_sigmoid) beta = gates.beta_range * sigmoid(beta);
-  return {expf(clamp_log_decay(g)), beta};
-}
-
-// Which row, value head and slice of its columns a block has.
-struct Place {
-  int64_t n;
-  int head, slice;
-};
-
-__device__ inline Place place_of(const DecodeParams& p) {
-  const uint32_t rest = p.slices.quotient(blockIdx.x), n = p.heads.quotient(rest);
-  return {n, static_cast<int>(rest - n * p.heads.divisor), static_cast<int>(blockIdx.x - rest * p.slices.divisor)};
-}
-
-// Of an element of row 0 and the block's head.
-template <class State>
-__device__ uint64_t state_address(const DeviceStates& states, int head, int64_t place) {
-  return reinterpret_cast<uint64_t>(static_cast<State*>(states.data) + head * states.head + place);
-}
-
-// Before the first access to memory: waits for the kernels that came before in the stream, where this one was allowed
-// to start beside their end, and then allows as much to the next.
-__device__ inline void begin_after_predecessors([[maybe_unused]] const FirstAddresses& at) {
-#if __CUDA_ARCH__ >= 900
-  // No address has all its bits set. Asking makes the compiler work them out before the wait and not behind it.
-  if ((at.index & at.source & at.destination & at.q & at.k & at.v & at.g & at.beta & at.A_log & at.dt_bias) ==
-      ~uint64_t{0}) {
-    __trap();
-  }
-  wait_for_predecessors();
-  launch_dependents();
-#endif
-}
 
 // The row of `source` that row n starts from, or kNoSlot: from zero.
 __device__ inline int64_t source_row(const DecodeParams& p, int64_t n, int64_t slot) {
@@ -253,194 +45,6 @@ __device__ inline int64_t last_row(const DecodeParams& p, int64_t n, RawIndex ra
 // The update of every kernel below needs two sums over the keys, both of the state before the token, so that one pass
 // serves u and o:
 //   u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u),  S <- e^g S + k u^T
-
-// A token in shared memory, with the options applied.
-template <int kKeys>
-struct SharedToken {
-  alignas(16) float q[kKeys], k[kKeys];
-  float decay, beta;
-  float kq;  // <k, q>
-};
-
-// kSize floats of shared memory side by side, on a boundary of as many.
-template <int kSize>
-__device__ void load_shared(float (&x)[kSize], const float* s_from) {
-#pragma unroll
-  for (int i = 0; i < kSize; i += 4) {
-    if constexpr (kSize % 4 == 0) {
-      const float4 quad = *reinterpret_cast<const float4*>(s_from + i);
-      x[i] = quad.x;
-      x[i + 1] = quad.y;
-      x[i + 2] = quad.z;
-      x[i + 3] = quad.w;
-    } else if constexpr (kSize == 2) {
-      const float2 pair = *reinterpret_cast<const float2*>(s_from);
-      x[0] = pair.x;
-      x[1] = pair.y;
-    } else {
-      x[0] = *s_from;
-    }
-  }
-}
-
-// The first kLeft of them to shared memory, likewise.
-template <int kLeft, int kSize>
-__device__ void store_shared(float* s_to, const float (&x)[kSize]) {
-  static_assert(kLeft == 1 || kLeft == 2 || kLeft % 4 == 0);
-  if constexpr (kLeft % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kLeft; i += 4) {
-      *reinterpret_cast<float4*>(s_to + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-  } else if constexpr (kLeft == 2) {
-    *reinterpret_cast<float2*>(s_to) = make_float2(x[0], x[1]);
-  } else {
-    *s_to = x[0];
-  }
-}
-
-// Fills shared memory with a row's tokens and their values in two steps, so that the loads of the first ones run beside
-// those of the state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
-template <int kKeys, bool kOneToken, int kThreads, int kColumns>
-class TokenStage {
- public:
-  static_assert(kKeys / 4 <= 32 && kColumns <= kThreads);
-
-  __device__ TokenStage(const DecodeParams& p, int64_t n, int head, int column0)
-      : p_(p), n_(n), head_(head), column0_(column0) {}
-
-  // Of the tokens that load_first() reads.
-  __device__ void find_first(FirstAddresses& at) const {
-    const int t = kOneToken ? 0 : min(warp(), tokens() - 1), key_head = this->key_head();
-    at.q = address_of(p_.q, offset_of(p_.q, n_, t, key_head, key()));
-    at.k = address_of(p_.k, offset_of(p_.k, n_, t, key_head, key()));
-    at.v = address_of(p_.v, value_offset(threadIdx.x));
-    const Gates& gates = p_.gates;
-    at.g = address_of(gates.g, offset_of(gates.g, n_, gate_token(), head_));
-    at.beta = address_of(gates.beta, offset_of(gates.beta, n_, gate_token(), head_));
-    at.A_log = address_of(gates.A_log, offset_of(gates.A_log, head_));
-    at.dt_bias = address_of(gates.dt_bias, offset_of(gates.dt_bias, head_));
-  }
-
-  __device__ void load_first(const FirstAddresses& at) {
-    if (warp() < tokens()) {
-      if (p_.q.quads && p_.k.quads) {
-        if (key() < kKeys) {
-          q_ = load_quad_at(p_.q, at.q);
-          k_ = load_quad_at(p_.k, at.k);
-        }
-      } else {
-        load_keys(kOneToken ? 0 : warp());
-      }
-    }
-    if (has_value(threadIdx.x)) value_ = load_raw_at(p_.v, at.v);
-    if (has_gates()) gates_ = load_gates(p_.gates, at);
-  }
-
-  __device__ void store_all(SharedToken<kKeys>* s_tokens, float* s_values) {
-    if (warp() < tokens()) store_keys(s_tokens[kOneToken ? 0 : warp()]);
-    store_value(s_values, threadIdx.x, value_);
-    if constexpr (!kOneToken) {
-      for (int t = warp() + kThreads / 32; t < tokens(); t += kThreads / 32) {
-        load_keys(t);
-        store_keys(s_tokens[t]);
-      }
-      for (int i = threadIdx.x + kThreads; i < tokens() * kColumns; i += kThreads) {
-        store_value(s_values, i, has_value(i) ? load_raw(p_.v, value_offset(i)) : 0);
-      }
-    }
-    if (has_gates()) {
-      const Rates rates = rates_of(p_.gates, gates_);
-      s_tokens[gate_token()].decay = rates.decay;
-      s_tokens[gate_token()].beta = rates.beta;
-    }
-  }
-
- private:
-  __device__ int tokens() const { return kOneToken ? 1 : p_.T; }
-  static __device__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  static __device__ int key() { return 4 * static_cast<int>(threadIdx.x % 32); }
-  // The last warp's threads: with few tokens it has no keys to take.
-  __device__ int gate_token() const { return kOneToken ? 0 : static_cast<int>(threadIdx.x) - (kThreads - 32); }
-  __device__ bool has_gates() const {
-    return threadIdx.x >= kThreads - 32 && static_cast<int>(threadIdx.x) - (kThreads - 32) < tokens();
-  }
-
-  __device__ int key_head() const { return static_cast<int>(p_.group.quotient(static_cast<uint32_t>(head_))); }
-  static __device__ RawQuad load_quad_at(const DeviceTensor& t, uint64_t address) {
-    RawQuad raw{};
-    if (is_wide(t)) {
-      const uint4 bits = *reinterpret_cast<const uint4*>(address);
-      raw = {bits.x, bits.y, bits.z, bits.w};
-    } else {
-      const uint2 bits = *reinterpret_cast<const uint2*>(address);
-      raw.x[0] = bits.x;
-      raw.x[1] = bits.y;
-    }
-    return raw;
-  }
-  __device__ void load_keys(int t) {
-    q_ = load_raw_quad(p_.q, offset_of(p_.q, n_, t, key_head()), key(), kKeys);
-    k_ = load_raw_quad(p_.k, offset_of(p_.k, n_, t, key_head()), key(), kKeys);
-  }
-  __device__ void store_keys(SharedToken<kKeys>& token) const {
-    float4 q = unpack(p_.q, q_), k = unpack(p_.k, k_);
-    if (p_.l2norm) {
-      q = normalized(p_.q.dtype, q);
-      k = normalized(p_.k.dtype, k);
-    }
-    const float kq = lane_sum<32>(k.x * q.x + k.y * q.y + k.z * q.z + k.w * q.w);
-    if (key() < kKeys) {
-      *reinterpret_cast<float4*>(token.q + key()) = q;
-      *reinterpret_cast<float4*>(token.k + key()) = k;
-    }
-    if (key() == 0) token.kq = kq;
-  }
-
-  // The i-th of the block's values.
-  __device__ bool has_value(int i) const {
-    return i < tokens() * kColumns && column0_ + (kOneToken ? i : i % kColumns) < p_.V;
-  }
-  __device__ int64_t value_offset(int i) const {
-    return offset_of(p_.v, n_, kOneToken ? 0 : i / kColumns, head_, column0_ + (kOneToken ? i : i % kColumns));
-  }
-  __device__ void store_value(float* s_values, int i, uint32_t raw) const {
-    if (i < tokens() * kColumns) s_values[i] = unpack(p_.v, raw);
-  }
-
-  static __device__ float4 normalized(int32_t dtype, float4 x) {
-    const float sum = lane_sum<32>(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w);
-    const float r = 1.f / sqrtf(sum + static_cast<float>(kL2NormEps));
-    const float2 low = round_pair(dtype, make_float2(x.x * r, x.y * r));
-    const float2 high = round_pair(dtype, make_float2(x.z * r, x.w * r));
-    return make_float4(low.x, low.y, high.x, high.y);
-  }
-
-  const DecodeParams& p_;
-  int64_t n_;
-  int head_, column0_;
-  RawQuad q_{}, k_{};
-  uint32_t value_ = 0;
-  RawGates gates_;
-};
-
-// [V, K] states: the keys of a column lie side by side. A warp has all keys of some columns.
-template <class State, int kKeys, class Use>
-struct Columns {
-  static constexpr int kVector = Vector<State>::kSize;  // keys of a lane
-  static constexpr int kLanes = kKeys / kVector;        // lanes of a column
-  static constexpr int kGroups = 32 / kLanes;           // columns of an access of a warp
-  static constexpr int kAccesses = Use::kAccesses;
-  static constexpr int kWarpColumns = kAccesses * kGroups;
-  static constexpr int kColumns = Use::kThreads / 32 * kWarpColumns;
-  static_assert(kValueQuantum % kWarpColumns == 0, "a warp has all of its columns or none");
-  static_assert(kLanes % kAccesses == 0, "a lane ends up with one column's sums");
-
-  // In shared memory: the tokens and their values (float).
-  static size_t shared_bytes(int T) {
-    return static_cast<size_t>(T) * (sizeof(SharedToken<kKeys>) + sizeof(float) * kColumns);
-  }
-};
 
 template <class State, int kKeys, bool kOneToken, class Use>
 __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
@@ -469,7 +73,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   constexpr int kStep = kGroups * kKeys;  // between accesses
   const int64_t place_in_state = static_cast<int64_t>(column0 + warp_column + group) * kKeys + key0;
 
-  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  TokenStage<DecodeParams, kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
   FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
                        state_address<State>(p.destination, head, place_in_state)};
   stage.find_first(at);
@@ -580,7 +184,7 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   };
   const int64_t place_in_state = static_cast<int64_t>(key0) * p.V + column0 + lane * kVector;
 
-  TokenStage<kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  TokenStage<DecodeParams, kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
   FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
                        state_address<State>(p.destination, head, place_in_state)};
   stage.find_first(at);
@@ -663,14 +267,6 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   keep(last_row(p, n, raw_last));
 }
 
-// Whether states can be moved 16 bytes at a time: one (row, head) is contiguous and begins on a 16-byte boundary.
-bool moves_in_vectors(const Tensor& t) {
-  if (!present(t)) return true;
-  const int64_t vector = 16 / size_of(dtype(t));
-  return t.stride[3] == 1 && t.stride[2] == t.shape[3] && t.stride[0] % vector == 0 && t.stride[1] % vector == 0 &&
-         reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-}
-
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.varlen) return "takes no cu_seqlens";
   if (p.dtype == DType::kFloat64) return "computes in float32";
@@ -688,12 +284,7 @@ std::string reject(const Arguments& args, const Problem& p) {
 
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
-// How a state is spread over threads; each as measured (docs/design/cuda_generic.md).
-template <int kOfThreads, int kOfBlocks, int kOfAccesses, bool kOfStreams>
-struct ColumnsUse {
-  static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kAccesses = kOfAccesses;
-  static constexpr bool kStreams = kOfStreams;
-};
+// How a [K, V] state is spread over threads; measured likewise.
 template <int kOfThreads, int kOfBlocks, int kOfColumns, bool kOfStreams>
 struct RowsUse {
   static constexpr int kThreads = kOfThreads, kBlocks = kOfBlocks, kColumns = kOfColumns;

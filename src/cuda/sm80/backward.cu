@@ -47,7 +47,7 @@ class HeadsBackward {
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    strips_ = strips_of_a_block(2 * p.N * p.Hv, p.V, sms_);
+    strips_ = strips_of_a_block(2 * p.N * p.Hv, p.K, p.V, sms_);
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
       wants_parts_ |= present(*t);
     }
@@ -70,7 +70,7 @@ class HeadsBackward {
     gates_ = workspace->take<ChunkGates>(items);
     if (!wants_parts_) return;
     // Through the norm in place, or with more keys than a block has at once from fp32 parts.
-    const bool by_parts = normalizes_ && padded_keys(p.K) > kMostKeysAtOnce;
+    const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
     const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
       if (!by_parts) *rows = copy(t, false, p.Hq, p.K, kPairGrain);
       if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
@@ -141,6 +141,11 @@ class HeadsBackward {
     return copy.used() ? launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(t), copy.tensor(p_), stream, copy.row)
                        : Status();
   }
+  // Of rows that the caller has normalised, or this call.
+  InverseNorms norms_of(const Tensor& given, const float* own) const {
+    if (!present(given)) return {own, p_.T * p_.Hq, p_.Hq, 1};
+    return {static_cast<const float*>(given.data), given.stride[0], given.stride[1], given.stride[2]};
+  }
   // Where a gradient's rows are stored.
   Rows place_of(const Tensor& t, const RowCopy& copy) const {
     return copy.used() ? copy.rows(p_) : present(t) ? rows_of(t) : Rows{};
@@ -189,8 +194,8 @@ class HeadsBackward {
     params.errors = errors_;
     params.d_errors = d_errors_;
     params.gates = gates_;
-    params.q_inverse_norms = q_inverse_norms_;
-    params.k_inverse_norms = k_inverse_norms_;
+    params.q_inverse_norms = norms_of(args_.q_inverse_norm, q_inverse_norms_);
+    params.k_inverse_norms = norms_of(args_.k_inverse_norm, k_inverse_norms_);
     params.dq_parts = dq_parts_;
     params.dk_parts = dk_parts_;
     params.d_log_decay = d_log_decay_;
@@ -239,13 +244,14 @@ class HeadsBackward {
     Problem keys = p_;  // the sums over a group are there already
     keys.Hv = p_.Hq;
     keys.group = 1;
-    const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x) {
-      return parts == nullptr
-                 ? hand_out(t, copy, p_.Hq, p_.K)
-                 : launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), true, device_tensor(t), stream);
+    const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x,
+                                 const Tensor& norm) {
+      if (parts == nullptr) return hand_out(t, copy, p_.Hq, p_.K);
+      return launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), normalizes_, device_tensor(norm),
+                                       device_tensor(t), stream);
     };
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dq, dq_, dq_parts_, args_.q));
-    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, dk_parts_, args_.k));
+    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dq, dq_, dq_parts_, args_.q, args_.q_inverse_norm));
+    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, dk_parts_, args_.k, args_.k_inverse_norm));
     const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
                                   device_tensor(args_.ddt_bias)};
     return launch_finish_gates<float>(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), d_log_decay_,

@@ -58,6 +58,12 @@ struct PassesParams {
 };
 static_assert(std::is_trivially_copyable_v<PassesParams>);
 
+// What rows of q or k were multiplied by, [B, T, Hq].
+struct InverseNorms {
+  const float* data;  // null: rows were taken as they are
+  int64_t batch, token, head;
+};
+
 struct GradientsParams {
   SequenceTable sequences;
   Rows q, k;                                           // [B, T, Hq, K]
@@ -65,9 +71,9 @@ struct GradientsParams {
   Rows dq, dk;                                         // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
   const char *states, *gradients, *errors, *d_errors;  // S, dS, E and Z as the passes have left them
   const ChunkGates* gates;                             // [chunks, Hv]
-  const float *q_inverse_norms, *k_inverse_norms;      // [B * T, Hq]; null: rows were taken as they are
-  float *dq_parts, *dk_parts;                          // [B * T, Hq, K] before the l2 norm; null: not wanted
-  float *d_log_decay, *d_beta;                         // [B * T, Hv]
+  InverseNorms q_inverse_norms, k_inverse_norms;
+  float *dq_parts, *dk_parts;   // [B * T, Hq, K] before the l2 norm; null: not wanted
+  float *d_log_decay, *d_beta;  // [B * T, Hv]
   float scale;
   int32_t K, Hq, Hv, group;
   int32_t value_blocks;  // of 8 value columns

@@ -40,7 +40,7 @@ class Call {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
     // Without tensors a size is asked for that is to serve smaller calls as well.
     split_ = plan_split(p, args.options, sms_, args.q.data == nullptr);
-    strips_ = strips_of_a_block(split_.parts * p.Hv, p.V, sms_);
+    strips_ = strips_of_a_block(split_.parts * p.Hv, p.K, p.V, sms_);
     sequences_ = take_sequences(p, workspace);
     records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
     if (split_.rule.least_chunks > 0) {
@@ -173,7 +173,9 @@ class Call {
     params.transitions = {transitions_, p_.Hv * p_.K * p_.K, p_.K * p_.K, 1, p_.K, split_.rows, kFloat};
     params.decays = decays_;
     params.decay_threshold = decay_threshold(args_.options);
-    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(p_.K, strips_ * kStrip));
+    params.strips = split_.state_strips;
+    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
+    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(p_.K, params.strips * kStrip));
     params.first_transition = split_.parts * p_.Hv * params.blocks_per_head;
     params.h = params.checkpoints = params.listed_states = {};
     params.checkpoint_every = 0;

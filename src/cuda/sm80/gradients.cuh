@@ -482,8 +482,8 @@ class Gradients {
   // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once. Slices of the keys
   // leave parts of what is to go through it.
   __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const Rows& to, float* parts,
-                                             const float* inverse_norms) const {
-    if (Tr::kSlices == 1 && inverse_norms != nullptr) {
+                                             const InverseNorms& inverse_norms) const {
+    if (Tr::kSlices == 1 && inverse_norms.data != nullptr) {
       __syncthreads();  // the sums of the halves are used again
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -496,7 +496,9 @@ class Gradients {
       for (int r = 0; r < 2; ++r) {  // dx = (dy - <dy, y> y) / |x| with y = x / |x|
         const int i = row() + 8 * r;
         if (i >= memory().count) continue;
-        const float scale = inverse_norms[(memory().row + i) * p_.Hq + memory().key_head];
+        const float scale =
+            inverse_norms.data[memory().b * inverse_norms.batch + (memory().token + i) * inverse_norms.token +
+                               memory().key_head * inverse_norms.head];
         const float along = memory().by_token[0][i] + memory().by_token[1][i];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {

@@ -37,8 +37,8 @@ inline double bound(const std::string& name, DType input, DType output) {
 
 inline int head_dim(const std::string& name) {
   if (name == "dA_log" || name == "ddt_bias") return -1;
-  const bool state =
-      name == "final_state" || name == "state_pool" || name == "checkpoints" || name == "h" || name == "dh0";
+  const bool state = name == "final_state" || name == "state_pool" || name == "checkpoints" || name == "h" ||
+                     name == "dh0" || name == "states_out";
   return state ? 1 : 2;
 }
 

@@ -25,6 +25,7 @@
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 #include "sm90_stale_tests.cuh"
+#include "verify_tests.h"
 
 namespace flash_qla::testing {
 namespace {
@@ -227,6 +228,7 @@ int run(const Settings& settings) {
       {"oracle", false, [&] { return test_oracle(settings, arena); }},
       {"generic", false, [&] { return test_generic(settings, arena); }},
       {"decode", false, [&] { return test_decode(settings, arena); }},
+      {"verify", false, [&] { return test_verify(settings, arena, "cuda_reference", FLASH_QLA_CUDA); }},
       {"nan", false, [&] { return test_nan(settings, arena); }},
       {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 128, 72, {64, 100}); }},
       {"sm80 forward, drawn", false, [&] { return test_sm80_forward(settings, arena, kDeviceOracle); }},

@@ -3,6 +3,7 @@
 from .chunk import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 from .pool import gated_delta_rule_decode, gated_delta_rule_prefill
 from .recurrent import fused_recurrent_gated_delta_rule
+from .verify import gated_delta_rule_verify
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -11,4 +12,5 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
+    "gated_delta_rule_verify",
 ]

@@ -9,7 +9,7 @@ from ...._front import check_host_offsets, is_torch, state_layout
 from ...._options import BACKWARD_NAMES, INPUT_NAMES, integer, make_options, refuse_head_first
 from ...._shapes import CHUNK_SIZE, chunk_count
 from .cp import FLACPContext, FlashQLACPContext, build_cp_context
-from .cp.context import apply_context
+from .cp.context import apply_context, refuse_several_cards
 
 __all__ = [
     "CHUNK_SIZE",
@@ -79,7 +79,11 @@ def chunk_gated_delta_rule(
             allowed; tokens after the last offset give zeros.
         cu_seqlens_cpu, chunk_indices: accepted, no effect: plans are made on the device. With FLASH_QLA_CHECK=1 a
             cu_seqlens_cpu that differs from cu_seqlens is refused.
-        cp_context: a context of build_cp_context(), FLA or FlashQLA, of one card; its cu_seqlens replace the call's.
+        cp_context: a context of build_cp_context(), FLA or FlashQLA; its cu_seqlens replace the call's. Of several
+            cards: all ranks of its group make the call, each on its own tokens, and sequences go on from rank to rank.
+            A row of initial_state counts, and has a gradient, where its sequence begins; a row of final_state where it
+            ends; all other rows are ignored, zero, and have zero gradients. Gradients of A_log and dt_bias are those of
+            this rank's tokens. With FLASH_QLA_CHECK=1 the ranks first compare what they were called with.
         auto_cp: whether a sequence may be cut into segments computed side by side. True: planned from the whole batch.
             False: a sequence's bits depend on nothing but the sequence. "invariant": planned from its length alone.
         cp_tolerance: largest part of a state, relative to the largest norm it has had, that a cut may drop (None:
@@ -99,8 +103,8 @@ def chunk_gated_delta_rule(
 
     Raises:
         ValueError, TypeError: a rule above is broken; the message names operation, argument, rule and what was given.
-        NotImplementedError: no path of this build or machine computes the call (`flash_qla.explain` tells why), or
-            cp_context spans several cards.
+        NotImplementedError: no path of this build or machine computes the call (`flash_qla.explain` tells why).
+        RuntimeError: a rank of cp_context failed, or did not come within the time-out of its group.
     """
     operation = "chunk_gated_delta_rule"
     refuse_head_first(operation, head_first)
@@ -108,7 +112,7 @@ def chunk_gated_delta_rule(
         integer(operation, "chunk_size", chunk_size, 1)
     if transpose_state_layout is not None:
         state_v_first = state_layout(operation, state_v_first, transpose_state_layout)
-    cu_seqlens, force_intra_cp = apply_context(operation, cp_context, cu_seqlens, force_intra_cp)
+    cu_seqlens, force_intra_cp, ranks = apply_context(operation, cp_context, cu_seqlens, force_intra_cp)
     options = make_options(
         operation,
         scale,
@@ -123,6 +127,10 @@ def chunk_gated_delta_rule(
     )
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     on_torch = is_torch(operation, INPUT_NAMES, inputs)
+    if ranks is not None:
+        if not on_torch:
+            refuse_several_cards(operation, ranks)
+        return _front.parts_front.chunk_of_context(options, cp_context, ranks, inputs, bool(output_final_state))
     check_host_offsets(operation, q, cu_seqlens, cu_seqlens_cpu)
     if on_torch:
         return _front.torch_front.chunk(options, *inputs, bool(output_final_state))
@@ -179,7 +187,8 @@ def chunk_gated_delta_rule_fwd(
         ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule().
     """
     operation = "chunk_gated_delta_rule_fwd"
-    cu_seqlens, force_intra_cp = apply_context(operation, cp_context, cu_seqlens, False)
+    cu_seqlens, force_intra_cp, ranks = apply_context(operation, cp_context, cu_seqlens, False)
+    refuse_several_cards(operation, ranks)
     options = make_options(operation, scale, state_v_first, auto_cp=auto_cp, force_intra_cp=force_intra_cp)
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     on_torch = is_torch(operation, INPUT_NAMES, inputs)
@@ -234,7 +243,8 @@ def chunk_gated_delta_rule_bwd(
         ValueError, TypeError, NotImplementedError: as chunk_gated_delta_rule().
     """
     operation = "chunk_gated_delta_rule_bwd"
-    cu_seqlens, force_intra_cp = apply_context(operation, cp_context, cu_seqlens, False)
+    cu_seqlens, force_intra_cp, ranks = apply_context(operation, cp_context, cu_seqlens, False)
+    refuse_several_cards(operation, ranks)
     options = make_options(operation, scale, state_v_first, auto_cp=auto_cp, force_intra_cp=force_intra_cp)
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, initial_state)
     if is_torch(operation, BACKWARD_NAMES, (*inputs, A, do, dht)):

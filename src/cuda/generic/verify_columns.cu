@@ -1,0 +1,233 @@
+// Path "cuda_verify": draft tokens at the speed of memory, for [V, K] states. As in decode.cu a warp has all keys of
+// some columns, and their state stays in registers from token to token. A token that does not continue the one before
+// it begins again from the pool's state and repeats the updates of its ancestors, whose u have stayed in shared memory
+// in the place of their values: the same operations in the same order as where it was the next of a chain.
+#include "cuda/common/dynamic_shared.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/generic/state_columns.cuh"
+#include "cuda/generic/verify.cuh"
+#include "cuda/paths.h"
+
+namespace flash_qla {
+namespace cuda {
+namespace {
+
+using Arguments = flash_qla_verify_arguments;
+
+struct VerifyColumnsParams {
+  DeviceTensor q, k, v, o;  // [N, T, heads, dim]
+  Gates gates;
+  DraftPlaces places;
+  Divisor slices;  // blocks that share a (row, value head)
+  Divisor heads;   // value heads
+  Divisor group;   // value heads of a key head
+  int32_t T, V;
+  int32_t l2norm;
+  float scale;
+};
+static_assert(std::is_trivially_copyable_v<VerifyColumnsParams>);
+
+// In shared memory: the tokens, their values or u (float), and which token each continues.
+template <class Block>
+size_t shared_bytes(int T) {
+  return Block::shared_bytes(T) + sizeof(int) * static_cast<size_t>(T);
+}
+
+// S <- e^g S + k u^T
+template <int kAccesses, int kVector>
+__device__ void update(float (&state)[kAccesses][kVector], float decay, const float (&k)[kVector],
+                       const float (&u)[kAccesses]) {
+#pragma unroll
+  for (int a = 0; a < kAccesses; ++a) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u[a], decay * state[a][i]);
+  }
+}
+
+template <class State, int kKeys, class Use>
+__global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
+    verify_columns_kernel(const __grid_constant__ VerifyColumnsParams p) {
+  using Block = Columns<State, kKeys, Use>;
+  constexpr int kVector = Block::kVector, kLanes = Block::kLanes, kGroups = Block::kGroups;
+  constexpr int kAccesses = Block::kAccesses, kColumns = Block::kColumns;
+  const int tokens = p.T;
+  SharedToken<kKeys>* s_tokens = dynamic_shared<SharedToken<kKeys>>();
+  float* s_values = reinterpret_cast<float*>(s_tokens + tokens);          // [T][kColumns]: v, and u behind it
+  int* s_parents = reinterpret_cast<int*>(s_values + tokens * kColumns);  // [T]
+
+  const Place place = place_of(p);
+  const int64_t n = place.n;
+  const int head = place.head, column0 = place.slice * kColumns;
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
+  const int warp_column = static_cast<int>(threadIdx.x) / 32 * Block::kWarpColumns;
+  const bool inside = column0 + warp_column < p.V;
+  const int key0 = lane * kVector;
+  // The column whose sums the lane ends up with, and whether it is the one of several such that stores o and u.
+  constexpr int kPerColumn = kLanes / kAccesses;
+  const int own = warp_column + lane / kPerColumn * kGroups + group;
+  const bool stores = inside && lane % kPerColumn == 0;
+  const auto store_output = [&](int t, float o) {
+    if (stores) store<float>(p.o, offset_of(p.o, n, t, head, column0 + own), o);
+  };
+  constexpr int kStep = kGroups * kKeys;  // between accesses
+  const int64_t place_in_state = static_cast<int64_t>(column0 + warp_column + group) * kKeys + key0;
+
+  TokenStage<VerifyColumnsParams, kKeys, false, Use::kThreads, kColumns> stage(p, n, head, column0);
+  FirstAddresses at{};
+  at.index = index_address(p.places.pool.initial, n);
+  at.source = state_address<State>(p.places.source, head, place_in_state);
+  at.destination = state_address<State>(p.places.states, head, place_in_state);
+  stage.find_first(at);
+  begin_after_predecessors(at);
+  // The state waits for the slot's index: that goes first, and the tokens fill the time.
+  const RawSlot raw_slot = load_raw_slot(p.places.pool, n, at.index);
+  stage.load_first(at);
+  const int64_t slot = read_slot(p.places.pool, raw_slot);
+  if (slot < 0) {
+    for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
+    return;
+  }
+  const State* from = reinterpret_cast<const State*>(at.source) + slot * p.places.source.row;
+  Vector<State> raw[kAccesses] = {};
+  const auto load_state = [&] {
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
+  };
+  if (inside) load_state();
+  const int64_t row = draft_row(p.places, n);
+  if (threadIdx.x < tokens) s_parents[threadIdx.x] = draft_parent(p.places, n, threadIdx.x);
+  stage.store_all(s_tokens, s_values);
+  __syncthreads();
+  if (!inside) return;
+
+  float state[kAccesses][kVector];
+  const auto unpack_state = [&] {
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
+  };
+  // The state after token `last`, from the pool's. Every earlier token of the row has its u in s_values.
+  const auto rebuild = [&](int last) {
+    load_state();
+    unpack_state();
+    uint32_t path = 0;
+    for (int a = last; a >= 0; a = s_parents[a]) path |= 1u << a;
+    for (; path != 0; path &= path - 1) {
+      const int token = __ffs(static_cast<int>(path)) - 1;
+      float k[kVector], u[kAccesses];
+      load_shared(k, s_tokens[token].k + key0);
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a) u[a] = s_values[token * kColumns + warp_column + a * kGroups + group];
+      update(state, s_tokens[token].decay, k, u);
+    }
+  };
+
+  unpack_state();
+  for (int t = 0; t < tokens; ++t) {
+    if (const int parent = s_parents[t]; parent != t - 1) rebuild(parent);
+    const SharedToken<kKeys>& s_token = s_tokens[t];
+    const float decay = s_token.decay;
+    float k[kVector], along_k[kAccesses], along_q[kAccesses];
+    load_shared(k, s_token.k + key0);
+    {
+      float q[kVector];
+      load_shared(q, s_token.q + key0);
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a) {
+        along_k[a] = dot(state[a], k);
+        along_q[a] = dot(state[a], q);
+      }
+    }
+    scatter_sums<kLanes, 1>(along_k);
+    scatter_sums<kLanes, 1>(along_q);
+    // u = beta (v - e^g S^T k),  o = scale (e^g S^T q + <k, q> u)
+    const float own_u = s_token.beta * fmaf(-decay, along_k[0], s_values[t * kColumns + own]);
+    store_output(t, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
+    float u[kAccesses];
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) u[a] = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+    update(state, decay, k, u);
+    if (p.places.parents.data != nullptr) {
+      __syncwarp();  // the lanes that share a column have read its value
+      if (stores) s_values[t * kColumns + own] = own_u;
+      __syncwarp();
+    }
+    if (row >= 0) {
+      State* to = reinterpret_cast<State*>(at.destination) + row * p.places.states.row + t * p.places.token_stride;
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a) store_vector<State, true>(to + a * kStep, pack<State>(state[a]));
+    }
+  }
+}
+
+std::string reject(const Arguments& args, const Problem& p) {
+  if (p.dtype == DType::kFloat64) return "computes in float32";
+  if (!args.options.state_v_first) return "needs states of [V, K]";
+  if (p.K != 64 && p.K != 128) return "needs K = 64 or 128";
+  if (p.V % kValueQuantum != 0) return "needs V to be a multiple of 16";
+  const bool wanted = present(args.states_out);
+  const int64_t vector = 16 / size_of(dtype(args.state_pool));
+  if (!moves_in_vectors(args.state_pool) ||
+      (wanted && (!moves_in_vectors(states_after(args.states_out, 0)) || args.states_out.stride[1] % vector != 0))) {
+    return "needs contiguous states on 16-byte boundaries";
+  }
+  return {};
+}
+
+size_t workspace_size(const Arguments&, const Problem&) { return 0; }
+
+struct Queue {
+  cudaStream_t stream;
+  bool overlaps;
+};
+
+template <class State, int kKeys, class Use>
+Status launch_columns(const Problem& p, VerifyColumnsParams params, const Queue& queue) {
+  using Block = Columns<State, kKeys, Use>;
+  const int64_t slices = ceil_div(p.V, Block::kColumns);
+  params.slices = Divisor::by(slices);
+  return launch_kernel("verify", verify_columns_kernel<State, kKeys, Use>, p.N * p.Hv * slices, Use::kThreads,
+                       shared_bytes<Block>(params.T), queue.stream, queue.overlaps, params);
+}
+
+template <class State>
+Status launch_with(const Problem& p, const VerifyColumnsParams& params, const Queue& queue) {
+  // Decode's, with as many blocks as leave each thread the registers that this kernel takes; not measured yet.
+  using Use = std::conditional_t<sizeof(State) == 2, ColumnsUse<128, 5, 4, true>, ColumnsUse<128, 4, 8, false>>;
+  return p.K == 64 ? launch_columns<State, 64, Use>(p, params, queue)
+                   : launch_columns<State, 128, Use>(p, params, queue);
+}
+
+Status run(const Arguments& args, const Problem& p, void*, void* cuda_stream) {
+  if (p.T == 0) return Status();
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  const Queue queue = {static_cast<cudaStream_t>(cuda_stream), allows_overlap(args.options.device_index)};
+  VerifyColumnsParams params{};
+  params.q = device_tensor(args.q);
+  params.k = device_tensor(args.k);
+  params.v = device_tensor(args.v);
+  params.o = device_tensor(args.o);
+  params.gates = device_gates(args, false);
+  params.places = draft_places(args);
+  params.T = static_cast<int32_t>(p.T);
+  params.V = static_cast<int32_t>(p.V);
+  params.heads = Divisor::by(p.Hv);
+  params.group = Divisor::by(p.group);
+  params.l2norm = args.options.use_qk_l2norm_in_kernel != 0;
+  params.scale = static_cast<float>(p.scale);
+  switch (dtype(args.state_pool)) {
+    case DType::kBFloat16:
+      return launch_with<__nv_bfloat16>(p, params, queue);
+    case DType::kFloat16:
+      return launch_with<__half>(p, params, queue);
+    default:
+      return launch_with<float>(p, params, queue);
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+
+const VerifyPath kCudaVerify = {"cuda_verify", FLASH_QLA_CUDA, false, cuda::reject, cuda::workspace_size, cuda::run};
+
+}  // namespace flash_qla

@@ -1,0 +1,120 @@
+// Path "cuda_layer", backward: one pass with vectors where channels lie side by side and no state is concerned, else
+// the kernels for anything; then the sums over tokens.
+#include <algorithm>
+
+#include "cuda/layer/conv_backward.cuh"
+#include "cuda/layer/conv_backward_any.cuh"
+#include "cuda/layer/conv_grid.h"
+#include "cuda/layer/conv_launch.h"
+#include "cuda/layer/conv_params.cuh"
+#include "cuda/layer/paths.h"
+
+namespace flash_qla {
+namespace cuda {
+namespace {
+
+using Arguments = flash_qla_conv_backward_arguments;
+
+// Whether the gradients of u are wanted in memory, or a tensor is not laid out for vectors.
+bool takes_vectors(const Arguments& args, const ConvProblem& p) {
+  if (p.W > 4 || present(args.seq_idx)) return false;
+  for (int i = 0; i < args.num_parts; ++i) {
+    const flash_qla_conv_backward_part& part = args.parts[i];
+    if (!present(part.dy) || present(part.dfinal_state) || present(part.dinitial_state)) return false;
+    if (present(part.initial_state) && dtype(part.initial_state) != p.dtype) return false;
+    for (const Tensor* t : {&part.x, &part.dy, &part.dx, &part.dresidual}) {
+      if (present(*t) && !allows_vectors(*t)) return false;
+    }
+  }
+  return true;
+}
+
+// Tokens of a run, from shapes alone: sums over runs have the same bits on every GPU. About 400 blocks, three for each
+// multiprocessor of a large GPU, of at most 60 tokens: their W - 1 neighbours have bits beside them.
+int32_t backward_tokens(const ConvProblem& p, int64_t columns) {
+  constexpr int64_t kBlocks = 400, kLeast = 16, kMost = kMostRunTokens - 4;
+  const int64_t runs = std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, p.B * columns));
+  return static_cast<int32_t>(std::clamp(ceil_div(p.T, runs), kLeast, kMost));
+}
+
+// The call's scratch and how it is computed.
+struct Plan {
+  bool vectors;
+  ConvGrid grid{};
+  int64_t runs, runs_of_row;
+  float *du = nullptr, *sums;
+
+  Plan(const Arguments& args, const ConvProblem& p, Workspace* workspace) : vectors(takes_vectors(args, p)) {
+    const ConvBackwardParams params = conv_backward_params_of(args, p);
+    grid = conv_grid(params.parts, params.num_parts);
+    grid.run_tokens = backward_tokens(p, grid.first_column[FLASH_QLA_MAX_CONV_PARTS]);
+    grid.runs_of_row = ceil_div(p.T, vectors ? grid.run_tokens : kSumTokens);
+    runs_of_row = grid.runs_of_row;
+    runs = p.B * runs_of_row;
+    if (!vectors) du = workspace->take<float>(p.B * p.T * p.channels);
+    sums = workspace->take<float>(runs * p.channels * (p.W + 1));
+  }
+};
+
+std::string reject(const Arguments&, const ConvProblem& p) {
+  return p.dtype == DType::kFloat64 ? "needs fp32, bf16 or fp16" : "";
+}
+
+size_t workspace_size(const Arguments& args, const ConvProblem& p) {
+  Workspace workspace(nullptr);
+  Plan(args, p, &workspace);
+  return workspace.bytes();
+}
+
+Status run_any(const ConvBackwardParams& params, const ConvProblem& p, const Plan& plan, cudaStream_t stream) {
+  int64_t units = 0;
+  bool states = false;
+  for (int i = 0; i < params.num_parts; ++i) {
+    units += units_of(params.parts[i]);
+    states |= params.parts[i].dinitial_state.data != nullptr;
+  }
+  const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32), columns = ceil_div(p.channels, kSumThreads);
+  FLASH_QLA_RETURN_IF_ERROR(launch("conv_du", conv_du_kernel, blocks, kAnyThreads, 0, stream, params, units));
+  FLASH_QLA_RETURN_IF_ERROR(launch("conv_dx_any", conv_dx_any_kernel, blocks, kAnyThreads, 0, stream, params, units));
+  FLASH_QLA_RETURN_IF_ERROR(launch("conv_sums_any", conv_sums_any_kernel, plan.runs * columns, kSumThreads, 0, stream,
+                                   params, columns, plan.runs_of_row));
+  if (!states) return Status();
+  return launch("conv_dinitial", conv_dinitial_kernel, p.N * columns, kSumThreads, 0, stream, params, columns);
+}
+
+Status run(const Arguments& args, const ConvProblem& p, void* memory, void* raw_stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  const auto stream = static_cast<cudaStream_t>(raw_stream);
+  Workspace workspace(memory);
+  Plan plan(args, p, &workspace);
+  ConvBackwardParams params = conv_backward_params_of(args, p);
+  params.du = plan.du;
+  params.sums = plan.sums;
+  params.runs = plan.runs;
+  if (plan.vectors) {
+    for (int i = 0; i < args.num_parts; ++i) {
+      if (has_vector_weights(args.parts[i].weight, p.dtype)) plan.grid.vector_weights |= 1 << i;
+    }
+    plan.grid.blocks = plan.runs * plan.grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
+    const auto launch_typed = p.dtype == DType::kBFloat16  ? launch_conv_backward<__nv_bfloat16>
+                              : p.dtype == DType::kFloat16 ? launch_conv_backward<__half>
+                                                           : launch_conv_backward<float>;
+    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, plan.grid, stream));
+  } else {
+    FLASH_QLA_RETURN_IF_ERROR(run_any(params, p, plan, stream));
+  }
+  const bool sums = std::any_of(args.parts, args.parts + args.num_parts,
+                                [](const auto& part) { return present(part.dweight) || present(part.dbias); });
+  if (!sums) return Status();
+  const int64_t blocks = ceil_div(p.channels * (p.W + 1), kSumThreads);
+  return launch("conv_add_sums", conv_add_sums_kernel, blocks, kSumThreads, 0, stream, params);
+}
+
+}  // namespace
+}  // namespace cuda
+
+const ConvBackwardPath kCudaConvBackward = {"cuda_layer", FLASH_QLA_CUDA,       false,
+                                            cuda::reject, cuda::workspace_size, cuda::run};
+
+}  // namespace flash_qla

@@ -1,0 +1,74 @@
+// Path "cuda_layer", forward: the kernel with vectors where the channels lie side by side, else the one for anything;
+// then the states that the sequences leave.
+#include <algorithm>
+
+#include "cuda/layer/conv_forward.cuh"
+#include "cuda/layer/conv_forward_any.cuh"
+#include "cuda/layer/conv_grid.h"
+#include "cuda/layer/conv_launch.h"
+#include "cuda/layer/conv_params.cuh"
+#include "cuda/layer/conv_states.cuh"
+#include "cuda/layer/paths.h"
+
+namespace flash_qla {
+namespace cuda {
+namespace {
+
+using Arguments = flash_qla_conv_arguments;
+
+bool takes_vectors(const Arguments& args, const ConvProblem& p) {
+  if (p.W > 4 || present(args.seq_idx)) return false;
+  for (int i = 0; i < args.num_parts; ++i) {
+    const flash_qla_conv_part& part = args.parts[i];
+    for (const Tensor* t : {&part.x, &part.y, &part.residual}) {
+      if (present(*t) && !allows_vectors(*t)) return false;
+    }
+  }
+  return true;
+}
+
+Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t stream) {
+  const ConvParams params = conv_params_of(args, p);
+  const int64_t of_gates = gate_blocks(params.gates);
+  if (takes_vectors(args, p)) {
+    ConvGrid grid = conv_grid(params.parts, params.num_parts);
+    for (int i = 0; i < args.num_parts; ++i) {
+      if (has_vector_weights(args.parts[i].weight, p.dtype)) grid.vector_weights |= 1 << i;
+    }
+    const int64_t columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
+    grid.run_tokens = run_tokens(p, columns, args.options.device_index);
+    grid.runs_of_row = ceil_div(p.T, grid.run_tokens);
+    grid.blocks = p.B * grid.runs_of_row * columns;
+    const auto launch_typed = p.dtype == DType::kBFloat16  ? launch_conv_forward<__nv_bfloat16>
+                              : p.dtype == DType::kFloat16 ? launch_conv_forward<__half>
+                                                           : launch_conv_forward<float>;
+    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, grid, grid.blocks + of_gates, stream));
+  } else {
+    int64_t units = 0;
+    for (int i = 0; i < params.num_parts; ++i) units += units_of(params.parts[i]);
+    const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32);
+    FLASH_QLA_RETURN_IF_ERROR(launch("conv_forward_any", conv_forward_any_kernel, blocks + of_gates, kAnyThreads, 0,
+                                     stream, params, units, blocks));
+  }
+  if (!params.sequences.writes_states) return Status();
+  const int64_t blocks = ceil_div(p.channels, kStateThreads);
+  return launch("conv_states", conv_states_kernel, p.N * blocks, kStateThreads, 0, stream, params, p.channels, blocks);
+}
+
+std::string reject(const Arguments&, const ConvProblem& p) {
+  return p.dtype == DType::kFloat64 ? "needs fp32, bf16 or fp16" : "";
+}
+size_t no_workspace(const Arguments&, const ConvProblem&) { return 0; }
+
+Status run(const Arguments& args, const ConvProblem& p, void*, void* stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  return run_forward(args, p, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+}  // namespace cuda
+
+const ConvPath kCudaConvForward = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject, cuda::no_workspace, cuda::run};
+
+}  // namespace flash_qla

@@ -1,0 +1,48 @@
+// The forward for any strides, dtypes, widths and seq_idx.
+#pragma once
+
+#include "cuda/layer/conv_any.cuh"
+
+namespace flash_qla::cuda {
+
+__global__ void __launch_bounds__(kAnyThreads)
+    conv_forward_any_kernel(const __grid_constant__ ConvParams p, int64_t units, int64_t blocks) {
+  if (blockIdx.x >= blocks) return gate_block(p.gates, blockIdx.x - blocks);
+  constexpr int kWarps = kAnyThreads / 32;
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (item >= p.sequences.B * p.sequences.T * units) return;
+  const int64_t token = item / units, b = token / p.sequences.T, t = token % p.sequences.T;
+  const ConvUnit unit = unit_at(p.parts, p.num_parts, item % units);
+  const ConvPart& part = p.parts[unit.part];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const ConvSpan span = span_at(p.sequences, b, t);
+  const int64_t slot = conv_read_slot(p.sequences, span.n);
+  const bool wanted = has_output(p.sequences, slot, b, t);
+  float u[kLaneChannels];
+  any_u(part, p.sequences, unit, span, slot, b, t, p.width, u);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneChannels; ++i) {
+    if (p.silu) u[i] *= sigmoid(u[i]);
+    if (lane + 32 * i < unit.count) sum = fmaf(u[i], u[i], sum);
+  }
+  if (part.l2norm) {
+    const float r = 1.0f / sqrtf((wanted ? warp_total(sum) : 0.0f) + static_cast<float>(kL2NormEps));
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) u[i] *= r;
+    if (part.inverse_norm.data != nullptr && lane == 0) {
+      store<float>(part.inverse_norm, offset_of(part.inverse_norm, b, t, unit.head), r);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneChannels; ++i) {
+    const int c = lane + 32 * i;
+    if (c >= unit.count) continue;
+    if (part.residual.data != nullptr) {
+      u[i] += load<float>(part.residual, offset_of(part.residual, b, t, unit.head, unit.first + c));
+    }
+    store<float>(part.y, offset_of(part.y, b, t, unit.head, unit.first + c), wanted ? u[i] : 0.0f);
+  }
+}
+
+}  // namespace flash_qla::cuda

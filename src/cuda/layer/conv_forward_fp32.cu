@@ -1,0 +1,4 @@
+#include "cuda/layer/conv_forward_launch.cuh"
+
+template flash_qla::Status flash_qla::cuda::launch_conv_forward<float>(const ConvParams&, const ConvGrid&, int64_t,
+                                                                       cudaStream_t);

@@ -1,0 +1,40 @@
+// The gates that come along with a convolution: blocks of their own at the end of its grid.
+#pragma once
+
+#include "cuda/common/gates.cuh"
+#include "cuda/layer/conv_params.h"
+
+namespace flash_qla::cuda {
+
+// Elements of one block.
+constexpr int kGateElements = 1024;
+
+inline int64_t gate_blocks(const ConvGates& gates) {
+  const bool wanted = gates.g.data != nullptr || gates.beta.data != nullptr;
+  return wanted ? ceil_div(gates.tokens * gates.heads, kGateElements) : 0;
+}
+
+__device__ inline int64_t raw_offset(const int64_t (&strides)[4], int64_t group, int64_t b, int64_t t, int64_t h) {
+  return b * strides[0] + t * strides[1] + h / group * strides[2] + h % group * strides[3];
+}
+
+__device__ inline void gate_block(const ConvGates& gates, int64_t block) {
+  const int64_t last = gates.tokens * gates.heads;
+  for (int i = static_cast<int>(threadIdx.x); i < kGateElements; i += static_cast<int>(blockDim.x)) {
+    const int64_t element = block * kGateElements + i;
+    if (element >= last) return;
+    const int64_t h = element % gates.heads, token = element / gates.heads, b = token / gates.T, t = token % gates.T;
+    if (gates.g.data != nullptr) {
+      const float raw = load<float>(gates.a, raw_offset(gates.a_strides, gates.a_group, b, t, h));
+      const float bias = gates.dt_bias.data == nullptr ? 0.0f : load<float>(gates.dt_bias, offset_of(gates.dt_bias, h));
+      const float rate = expf(load<float>(gates.A_log, offset_of(gates.A_log, h)));
+      store<float>(gates.g, offset_of(gates.g, b, t, h), -rate * softplus(raw + bias));
+    }
+    if (gates.beta.data != nullptr) {
+      const float raw = load<float>(gates.b, raw_offset(gates.b_strides, gates.b_group, b, t, h));
+      store<float>(gates.beta, offset_of(gates.beta, b, t, h), gates.range * sigmoid(raw));
+    }
+  }
+}
+
+}  // namespace flash_qla::cuda

@@ -1,0 +1,42 @@
+// How the blocks of a launch with vectors are dealt out.
+#pragma once
+
+#include "cuda/layer/conv_forward.cuh"
+
+namespace flash_qla::cuda {
+
+// The columns of channels of each part.
+template <class Part>
+ConvGrid conv_grid(const Part* parts, int num_parts) {
+  ConvGrid grid{};
+  int32_t column = 0;
+  for (int i = 0; i < FLASH_QLA_MAX_CONV_PARTS; ++i) {
+    // A part that is not there begins past all columns.
+    grid.first_column[i] = i < num_parts ? column : INT32_MAX;
+    if (i >= num_parts) continue;
+    int64_t lanes = parts[i].dim / kVector;
+    if (parts[i].l2norm) {
+      while ((lanes & (lanes - 1)) != 0) ++lanes;  // heads do not share a group of lanes
+    }
+    column += static_cast<int32_t>(ceil_div(parts[i].heads * lanes, kConvThreads));
+  }
+  grid.first_column[FLASH_QLA_MAX_CONV_PARTS] = column;
+  return grid;
+}
+
+// [C, W] without gaps in x's dtype, on a 16-byte boundary.
+inline bool has_vector_weights(const Tensor& weight, DType type) {
+  return dtype(weight) == type && weight.stride[1] == 1 && weight.stride[0] == weight.shape[1] &&
+         reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;
+}
+
+// As long as four blocks a multiprocessor allow: each run reads W - 1 tokens before it once more.
+inline int32_t run_tokens(const ConvProblem& p, int64_t columns, int device) {
+  int multiprocessors = 0;
+  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 16;
+  int32_t tokens = kMostRunTokens;
+  while (tokens > 16 && p.B * ceil_div(p.T, tokens) * columns < 4 * multiprocessors) tokens /= 2;
+  return tokens;
+}
+
+}  // namespace flash_qla::cuda
