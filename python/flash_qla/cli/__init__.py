@@ -37,7 +37,9 @@ def check(
 def bench(
     cpu: bool = typer.Option(False, "--cpu", help="the CPU path against Transformers' torch functions"),
     mode: str = typer.Option(
-        "fwd", help="on a GPU: any of fwd,bwd,train,decode,options,prefill,steps,verify; serving: the last three"
+        "fwd",
+        help="on a GPU: any of fwd,bwd,train,decode,options,portable_forward,portable_backward,prefill,steps,verify; "
+        "serving: the last three",
     ),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
