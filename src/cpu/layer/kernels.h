@@ -31,8 +31,8 @@ struct LayerKernels {
 
   // r_i = (scale |x_i|^2 + eps)^-1/2 and x_i *= r_i, row by row.
   void (*normalise)(T* x, int64_t rows, int64_t columns, int64_t stride, T scale, T eps, T* r);
-  // For n = r x: takes d from the gradient of n to that of x, d_i = r_i (d_i - scale <d_i, n_i> n_i). Rows of any stride
-  // and alignment.
+  // For n = r x: takes d from the gradient of n to that of x, d_i = r_i (d_i - scale <d_i, n_i> n_i). Rows of any
+  // stride and alignment.
   void (*normalise_backward)(const T* n, const T* r, int64_t rows, int64_t columns, int64_t stride, T scale, T* d);
 
   // y = x w + b by columns, in place or not; w and b may be null.
