@@ -39,7 +39,7 @@ GRADIENTS = frozenset(("S", "V'", "dS", "dv", "dP", "D", "rows of dO", "rows of 
 
 
 def emulate(x: Inputs, dtype: torch.dtype, exact: FrozenSet[str] = frozenset()) -> Dict[str, torch.Tensor]:
-    """Gradients of dense inputs; names and equations are those of docs/math.md and docs/design/sm90_backward.md. What
+    """Gradients of dense inputs; names and equations are those of docs/math.md and docs/notebook/sm90_backward.md. What
     is named in `exact` (PASSES, GRADIENTS) is not rounded."""
 
     def rounded(t: torch.Tensor, place: str = "") -> torch.Tensor:

@@ -12,6 +12,20 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL = re.compile(r"__global__\s+(?:void\s+)?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(?:void\s+)?(\w+)\s*\(")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*")
+# Kernels of records that were made before they got the names that they have: the same code.
+RENAMED = {
+    "ask_lengths_kernel": "read_lengths_kernel",
+    "classify_boundaries_kernel": "classify_cuts_kernel",
+    "clear_chunk_forward_kernel": "zero_fill_kernel",
+    "list_tiles_kernel": "list_items_kernel",
+    "plan_chunk_forward_kernel": "sort_sequences_kernel",
+    "sm90_chunk_bwd_combine_kernel": "sm90_chunk_bwd_scan_kernel",
+    "sm90_chunk_bwd_growths_kernel": "sm90_chunk_bwd_decay_sums_kernel",
+    "sm90_chunk_bwd_states_kernel": "sm90_chunk_bwd_passes_kernel",
+    "sm90_chunk_forward_kernel": "sm90_chunk_fwd_kernel",
+    "sm90_pair_forward_kernel": "sm90_chunk_fwd_2cta_kernel",
+    "sm90_state_tiles_kernel": "sm90_segment_states_kernel",
+}
 
 
 class Sources:
@@ -43,7 +57,8 @@ class Sources:
 
     def files(self, kernel: str) -> set:
         """What a kernel, named as launches.h names it, is compiled from: the file that has it and what that includes of them."""
-        first = self.definitions.get(kernel.split("<")[0].rpartition("::")[2])
+        name = kernel.split("<")[0].rpartition("::")[2]
+        first = self.definitions.get(name) or self.definitions.get(RENAMED.get(name))
         found, next_ones = set(), [first] if first else []
         while next_ones:
             path = next_ones.pop()

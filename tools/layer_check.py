@@ -4,7 +4,8 @@
     layer_check.py [ROOT]     prints "file:line: why" for every include that breaks a layer; exit code 1 if there is one
 
 The public headers stand alone; the core knows no device. src/core/registry.cpp alone may name the paths of the backends:
-it is the table that joins them.
+it is the table that joins them. Within src/cuda, kernels include what is common to all, or to their GPU, and each other
+only where FOLDERS says so.
 """
 
 import re
@@ -37,6 +38,19 @@ ALLOWED = [
     ("src/cuda", {"the public interface", "the core", "the CUDA backends", "CUDA"}),
     ("bindings", {"the public interface", "tvm-ffi"}),
 ]
+# Of folders of src/cuda: which of each other they may include.
+COMMON, SM90 = "cuda/common", "cuda/sm90/common"
+FORWARD, CONTEXT_PARALLEL = "cuda/sm90/chunk_fwd", "cuda/sm90/context_parallel"
+FOLDERS = {
+    COMMON: set(),
+    SM90: {COMMON},
+    FORWARD: {COMMON, SM90, CONTEXT_PARALLEL},
+    "cuda/sm90/chunk_fwd_2cta": {COMMON, SM90, FORWARD, CONTEXT_PARALLEL},
+    CONTEXT_PARALLEL: {COMMON, SM90, FORWARD},
+    "cuda/sm90/chunk_bwd": {COMMON, SM90, CONTEXT_PARALLEL},
+    "cuda/generic": {COMMON, "cuda/oracle"},
+    "cuda/oracle": {COMMON, "cuda/generic"},
+}
 TABLE_OF_PATHS = "src/core/registry.cpp"
 MAY_JOIN = {"the reference", "the CPU backend", "the CUDA backends"}
 
@@ -54,6 +68,11 @@ def from_source_root(path: Path, header: str, root: Path) -> str:
     return target.relative_to(base).as_posix() if target.is_relative_to(base) else header
 
 
+def folder_of(name: str):
+    """Which of FOLDERS a file or header of src is in, the innermost one; None: none of them."""
+    return max((folder for folder in FOLDERS if name.startswith(f"{folder}/")), key=len, default=None)
+
+
 def broken(root: Path) -> list:
     """One "file:line: why" for every include that goes the wrong way."""
     found = []
@@ -65,9 +84,15 @@ def broken(root: Path) -> list:
             legal = allowed | MAY_JOIN if name == TABLE_OF_PATHS else allowed
             for number, line in enumerate(path.read_text().splitlines(), start=1):
                 match = INCLUDE.match(line)
-                layer = layer_of(from_source_root(path, match[1], root)) if match else None
+                if not match:
+                    continue
+                header = from_source_root(path, match[1], root)
+                layer = layer_of(header)
                 if layer is not None and layer not in legal:
                     found.append(f"{name}:{number}: {folder} may not include {layer} ({match[1]})")
+                own, other = folder_of(name.removeprefix("src/")), folder_of(header)
+                if own is not None and other not in {None, own} | FOLDERS[own]:
+                    found.append(f"{name}:{number}: {own} may not include {other} ({match[1]})")
     return found
 
 

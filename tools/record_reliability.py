@@ -7,7 +7,8 @@ Logs, told apart by their content; any number may be given, those of the newest 
 line "commit: ..." (build_info() has it); one that does not is refused:
     pytest's --junitxml of tests/python, with the text log of the same name beside it, which names the commit and says whether
     the run was cut short; or the text log alone, of which the last line counts. A case's properties "calls", of values like
-    "chunk_forward sm90 bfloat16 3" (operation, path, dtype, how often), say which path has computed it
+    "chunk_forward sm90 bfloat16 3" (operation, path, dtype, how often), say which path has computed it; its property "requirement"
+    which requirement of docs/testing.md it is about
     what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s", and behind that
     "; sm90 120, cuda_generic 30" where a group counts the cases of each path)
     what `python -m flash_qla check` prints
@@ -24,6 +25,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
+from typing import Iterable
 
 from kernel_sources import Sources
 
@@ -47,10 +49,14 @@ TAILS = re.compile(r"^tails of (?P<path>[^:]+): (?P<calls>\d+) calls, (?P<stride
 GPU = re.compile(r"^gpu_0: ([^,\n]+)", re.MULTILINE)
 
 
-def rung_of(file: str, name: str) -> str:
-    """ "rung 7" of test_rung7_lengths or of a file test_07_*; else the file's name without its prefix."""
+def subject_of(file: str, name: str, properties: Iterable) -> str:
+    """ "requirement 7" of a test that has the property ("requirement", "7"); else its file's name without "test_". Of logs from
+    before there was such a property: by the name, test_rung7_lengths, or the file's, test_07_*."""
+    given = dict(properties).get("requirement")
+    if given is not None:
+        return f"requirement {int(given)}"
     numbered = re.match(r"test_rung(\d+)", name) or re.match(r"test_(0[1-9]|[1-9]\d)_", file)
-    return f"rung {int(numbered.group(1))}" if numbered else re.sub(r"^test_(\d+_)?", "", file)
+    return f"requirement {int(numbered.group(1))}" if numbered else re.sub(r"^test_(\d+_)?", "", file)
 
 
 def commit_of(log: Path, text: str) -> str:
@@ -74,13 +80,14 @@ def count_calls(case: ElementTree.Element, record: dict) -> None:
 
 
 def read_pytest(text: str) -> list:
-    """One record for each rung or file. Cases that a path has computed are those that passed."""
+    """One record for each requirement or file. Cases that a path has computed are those that passed."""
     found = defaultdict(lambda: {"cases": 0, "failed": 0, "skipped": 0, "expected_failures": 0, "seconds": 0.0, "paths": {}, "backward": {},
                                  "reasons": {}})  # fmt: skip
     for case in ElementTree.fromstring(text).iter("testcase"):
         if not case.get("classname"):  # the interrupt itself, where a run was cut short
             continue
-        record = found[rung_of(case.get("classname", "").rpartition(".")[2], case.get("name", ""))]
+        properties = [(p.get("name"), p.get("value")) for p in case.iter("property")]
+        record = found[subject_of(case.get("classname", "").rpartition(".")[2], case.get("name", ""), properties)]
         skipped = case.find("skipped")
         if skipped is not None:
             record["expected_failures" if skipped.get("type") == "pytest.xfail" else "skipped"] += 1
@@ -93,7 +100,7 @@ def read_pytest(text: str) -> list:
             record["failed"] += 1
         else:
             count_calls(case, record)
-    order = sorted(found, key=lambda name: (not name.startswith("rung"), int(name[5:]) if name.startswith("rung") else 0, name))
+    order = sorted(found, key=lambda name: (not name.startswith("requirement"), int(name[12:]) if name.startswith("requirement") else 0, name))
     return [{"what": name, **found[name], "seconds": round(found[name]["seconds"], 1)} for name in order]
 
 

@@ -21,7 +21,7 @@ folder=${1:-build/remote_gpu}
 
 # shellcheck disable=SC2086  # several flags in one variable
 cmake -S . -B build/remote -DFLASH_QLA_CUDA=ON -DFLASH_QLA_TESTS=ON -DBUILD_SHARED_LIBS=OFF ${FLASH_QLA_CMAKE_FLAGS:-}
-programs=(cuda_generic_test cuda_training_test cuda_generic_bench sm90_chunk_bwd_bench sm90_chunk_fwd_bench sm90_forward_bench)
+programs=(cuda_generic_test cuda_training_test cuda_generic_bench backward_harness forward_harness sm90_forward_bench)
 cmake --build build/remote --parallel --target "${programs[@]}"
 mkdir -p "$folder"
 for program in "${programs[@]}"; do

@@ -3,7 +3,7 @@
 # Prints what each program prints; the last line says how many of them failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-chmod +x cuda_* sm90_*
+chmod +x cuda_* sm90_* *_harness
 failed=0
 
 # step SECONDS COMMAND...: a program that hangs is ended and counts as failed.
@@ -17,13 +17,13 @@ step() {
 run_tests() {
   step 420 ./cuda_generic_test
   step 60 ./cuda_training_test
-  step 60 ./sm90_chunk_bwd_bench check
-  step 60 ./sm90_chunk_fwd_bench check
+  step 60 ./backward_harness check
+  step 60 ./forward_harness check
 }
 run_benchmarks() {
   step 120 ./cuda_generic_bench
-  step 60 ./sm90_chunk_bwd_bench time
-  step 60 ./sm90_chunk_fwd_bench time
+  step 60 ./backward_harness time
+  step 60 ./forward_harness time
   step 60 ./sm90_forward_bench cold
   step 60 ./sm90_forward_bench modes
 }

@@ -23,7 +23,7 @@ tool() {
   # Under a tool the device's oracle takes most of the time: it has runs of its own. initcheck must see all that is written.
   [[ $1 != initcheck && $2 != oracle* ]] && tool_options+=(--kernel-name-exclude kns=oracle)
   # A call that asks for its lengths has a card's work in it, too much for racecheck but for the kernel that asks.
-  [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=ask_lengths)
+  [[ $1 == racecheck && $2 == lengths ]] && tool_options=("${tool_options[@]:0:4}" --kernel-name kns=read_lengths)
   if [[ $1 == racecheck ]]; then
     [[ -n $race ]] && run=$race
     # The tool fails, with an internal error, where one stream's kernels run beside another's.
@@ -64,7 +64,7 @@ if [[ -n $race ]]; then
   for number in 4 2 11 5 12 6 0 1 14 7 8 3 9 10 13 15; do start racecheck "backward_stale_$number" --only "sm90 backward, stale" --only-case "$number"; done
   for number in 1 6 7 10 14 15 16 17 18 19 20 35; do start racecheck "forward_stale_$number" --only "sm90 forward, stale" --only-case "$number"; done
   start racecheck forward_pairs --only "sm90 forward, stale" --only-case 45
-  start racecheck forward_undecayed --only "sm90 forward, stale" --only-case 48
+  start racecheck forward_all_exact --only "sm90 forward, stale" --only-case 48
   start racecheck forward_repeats --only "sm90 forward, repeats"
   start racecheck forward_shared --only "sm90 forward, shared"
   start racecheck forward_checkpoints --only "sm90 forward, checkpoints"

@@ -16,7 +16,7 @@ EXPLANATIONS = (
         "initcheck",
         r"forward, stale --only-case (45,47|48,51)$",
         "Reads of 16 bytes by the planner (`list_tiles_kernel`), half of them in each dtype: warm-ups are copied in whole vectors, with those of "
-        "places that have no boundary. Nobody looks at these ([memory](design/sm90_memory.md)).",
+        "places that have no boundary. Nobody looks at these ([memory](kernels/memory.md)).",
     ),
     (
         "synccheck",
@@ -28,7 +28,7 @@ EXPLANATIONS = (
         "racecheck",
         r"forward, (repeats|stale --only-case (10|15))$",
         "Warnings, no errors: lanes of a warp write the sequences that a block sorts, and others of the same warp read them after `__syncwarp()`, "
-        "of which ptxas leaves nothing to see where it knows that the warp is together ([forward](design/sm90_forward.md)). A thousand runs and the "
+        "of which ptxas leaves nothing to see where it knows that the warp is together ([forward](notebook/sm90_forward.md)). A thousand runs and the "
         "group over stale memory have the same bits every time.",
     ),
 )

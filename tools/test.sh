@@ -15,6 +15,7 @@ run() {
 }
 run ctest ctest --test-dir build/native --output-on-failure --no-tests=error --output-junit "$results/ctest.xml" -j "$(nproc)"
 run install pytest -q tests/tools tests/install --junitxml "$results/install.xml"
+run engines pytest -q tests/engines --junitxml "$results/engines.xml"
 run python pytest -q tests/python --junitxml "$results/python.xml"
 if python -c '
 import flash_qla, sys, torch

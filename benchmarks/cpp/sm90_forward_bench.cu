@@ -17,7 +17,7 @@ constexpr int64_t kDim = 128;
 constexpr double kBytesPerMillisecond = 4.27e9;  // reading and writing on an H200, as a copy does
 
 // Gates of 0.05 on average, as the benchmark's rows have them: 3.2 a chunk. Chunks that decay by more than 5 in fp16,
-// 50 in bf16, take longer (docs/design/sm90_forward.md), and are not what an option costs.
+// 50 in bf16, take longer (docs/notebook/sm90_forward.md), and are not what an option costs.
 constexpr float kLeastGate = -0.1f;
 
 struct Row {

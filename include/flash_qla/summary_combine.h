@@ -25,7 +25,8 @@ typedef struct flash_qla_summary_combine_arguments {
   flash_qla_tensor kind;   /* [L, C, Hv] as S: a flash_qla_link_kind */
   flash_qla_tensor order;  /* [L] index, optional: row of S, M and kind with the link of the stream's i-th part; absent:
                               they lie in the stream's order */
-  flash_qla_tensor place;  /* [P] index: where this rank's parts stand among the stream's parts */
+  flash_qla_tensor place;  /* [P] index: where this rank's parts stand among the stream's parts; L (backward: -1) is
+                              beyond them all */
   flash_qla_tensor wanted; /* [P] bool: enters, or leaves with `backward`. Absent: all */
   int32_t backward;        /* 0: states, from left to right. 1: gradients of states, from right to left, with M^T */
 

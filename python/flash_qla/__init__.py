@@ -13,6 +13,7 @@ from typing import Any
 # _distribution comes first: it stops the import where another distribution has overwritten files of this package.
 from . import _distribution, ops  # noqa: F401
 from ._determinism import determinism
+from ._identity import OFFERS_ITSELF
 from ._options import use_path
 from ._tools import build_info, explain, workspace_size
 from .ops.convolution import (
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 
-if "fla.backends" in sys.modules or "fla.ops.backends" in sys.modules:
+if OFFERS_ITSELF and ("fla.backends" in sys.modules or "fla.ops.backends" in sys.modules):
     from .integrations import fla as _fla
 
     _fla.register_if_imported()

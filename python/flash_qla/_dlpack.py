@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
-import numpy
-
 from . import _ffi
 from ._options import CONVERTIBLE, Options
 from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
@@ -28,13 +26,18 @@ def _load() -> None:
         tvm_ffi = _ffi.tvm_ffi
 
 
+def _is_numpy(x: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # imported by whoever made the array
+    return numpy is not None and isinstance(x, numpy.ndarray)
+
+
 class Arrays:
     """Makes arrays of the kind of `like`."""
 
     def __init__(self, operation: str, like: Any) -> None:
         _load()
         place: dict = {}
-        if hasattr(like, "__array_namespace__") and not isinstance(like, numpy.ndarray):
+        if hasattr(like, "__array_namespace__") and not _is_numpy(like):
             namespace: Any = like.__array_namespace__()
             place = {"device": like.device}
         else:  # numpy, and packages in its image (CuPy)
@@ -74,7 +77,7 @@ def _view(x: Any) -> Any:
     try:
         return tvm_ffi.from_dlpack(x)
     except BufferError:
-        if isinstance(x, numpy.ndarray) and not x.flags.writeable:
+        if _is_numpy(x) and not x.flags.writeable:
             return tvm_ffi.from_dlpack(x.copy())
         raise
 

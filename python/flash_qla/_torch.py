@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _ffi
+from ._identity import NAMESPACE
 from ._options import BACKWARD_NAMES, CONVERTIBLE, INPUT_NAMES, POOL_NAMES, VERIFY_NAMES, Options
 from ._shapes import a_shape, gate_shape, h_shape, sequence_count, state_shape
 from .integrations import fla
@@ -27,7 +28,7 @@ _OPTIONS = (
 )
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens"
 
-_library = torch.library.Library("flash_qla", "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")
 
 
 # What computes an operator: given its options, its inputs (q .. initial_state; of pool_forward q .. cu_seqlens) and the
@@ -53,7 +54,7 @@ def _define(
     _implementations[name] = implementation
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, split(implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flash_qla::{name}", split(fake), lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", split(fake), lib=_library)
 
 
 def _allocator(like: Tensor) -> Callable[[int], Tensor]:
@@ -230,7 +231,7 @@ _define(
     _chunk_backward_fake,
 )
 
-_ops = torch.ops.flash_qla
+_ops = getattr(torch.ops, NAMESPACE)
 
 
 def is_traced() -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _ffi, _torch
+from ._identity import NAMESPACE
 from ._options import BACKWARD_NAMES, INPUT_NAMES, Options
 from ._shapes import a_shape
 from ._torch import _OPTIONS, _accumulator, _allocator, _define, _output_like, _present, _state_like, _threads
@@ -158,7 +159,7 @@ _torch._library.define(
 _torch._library.impl("summary_combine", _summary_combine, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("flash_qla::summary_combine", lib=_torch._library)
+@torch.library.register_fake(f"{NAMESPACE}::summary_combine", lib=_torch._library)
 def _(
     operation: str,
     path: Optional[str],
@@ -185,7 +186,7 @@ def combine(
     backward: bool,
 ) -> Tensor:
     """What enters each part from the left, or with `backward` from the right: [P, C, Hv, K, V]."""
-    function = torch.ops.flash_qla.summary_combine if _torch.is_traced() else _summary_combine
+    function = _torch._ops.summary_combine if _torch.is_traced() else _summary_combine
     return function(operation, path, gathered, K, V, order, place, wanted, backward)
 
 

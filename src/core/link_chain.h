@@ -14,7 +14,12 @@ struct LinkChain {
   int64_t steps;  // links from there on, the constant one included
 };
 
-// `kind_at(i)`: kind of the link at place i of the stream. `place`: where the state is wanted, in 0 .. L - 1.
+// Whether a state can be wanted at a place: at one of the L parts, or beyond the last in the direction of the state.
+constexpr bool is_place(int64_t place, int64_t L, bool backward) {
+  return backward ? place >= -1 && place < L : place >= 0 && place <= L;
+}
+
+// `kind_at(i)`: kind of the link at place i of the stream. `place`: where the state is wanted.
 template <class KindAt>
 constexpr LinkChain chain_to(int64_t place, int64_t L, bool backward, KindAt&& kind_at) {
   const int64_t step = backward ? 1 : -1, end = backward ? L : -1;

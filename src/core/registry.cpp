@@ -63,23 +63,47 @@ const std::vector<const VerifyPath*>& verify_paths() {
 }
 
 const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
-  static const std::vector<const SequenceCutPath*> paths = {&kCpuSequenceCut};
+  static const std::vector<const SequenceCutPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaSequenceCut,
+#endif
+      &kCpuSequenceCut,
+  };
   return paths;
 }
 
 const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
-  static const std::vector<const ChunkSummaryPath*> paths = {&kCpuChunkSummary, &kReferenceChunkSummary};
+  static const std::vector<const ChunkSummaryPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaGenericChunkSummary,
+      &kCudaOracleChunkSummary,
+#endif
+      &kCpuChunkSummary,
+      &kReferenceChunkSummary,
+  };
   return paths;
 }
 
 const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
-  static const std::vector<const ChunkSummaryBackwardPath*> paths = {&kCpuChunkSummaryBackward,
-                                                                     &kReferenceChunkSummaryBackward};
+  static const std::vector<const ChunkSummaryBackwardPath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaGenericChunkSummaryBackward,
+      &kCudaOracleChunkSummaryBackward,
+#endif
+      &kCpuChunkSummaryBackward,
+      &kReferenceChunkSummaryBackward,
+  };
   return paths;
 }
 
 const std::vector<const SummaryCombinePath*>& summary_combine_paths() {
-  static const std::vector<const SummaryCombinePath*> paths = {&kCpuSummaryCombine, &kReferenceSummaryCombine};
+  static const std::vector<const SummaryCombinePath*> paths = {
+#ifdef FLASH_QLA_WITH_CUDA
+      &kCudaGenericSummaryCombine,
+#endif
+      &kCpuSummaryCombine,
+      &kReferenceSummaryCombine,
+  };
   return paths;
 }
 

@@ -88,7 +88,7 @@ class Combine {
     const int64_t place = load_index(args_.place, part), step = backward_ ? -1 : 1;
     const bool wanted = !present(args_.wanted) || flag(args_.wanted, part);
     bool is_zero = true;
-    if (wanted && place >= 0 && place < p_.L) {
+    if (wanted && is_place(place, p_.L, backward_)) {
       const auto kind_of = [&](int64_t at) { return kind_at(at, stream, head); };
       const LinkChain chain = chain_to(place, p_.L, backward_, kind_of);
       for (int64_t i = 0; i < chain.steps; ++i) {

@@ -1,6 +1,7 @@
 // The paths that run on NVIDIA GPUs, as the table in core/registry.cpp lists them.
 #pragma once
 
+#include "core/context_parallel.h"
 #include "core/registry.h"
 
 namespace flash_qla {
@@ -32,6 +33,13 @@ extern const ForwardPath kCudaOracleChunkForwardWithParts;
 extern const BackwardPath kSm90ChunkBackwardWithParts;
 extern const BackwardPath kCudaGenericChunkBackwardWithParts;
 extern const BackwardPath kCudaOracleChunkBackwardWithParts;
+
+extern const SequenceCutPath kCudaSequenceCut;
+extern const ChunkSummaryPath kCudaGenericChunkSummary;
+extern const ChunkSummaryPath kCudaOracleChunkSummary;
+extern const ChunkSummaryBackwardPath kCudaGenericChunkSummaryBackward;
+extern const ChunkSummaryBackwardPath kCudaOracleChunkSummaryBackward;
+extern const SummaryCombinePath kCudaGenericSummaryCombine;
 
 extern const DeviceAccess kCudaAccess;
 

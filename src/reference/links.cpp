@@ -167,7 +167,7 @@ void combine_state(const CombineArguments& args, const CombineProblem& p, int64_
   const int64_t place = load_index(args.place, part);
   Vector S(static_cast<size_t>(p.K * p.V), 0.0);
   bool is_zero = true;
-  if ((!present(args.wanted) || flag(args.wanted, part)) && place >= 0 && place < p.L) {
+  if ((!present(args.wanted) || flag(args.wanted, part)) && is_place(place, p.L, backward)) {
     const LinkChain chain = chain_to(place, p.L, backward, [&](int64_t at) { return links.kind(at); });
     for (int64_t i = 0; i < chain.steps; ++i) {
       const int64_t at = backward ? chain.first - i : chain.first + i;

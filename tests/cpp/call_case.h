@@ -17,6 +17,13 @@ namespace flash_qla {
 
 inline constexpr double kCanary = -12345.0;
 
+// Where the operations of files run that are compiled for emulated CUDA kernels as well.
+#ifdef FLASH_QLA_TESTS_EMULATED
+inline constexpr DeviceType kTestedDevice = DeviceType::kCuda;
+#else
+inline constexpr DeviceType kTestedDevice = DeviceType::kCpu;
+#endif
+
 // Memory and a view of it. Elements are doubles or floats; a fresh buffer holds canaries.
 template <class T>
 struct Buffer {

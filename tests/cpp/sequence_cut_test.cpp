@@ -1,4 +1,5 @@
-// sequence_cut against a cut that looks at one token after another, over random streams; and what it refuses.
+// sequence_cut against a cut that looks at one token after another, over random streams; and what it refuses. Compiled
+// a second time for the emulated CUDA kernel (tests/emulation).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -42,6 +43,7 @@ struct Cut {
 
   SequenceCutArguments arguments(Ints& cu, Ints& bounds, int64_t last_part, bool all_rows) {
     SequenceCutArguments args;
+    args.set_device(kTestedDevice);
     args.cu_seqlens = view(cu, {static_cast<int64_t>(cu.size())});
     args.bounds = view(bounds, {P, 2});
     args.last_part = last_part;
@@ -133,7 +135,7 @@ TEST(SequenceCut, AgreesWithACutTokenByToken) {
   const auto draw = [&](int64_t least, int64_t most) {
     return std::uniform_int_distribution<int64_t>(least, most)(random);
   };
-  for (int round = 0; round < 100000; ++round) {
+  for (int round = 0; round < (kTestedDevice == DeviceType::kCpu ? 100000 : 1000); ++round) {
     const int64_t W = draw(1, 5), N = draw(0, 6);
     const bool zigzag = draw(0, 1) != 0, all_rows = draw(0, 1) != 0;
     Ints cu = {0};
@@ -177,7 +179,7 @@ TEST(SequenceCut, AgreesWithACutTokenByToken) {
 TEST(SequenceCut, OffsetsInAnyOrderStayInBounds) {
   std::mt19937 random(6);
   std::uniform_int_distribution<int64_t> any(-50, 50);
-  for (int round = 0; round < 2000; ++round) {
+  for (int round = 0; round < (kTestedDevice == DeviceType::kCpu ? 2000 : 200); ++round) {
     Ints cu(6), bounds(4);
     for (int64_t& x : cu) x = any(random);
     for (int64_t& x : bounds) x = any(random);

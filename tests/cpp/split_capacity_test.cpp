@@ -1,4 +1,4 @@
-// What the planner of the sequence split has room for: its lists must hold whatever a call's offsets say, for the
+// What the planner of the context parallelism has room for: its lists must hold whatever a call's offsets say, for the
 // kernels write them without a bound.
 #include <tuple>
 #include <utility>
@@ -6,17 +6,17 @@
 #include "core/host_tensor.h"
 #include "split_plan_model.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::cp {
 namespace {
 
 // What offsets that may be anything are taken for, by contract: sequence n has tokens [max(cu[0 .. n]),
 // max(cu[0 .. n + 1])) within the tensors, so that no token belongs to two.
-std::vector<PlannedSequence> sequences_of(const std::vector<int64_t>& offsets, int64_t tokens) {
+std::vector<SequenceSpan> sequences_of(const std::vector<int64_t>& offsets, int64_t tokens) {
   Problem problem;
   problem.varlen = true;
   problem.T = tokens;
   problem.N = static_cast<int64_t>(offsets.size()) - 1;
-  std::vector<PlannedSequence> sequences;
+  std::vector<SequenceSpan> sequences;
   for (const Sequence& s :
        host_sequences(tensor(offsets.data(), DType::kInt64, {static_cast<int64_t>(offsets.size())}), problem)) {
     sequences.push_back({static_cast<int32_t>(s.begin), static_cast<int32_t>(s.length),
@@ -58,19 +58,19 @@ std::vector<int64_t> draw_offsets(int64_t tokens, std::mt19937& random) {
 }
 
 // The mode, and whether a cut is forced.
-constexpr std::pair<SplitMode, bool> kModes[] = {{SplitMode::kOff, false},
-                                                 {SplitMode::kAuto, false},
-                                                 {SplitMode::kAuto, true},
-                                                 {SplitMode::kInvariant, false},
-                                                 {SplitMode::kInvariant, true}};
+constexpr std::pair<Mode, bool> kModes[] = {{Mode::kOff, false},
+                                            {Mode::kAuto, false},
+                                            {Mode::kAuto, true},
+                                            {Mode::kInvariant, false},
+                                            {Mode::kInvariant, true}};
 
-TEST(SplitCapacity, NoTokenIsInTwoSequences) {
+TEST(Capacity, NoTokenIsInTwoSequences) {
   std::mt19937 random(7);
   for (int i = 0; i < 20000; ++i) {
     const int64_t tokens = static_cast<int64_t>(random() % 5000);
     const std::vector<int64_t> offsets = draw_offsets(tokens, random);
     int64_t end = 0, most = std::numeric_limits<int64_t>::min();
-    for (const PlannedSequence& s : sequences_of(offsets, tokens)) {
+    for (const SequenceSpan& s : sequences_of(offsets, tokens)) {
       most = std::max(most, offsets[static_cast<size_t>(s.index)]);
       const int64_t after = std::max(most, offsets[static_cast<size_t>(s.index) + 1]);
       ASSERT_EQ(s.start, std::clamp<int64_t>(most, 0, tokens));
@@ -83,7 +83,7 @@ TEST(SplitCapacity, NoTokenIsInTwoSequences) {
 
 // Plans of such offsets, whatever decays and on whatever card: every chunk once from the right state, and all lists
 // within the room that shapes give them (check()).
-TEST(SplitCapacity, PlansOfAnyOffsetsFit) {
+TEST(Capacity, PlansOfAnyOffsetsFit) {
   std::mt19937 random(11);
   int64_t cut = 0, full = 0;
   for (int i = 0; i < 40000; ++i) {
@@ -96,20 +96,20 @@ TEST(SplitCapacity, PlansOfAnyOffsetsFit) {
     const Plan plan = make_plan(batch);
     check(batch, plan);
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
-    cut += plan.output_tiles.size() > batch.maps.size();
-    full += batch.summary().chunks * kSplitChunk >= batch.tokens;
+    cut += plan.output_items.size() > batch.maps.size();
+    full += batch.summary().chunks * kChunk >= batch.tokens;
   }
   EXPECT_GT(cut, 7000);
   EXPECT_GT(full, 8000);
 }
 
 // [0, T, 0, T, ..]: taken pair by pair these are several sequences of all tokens each, more than there is room for.
-TEST(SplitCapacity, TheSameTokensTwiceFit) {
+TEST(Capacity, TheSameTokensTwiceFit) {
   std::mt19937 random(13);
   for (const auto& [mode, forced] : kModes) {
     for (const int64_t tokens : {2100, 4096, 16384}) {
       for (const int32_t heads : {1, 2, 4, 8}) {
-        for (const bool undecayed : {false, true}) {
+        for (const bool all_exact : {false, true}) {
           Batch batch = draw_options(random);
           batch.mode = mode;
           batch.forced = forced;
@@ -118,7 +118,7 @@ TEST(SplitCapacity, TheSameTokensTwiceFit) {
           batch.tokens = tokens;
           batch.sequences = sequences_of({0, tokens, 0, tokens, 0, tokens}, tokens);
           draw_chunks(random, &batch);
-          for (size_t s = 0; undecayed && s < batch.maps.size(); ++s) {
+          for (size_t s = 0; all_exact && s < batch.maps.size(); ++s) {
             for (Map& m : batch.maps[s]) m.a = 1;
             std::fill(batch.decay[s].begin(), batch.decay[s].end(), 0.0f);
           }
@@ -131,4 +131,4 @@ TEST(SplitCapacity, TheSameTokensTwiceFit) {
 }
 
 }  // namespace
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::cp

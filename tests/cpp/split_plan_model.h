@@ -1,7 +1,7 @@
-// A model of the sequence split on the host: drawn lengths, gates and cards, the plan that the planner makes of them,
-// and what the kernels make of the plan. A chunk is modelled by an affine map x -> a x + b over a prime field, so that
-// "computed exactly once, from the right state" is an equality: a chunk whose decay lets a start state be left out has
-// a = 0, every other one has a != 0.
+// A model of the context parallelism on the host: drawn lengths, gates and cards, the plan that the planner makes of
+// them, and what the kernels make of the plan. A chunk is modelled by an affine map x -> a x + b over a prime field, so
+// that "computed exactly once, from the right state" is an equality: a chunk whose decay lets a start state be left out
+// has a = 0, every other one has a != 0.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,9 +13,9 @@
 #include <random>
 #include <vector>
 
-#include "cuda/sm90/chunk_fwd/split_plan.h"
+#include "cuda/sm90/context_parallel/plan.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::cp {
 
 inline constexpr uint64_t kPrime = 2147483647;
 
@@ -24,15 +24,15 @@ struct Map {
 };
 
 struct Batch {
-  SplitMode mode = SplitMode::kAuto;
+  Mode mode = Mode::kAuto;
   bool forced = false;
   bool uncut_shared = false;
   bool finer = false;     // the finest grid that lengths known beforehand may get
   bool in_place = false;  // final states overwrite initial ones
-  uint32_t order = 0;     // seed of the order in which free and dependent tiles are taken
+  uint32_t order = 0;     // seed of the order in which free and dependent items are taken
   int32_t sms = 132, heads = 1;
   int64_t tokens = 0;  // rows of the tensors, padding included
-  std::vector<PlannedSequence> sequences;
+  std::vector<SequenceSpan> sequences;
   std::vector<std::vector<Map>> maps;     // [sequence * heads + head][chunk]
   std::vector<std::vector<float>> decay;  // the same; NaN among them
 
@@ -52,7 +52,7 @@ struct Batch {
 inline Batch draw_options(std::mt19937& random) {
   auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
   Batch batch;
-  batch.mode = below(4) == 0 ? SplitMode::kInvariant : SplitMode::kAuto;
+  batch.mode = below(4) == 0 ? Mode::kInvariant : Mode::kAuto;
   batch.forced = below(3) == 0;
   batch.in_place = below(2) == 0;
   batch.order = static_cast<uint32_t>(random());
@@ -100,11 +100,11 @@ inline Batch draw(std::mt19937& random) {
 }
 
 struct Plan {
-  SplitGrid grid;
-  SplitCapacity capacity;
-  SplitMerge merge;
-  std::vector<Tile> state_tiles, output_tiles;  // in the order of their tickets
-  std::vector<TransitionChain> chains;
+  CutSpacing cut_spacing;
+  Capacity capacity;
+  Join join;
+  std::vector<WorkItem> state_items, output_items;  // in the order of their tickets
+  std::vector<Scan> scans;
   std::vector<uint8_t> warmups;  // [boundary][head]
 };
 
@@ -116,10 +116,10 @@ void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
     SegmentRound round;
     round.base = base;
     for (int32_t lane = 0; lane < 32; ++lane) {
-      bool ends = false, heavy = false;
-      if (base + lane <= plan.cuts.pieces) plan.classify(base + lane, &ends, &heavy);
+      bool ends = false, exact = false;
+      if (base + lane <= plan.cuts.pieces) plan.classify(base + lane, &ends, &exact);
       round.ends |= static_cast<uint32_t>(ends) << lane;
-      round.heavy |= static_cast<uint32_t>(heavy) << lane;
+      round.exact |= static_cast<uint32_t>(exact) << lane;
     }
     for (int32_t lane = 0; lane < 32; ++lane) {
       if (round.ends >> lane & 1) plan.emit(round, carry, lane, sink);
@@ -130,31 +130,32 @@ void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
 
 inline Plan make_plan(const Batch& batch) {
   Plan plan;
-  plan.grid = choose_grid(batch.mode, batch.forced, batch.summary(), batch.heads, batch.sms, SplitCosts{});
-  if (batch.finer && batch.mode == SplitMode::kAuto && !batch.forced && plan.grid.spacing > 0) {
-    plan.grid.set_spacing(
+  plan.cut_spacing = choose_cut_spacing(batch.mode, batch.forced, batch.summary(), batch.heads, batch.sms, Costs{});
+  if (batch.finer && batch.mode == Mode::kAuto && !batch.forced && plan.cut_spacing.spacing > 0) {
+    plan.cut_spacing.set_spacing(
         std::max(spacing_of(batch.summary().chunks * batch.heads, kMostItemsPerSm * batch.sms), kMinSpacing));
   }
-  plan.capacity = split_capacity(batch.mode, batch.forced, batch.tokens, static_cast<int32_t>(batch.sequences.size()),
-                                 batch.heads, batch.sms);
+  plan.capacity = plan_capacity(batch.mode, batch.forced, batch.tokens, static_cast<int32_t>(batch.sequences.size()),
+                                batch.heads, batch.sms);
   // Every boundary is classified; a number that two of them share would show here.
   plan.warmups.assign(static_cast<size_t>(plan.capacity.slots), 255);
   for (size_t s = 0; s < batch.sequences.size(); ++s) {
-    const CutSequence cuts(batch.sequences[s], plan.grid);
+    const CutSequence cuts(batch.sequences[s], plan.cut_spacing);
     for (int32_t i = 1; i < cuts.pieces; ++i) {
-      const int32_t at = cuts.at(i), number = cuts.number(i, plan.grid);
-      EXPECT_GE(at - (i > 1 ? cuts.at(i - 1) : 0), plan.grid.spacing);
+      const int32_t at = cuts.at(i), number = cuts.number(i, plan.cut_spacing);
+      EXPECT_GE(at - (i > 1 ? cuts.at(i - 1) : 0), plan.cut_spacing.spacing);
       // Tokens before the first sequence are counted in the numbers, but not where the spacing is chosen.
       EXPECT_TRUE(number <= plan.capacity.boundaries || batch.sequences[0].start > 0);
       if (number >= plan.capacity.boundaries) continue;
       for (size_t other = 0; other < batch.sequences.size(); ++other) {
-        EXPECT_EQ(CutSequence(batch.sequences[other], plan.grid).find(number, plan.grid), other == s ? i : 0);
+        EXPECT_EQ(CutSequence(batch.sequences[other], plan.cut_spacing).find(number, plan.cut_spacing),
+                  other == s ? i : 0);
       }
       for (int32_t head = 0; head < batch.heads; ++head) {
         const std::vector<float>& decay = batch.decay[s * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
         uint8_t& warmup = plan.warmups[static_cast<size_t>(number * batch.heads + head)];
         EXPECT_EQ(warmup, 255);
-        warmup = static_cast<uint8_t>(warmup_chunks(at, warmup_limit(plan.grid), kDecayThreshold,
+        warmup = static_cast<uint8_t>(warmup_chunks(at, warmup_limit(plan.cut_spacing), kDecayThreshold,
                                                     [&](int32_t c) { return decay[static_cast<size_t>(c)]; }));
       }
     }
@@ -164,75 +165,75 @@ inline Plan make_plan(const Batch& batch) {
       return static_cast<int32_t>(plan.warmups[static_cast<size_t>(number * batch.heads + head)]);
     };
   };
-  if (batch.mode == SplitMode::kAuto && !batch.forced) {
-    const SplitCosts costs;
+  if (batch.mode == Mode::kAuto && !batch.forced) {
+    const Costs costs;
     const LengthSummary lengths = batch.summary();
-    SplitEstimate estimates[2][kMerges];  // of heads without a heavy boundary, of those with one
-    for (const PlannedSequence& s : batch.sequences) {
+    ItemEstimate estimates[2][kJoins];  // of heads without a exact boundary, of those with one
+    for (const SequenceSpan& s : batch.sequences) {
       for (int32_t head = 0; head < batch.heads; ++head) {
-        const CutSequence cuts(s, plan.grid);
+        const CutSequence cuts(s, plan.cut_spacing);
         HeadSummary summary;
         summary.chunks = cuts.chunks;
         summary.pieces = cuts.pieces;
         for (int32_t i = 1; i < summary.pieces; ++i) {
-          const int32_t number = cuts.number(i, plan.grid);
+          const int32_t number = cuts.number(i, plan.cut_spacing);
           const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
-          summary.heavy += warmup == 0;
+          summary.exact += warmup == 0;
           summary.warmups += warmup;
         }
-        for (int32_t i = 0; i < kMerges; ++i) {
-          estimates[summary.heavy > 0][i].add(summary, merge_step(i),
-                                              long_tile(lengths.longest, plan.grid, merge_step(i)), costs);
+        for (int32_t i = 0; i < kJoins; ++i) {
+          estimates[summary.exact > 0][i].add(summary, join_step(i),
+                                              long_item(lengths.longest, plan.cut_spacing, join_step(i)), costs);
         }
       }
     }
     const float uncut = batch.uncut_shared ? time_of_shared(lengths, batch.heads, batch.sms, costs) : 0.0f;
     float best = std::numeric_limits<float>::infinity();
-    for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
-      const float time = time_of_choice(estimates[0][choice % kMerges], estimates[1][choice / kMerges], choice, uncut,
+    for (int32_t choice = 0; choice < kJoinChoices; ++choice) {
+      const float time = time_of_choice(estimates[0][choice % kJoins], estimates[1][choice / kJoins], choice, uncut,
                                         batch.sms, costs, SmGroups{});
       if (time < best) {
         best = time;
-        plan.merge = merge_choice(choice);
+        plan.join = join_choice(choice);
       }
     }
   }
   struct Sink {
-    std::vector<Tile>* tiles;
-    std::vector<TransitionChain>* chains;
-    void tile(const Tile& t) { tiles->push_back(t); }
-    void chain(const TransitionChain& c) { chains->push_back(c); }
+    std::vector<WorkItem>* items;
+    std::vector<Scan>* scans;
+    void item(const WorkItem& t) { items->push_back(t); }
+    void scan(const Scan& c) { scans->push_back(c); }
   };
-  std::vector<Tile> tiles;
-  Sink sink{&tiles, &plan.chains};
-  for (const PlannedSequence& s : batch.sequences) {
+  std::vector<WorkItem> items;
+  Sink sink{&items, &plan.scans};
+  for (const SequenceSpan& s : batch.sequences) {
     for (int32_t head = 0; head < batch.heads; ++head) {
-      emit_head(
-          HeadPlan(CutSequence(s, plan.grid), head, plan.grid, plan.merge, plan.capacity.boundaries, warmups_of(head)),
-          sink);
+      emit_head(HeadPlan(CutSequence(s, plan.cut_spacing), head, plan.cut_spacing, plan.join, plan.capacity.boundaries,
+                         warmups_of(head)),
+                sink);
     }
   }
-  std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) {
-    return tile_bucket(a, batch.in_place) < tile_bucket(b, batch.in_place);
+  std::stable_sort(items.begin(), items.end(), [&](const WorkItem& a, const WorkItem& b) {
+    return item_bucket(a, batch.in_place) < item_bucket(b, batch.in_place);
   });
-  std::array<int32_t, kTileLists> lists{};
-  for (const Tile& t : tiles) ++lists[static_cast<size_t>(tile_bucket(t, batch.in_place) / kLengthBuckets)];
-  plan.state_tiles.assign(tiles.begin(), tiles.begin() + lists[0]);
-  // Free and dependent tiles as blocks take them, which depends on when boundary states are there; no dependent one
+  std::array<int32_t, kItemLists> lists{};
+  for (const WorkItem& t : items) ++lists[static_cast<size_t>(item_bucket(t, batch.in_place) / kLengthBuckets)];
+  plan.state_items.assign(items.begin(), items.begin() + lists[0]);
+  // Free and dependent items as blocks take them, which depends on when states at cuts are there; no dependent one
   // before the first list is through.
-  auto free = tiles.begin() + lists[0], dependent = free + lists[1] + lists[2];
+  auto free = items.begin() + lists[0], dependent = free + lists[1] + lists[2];
   const auto no_free = dependent, first = free + lists[1];
   std::mt19937 order(batch.order);
-  while (free != no_free || dependent != tiles.end()) {
-    const bool ready = free >= first && dependent != tiles.end() && order() % 2 == 0;
-    plan.output_tiles.push_back(free == no_free || ready ? *dependent++ : *free++);
+  while (free != no_free || dependent != items.end()) {
+    const bool ready = free >= first && dependent != items.end() && order() % 2 == 0;
+    plan.output_items.push_back(free == no_free || ready ? *dependent++ : *free++);
   }
   return plan;
 }
 
-inline uint64_t initial_state(const Tile& t) { return static_cast<uint64_t>(t.sequence * 1000 + t.head + 1); }
+inline uint64_t initial_state(const WorkItem& t) { return static_cast<uint64_t>(t.sequence * 1000 + t.head + 1); }
 
-inline Map run(const Batch& batch, const Tile& t, uint64_t x) {
+inline Map run(const Batch& batch, const WorkItem& t, uint64_t x) {
   const std::vector<Map>& maps =
       batch.maps[static_cast<size_t>(t.sequence) * static_cast<size_t>(batch.heads) + static_cast<size_t>(t.head)];
   uint64_t a = 1;
@@ -246,25 +247,25 @@ inline Map run(const Batch& batch, const Tile& t, uint64_t x) {
 
 // Runs the plan as the kernels do, and compares every state that a chunk's outputs start from with the true one.
 inline void check(const Batch& batch, const Plan& plan) {
-  ASSERT_LE(static_cast<int64_t>(plan.state_tiles.size()), plan.capacity.state_tiles);
-  ASSERT_LE(static_cast<int64_t>(plan.output_tiles.size()), plan.capacity.output_tiles);
-  ASSERT_LE(static_cast<int64_t>(plan.chains.size()), plan.capacity.chains);
+  ASSERT_LE(static_cast<int64_t>(plan.state_items.size()), plan.capacity.state_items);
+  ASSERT_LE(static_cast<int64_t>(plan.output_items.size()), plan.capacity.output_items);
+  ASSERT_LE(static_cast<int64_t>(plan.scans.size()), plan.capacity.scans);
   constexpr uint64_t kUnwritten = ~uint64_t{0};
   std::vector<uint64_t> state(static_cast<size_t>(plan.capacity.slots), kUnwritten), transition(state);
-  for (const Tile& t : plan.state_tiles) {
+  for (const WorkItem& t : plan.state_items) {
     ASSERT_TRUE(t.slot >= 0 && t.slot < plan.capacity.slots);
-    ASSERT_EQ(t.tokens % kSplitChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
-    ASSERT_FALSE(t.flags & (kTileFromSlot | kTileToEnd));
-    const Map end = run(batch, t, t.flags & kTileFromStart ? initial_state(t) : 0);
-    const bool is_transition = (t.flags & kTileTransition) != 0;
+    ASSERT_EQ(t.tokens % kChunk, 0);  // the transition's chunks are whole: V alone is cleared in them
+    ASSERT_FALSE(t.flags & (kItemFromCutState | kItemToEnd));
+    const Map end = run(batch, t, t.flags & kItemFromStart ? initial_state(t) : 0);
+    const bool is_transition = (t.flags & kItemTransition) != 0;
     std::vector<uint64_t>& target = is_transition ? transition : state;
     ASSERT_EQ(target[static_cast<size_t>(t.slot)], kUnwritten);
     target[static_cast<size_t>(t.slot)] = is_transition ? end.a : end.b;
   }
-  for (const TransitionChain& chain : plan.chains) {
-    ASSERT_EQ(transition[static_cast<size_t>(chain.first_slot)], kUnwritten);
-    for (int32_t i = 1; i <= chain.transitions; ++i) {
-      const size_t slot = static_cast<size_t>(chain.first_slot + i);
+  for (const Scan& scan : plan.scans) {
+    ASSERT_EQ(transition[static_cast<size_t>(scan.first_slot)], kUnwritten);
+    for (int32_t i = 1; i <= scan.transitions; ++i) {
+      const size_t slot = static_cast<size_t>(scan.first_slot + i);
       ASSERT_LT(slot, state.size());
       ASSERT_NE(transition[slot], kUnwritten);
       ASSERT_NE(state[slot], kUnwritten);
@@ -278,21 +279,21 @@ inline void check(const Batch& batch, const Plan& plan) {
   for (size_t i = 0; i < written.size(); ++i) written[i].assign(batch.maps[i].size(), 0);
   std::vector<int> ends(batch.maps.size(), 0);
   std::vector<bool> overwritten(batch.maps.size(), false);
-  for (const Tile& t : plan.output_tiles) {
-    const PlannedSequence& s = batch.sequences[static_cast<size_t>(t.sequence)];
+  for (const WorkItem& t : plan.output_items) {
+    const SequenceSpan& s = batch.sequences[static_cast<size_t>(t.sequence)];
     const size_t index = static_cast<size_t>(t.sequence * batch.heads + t.head);
-    ASSERT_EQ(t.row, s.start + t.position * kSplitChunk);
+    ASSERT_EQ(t.row, s.start + t.position * kChunk);
     ASSERT_EQ(t.chunk, s.first_chunk + t.position);
     ASSERT_LE(t.row + t.tokens, s.start + s.length);
-    ASSERT_EQ((t.flags & kTileFromStart) != 0, t.position == 0);
-    ASSERT_EQ((t.flags & kTileToEnd) != 0, t.row + t.tokens == s.start + s.length);
-    ends[index] += (t.flags & kTileToEnd) != 0;
-    // The tile that overwrites an initial state waits for those that read it: their tickets must be earlier.
-    ASSERT_FALSE(batch.in_place && (t.flags & kTileFromStart) && overwritten[index]);
-    overwritten[index] = overwritten[index] || (t.flags & kTileToEnd) != 0;
+    ASSERT_EQ((t.flags & kItemFromStart) != 0, t.position == 0);
+    ASSERT_EQ((t.flags & kItemToEnd) != 0, t.row + t.tokens == s.start + s.length);
+    ends[index] += (t.flags & kItemToEnd) != 0;
+    // The item that overwrites an initial state waits for those that read it: their tickets must be earlier.
+    ASSERT_FALSE(batch.in_place && (t.flags & kItemFromStart) && overwritten[index]);
+    overwritten[index] = overwritten[index] || (t.flags & kItemToEnd) != 0;
     uint64_t x = 0, truth = initial_state(t);
-    if (t.flags & kTileFromStart) x = truth;
-    if (t.flags & kTileFromSlot) x = state[static_cast<size_t>(t.slot)];
+    if (t.flags & kItemFromStart) x = truth;
+    if (t.flags & kItemFromCutState) x = state[static_cast<size_t>(t.slot)];
     for (int32_t c = 0; c < t.position + chunks_in(t.tokens); ++c) {
       if (c >= t.position + t.warmup) {
         ASSERT_EQ(x, truth) << "sequence " << t.sequence << " head " << t.head << " chunk " << c;
@@ -309,4 +310,4 @@ inline void check(const Batch& batch, const Plan& plan) {
   for (int count : ends) ASSERT_EQ(count, 1);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::cp

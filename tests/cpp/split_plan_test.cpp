@@ -1,10 +1,10 @@
-// The planner of the sequence split, run on the host over drawn lengths, gates and cards (split_plan_model.h).
+// The planner of the context parallelism, run on the host over drawn lengths, gates and cards (split_plan_model.h).
 #include <cmath>
 
-#include "cuda/sm90/chunk_fwd/split_even.h"
+#include "cuda/sm90/context_parallel/regular_plan.h"
 #include "split_plan_model.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::cp {
 namespace {
 
 TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
@@ -15,9 +15,9 @@ TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
     const Plan plan = make_plan(batch);
     check(batch, plan);
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
-    cut += plan.output_tiles.size() > batch.maps.size();
-    chained += !plan.chains.empty();
-    for (const Tile& t : plan.output_tiles) warmed += t.warmup > 0;
+    cut += plan.output_items.size() > batch.maps.size();
+    chained += !plan.scans.empty();
+    for (const WorkItem& t : plan.output_items) warmed += t.warmup > 0;
   }
   // The cases meet what they are meant to meet.
   EXPECT_GT(cut, 10000);
@@ -26,19 +26,19 @@ TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
 }
 
 struct CountedSink {
-  std::vector<Tile> tiles;
-  std::vector<TransitionChain> chains;
-  void tile(const Tile& t) { tiles.push_back(t); }
-  void chain(const TransitionChain& c) { chains.push_back(c); }
+  std::vector<WorkItem> items;
+  std::vector<Scan> scans;
+  void item(const WorkItem& t) { items.push_back(t); }
+  void scan(const Scan& c) { scans.push_back(c); }
 };
-struct EvenSink {
-  std::vector<Tile> states, outputs;
-  std::vector<TransitionChain> chains;
+struct RegularSink {
+  std::vector<WorkItem> states, outputs;
+  std::vector<Scan> scans;
   struct Reference {
-    EvenSink& to;
-    void state(int32_t at, const Tile& t) const { put(to.states, at, t, &Tile::row); }
-    void output(int32_t at, const Tile& t) const { put(to.outputs, at, t, &Tile::row); }
-    void chain(int32_t at, const TransitionChain& c) const { put(to.chains, at, c, &TransitionChain::first_slot); }
+    RegularSink& to;
+    void state(int32_t at, const WorkItem& t) const { put(to.states, at, t, &WorkItem::row); }
+    void output(int32_t at, const WorkItem& t) const { put(to.outputs, at, t, &WorkItem::row); }
+    void scan(int32_t at, const Scan& c) const { put(to.scans, at, c, &Scan::first_slot); }
   };
 
  private:
@@ -51,77 +51,78 @@ struct EvenSink {
   }
 };
 
-// Equal sequences in light and heavy heads: the tiles told by their places are those that are counted, each place is
+// Equal sequences in decaying and exact heads: the items told by their places are those that are counted, each place is
 // taken once, and larger segments come first.
 TEST(SplitPlan, EvenPlansAreTheCountedOnes) {
   std::mt19937 random(3);
   auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
-  const auto fields = [](const Tile& t) {
+  const auto fields = [](const WorkItem& t) {
     return std::array<int32_t, 9>{t.row, t.tokens, t.sequence, t.chunk, t.position, t.slot, t.head, t.warmup, t.flags};
   };
   int64_t mixed = 0;
   for (int i = 0; i < 20000; ++i) {
     const int32_t n = 1 + below(3), heads = 1 + below(9), chunks = 1 + below(300);
-    const int32_t length = (chunks - 1) * kSplitChunk + 1 + below(kSplitChunk);
-    SplitGrid grid;
-    grid.set_spacing(kMinSpacing + below(12));
-    const SplitMerge merge = merge_choice(below(kMergeChoices));
-    const int32_t capacity = n * chunks / grid.spacing + 1;
+    const int32_t length = (chunks - 1) * kChunk + 1 + below(kChunk);
+    CutSpacing cut_spacing;
+    cut_spacing.set_spacing(kMinSpacing + below(12));
+    const Join join = join_choice(below(kJoinChoices));
+    const int32_t capacity = n * chunks / cut_spacing.spacing + 1;
     CountedSink counted;
-    EvenSink even;
-    std::vector<bool> heavy;
-    for (int32_t pair = 0; pair < n * heads; ++pair) heavy.push_back(below(3) == 0);
-    const int32_t heavy_heads = static_cast<int32_t>(std::count(heavy.begin(), heavy.end(), true));
-    const int32_t pieces = pieces_of(chunks, grid);
-    const EvenPlan plan(pieces, merge);
-    const EvenCounts counts{n * heads - heavy_heads, heavy_heads};
-    Tile none{};
+    RegularSink even;
+    std::vector<bool> exact;
+    for (int32_t pair = 0; pair < n * heads; ++pair) exact.push_back(below(3) == 0);
+    const int32_t exact_heads = static_cast<int32_t>(std::count(exact.begin(), exact.end(), true));
+    const int32_t pieces = pieces_of(chunks, cut_spacing);
+    const RegularPlan plan(pieces, join);
+    const RegularCounts counts{n * heads - exact_heads, exact_heads};
+    WorkItem none{};
     none.row = -1;
-    even.states.assign(static_cast<size_t>(plan.state_tiles(counts)), none);
-    even.outputs.assign(static_cast<size_t>(plan.free_tiles(counts) + plan.dependent_tiles(counts)), none);
-    even.chains.assign(static_cast<size_t>(plan.chains(counts)), {-1, -1});
-    int32_t heavy_before = 0;
+    even.states.assign(static_cast<size_t>(plan.state_items(counts)), none);
+    even.outputs.assign(static_cast<size_t>(plan.independent_items(counts) + plan.dependent_items(counts)), none);
+    even.scans.assign(static_cast<size_t>(plan.scans(counts)), {-1, -1});
+    int32_t exact_before = 0;
     for (int32_t pair = 0; pair < n * heads; ++pair) {
       const int32_t s = pair / heads;
-      const bool is_heavy = heavy[static_cast<size_t>(pair)];
-      const auto warmups = [&](int32_t number) { return is_heavy ? 0 : 4 + (number * 7 + pair) % 5; };
-      const HeadPlan head(CutSequence({s * chunks * kSplitChunk, length, s, s * chunks}, grid), pair % heads, grid,
-                          merge, capacity, warmups);
+      const bool is_exact = exact[static_cast<size_t>(pair)];
+      const auto warmups = [&](int32_t number) { return is_exact ? 0 : 4 + (number * 7 + pair) % 5; };
+      const HeadPlan head(CutSequence({s * chunks * kChunk, length, s, s * chunks}, cut_spacing), pair % heads,
+                          cut_spacing, join, capacity, warmups);
       ASSERT_EQ(head.cuts.pieces, pieces);
       emit_head(head, counted);
-      const int32_t rank = is_heavy ? heavy_before : pair - heavy_before;
-      for (int32_t k = 0; k < (is_heavy ? plan.heavy : plan.light).joined; ++k) {
+      const int32_t rank = is_exact ? exact_before : pair - exact_before;
+      for (int32_t k = 0; k < (is_exact ? plan.exact : plan.decaying).joined; ++k) {
         // Of all heads of a kind the same.
-        const EvenSegment segment = plan.segment(CutSequence({0, length, 0, 0}, grid), is_heavy, k);
-        for (int32_t tile = 0; tile < 3; ++tile) {
-          plan.emit(segment, head, counts, is_heavy, rank, k, tile, EvenSink::Reference{even});
+        const RegularSegment segment = plan.segment(CutSequence({0, length, 0, 0}, cut_spacing), is_exact, k);
+        for (int32_t item = 0; item < 3; ++item) {
+          plan.emit(segment, head, counts, is_exact, rank, k, item, RegularSink::Reference{even});
         }
       }
-      heavy_before += is_heavy;
+      exact_before += is_exact;
     }
     if (HasFatalFailure()) FAIL() << "case " << i;
-    const auto sorted = [&](const std::vector<Tile>& tiles) {
+    const auto sorted = [&](const std::vector<WorkItem>& items) {
       std::vector<std::array<int32_t, 9>> all;
-      for (const Tile& t : tiles) all.push_back(fields(t));
+      for (const WorkItem& t : items) all.push_back(fields(t));
       std::sort(all.begin(), all.end());
       return all;
     };
-    std::vector<Tile> all = even.states;
+    std::vector<WorkItem> all = even.states;
     all.insert(all.end(), even.outputs.begin(), even.outputs.end());
-    ASSERT_EQ(sorted(all), sorted(counted.tiles)) << "case " << i;
-    ASSERT_EQ(even.chains.size(), counted.chains.size());
-    for (size_t c = 0; c < even.chains.size(); ++c) {
-      EXPECT_EQ(even.chains[c].first_slot, counted.chains[c].first_slot);
-      EXPECT_EQ(even.chains[c].transitions, counted.chains[c].transitions);
+    ASSERT_EQ(sorted(all), sorted(counted.items)) << "case " << i;
+    ASSERT_EQ(even.scans.size(), counted.scans.size());
+    for (size_t c = 0; c < even.scans.size(); ++c) {
+      EXPECT_EQ(even.scans[c].first_slot, counted.scans[c].first_slot);
+      EXPECT_EQ(even.scans[c].transitions, counted.scans[c].transitions);
     }
     for (size_t t = 0; t < even.outputs.size(); ++t) {
-      EXPECT_EQ((even.outputs[t].flags & kTileFromSlot) != 0, t >= static_cast<size_t>(plan.free_tiles(counts)));
+      EXPECT_EQ((even.outputs[t].flags & kItemFromCutState) != 0,
+                t >= static_cast<size_t>(plan.independent_items(counts)));
     }
     // A piece has a chunk more or less than another, and the last one an unfilled chunk.
     for (size_t t = 1; t < even.states.size(); ++t) {
-      EXPECT_LE(even.states[t].tokens, even.states[t - 1].tokens + plan.heavy.least * 2 * kSplitChunk);
+      EXPECT_LE(even.states[t].tokens, even.states[t - 1].tokens + plan.exact.least * 2 * kChunk);
     }
-    mixed += plan.state_tiles(counts) > 0 && plan.light.joined > 1 && heavy_heads < n * heads;
+    mixed += plan.state_items(counts) > 0 && plan.decaying.joined > 1 && exact_heads < n * heads;
   }
   EXPECT_GT(mixed, 5000);
 }
@@ -130,7 +131,7 @@ TEST(SplitPlan, InvariantPlansDoNotSeeTheBatch) {
   std::mt19937 random(2);
   for (int i = 0; i < 2000; ++i) {
     Batch batch = draw(random);
-    batch.mode = SplitMode::kInvariant;
+    batch.mode = Mode::kInvariant;
     const Plan all = make_plan(batch);
     for (size_t s = 0; s < batch.sequences.size(); ++s) {
       Batch alone = batch;
@@ -143,18 +144,18 @@ TEST(SplitPlan, InvariantPlansDoNotSeeTheBatch) {
                          batch.decay.begin() + static_cast<int64_t>(s + 1) * batch.heads);
       const Plan one = make_plan(alone);
       size_t next = 0;
-      std::vector<Tile> mine;
-      for (const Tile& t : all.output_tiles) {
+      std::vector<WorkItem> mine;
+      for (const WorkItem& t : all.output_items) {
         if (t.sequence == static_cast<int32_t>(s)) mine.push_back(t);
       }
-      ASSERT_EQ(mine.size(), one.output_tiles.size());
-      std::vector<Tile> tiles = one.output_tiles;
-      for (std::vector<Tile>* list : {&mine, &tiles}) {
-        std::sort(list->begin(), list->end(), [](const Tile& a, const Tile& b) {
+      ASSERT_EQ(mine.size(), one.output_items.size());
+      std::vector<WorkItem> items = one.output_items;
+      for (std::vector<WorkItem>* list : {&mine, &items}) {
+        std::sort(list->begin(), list->end(), [](const WorkItem& a, const WorkItem& b) {
           return std::pair(a.head, a.position + a.warmup) < std::pair(b.head, b.position + b.warmup);
         });
       }
-      for (const Tile& t : tiles) {
+      for (const WorkItem& t : items) {
         ASSERT_EQ(t.position, mine[next].position);
         ASSERT_EQ(t.tokens, mine[next].tokens);
         ASSERT_EQ(t.warmup, mine[next].warmup);
@@ -170,20 +171,20 @@ LengthSummary alike(int32_t sequences, int32_t chunks) {
 }
 
 TEST(SplitPlan, CutsOnlyWhereTheCardIsNotFull) {
-  const SplitCosts costs;
-  // 64 heads of four sequences: 256 tiles on 132 SMs, 97 % of them in full waves.
-  EXPECT_EQ(choose_grid(SplitMode::kAuto, false, alike(4, 128), 64, 132, costs).spacing, 0);
-  EXPECT_EQ(choose_grid(SplitMode::kAuto, false, alike(8, 16), 64, 132, costs).spacing, 0);
-  EXPECT_EQ(choose_grid(SplitMode::kOff, true, alike(1, 512), 8, 132, costs).spacing, 0);
-  EXPECT_GT(choose_grid(SplitMode::kAuto, false, alike(1, 512), 8, 132, costs).spacing, 0);
-  EXPECT_GT(choose_grid(SplitMode::kAuto, false, alike(4, 128), 48, 132, costs).spacing, 0);
-  EXPECT_EQ(choose_grid(SplitMode::kAuto, false, {}, 8, 132, costs).spacing, 0);
+  const Costs costs;
+  // 64 heads of four sequences: 256 items on 132 SMs, 97 % of them in full waves.
+  EXPECT_EQ(choose_cut_spacing(Mode::kAuto, false, alike(4, 128), 64, 132, costs).spacing, 0);
+  EXPECT_EQ(choose_cut_spacing(Mode::kAuto, false, alike(8, 16), 64, 132, costs).spacing, 0);
+  EXPECT_EQ(choose_cut_spacing(Mode::kOff, true, alike(1, 512), 8, 132, costs).spacing, 0);
+  EXPECT_GT(choose_cut_spacing(Mode::kAuto, false, alike(1, 512), 8, 132, costs).spacing, 0);
+  EXPECT_GT(choose_cut_spacing(Mode::kAuto, false, alike(4, 128), 48, 132, costs).spacing, 0);
+  EXPECT_EQ(choose_cut_spacing(Mode::kAuto, false, {}, 8, 132, costs).spacing, 0);
 }
 
-// What was measured on a card of 132 SMs (docs/design/sequence_split.md).
+// What was measured on a card of 132 SMs (docs/notebook/sequence_split.md).
 TEST(SplitPlan, PlansWhereItWasMeasuredToPay) {
   auto pays = [&](int32_t key_heads, int32_t heads, int32_t sequences, int32_t tokens) {
-    return promise_of_plan(alike(sequences, chunks_in(tokens)), heads, 132, SplitCosts(key_heads, heads), true).pays();
+    return estimate_plan(alike(sequences, chunks_in(tokens)), heads, 132, Costs(key_heads, heads), true).pays();
   };
   for (int32_t heads : {8, 16, 24, 32}) EXPECT_TRUE(pays(heads / 4, heads, 1, 32768)) << heads;
   for (int32_t heads : {8, 16, 32}) EXPECT_TRUE(pays(heads / 4, heads, 1, 8192)) << heads;
@@ -214,33 +215,33 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
   for (const int32_t heads : {4, 8, 16, 24, 32, 48, 64}) {
     for (const int32_t sequences : {1, 2, 4}) {
       for (const int32_t tokens : {2048, 4096, 8192, 16384, 32768}) {
-        const SplitCosts costs(heads / 4, heads);
+        const Costs costs(heads / 4, heads);
         const LengthSummary lengths = alike(sequences, chunks_in(tokens / sequences));
-        const SplitPromise promise = promise_of_plan(lengths, heads, kSms, costs, true);
-        if (!promise.pays()) continue;
+        const PlanEstimate estimate = estimate_plan(lengths, heads, kSms, costs, true);
+        if (!estimate.pays()) continue;
         const bool shared = shares_pay(static_cast<int64_t>(sequences) * heads, kSms);
-        const UsualChoices usual = usual_choices(lengths, promise.grid, heads, shared, kSms, costs);
+        const ChoiceTable usual = choice_table(lengths, estimate.cut_spacing, heads, shared, kSms, costs);
         const float uncut = shared ? time_of_shared(lengths, heads, kSms, costs) : 0.0f;
-        const int32_t pieces = pieces_of(lengths.longest, promise.grid);
-        for (int32_t heavy = 0; heavy <= heads; ++heavy) {
-          for (int32_t warmup = UsualChoices::kLeastWarmup; warmup <= UsualChoices::kMostWarmup; ++warmup) {
+        const int32_t pieces = pieces_of(lengths.longest, estimate.cut_spacing);
+        for (int32_t exact = 0; exact <= heads; ++exact) {
+          for (int32_t warmup = ChoiceTable::kLeastWarmup; warmup <= ChoiceTable::kMostWarmup; ++warmup) {
             float best = 0.0f, looked_up = 0.0f;
-            for (int32_t choice = 0; choice < kMergeChoices; ++choice) {
-              SplitEstimate parts[2];
+            for (int32_t choice = 0; choice < kJoinChoices; ++choice) {
+              ItemEstimate parts[2];
               for (const bool decays : {false, true}) {
                 const HeadSummary head{lengths.longest, pieces, decays ? 0 : pieces - 1,
                                        decays ? warmup * (pieces - 1) : 0};
-                const int32_t step = merge_step(decays ? choice % kMerges : choice / kMerges);
-                SplitEstimate part;
-                part.add(head, step, long_tile(lengths.longest, promise.grid, step), costs);
-                parts[decays].add(part, sequences * (decays ? heads - heavy : heavy));
+                const int32_t step = join_step(decays ? choice % kJoins : choice / kJoins);
+                ItemEstimate part;
+                part.add(head, step, long_item(lengths.longest, estimate.cut_spacing, step), costs);
+                parts[decays].add(part, sequences * (decays ? heads - exact : exact));
               }
               const float time = time_of_choice(parts[1], parts[0], choice, uncut, kSms, costs, SmGroups{});
               if (choice == 0 || time < best) best = time;
               int32_t states = -1;
-              if (choice == usual.choice(sequences * heavy, sequences * heads, &states)) {
+              if (choice == usual.choice(sequences * exact, sequences * heads, &states)) {
                 looked_up = time;
-                EXPECT_EQ(states, parts[0].states.tiles);
+                EXPECT_EQ(states, parts[0].states.items);
               }
             }
             if (looked_up == 0.0f) continue;
@@ -259,91 +260,93 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
 }
 
 // Every chunk once and from the right state, where no head decays and heads are not cut by whole pieces. Lists: what
-// waits comes behind what does not, as pairs of SMs take the tickets behind those of free tiles.
-void check_undecayed(const UndecayedPlan& undecayed, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
-                     const SplitGrid& grid, int32_t missing) {
+// waits comes after what does not, as TPCs take the tickets after those of independent items.
+void check_all_exact(const AllExactPlan& all_exact, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
+                     const CutSpacing& cut_spacing, int32_t missing) {
   std::mt19937 random(static_cast<uint32_t>(heads * chunks + missing));
   Batch batch;
   batch.sms = sms;
   batch.heads = heads;
   for (int32_t s = 0; s < sequences; ++s) {
-    const int32_t length = chunks * kSplitChunk - missing;
+    const int32_t length = chunks * kChunk - missing;
     batch.sequences.push_back({s * length, length, s, s * chunks});
     for (int32_t head = 0; head < heads; ++head) {
       std::vector<Map>& maps = batch.maps.emplace_back();
       for (int32_t c = 0; c < chunks; ++c) maps.push_back({1 + random() % (kPrime - 1), random() % kPrime});
     }
   }
-  batch.tokens = static_cast<int64_t>(sequences) * (chunks * kSplitChunk - missing);
+  batch.tokens = static_cast<int64_t>(sequences) * (chunks * kChunk - missing);
   Plan plan;
-  plan.grid = grid;
-  plan.capacity = split_capacity(SplitMode::kAuto, false, batch.tokens, sequences, heads, sms);
-  Tile none{};
+  plan.cut_spacing = cut_spacing;
+  plan.capacity = plan_capacity(Mode::kAuto, false, batch.tokens, sequences, heads, sms);
+  WorkItem none{};
   none.row = -1;
-  EvenSink lists;
-  lists.states.assign(static_cast<size_t>(undecayed.state_tiles()), none);
-  lists.outputs.assign(static_cast<size_t>(undecayed.free_tiles() + undecayed.dependent_tiles()), none);
-  lists.chains.assign(static_cast<size_t>(undecayed.chains()), {-1, -1});
-  const auto heavy = [](int32_t) { return 0; };
+  RegularSink lists;
+  lists.states.assign(static_cast<size_t>(all_exact.state_items()), none);
+  lists.outputs.assign(static_cast<size_t>(all_exact.independent_items() + all_exact.dependent_items()), none);
+  lists.scans.assign(static_cast<size_t>(all_exact.scans()), {-1, -1});
+  const auto exact = [](int32_t) { return 0; };
   for (int32_t i = 0; i < sequences * heads; ++i) {
-    const PlannedSequence& s = batch.sequences[static_cast<size_t>(i / heads)];
-    const HeadPlan head(CutSequence(s, grid), i % heads, grid, SplitMerge{}, plan.capacity.boundaries, heavy);
-    for (int32_t k = 0; k < undecayed.split.segments; ++k) {
-      for (int32_t n = 0; n < 3; ++n) undecayed.emit(head, i, k, n, EvenSink::Reference{lists});
+    const SequenceSpan& s = batch.sequences[static_cast<size_t>(i / heads)];
+    const HeadPlan head(CutSequence(s, cut_spacing), i % heads, cut_spacing, Join{}, plan.capacity.boundaries, exact);
+    for (int32_t k = 0; k < all_exact.split.segments; ++k) {
+      for (int32_t n = 0; n < 3; ++n) all_exact.emit(head, i, k, n, RegularSink::Reference{lists});
     }
   }
   for (size_t t = 0; t < lists.outputs.size(); ++t) {
-    ASSERT_EQ((lists.outputs[t].flags & kTileFromSlot) != 0, t >= static_cast<size_t>(undecayed.free_tiles()));
+    ASSERT_EQ((lists.outputs[t].flags & kItemFromCutState) != 0,
+              t >= static_cast<size_t>(all_exact.independent_items()));
   }
-  // Every place has a tile: a state of each segment but the last, a transition of each but that and the first.
-  for (const Tile& t : lists.states) ASSERT_GE(t.row, 0);
-  ASSERT_EQ(undecayed.state_tiles(), undecayed.heads * (2 * undecayed.split.segments - 3));
-  ASSERT_EQ(undecayed.states_left(), undecayed.state_tiles() * kStateWarps);
-  plan.state_tiles = lists.states;
-  plan.output_tiles = lists.outputs;
-  plan.chains = lists.chains;
+  // Every place has a item: a state of each segment but the last, a transition of each but that and the first.
+  for (const WorkItem& t : lists.states) ASSERT_GE(t.row, 0);
+  ASSERT_EQ(all_exact.state_items(), all_exact.heads * (2 * all_exact.split.segments - 3));
+  ASSERT_EQ(all_exact.states_left(), all_exact.state_items() * kStateWarps);
+  plan.state_items = lists.states;
+  plan.output_items = lists.outputs;
+  plan.scans = lists.scans;
   check(batch, plan);
 }
 
-// Where no head decays pairs of SMs may make what waits for boundary states, all of it at once.
+// Where no head decays TPCs may make what waits for states at cuts, all of it at once.
 TEST(SplitPlan, WhatNoHeadDecaysAsksForIsOneWave) {
-  int32_t paired = 0, taken = 0;
+  int32_t clustered = 0, taken = 0;
   for (const int32_t sms : {78, 114, 132}) {
     for (const int32_t heads : {2, 8, 16, 24, 32, 40, 48, 64}) {
       for (const int32_t sequences : {1, 2}) {
         for (const int32_t tokens : {4096, 8192, 16384, 32768, 65536}) {
-          const SplitCosts costs(heads / std::min(heads, 4), heads);
+          const Costs costs(heads / std::min(heads, 4), heads);
           const LengthSummary lengths = alike(sequences, chunks_in(tokens / sequences));
-          const SplitPromise promise = promise_of_plan(lengths, heads, sms, costs, true);
-          if (promise.grid.spacing == 0) continue;
-          const int32_t pieces = pieces_of(lengths.longest, promise.grid);
-          const UsualChoices without = usual_choices(lengths, promise.grid, heads, true, sms, costs);
-          EXPECT_EQ(without.undecayed.segments, 0);
-          const UsualChoices usual = usual_choices(lengths, promise.grid, heads, true, sms, costs, true);
+          const PlanEstimate estimate = estimate_plan(lengths, heads, sms, costs, true);
+          if (estimate.cut_spacing.spacing == 0) continue;
+          const int32_t pieces = pieces_of(lengths.longest, estimate.cut_spacing);
+          const ChoiceTable without = choice_table(lengths, estimate.cut_spacing, heads, true, sms, costs);
+          EXPECT_EQ(without.all_exact.segments, 0);
+          const ChoiceTable usual = choice_table(lengths, estimate.cut_spacing, heads, true, sms, costs, true);
           EXPECT_TRUE(std::equal(std::begin(usual.of_share), std::end(usual.of_share), without.of_share));
-          const BestUndecayed by_pairs = best_paired(lengths, pieces, heads, sms, costs);
-          if (usual.undecayed.segments > 0) {
+          const BestAllExact by_pairs = best_by_clusters(lengths, pieces, heads, sms, costs);
+          if (usual.all_exact.segments > 0) {
             ++taken;
             EXPECT_GT(by_pairs.time, 0.0f);
           }
           if (by_pairs.time == 0.0f) continue;
-          ++paired;
-          const UndecayedPlan plan{by_pairs.split, sequences * heads};
-          EXPECT_LE(plan.split.segments, pieces);  // slots of boundary states
-          EXPECT_LE(2 * plan.dependent_tiles(), sms);
-          check_undecayed(plan, sequences, heads, sms, chunks_in(tokens / sequences), promise.grid, paired % 3 * 30);
+          ++clustered;
+          const AllExactPlan plan{by_pairs.split, sequences * heads};
+          EXPECT_LE(plan.split.segments, pieces);  // slots of states at cuts
+          EXPECT_LE(2 * plan.dependent_items(), sms);
+          check_all_exact(plan, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
+                          clustered % 3 * 30);
           if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
         }
       }
     }
   }
-  EXPECT_GT(paired, 10);
+  EXPECT_GT(clustered, 10);
   EXPECT_GT(taken, 5);
 }
 
 // Lengths that only the device knows: 28672 + 4096 gain 13 to 30 %, 2 x 16384 lose with a cut.
 TEST(SplitPlan, LengthsDecideOnTheDevice) {
-  const SplitCosts costs;
+  const Costs costs;
   auto cuts = [&](int32_t heads, std::vector<int32_t> tokens) {
     LengthSummary lengths;
     for (const int32_t t : tokens) {
@@ -351,7 +354,7 @@ TEST(SplitPlan, LengthsDecideOnTheDevice) {
       lengths.longest = std::max(lengths.longest, chunks_in(t));
       ++lengths.sequences;
     }
-    return choose_grid(SplitMode::kAuto, false, lengths, heads, 132, costs, kLeastUnequal).spacing > 0;
+    return choose_cut_spacing(Mode::kAuto, false, lengths, heads, 132, costs, kLeastUnequal).spacing > 0;
   };
   for (int32_t heads : {24, 32, 48, 64}) {
     EXPECT_TRUE(cuts(heads, {28672, 4096})) << heads;
@@ -366,10 +369,10 @@ TEST(SplitPlan, OneLengthTellsWhetherToCut) {
   for (const int32_t heads : {8, 20, 32, 48, 64, 100}) {
     for (const int32_t sequences : {2, 3}) {
       for (const int32_t chunks : {100, 337, 512, 2000}) {
-        const SplitCosts costs(heads / 4, heads);
+        const Costs costs(heads / 4, heads);
         const int32_t equal = (chunks + sequences - 1) / sequences;
         const auto cut = [&](int32_t longest) {
-          return choose_grid(SplitMode::kAuto, false, {chunks, sequences, longest}, heads, 132, costs, kLeastUnequal)
+          return choose_cut_spacing(Mode::kAuto, false, {chunks, sequences, longest}, heads, 132, costs, kLeastUnequal)
                      .spacing > 0;
         };
         if (cut(equal)) continue;  // nobody asks then
@@ -385,14 +388,14 @@ TEST(SplitPlan, OneLengthTellsWhetherToCut) {
   EXPECT_GT(asked, 20);
 }
 
-TEST(SplitPlan, GrowthAndNaNAreHeavy) {
+TEST(SplitPlan, GrowthAndNaNAreExact) {
   auto steady = [](float x) { return [x](int32_t) { return x; }; };
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-3.2f)), 5);
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-1.6f)), 10);
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(-1.5f)), 0);
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(0.0f)), 0);
   EXPECT_EQ(warmup_chunks(20, 10, kDecayThreshold, steady(std::nanf(""))), 0);
-  // The sequence's start comes first: from there, where the rate is that of a light head.
+  // The sequence's start comes first: from there, where the rate is that of a decaying head.
   EXPECT_EQ(warmup_chunks(3, 10, kDecayThreshold, steady(-4.0f)), 3);
   EXPECT_EQ(warmup_chunks(3, 10, kDecayThreshold, steady(-1.5f)), 0);
   EXPECT_EQ(warmup_chunks(11, 10, kDecayThreshold, steady(-1.5f)), 0);
@@ -422,7 +425,7 @@ TEST(SplitPlan, WhatAWarmupDropsIsBelowThePromise) {
     std::vector<State> keys, values;
     std::vector<double> gates;
     std::vector<float> decay(kChunks, 0.0f);
-    for (int t = 0; t < kChunks * kSplitChunk; ++t) {
+    for (int t = 0; t < kChunks * kChunk; ++t) {
       State k(kDim), v(kDim);
       double sum = 0;
       for (double& x : k) x = normal(random), sum += x * x;
@@ -431,7 +434,7 @@ TEST(SplitPlan, WhatAWarmupDropsIsBelowThePromise) {
       keys.push_back(alike && t > 0 ? keys[0] : k);
       values.push_back(v);
       gates.push_back(rate * (1.0 + 0.1 * normal(random)));
-      decay[static_cast<size_t>(t / kSplitChunk)] += static_cast<float>(gates.back() + growth);
+      decay[static_cast<size_t>(t / kChunk)] += static_cast<float>(gates.back() + growth);
     }
     auto step = [&](State& s, int t, bool with_values) {
       const State &k = keys[static_cast<size_t>(t)], &v = values[static_cast<size_t>(t)];
@@ -446,8 +449,8 @@ TEST(SplitPlan, WhatAWarmupDropsIsBelowThePromise) {
     State s(kDim * kDim);
     for (int i = 0; i < kDim * kDim; ++i) s[static_cast<size_t>(i)] = 1e8 * keys[0][static_cast<size_t>(i / kDim)];
     double largest = norm(s);
-    for (int t = 0; t < kChunks * kSplitChunk; ++t) {
-      if (t % kSplitChunk == 0) starts.push_back(s);
+    for (int t = 0; t < kChunks * kChunk; ++t) {
+      if (t % kChunk == 0) starts.push_back(s);
       step(s, t, true);
       largest = std::max(largest, norm(s));
     }
@@ -458,7 +461,7 @@ TEST(SplitPlan, WhatAWarmupDropsIsBelowThePromise) {
       ++dropped;
       // By linearity the error is the state that was left out, carried through the warm-up without values.
       State error = starts[static_cast<size_t>(position - warmup)];
-      for (int t = (position - warmup) * kSplitChunk; t < position * kSplitChunk; ++t) step(error, t, false);
+      for (int t = (position - warmup) * kChunk; t < position * kChunk; ++t) step(error, t, false);
       ASSERT_LE(norm(error), 1.2e-7 * largest);
       tightest = std::max(tightest, norm(error) / largest);
     }
@@ -482,18 +485,18 @@ TEST(SplitPlan, DivisorsDivide) {
 
 TEST(SplitPlan, EvenMerges) {
   for (int32_t pieces = 1; pieces < 200; ++pieces) {
-    for (int32_t merge : {1, 2, 3, 5, 16, kNoCut}) {
+    for (int32_t join : {1, 2, 3, 5, 16, kNoCut}) {
       int32_t last = 0, shortest = pieces, longest = 0, count = 0;
       for (int32_t i = 1; i <= pieces; ++i) {
-        if (i < pieces && !boundary_stays(Divisor(pieces), i, joined_pieces(pieces, merge))) continue;
+        if (i < pieces && !boundary_stays(Divisor(pieces), i, joined_pieces(pieces, join))) continue;
         shortest = std::min(shortest, i - last);
         longest = std::max(longest, i - last);
         last = i;
         ++count;
       }
       ASSERT_LE(longest - shortest, 1);
-      ASSERT_LE(longest, merge);
-      ASSERT_EQ(count, merge >= pieces ? 1 : (pieces + merge - 1) / merge);
+      ASSERT_LE(longest, join);
+      ASSERT_EQ(count, join >= pieces ? 1 : (pieces + join - 1) / join);
     }
   }
 }
@@ -505,4 +508,4 @@ TEST(SplitPlan, BucketsAreInOrder) {
 }
 
 }  // namespace
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::cp

@@ -11,8 +11,8 @@ namespace flash_qla {
 const char* source_commit() { return "emulated"; }
 
 const std::vector<const ForwardPath*>& chunk_forward_paths() {
-  static const std::vector<const ForwardPath*> paths = {&kSm80ChunkForward, &kCudaGenericChunkForward,
-                                                        &kCudaOracleChunkForward, &kReferenceChunkForward};
+  static const std::vector<const ForwardPath*> paths = {&kSm80ChunkForwardWithParts, &kCudaGenericChunkForwardWithParts,
+                                                        &kCudaOracleChunkForwardWithParts, &kReferenceChunkForward};
   return paths;
 }
 
@@ -23,8 +23,8 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 }
 
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
-  static const std::vector<const BackwardPath*> paths = {&kCudaGenericChunkBackward, &kCudaOracleChunkBackward,
-                                                         &kReferenceChunkBackward};
+  static const std::vector<const BackwardPath*> paths = {&kCudaGenericChunkBackwardWithParts,
+                                                         &kCudaOracleChunkBackwardWithParts, &kReferenceChunkBackward};
   return paths;
 }
 
@@ -33,6 +33,43 @@ const std::vector<const VerifyPath*>& verify_paths() {
                                                        &kReferenceVerify};
   return paths;
 }
+
+const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
+  static const std::vector<const SequenceCutPath*> paths = {&kCudaSequenceCut};
+  return paths;
+}
+
+const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
+  static const std::vector<const ChunkSummaryPath*> paths = {&kCudaGenericChunkSummary, &kCudaOracleChunkSummary,
+                                                             &kReferenceChunkSummary};
+  return paths;
+}
+
+const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
+  static const std::vector<const ChunkSummaryBackwardPath*> paths = {
+      &kCudaGenericChunkSummaryBackward, &kCudaOracleChunkSummaryBackward, &kReferenceChunkSummaryBackward};
+  return paths;
+}
+
+const std::vector<const SummaryCombinePath*>& summary_combine_paths() {
+  static const std::vector<const SummaryCombinePath*> paths = {&kCudaGenericSummaryCombine, &kReferenceSummaryCombine};
+  return paths;
+}
+
+// Hopper's kernels are not emulated: what names their paths finds one that takes nothing.
+namespace {
+template <class Arguments>
+constexpr Path<Arguments> no_path() {
+  return {"sm90",
+          FLASH_QLA_CUDA,
+          false,
+          [](const Arguments&, const Problem&) { return std::string("is not emulated"); },
+          [](const Arguments&, const Problem&) { return size_t{0}; },
+          [](const Arguments&, const Problem&, void*, void*) { return Status(); }};
+}
+}  // namespace
+extern const ForwardPath kSm90ChunkForward = no_path<flash_qla_forward_arguments>();
+extern const BackwardPath kSm90ChunkBackward = no_path<flash_qla_backward_arguments>();
 
 const std::vector<const ConvPath*>& conv_forward_paths() {
   static const std::vector<const ConvPath*> paths = {&kCudaConvForward, &kReferenceConvForward};

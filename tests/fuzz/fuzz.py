@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Rung 21: seeded differential fuzzing of the public calls against the fp64 oracle.
+"""Requirement 21: seeded differential fuzzing of the public calls against the fp64 oracle.
 
     python tests/fuzz/fuzz.py --seed 7 --cases 200                      # on the CPU
     python tests/fuzz/fuzz.py --seed 7 --cases 200 --device cuda        # the same cases on a GPU

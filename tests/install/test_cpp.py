@@ -24,6 +24,7 @@ def test_add_subdirectory(subdirectory_build):
 def test_find_package_from_cpp17(prefix, tmp_path):
     configure_and_build(EXAMPLE, tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_STANDARD=17")
     assert_example_agrees(tmp_path / "prefill")
+    assert "over 2 ranks: relative difference from one call" in run(tmp_path / "several_cards")  # exits with 1 above 1e-5
 
 
 def test_find_package_from_c99(prefix, tmp_path):

@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # Derandomised: a run that fails fails again. tests/fuzz draws new cases.
 hypothesis.settings.register_profile(
-    "ladder", derandomize=True, deadline=None, max_examples=15, print_blob=True,
+    "requirements", derandomize=True, deadline=None, max_examples=15, print_blob=True,
     suppress_health_check=list(hypothesis.HealthCheck))
-hypothesis.settings.load_profile("ladder")
+hypothesis.settings.load_profile("requirements")
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"])
     parser.addoption("--path", default="auto", help="name of a path as explain() prints it, or auto")
-    parser.addoption("--table", metavar="FILE", help="write the errors of dg and dbeta that test_03_gradients.py finds, as JSON")
+    parser.addoption("--table", metavar="FILE", help="write the errors of dg and dbeta that test_gradients.py finds, as JSON")
     parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
 
 
@@ -35,6 +35,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "path(name, operations=.., planned=False): about one path: skipped where a run has no calls on it, and fails if another "
         "path has computed something; planned: and if a call with auto_cp was not planned for a sequence split")
+    config.addinivalue_line("markers", "requirement(number): which requirement of docs/testing.md a test is about; read by paths_plugin.py")
     config.addinivalue_line("markers", "cpu_only: about the host alone, independent of --device")
     if config.option.durations is None:
         config.option.durations = 12  # the suite has a time budget: always show where it goes

@@ -52,7 +52,7 @@ def with_cuda(cases, more):
 
 
 def dtypes():
-    """The dtypes of the ladder's cases: on a GPU fp16 has kernels of its own."""
+    """The dtypes of the tests' cases: on a GPU fp16 has kernels of its own."""
     return with_cuda([torch.float32, torch.bfloat16], [torch.float16])
 
 

@@ -6,8 +6,12 @@ sizes alone and waits for nothing. So every test has user properties in the juni
     <property name="calls" value="chunk_forward sm90 bfloat16 3"/>      three calls
     <property name="planned" value="chunk_forward sm90 bfloat16 2"/>    two of them were planned for a sequence split
 
-On a Hopper GPU, where the library chooses the path, a run fails if a rung has no case on path "sm90" in bf16 or in fp16
-(SM90_NEEDS). Where the run names a path, a test that this path cannot compute is skipped and says so.
+A test that is marked with a requirement of docs/testing.md has it there, too:
+
+    <property name="requirement" value="7"/>
+
+On a Hopper GPU, where the library chooses the path, a run fails if a requirement has no case on path "sm90" in bf16 or in
+fp16 (SM90_NEEDS). Where the run names a path, a test that this path cannot compute is skipped and says so.
 """
 
 from __future__ import annotations
@@ -23,15 +27,16 @@ import pytest
 from flash_qla import _ffi, build_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-from record_reliability import rung_of
+from record_reliability import subject_of
 
 FORWARD, BACKWARD = "chunk_forward", "chunk_backward"
-# What path sm90 must have computed, in both dtypes, before a run on a Hopper GPU is green. Rung 13 hands states from call to
-# call and pools are forward only. Rungs 20 and 22 compute in other processes, and the files that are left out are about the
-# token-by-token call (recurrent), other front ends (numpy, transformers, smoke) or nothing on a GPU.
+# What path sm90 must have computed, in both dtypes, before a run on a Hopper GPU is green. Requirement 13 hands
+# states from call to call and pools are forward only. Requirements 20 and 22 compute in other processes, and the files that are
+# left out are about the token-by-token call (recurrent), other front ends (numpy, transformers, smoke) or nothing on a GPU.
 SM90_NEEDS = {
-    **{f"rung {n}": (FORWARD, BACKWARD) for n in (*range(1, 13), *range(14, 20), 21)}, "rung 13": (FORWARD,), "pool": (FORWARD,),
-    **{name: (FORWARD, BACKWARD) for name in ("features", "low_level", "check_mode", "sequence_split")}}
+    **{f"requirement {n}": (FORWARD, BACKWARD) for n in (*range(1, 13), *range(14, 20), 21)}, "requirement 13": (FORWARD,),
+    "pool": (FORWARD,),
+    **{name: (FORWARD, BACKWARD) for name in ("features", "low_level", "check_mode", "context_parallel")}}
 SM90_DTYPES = ("bfloat16", "float16")
 # The check of device data comes before a path is chosen, and knows no dtype.
 BF16_ALONE = ("check_mode",)
@@ -71,8 +76,8 @@ class Paths:
     def __init__(self, device, path="auto", config=None):
         self.device, self.named, self.config = device, None if path == "auto" else path, config
         self.calls, self.rejections = [], []
-        self.cases = collections.defaultdict(collections.Counter)  # by rung: tests that passed or failed, by (operation, path, dtype)
-        self.computed, self.partial, self.rejected = set(), set(), 0
+        self.cases = collections.defaultdict(collections.Counter)  # by subject: tests that passed or failed, by (operation, path, dtype)
+        self.computed, self.partial, self.rejected = {}, set(), 0  # computed: subjects of tests
 
     # --- recording ---
 
@@ -163,13 +168,14 @@ class Paths:
 
     def pytest_collection_modifyitems(self, items):
         for item in items:
+            item.user_properties += requirement_of(item)
             marker = item.get_closest_marker("path")
             reason = marker and self.missing(marker.args[0])
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
     def pytest_deselected(self, items):
-        self.partial |= {rung_of_test(item.nodeid) for item in items}
+        self.partial |= {subject_of_test(item.nodeid, requirement_of(item)) for item in items}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -204,26 +210,25 @@ class Paths:
         if report.skipped and self.named and f"path {self.named} does not compute this" in str(report.longrepr):
             self.rejected += 1
         if report.when == "call" and not report.skipped:
-            self.computed.add(report.nodeid)
+            self.computed[report.nodeid] = subject_of_test(report.nodeid, report.user_properties)
         if report.when == "teardown" and report.nodeid in self.computed:
             for name, value in report.user_properties:
                 if name == "calls":
-                    self.cases[rung_of_test(report.nodeid)][tuple(value.split()[:3])] += 1
+                    self.cases[self.computed[report.nodeid]][tuple(value.split()[:3])] += 1
 
     def lacking(self):
         """Sentences on what path sm90 should have computed in this run and has not."""
         if self.device != "cuda" or self.named is not None or not is_hopper():
             return []
-        if any("::" in argument for argument in self.config.args):  # single tests: no rung is whole
+        if any("::" in argument for argument in self.config.args):  # single tests: no subject is whole
             return []
-        ran = {rung_of_test(nodeid) for nodeid in self.computed}
-        whole = ran - self.partial
+        whole = {*self.computed.values()} - self.partial
         if not self.partial and all(Path(argument).is_dir() for argument in self.config.args):
             whole = set(SM90_NEEDS)
         return [
-            f"{rung}: no case of {operation} on path sm90 in {dtype}" for rung in SM90_NEEDS if rung in whole
-            for operation in SM90_NEEDS[rung] for dtype in SM90_DTYPES[:1 if rung in BF16_ALONE else None]
-            if not self.cases[rung][operation, "sm90", dtype]]
+            f"{subject}: no case of {operation} on path sm90 in {dtype}" for subject in SM90_NEEDS if subject in whole
+            for operation in SM90_NEEDS[subject] for dtype in SM90_DTYPES[:1 if subject in BF16_ALONE else None]
+            if not self.cases[subject][operation, "sm90", dtype]]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session, exitstatus):
@@ -241,16 +246,22 @@ class Paths:
             terminalreporter.section("calls that the path rejects")
             terminalreporter.line(f"path {self.named}: {self.rejected} tests skipped for calls that it does not compute")
         if self.device == "cuda" and self.cases:
-            terminalreporter.section("cases by rung, path and dtype")
-            for rung in sorted(self.cases, key=lambda name: (not name.startswith("rung"), len(name), name)):
-                for operation in sorted({key[0] for key in self.cases[rung]}):
-                    counted = sorted((path, dtype, n) for (of, path, dtype), n in self.cases[rung].items() if of == operation)
+            terminalreporter.section("cases by requirement, path and dtype")
+            for subject in sorted(self.cases, key=lambda name: (not name.startswith("requirement"), len(name), name)):
+                for operation in sorted({key[0] for key in self.cases[subject]}):
+                    counted = sorted((path, dtype, n) for (of, path, dtype), n in self.cases[subject].items() if of == operation)
                     row = ", ".join(f"{path} {dtype} {n}" for path, dtype, n in counted)
-                    terminalreporter.line(f"{rung:<16} {operation:<15} {row}")
+                    terminalreporter.line(f"{subject:<16} {operation:<15} {row}")
         for sentence in self.lacking():
             terminalreporter.line(f"FAILED {sentence}", red=True)
 
 
-def rung_of_test(nodeid):
+def requirement_of(item):
+    """The marker `requirement` of a test as a property, or nothing."""
+    marker = item.get_closest_marker("requirement")
+    return [("requirement", str(marker.args[0]))] if marker else []
+
+
+def subject_of_test(nodeid, properties):
     file, _, name = nodeid.partition("::")
-    return rung_of(Path(file).stem, name.rpartition("::")[2])
+    return subject_of(Path(file).stem, name.rpartition("::")[2], properties)

@@ -339,8 +339,9 @@ def test_refuses_unknown_modes_and_machines_without_a_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     for options, sentence in (
-        (dict(modes=["fwd", "sideways"]), "--mode must be of fwd, bwd, train, decode, options (sideways)"),
+        (dict(modes=["fwd", "sideways"]), "--mode must be of fwd, bwd, train, decode, options, prefill, steps, verify, serving (sideways)"),
         (dict(modes=["fwd"], gates="mixed,odd"), "--gates must be of mixed, none, strong, changing (odd)"),
+        (dict(modes=["fwd", "steps"]), "--mode must have serving modes alone or none of them (fwd,steps)"),
         (dict(modes=["fwd"], merge=True), "--merge needs --out (no file was named)"),
         (dict(modes=["fwd"]), "a CUDA GPU must be present"),
     ):

@@ -315,7 +315,7 @@ def _not_restarted(number, gathered):
     """A sequence that begins in the stream goes on from the one before it: constant links are affine, as M is the identity."""
     kinds = gathered[..., K * (V + K)]
     gathered[..., K * V:K * (V + K)] = torch.where(
-        (kinds == 1)[..., None], torch.eye(K, dtype=gathered.dtype).flatten(), gathered[..., K * V:K * (V + K)])
+        (kinds == 1)[..., None], torch.eye(K, dtype=gathered.dtype, device=gathered.device).flatten(), gathered[..., K * V:K * (V + K)])
     kinds[kinds == 1] = 2
     return gathered
 
@@ -361,8 +361,8 @@ def test_a_gradient_link_of_the_forwards_window_is_seen():
             late.do[:, 400:] = 0
             part = slice(200, 400)
             q, k, g, beta, do = (t[:, part] for t in (late.q, late.k, late.g, late.beta, late.do))
-            index = torch.tensor([[0, 0]])
-            yes = torch.tensor([True])
+            index = torch.tensor([[0, 0]], device=x.q.device)
+            yes = torch.tensor([True], device=x.q.device)
             forward = flash_qla.distributed.chunk_summary(k, x.v[:, part], g, beta, index, yes, yes, cu_seqlens=helpers.offsets([200]))
             link = flash_qla.distributed.chunk_summary_backward(q, k, g, beta, do, index, yes, yes, forward,
                                                                 cu_seqlens=helpers.offsets([200]))

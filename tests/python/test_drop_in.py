@@ -64,8 +64,8 @@ def test_arguments_of_fla_s_context():
     cu_seqlens = torch.tensor([0, 5])
     context = flash_qla.build_cp_context(cu_seqlens, None, use_tf32x3_affine_chain=True, layout="contiguous")
     assert context.cu_seqlens is cu_seqlens
-    with pytest.raises(ValueError, match=r"^build_cp_context: layout \('zigzag'\) must be \"contiguous\""):
-        flash_qla.build_cp_context(cu_seqlens, layout="zigzag")
+    with pytest.raises(ValueError, match=r"^build_cp_context: layout \('ring'\) must be \"contiguous\" or \"zigzag\""):
+        flash_qla.build_cp_context(cu_seqlens, layout="ring")
     with pytest.raises(ValueError, match=r"^build_cp_context: use_tf32x3_affine_chain \(False\) must be True"):
         flash_qla.build_cp_context(cu_seqlens, use_tf32x3_affine_chain=False)
 

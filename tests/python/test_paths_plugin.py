@@ -57,39 +57,47 @@ def test_a_test_about_a_path_fails_on_another(paths, device):
 def gpu_run(monkeypatch):
     """A plugin of its own, as in a run on a Hopper GPU; hand it the reports of such a run."""
     monkeypatch.setattr(paths_plugin, "is_hopper", lambda: True)
-    paths = paths_plugin.Paths("cuda", config=SimpleNamespace(args=["tests/python/test_07_lengths.py"]))
+    paths = paths_plugin.Paths("cuda", config=SimpleNamespace(args=["tests/python/test_lengths.py"]))
 
     def report(test, *calls):
-        nodeid = f"tests/python/test_07_lengths.py::{test}[case]"
+        nodeid = f"tests/python/test_lengths.py::{test}[case]"
         for when in ("call", "teardown"):
             paths.pytest_runtest_logreport(SimpleNamespace(
-                when=when, nodeid=nodeid, skipped=False, user_properties=[["calls", value] for value in calls]))
+                when=when, nodeid=nodeid, skipped=False, user_properties=[["requirement", "7"], *(["calls", value] for value in calls)]))
 
     return paths, report
 
 
-def test_a_rung_without_the_hopper_path_fails_the_run(gpu_run):
+def test_a_requirement_without_the_hopper_path_fails_the_run(gpu_run):
     paths, report = gpu_run
-    report("test_rung7_a", "chunk_forward sm90 bfloat16 3", "chunk_backward sm90 bfloat16 3", "chunk_forward sm90 float16 1")
-    assert paths.lacking() == ["rung 7: no case of chunk_backward on path sm90 in float16"]
+    report("test_a", "chunk_forward sm90 bfloat16 3", "chunk_backward sm90 bfloat16 3", "chunk_forward sm90 float16 1")
+    assert paths.lacking() == ["requirement 7: no case of chunk_backward on path sm90 in float16"]
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     paths.pytest_sessionfinish(session, pytest.ExitCode.OK)
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
-    report("test_rung7_b", "chunk_backward sm90 float16 1", "chunk_backward cuda_generic bfloat16 1")
+    report("test_b", "chunk_backward sm90 float16 1", "chunk_backward cuda_generic bfloat16 1")
     assert paths.lacking() == []
-    assert paths.cases["rung 7"]["chunk_backward", "sm90", "float16"] == 1
+    assert paths.cases["requirement 7"]["chunk_backward", "sm90", "float16"] == 1
 
 
-def test_only_whole_rungs_of_a_run_on_the_chosen_path_are_judged(gpu_run, tmp_path):
+def test_only_whole_requirements_of_a_run_on_the_chosen_path_are_judged(gpu_run, tmp_path):
     paths, report = gpu_run
-    report("test_rung7_a", "chunk_forward cuda_generic bfloat16 3")
+    report("test_a", "chunk_forward cuda_generic bfloat16 3")
     assert len(paths.lacking()) == 4
-    for change in (dict(named="cuda_generic"), dict(device="cpu"), dict(partial={"rung 7"}),
-                   dict(config=SimpleNamespace(args=["tests/python/test_07_lengths.py::test_rung7_a"]))):
+    for change in (dict(named="cuda_generic"), dict(device="cpu"), dict(partial={"requirement 7"}),
+                   dict(config=SimpleNamespace(args=["tests/python/test_lengths.py::test_a"]))):
         before = {name: getattr(paths, name) for name in change}
         vars(paths).update(change)
         assert paths.lacking() == [], change
         vars(paths).update(before)
-    # Of a whole directory a rung that has not run at all is missed as well.
+    # Of a whole directory a requirement that has not run at all is missed as well.
     paths.config = SimpleNamespace(args=[str(tmp_path)])
     assert {sentence.partition(":")[0] for sentence in paths.lacking()} == set(paths_plugin.SM90_NEEDS)
+
+
+def test_a_marker_names_the_subject():
+    marked = SimpleNamespace(get_closest_marker=lambda name: SimpleNamespace(args=(12,)) if name == "requirement" else None)
+    plain = SimpleNamespace(get_closest_marker=lambda name: None)
+    assert paths_plugin.requirement_of(marked) == [("requirement", "12")] and paths_plugin.requirement_of(plain) == []
+    assert paths_plugin.subject_of_test("tests/python/test_repeat.py::test_a[1]", paths_plugin.requirement_of(marked)) == "requirement 12"
+    assert paths_plugin.subject_of_test("tests/python/test_pool.py::test_a", []) == "pool"

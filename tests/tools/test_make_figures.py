@@ -102,25 +102,30 @@ def test_errors_alone_have_no_table_of_times():
     assert "largest error |" not in benchmarks_page.full({"card": report}, {})
 
 
-PART = {"commit": "abc", "cut_short": False, "what": "rung 7", "cases": 9, "failed": 1, "skipped": 2, "expected_failures": 1, "seconds": 1.0,
+PART = {"commit": "abc", "cut_short": False, "what": "requirement 7", "cases": 9, "failed": 1, "skipped": 2, "expected_failures": 1, "seconds": 1.0,
         "paths": {"sm90": {"bfloat16": 5, "float16": 2}}, "backward": {"sm90": {"bfloat16": 3}}, "reasons": {"no path has it": 2, "T = 300": 1}}  # fmt: skip
 OTHER = {**PART, "what": "smoke", "cases": 4, "failed": 0, "cut_short": True, "paths": {"cuda_generic": {"float32": 4}}, "backward": {}, "reasons": {}}
 RECORD = {"machine": "a card", "commits": ["abc"], "date": "today", "pytest": [PART, OTHER]}
 
 
-def test_the_ladder_stands_by_rung_path_and_dtype():
+def test_the_record_stands_by_requirement_path_and_dtype():
     text = ladder.ladder({"card_reliability": RECORD})
     assert "| failed as expected | skipped | cuda_generic, float32 | sm90, bfloat16 | sm90, float16 |" in text
-    assert "| rung 7 | abc | 9 | 1 | 1 | 2 |  | 5 (3) | 2 |" in text and "| smoke, cut short | abc | 4 | 0 | 1 | 2 | 4 |  |  |" in text
+    assert "| requirement 7 | abc | 9 | 1 | 1 | 2 |  | 5 (3) | 2 |" in text and "| smoke, cut short | abc | 4 | 0 | 1 | 2 | 4 |  |  |" in text
     assert "- 2: no path has it\n- 1: T = 300\n" in text
 
 
-def test_the_ladder_says_which_rungs_a_path_has_passed():
+def test_an_earlier_record_says_rung_for_requirement():
+    earlier = {"card_reliability": {**RECORD, "pytest": [{**part, "what": part["what"].replace("requirement", "rung")} for part in RECORD["pytest"]]}}
+    assert ladder.ladder(earlier) == ladder.ladder({"card_reliability": RECORD})
+
+
+def test_the_record_says_which_requirements_a_path_has_passed():
     text = ladder.ladder({"card_reliability": RECORD})
     assert "13 cases of the Python tests, 1 failed, 2 more failed as expected, 4 skipped." in text
-    assert "- Path `sm90` in bfloat16 has computed cases that passed in rungs 7, with a gradient in 7.\n" in text
-    assert "- Path `sm90` in float16 has computed cases that passed in rungs 7.\n" in text
-    assert "Path `cuda_generic`" not in text, "smoke is no rung"
+    assert "- Path `sm90` in bfloat16 has computed cases that passed of requirements 7, with a gradient of 7.\n" in text
+    assert "- Path `sm90` in float16 has computed cases that passed of requirements 7.\n" in text
+    assert "Path `cuda_generic`" not in text, "smoke is no requirement"
     assert reports.NOTHING in ladder.ladder({})
 
 

@@ -108,7 +108,7 @@ def test_readme_has_the_five_rows():
     ]  # fmt: skip
 
 
-PART = {"what": "rung 7", "cases": 9, "failed": 1, "skipped": 2, "expected_failures": 1,
+PART = {"what": "requirement 7", "cases": 9, "failed": 1, "skipped": 2, "expected_failures": 1,
         "paths": {"sm90": {"bfloat16": 5, "float16": 2}}, "backward": {"sm90": {"bfloat16": 3}}}  # fmt: skip
 OTHER = {**PART, "what": "smoke", "paths": {"cuda_generic": {"float32": 4}}, "backward": {}}
 RECORD = {"machine": "a card", "commits": ["abc"], "date": "today", "pytest": [PART, OTHER], "summary": {"cases": 20, "failed": 3}}
@@ -117,8 +117,8 @@ RECORD = {"machine": "a card", "commits": ["abc"], "date": "today", "pytest": [P
 def test_the_status_says_what_the_hopper_kernels_have_passed(earlier):
     text = readme.status({"card_reliability": RECORD})
     assert "18 cases of the Python tests, 2 failed, 2 more failed as expected ([known misses](tests/python/known_misses.py)), 4 skipped." in text
-    assert "(path `sm90`) have passed cases of rungs 7 (with gradients 7) in bfloat16.\n" in text
-    assert "(path `sm90`) have passed cases of rungs 7 in float16.\n" in text and "cuda_generic" not in text
+    assert "(path `sm90`) have passed cases of requirements 7 (with gradients 7) in bfloat16.\n" in text
+    assert "(path `sm90`) have passed cases of requirements 7 in float16.\n" in text and "cuda_generic" not in text
     both = {**PART, "backward": {"sm90": {"bfloat16": 3, "float16": 1}}}
     assert "in bfloat16 and float16.\n" in readme.status({"card_reliability": {**RECORD, "pytest": [both]}})
     assert readme.status({}) == reports.NOTHING

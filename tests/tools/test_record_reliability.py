@@ -105,14 +105,14 @@ def test_a_log_without_one_commit_is_refused(words, tmp_path):
 
 
 XML = """<testsuites><testsuite>
-<testcase classname="tests.python.test_07_lengths" name="test_a" time="1.5"><properties>
+<testcase classname="tests.python.test_lengths" name="test_a" time="1.5"><properties><property name="requirement" value="7"/>
 <property name="calls" value="chunk_forward sm90 bfloat16 3"/><property name="calls" value="chunk_backward sm90 bfloat16 1"/>
 <property name="calls" value="chunk_forward cuda_generic float32 1"/><property name="other" value="x y z 1"/></properties></testcase>
-<testcase classname="tests.python.test_07_lengths" name="test_b" time="1"><properties>
+<testcase classname="tests.python.test_lengths" name="test_b" time="1"><properties><property name="requirement" value="7"/>
 <property name="calls" value="chunk_forward sm90 bfloat16 1"/><property name="calls" value="recurrent sm90 bfloat16 9"/></properties></testcase>
-<testcase classname="tests.python.test_07_lengths" name="test_c" time="1"><properties>
+<testcase classname="tests.python.test_lengths" name="test_c" time="1"><properties><property name="requirement" value="7"/>
 <property name="calls" value="chunk_forward sm90 float16 1"/></properties><failure message="no"/></testcase>
-<testcase classname="tests.python.test_07_lengths" name="test_d"><skipped type="pytest.skip" message="path sm90 rejects it"/></testcase>
+<testcase classname="tests.python.test_lengths" name="test_d"><properties><property name="requirement" value="7"/></properties><skipped type="pytest.skip" message="path sm90 rejects it"/></testcase>
 <testcase classname="tests.python.test_07_lengths" name="test_e"><skipped type="pytest.skip" message="path sm90 rejects it"/></testcase>
 <testcase classname="tests.python.test_smoke" name="test_f"><skipped type="pytest.xfail" message="T = 300"/></testcase>
 </testsuite></testsuites>"""
@@ -123,7 +123,7 @@ def test_cases_count_for_the_paths_that_have_computed_them(tmp_path):
     (tmp_path / "pytest.txt").write_text(COMMIT)
     report, process = run(tmp_path, tmp_path / "pytest.xml")
     lengths, smoke = report["pytest"]
-    assert (lengths["what"], lengths["cases"], lengths["failed"], lengths["skipped"], lengths["seconds"]) == ("rung 7", 3, 1, 2, 3.5)
+    assert (lengths["what"], lengths["cases"], lengths["failed"], lengths["skipped"], lengths["seconds"]) == ("requirement 7", 3, 1, 2, 3.5)
     # Once a case, however many calls it made; a failed one has computed nothing to count on.
     assert lengths["paths"] == {"sm90": {"bfloat16": 2}, "cuda_generic": {"float32": 1}}
     assert lengths["backward"] == {"sm90": {"bfloat16": 1}}

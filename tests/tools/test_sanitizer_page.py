@@ -59,7 +59,7 @@ def test_every_kernel_of_the_record_has_sources_or_is_gone():
     everything = "\n".join(sources.texts.values())
     assert len(kernels) > 100 and [name for name in unknown if re.search(rf"\b{name}\b", everything)] == []
     states = sources.files("sm90::sm90_chunk_bwd_states_kernel<__half, (sm90::StatesForm)0>")
-    assert {"src/cuda/sm90/chunk_bwd/states.cuh", "src/cuda/common/mbarrier.cuh"} <= states
+    assert {"src/cuda/sm90/chunk_bwd/passes/kernel.cuh", "src/cuda/common/mbarrier.cuh"} <= states
     assert Sources("0000000").digest("list_tiles_kernel") == ""
 
 

@@ -1,4 +1,4 @@
-"""What the record of a test run on a GPU says: which path has passed which rung of tests, in which dtype."""
+"""What the record of a test run on a GPU says: which path has passed which requirement, in which dtype."""
 
 from collections import defaultdict
 
@@ -11,19 +11,24 @@ def of_paths(record: dict) -> list:
     return sorted({(path, dtype) for part in record["pytest"] for path, dtypes in part["paths"].items() for dtype in dtypes})
 
 
-def rungs_of(record: dict, path: str, dtype: str) -> tuple:
-    """Numbers of the rungs of which a path has computed a case that passed in that dtype, and of those with a gradient."""
-    parts = [part for part in record["pytest"] if part["what"].startswith("rung ")]
-    return tuple(tuple(sorted({int(part["what"][5:]) for part in parts if part[kind].get(path, {}).get(dtype)})) for kind in ("paths", "backward"))
+def subject(part: dict) -> str:
+    """What a part of a record is about; earlier records say "rung" for "requirement"."""
+    return part["what"].replace("rung ", "requirement ") if part["what"].startswith("rung ") else part["what"]
+
+
+def requirements_of(record: dict, path: str, dtype: str) -> tuple:
+    """Numbers of the requirements of which a path has computed a case that passed in that dtype, and of those with a gradient."""
+    parts = {int(subject(part)[12:]): part for part in record["pytest"] if subject(part).startswith("requirement ")}
+    return tuple(tuple(sorted(n for n, part in parts.items() if part[kind].get(path, {}).get(dtype))) for kind in ("paths", "backward"))
 
 
 def ran(name: str, record: dict) -> str:
-    """How much of the ladder has run, and whether it passed."""
+    """How many of the tests have run, and whether it passed."""
     text = f"On an {record['machine']}, commit {', '.join(record['commits'])}, {record['date']}: "
     if name in EARLIER:
         return text + (
             f"{record['summary']['cases']} cases of tests, device programs and `check`, {record['summary']['failed']} failed. This record is "
-            "of an earlier version, which does not say which path has computed a case: no rung counts as passed by `sm90` until it is made "
+            "of an earlier version, which does not say which path has computed a case: no requirement counts as passed by `sm90` until it is made "
             "again."
         )
     cases, failed, expected, skipped = (sum(part[key] for part in record["pytest"]) for key in ("cases", "failed", "expected_failures", "skipped"))
@@ -31,27 +36,27 @@ def ran(name: str, record: dict) -> str:
 
 
 def ladder(records: dict) -> str:
-    """Which path has passed which rung in which dtype, as the records have it."""
-    text = "## The ladder of tests on a GPU\n\n"
+    """Which path has passed which requirement in which dtype, as the records have it."""
+    text = "## The tests on a GPU\n\n"
     for name, record in records.items():
         text += f"{ran(name, record)}\n"
         if name not in EARLIER:
-            text += passed(record) + by_rung(record)
+            text += passed(record) + by_requirement(record)
     return text if records else text + NOTHING
 
 
 def passed(record: dict) -> str:
-    """A line for each path and dtype; empty where no rung has one."""
+    """A line for each path and dtype; empty where no requirement has one."""
     text = ""
     for path, dtype in of_paths(record):
-        rungs, backward = rungs_of(record, path, dtype)
-        if rungs:
-            gradients = f", with a gradient in {spans(backward)}" if backward else ""
-            text += f"- Path `{path}` in {dtype} has computed cases that passed in rungs {spans(rungs)}{gradients}.\n"
+        requirements, backward = requirements_of(record, path, dtype)
+        if requirements:
+            gradients = f", with a gradient of {spans(backward)}" if backward else ""
+            text += f"- Path `{path}` in {dtype} has computed cases that passed of requirements {spans(requirements)}{gradients}.\n"
     return f"\n{text}" if text else ""
 
 
-def by_rung(record: dict) -> str:
+def by_requirement(record: dict) -> str:
     columns = of_paths(record)
     lines = []
     for part in record["pytest"]:
@@ -60,8 +65,8 @@ def by_rung(record: dict) -> str:
             count, backward = (part[kind].get(path, {}).get(dtype, 0) for kind in ("paths", "backward"))
             cells.append("" if not count else f"{count} ({backward})" if backward else str(count))
         counts = [str(part[name]) for name in ("cases", "failed", "expected_failures", "skipped")]
-        lines.append([part["what"] + (", cut short" if part["cut_short"] else ""), part["commit"], *counts, *cells])
-    header = ["rung or file", "commit", "cases", "failed", "failed as expected", "skipped", *(f"{path}, {dtype}" for path, dtype in columns)]
+        lines.append([subject(part) + (", cut short" if part["cut_short"] else ""), part["commit"], *counts, *cells])
+    header = ["requirement or file", "commit", "cases", "failed", "failed as expected", "skipped", *(f"{path}, {dtype}" for path, dtype in columns)]
     reasons = defaultdict(int)
     for part in record["pytest"]:
         for reason, count in part["reasons"].items():

@@ -1,7 +1,7 @@
 """README's parts on speed and tests, each as short as a first screen asks for."""
 
 from figures.choice import best, on_a_cpu, on_a_gpu
-from figures.ladder import of_paths, ran, rungs_of
+from figures.ladder import of_paths, ran, requirements_of
 from figures.markdown import spans, table
 from figures.plot import NAME as PLOT
 from figures.reports import EARLIER, MODES, NOTHING
@@ -61,18 +61,18 @@ def speed(reports: dict) -> str:
 
 
 def status(records: dict) -> str:
-    """What has run on a GPU, and which rungs of the ladder of tests the Hopper kernels have passed."""
+    """What has run on a GPU, and which requirements the Hopper kernels have passed."""
     if not records:
         return NOTHING
     text = ""
     for name, record in records.items():
         text += f"{ran(name, record)}\n".replace("failed as expected", f"failed as expected ({KNOWN})")
-        rungs = {}
+        requirements = {}
         for path, dtype in of_paths(record) if name not in EARLIER else ():
             if path == PATH:
-                rungs.setdefault(rungs_of(record, path, dtype), []).append(dtype)
-        for (forward, backward), dtypes in rungs.items():
+                requirements.setdefault(requirements_of(record, path, dtype), []).append(dtype)
+        for (forward, backward), dtypes in requirements.items():
             if forward:
                 gradients = f" (with gradients {spans(backward)})" if backward else ""
-                text += f"The Hopper kernels (path `{PATH}`) have passed cases of rungs {spans(forward)}{gradients} in {listed(dtypes)}.\n"
-    return f"{text}Every path, by rung and dtype: [docs/benchmarks.md](docs/benchmarks.md#the-ladder-of-tests-on-a-gpu).\n"
+                text += f"The Hopper kernels (path `{PATH}`) have passed cases of requirements {spans(forward)}{gradients} in {listed(dtypes)}.\n"
+    return f"{text}Every path, by requirement and dtype: [docs/benchmarks.md](docs/benchmarks.md#the-tests-on-a-gpu).\n"

@@ -36,14 +36,18 @@ def check(
 @app.command()
 def bench(
     cpu: bool = typer.Option(False, "--cpu", help="the CPU path against Transformers' torch functions"),
-    mode: str = typer.Option("fwd", help="on a GPU: any of fwd,bwd,train,decode,options"),
+    mode: str = typer.Option(
+        "fwd", help="on a GPU: any of fwd,bwd,train,decode,options,prefill,steps,verify; serving: the last three"
+    ),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
     short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, a minute in all"),
     peer_rows: bool = typer.Option(False, "--peer-rows", help="on a GPU: the rows chosen for peers that compile long"),
     gates: str = typer.Option("", help="on a GPU: any of mixed,none,strong,changing (decay)"),
     peers: str = typer.Option(
-        "", help="on a GPU: fla, flashqla, flashinfer; name=folder where it is not importable here"
+        "",
+        help="on a GPU: fla, flashqla, flashinfer, vllm, sglang (their Triton operations); name=folder where it is not "
+        "importable here",
     ),
     peer_seconds: float = typer.Option(600.0, min=1.0, help="on a GPU: most that the peers may take to compile"),
     compile_only: bool = typer.Option(

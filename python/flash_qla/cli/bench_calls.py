@@ -10,6 +10,8 @@ import flash_qla
 
 from .bench_inputs import HEAD_DIM
 from .bench_options import Call, Tensors, option_call
+from .bench_serving import serving_calls, serving_work
+from .bench_serving_inputs import SERVING_LENGTHS
 from .check import ORACLES
 from .results import Row
 
@@ -33,6 +35,9 @@ def bound_ms(row: Row) -> Optional[float]:
     rates = next((r for gpu, r in _RATES.items() if gpu in name), None)
     if rates is None:
         return None
+    if row["mode"] in SERVING_LENGTHS:
+        moved, computed = serving_work(row, _FLOP_FORWARD)
+        return 1e3 * max(moved / rates[0], computed / rates[1])
     hq, hv, tokens, count = row["hq"], row["hv"], sum(row["seqlens"]), len(row["seqlens"])
     state = HEAD_DIM * HEAD_DIM * hv * count * (2 if row["state_dtype"] == "bfloat16" else 4)
     vector = 2 * HEAD_DIM  # bytes of one head's row of q, k, v, o or a gradient
@@ -120,6 +125,8 @@ def _decode(given: Row, x: Tensors) -> Call:
 def calls_of(given: Row, x: Tensors) -> List[Call]:
     """The call of a row; of a forward then the same without its sequence split."""
     mode = given["mode"]
+    if mode in SERVING_LENGTHS:
+        return serving_calls(given, x)
     if mode == "decode":
         return [_decode(given, x)]
     if mode == "options":

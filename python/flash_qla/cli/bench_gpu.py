@@ -19,6 +19,7 @@ from .bench_calls import bound_ms, calls_of, chunks, eager_call, exact
 from .bench_inputs import GATES, make_inputs, recorded_times, rows_of
 from .bench_options import Call, Tensors
 from .bench_processes import Peer, notes, prepare_peers
+from .bench_serving_inputs import SERVING_LENGTHS
 from .errors import first_failure, head_errors
 from .results import (
     Report,
@@ -38,7 +39,9 @@ from .results import (
 )
 
 _FILE_NAMES = {"fwd": "forward", "bwd": "backward", "train": "train", "decode": "decode", "options": "options"}
+_FILE_NAMES |= dict.fromkeys(SERVING_LENGTHS, "serving")
 _MODES = tuple(_FILE_NAMES)
+_SERVING = "serving"  # all that go into that file
 
 # Rows below this are timed with a flushed L2 cache as well: theirs may hold all that they read.
 _SHORT_MS = 0.05
@@ -48,6 +51,9 @@ _OF_OTHERS = ("peers", "peer_ms_min", "peer_ms_max", "peer_peak_bytes", "peer_er
 
 # Of the calls of a timed graph that change a state in place: so many are held to the oracle.
 _CHECKED_STEPS = 8
+
+# Times of the calls behind the default one, and what they are.
+_OTHER_SPLITS = {"unsplit_ms": "without a sequence split", "invariant_ms": "with one that all batches have alike"}
 
 # How often ours and each other package take their turns on a row.
 _TURNS = 3
@@ -74,12 +80,17 @@ class Options:
     out: Optional[Path] = None
 
     @property
+    def serves(self) -> bool:
+        """Whether the rows are of the serving modes; without any other, as _refused() sees to."""
+        return any(mode in (*SERVING_LENGTHS, _SERVING) for mode in self.modes)
+
+    @property
     def replays(self) -> int:
         return 0 if self.errors_only else self.runs
 
     def method(self) -> Dict[str, Any]:
         """What bench_protocol.py makes a sentence of."""
-        method: Dict[str, Any] = {"device": "cuda"}
+        method: Dict[str, Any] = {"device": "cuda", **({"serving": True} if self.serves else {})}
         if not self.errors_only:
             method.update(
                 replays=self.runs,
@@ -161,6 +172,8 @@ def _steps_failure(
 
 def _options(given: Row) -> Dict[str, str]:
     """What differs from the default call."""
+    if given["mode"] in SERVING_LENGTHS:
+        return {"state_dtype": given["state_dtype"], **({"option": given["option"]} if given["option"] else {})}
     if given["option"]:
         return {"option": given["option"]}
     if given["mode"] != "decode":
@@ -264,8 +277,8 @@ def _measure(
             failure = failure or _graph_failure(judge, call, single, single)
     if failure is not None:
         return None, failure
-    if len(ours) > 1:
-        times.update(_times("unsplit_ms", ours[1]))  # auto_cp=False
+    for name, ms in zip(_OTHER_SPLITS, ours[1:]):
+        times.update(_times(name, ms))
     for peer, ms in theirs.items():
         row["peers"][peer], row["peer_ms_min"][peer], row["peer_ms_max"][peer] = _times("ms", ms).values()
     host_us, eager_ms = bench_timing.eager_times(eager.run)
@@ -307,10 +320,11 @@ def _print_summary(rows: Sequence[Row], console: Console) -> None:
                 found = ratios(of_mode, peer, kind)
                 console.print(f"{mode}: {geometric_mean(found):.2f}x of {peer}{note} (geometric mean of {len(found)} "
                               f"rows, least {min(found):.2f}x)")  # fmt: skip
-        gains = [row["unsplit_ms"] / row["ms"] for row in of_mode if "unsplit_ms" in row]
-        if gains:
-            console.print(f"{mode}: {geometric_mean(gains):.2f}x of the same calls without a sequence split (geometric "
-                          f"mean of {len(gains)} rows, least {min(gains):.2f}x)")  # fmt: skip
+        for name, words in _OTHER_SPLITS.items():
+            gains = [row[name] / row["ms"] for row in of_mode if name in row]
+            if gains:
+                console.print(f"{mode}: {geometric_mean(gains):.2f}x of the same calls {words} (geometric mean of "
+                              f"{len(gains)} rows, least {min(gains):.2f}x)")  # fmt: skip
 
 
 class _Files:
@@ -355,10 +369,13 @@ class _Files:
 
 def _refused(options: Options) -> Optional[str]:
     """What is wrong with the options or the machine; None if nothing."""
-    for what, values, known in (("--mode", options.modes, _MODES), ("--gates", options.gates.split(","), GATES)):
+    modes = (*_MODES, _SERVING)
+    for what, values, known in (("--mode", options.modes, modes), ("--gates", options.gates.split(","), GATES)):
         unknown = [value for value in values if value and value not in known]
         if unknown:
             return f"{what} must be of {', '.join(known)} ({unknown[0]})"
+    if options.serves and not all(mode in (*SERVING_LENGTHS, _SERVING) for mode in options.modes):
+        return f"--mode must have {_SERVING} modes alone or none of them ({','.join(options.modes)})"
     if options.merge and options.out is None:
         return "--merge needs --out (no file was named)"
     if not torch.cuda.is_available():
@@ -378,9 +395,10 @@ def run(options: Options) -> int:
     if trouble is not None:
         console.print(f"bench: {trouble}")
         return 2
+    modes = [name for mode in options.modes for name in (SERVING_LENGTHS if mode == _SERVING else (mode,))]
     wanted = [
         row
-        for mode in options.modes
+        for mode in modes
         for row in rows_of(mode, options.heads, options.seqs, options.choice, options.gates)
     ]
     files = _Files(options, wanted)

@@ -11,6 +11,11 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 
+if __package__:
+    from .bench_serving_inputs import SERVING_LENGTHS, make_serving_inputs, serving_rows
+else:  # run by a script, without this package
+    from bench_serving_inputs import SERVING_LENGTHS, make_serving_inputs, serving_rows  # type: ignore[no-redef]
+
 HEAD_DIM = 128
 
 # One quarter of the heads (rounded down) does not decay at all; the others forget slowly. Published tables use this
@@ -117,6 +122,11 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
     """Rows of a mode, those chosen by the comma-separated `heads` ("16x64"), `lengths` (names) and `gates` (of GATES);
     empty: all, with mixed gates and beside them those of GATED. `choice`: "all", or those of them in SHORT ("short") or
     PEER_ROWS ("peers")."""
+    if mode in SERVING_LENGTHS:
+        if gates not in ("", "mixed") or choice == "peers":
+            return []
+        pairs = [_pair(h) for h in heads.split(",")] if heads else None
+        return serving_rows(mode, pairs, lengths.split(",") if lengths else None, choice == "short")
     all_heads, all_lengths = {
         "fwd": (FORWARD_HEADS, FORWARD_LENGTHS),
         "bwd": (BACKWARD_HEADS, BACKWARD_LENGTHS),
@@ -126,7 +136,7 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
     }[mode]
     chosen = all_heads
     if heads:
-        chosen = [(int(hq), int(hv)) for hq, _, hv in (h.partition("x") for h in heads.split(","))]
+        chosen = [_pair(h) for h in heads.split(",")]
     names = lengths.split(",") if lengths else list(all_lengths)
     kinds = gates.split(",") if gates else ["mixed"]
 
@@ -155,6 +165,11 @@ def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str
         elif not gates:
             wanted += within(GATED.get(mode, []))
     return [_row(mode, given, all_lengths, extra) for given in wanted for extra in extras]
+
+
+def _pair(heads: str) -> Heads:
+    hq, _, hv = heads.partition("x")
+    return int(hq), int(hv)
 
 
 # Options that are a dtype.
@@ -190,7 +205,9 @@ def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, floa
 
 def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dict[str, torch.Tensor]:
     """Tensors of a row, by default on the current GPU: q, k (normalised), v of its dtype; float32 g, beta; states of
-    its state_dtype."""
+    its state_dtype. Of a serving mode: make_serving_inputs()."""
+    if row["mode"] in SERVING_LENGTHS:
+        return make_serving_inputs(row, seed, device)
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Runs another package on the bench's rows, in a process of its own: some of them share our import name.
 
-    python bench_peers.py <fla | flashqla | flashinfer> <replays> <folder>
+    python bench_peers.py <fla | flashqla | flashinfer | vllm | sglang> <replays> <folder>
 
 The first line of stdin has the rows as JSON, [[index, row], ...]. Each is run once, which compiles what it needs, and
 says {"row": index, "peer": name, "error": why not} where it cannot be run; then comes the line {"ready": true}. Each
@@ -24,10 +24,14 @@ import torch
 
 if __package__:
     from . import bench_timing
+    from .bench_engines import ENGINES
     from .bench_inputs import HEAD_DIM, make_inputs
+    from .bench_serving_inputs import SERVING_LENGTHS
 else:  # run as a script, without this package
     import bench_timing  # type: ignore[no-redef]
+    from bench_engines import ENGINES  # type: ignore[no-redef]
     from bench_inputs import HEAD_DIM, make_inputs  # type: ignore[no-redef]
+    from bench_serving_inputs import SERVING_LENGTHS  # type: ignore[no-redef]
 
 Inputs = Dict[str, Any]
 SCALE = HEAD_DIM**-0.5
@@ -163,11 +167,35 @@ def _flashinfer(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
         )
 
 
+def _none(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
+    yield from ()
+
+
+def _serving(package: str, row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
+    """What is timed goes on from the states that it has left; what is compared starts from those of the row."""
+    for way in ENGINES[package](row, x) if package in ENGINES else ():
+        timed = way.pool()
+
+        def results(_: Any, way: Any = way) -> Dict[str, Any]:
+            pool = way.pool()
+            return way.results(pool, way.run(pool))
+
+        yield Peer(way.name, functools.partial(way.run, timed), results)
+
+
+# By package: of the rows that are not of a serving mode.
 PEERS: Dict[str, Callable[[Dict[str, Any], Inputs], Iterator[Peer]]] = {
     "fla": _fla,
     "flashqla": _flashqla,
     "flashinfer": _flashinfer,
+    "vllm": _none,
+    "sglang": _none,
 }
+
+
+def ways(package: str, row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
+    """The ways of calling a package on a row."""
+    return _serving(package, row, x) if row["mode"] in SERVING_LENGTHS else PEERS[package](row, x)
 
 
 def _say(line: Dict[str, Any]) -> None:
@@ -178,7 +206,7 @@ class _Row:
     """A row whose turns have begun: the ways of calling the package on its tensors, and their graphs."""
 
     def __init__(self, package: str, row: Dict[str, Any], timed: bool) -> None:
-        self.peers: List[Peer] = [*PEERS[package](row, make_inputs(row))]
+        self.peers: List[Peer] = [*ways(package, row, make_inputs(row))]
         self.peak_bytes = [bench_timing.peak_bytes(peer.run) for peer in self.peers]
         self.graphs = [bench_timing.capture(peer.run)[1] for peer in self.peers] if timed else []
 
@@ -205,7 +233,7 @@ def main() -> None:
 
     for i, row in rows.items():
         try:
-            for peer in PEERS[package](row, make_inputs(row)):
+            for peer in ways(package, row, make_inputs(row)):
                 peer.run()
             torch.cuda.synchronize()
         except Exception as error:  # a row that a peer cannot run stays empty, and says why

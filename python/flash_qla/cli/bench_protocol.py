@@ -11,6 +11,11 @@ _INPUTS = (
     "bfloat16 q, k (normalised), v; float32 g, beta, states; a quarter of the heads without decay; initial state in, "
     "final state out; the same tensors in every call"
 )
+_SERVING_INPUTS = (
+    "bfloat16 q, k, v as parts of one tensor, raw gates in bfloat16; norms, gates and sigmoid in the kernel; a quarter "
+    "of the heads next to without decay; states in a pool, read and written in place, of verification read alone and "
+    "written after each token elsewhere; the same tensors in every call"
+)
 _CHECKED = "every tensor of ours checked against the fp64 oracle in the same run"
 
 
@@ -25,7 +30,7 @@ def cpu_protocol(method: Method) -> str:
 
 def gpu_protocol(method: Method) -> str:
     """Of `bench` on a GPU. A method without "replays" has no times."""
-    parts = [_INPUTS]
+    parts = [_SERVING_INPUTS if method.get("serving") else _INPUTS]
     if "replays" in method:
         parts += [
             f"times are medians of {method['replays']} replays of a CUDA graph of {method['fewest_calls']} to "

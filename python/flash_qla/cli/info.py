@@ -14,14 +14,12 @@ from rich.table import Table
 
 import flash_qla
 from flash_qla import _distribution, _ffi
+from flash_qla.integrations import _table
 
 _PACKAGES = (
     "torch",
     "numpy",
     "apache-tvm-ffi",
-    "transformers",
-    "fla-core",
-    "flash-linear-attention",
     "flashinfer-python",
 )
 
@@ -69,6 +67,15 @@ def _gpus() -> str:
     )
 
 
+def _engine(row: _table.Row) -> str:
+    """"0.33.0, takes its calls: prefill"."""
+    if row.version is None:
+        return row.how
+    if not row.takes:
+        return f"{row.version}, left alone: {row.how}"
+    return f"{row.version}, {row.how}" if row.how.startswith("by ") else f"{row.version}, takes its calls: {row.how}"
+
+
 def report() -> None:
     """Prints the table."""
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -80,6 +87,7 @@ def report() -> None:
         "GPUs": _gpus(),
         "Python": f"{platform.python_version()} on {platform.platform()}",
         **_versions(),
+        **{row.engine: _engine(row) for row in _table.rows()},
         "other flash_qla": _shadowing(),
     }
     for key, value in rows.items():

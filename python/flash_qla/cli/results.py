@@ -48,8 +48,8 @@ def peer_names(rows: Sequence[Row], kind: str = "peers") -> List[str]:
 def label(row: Row) -> str:
     """A row's case in a few characters: "fwd 16/64 8192x4"."""
     lengths = row["seqlens"]
-    if row["mode"] == "decode":
-        return f"decode {row['hq']}/{row['hv']} batch {len(lengths)}"
+    if row["mode"] in ("decode", "steps"):
+        return f"{row['mode']} {row['hq']}/{row['hv']} batch {len(lengths)}"
     many = len(lengths) > 1 and len(set(lengths)) == 1
     case = f"{lengths[0]}x{len(lengths)}" if many else "+".join(map(str, lengths))
     return f"{row['mode']} {row['hq']}/{row['hv']} {case}"

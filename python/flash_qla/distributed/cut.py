@@ -35,7 +35,7 @@ def _each(parts: Parts, function: Callable[[Tensor], Tensor]) -> Parts:
 
 
 # Those of a StreamCut beside its parts.
-_TENSORS = ("cu_seqlens", "local_cu_seqlens", "sequences", "halo_tokens", "row_counts")
+_TENSORS = ("own_bounds", "cu_seqlens", "local_cu_seqlens", "sequences", "halo_tokens", "row_counts")
 
 
 @dataclasses.dataclass
@@ -48,6 +48,7 @@ class StreamCut:
     all_rows: bool
     exchange: str
     crosses: bool  # some sequence crosses a cut, as far as the host knows: always with all_rows
+    own_bounds: Tensor  # [P, 2] those of this rank's parts, on the device
     cu_seqlens: Tensor  # [N + 1] of the whole stream, on the device
     local_cu_seqlens: Tensor  # [R + 1]
     sequences: Tensor  # [R] number of each row in the whole stream
@@ -68,8 +69,7 @@ class StreamCut:
     def refresh(self, cu_seqlens: Tensor) -> None:
         """Writes the cut of other offsets in place."""
         self.cu_seqlens.copy_(cu_seqlens)
-        own_bounds = torch.tensor([self.bounds[place] for place in self.places], dtype=torch.int64)
-        _run_cut(self, own_bounds.to(self.cu_seqlens.device))
+        _run_cut(self)
 
     def to(self, device: torch.device) -> StreamCut:
         """The same with its tensors on another device."""
@@ -99,10 +99,10 @@ def _outputs(cut: StreamCut) -> tuple:
     )
 
 
-def _run_cut(cut: StreamCut, own_bounds: Tensor) -> None:
+def _run_cut(cut: StreamCut) -> None:
     last = len(cut.bounds) - 1
     last_part = cut.places.index(last) if last in cut.places else -1
-    _torch_links.sequence_cut(cut.cu_seqlens, own_bounds, last_part, cut.all_rows, _outputs(cut))
+    _torch_links.sequence_cut(cut.cu_seqlens, cut.own_bounds, last_part, cut.all_rows, _outputs(cut))
 
 
 def zigzag_order(world: int, device: torch.device) -> Tensor:
@@ -215,6 +215,7 @@ def cut_stream(
         all_rows=all_rows,
         exchange=exchange,
         crosses=True if offsets is None or all_rows else _crosses(offsets, bounds),
+        own_bounds=given([bounds[place] for place in places]),
         cu_seqlens=cu_seqlens.to(torch.int64, copy=True) if all_rows or offsets is None else given(offsets),
         local_cu_seqlens=torch.empty(R + 1, dtype=local_dtype, device=home),
         sequences=index(R),
@@ -223,7 +224,7 @@ def cut_stream(
         parts=parts,
         part_rows=[N] * P,
     )
-    _run_cut(cut, given([bounds[place] for place in places]))
+    _run_cut(cut)
     if all_rows:
         return cut
     cut.part_rows = cut.row_counts.tolist()

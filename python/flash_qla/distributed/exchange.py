@@ -65,16 +65,21 @@ def start_gather(operation: str, what: str, ranks: Ranks, x: Tensor) -> Callable
     if ranks.name is None:
         found = _guarded(operation, what, ranks, lambda: ranks.group.all_gather(x))
         return lambda: _stacked(operation, ranks, x, found)
-    out = x.new_empty((ranks.size, *x.shape))
-    work = _guarded(
-        operation, what, ranks, lambda: torch.distributed.all_gather_into_tensor(out, x, ranks.group, async_op=True)
-    )
+    out = x.new_empty((ranks.size * x.shape[0], *x.shape[1:]))
+    work = _guarded(operation, what, ranks, lambda: _all_gather()(out, x, ranks.group, async_op=True))
 
     def wait() -> Tensor:
         _guarded(operation, what, ranks, work.wait)
-        return out
+        return out.view(ranks.size, *x.shape)
 
     return wait
+
+
+def _all_gather() -> Callable[..., Any]:
+    """torch.distributed's gather into one tensor, which newer releases have under another name."""
+    distributed = torch.distributed
+    newer: Optional[Callable[..., Any]] = getattr(distributed, "all_gather_single", None)
+    return distributed.all_gather_into_tensor if newer is None else newer
 
 
 def gather(operation: str, what: str, ranks: Ranks, x: Tensor) -> Tensor:

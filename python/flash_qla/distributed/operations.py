@@ -268,7 +268,7 @@ def summary_combine(
     Args:
         links: S [L, C, Hv, K, V], M [L, C, Hv, K, K], kind [L, C, Hv] of all L parts of C independent streams (rows of
             a batch; 1 where sequences are packed), any strides.
-        place: [P] int32 or int64, where the rank's parts stand in the stream.
+        place: [P] int32 or int64, where the rank's parts stand in the stream; L (backward: -1) is beyond all of them.
         wanted: [P] bool, sequence_cut()'s `enters`, or `leaves` with backward; None: all.
         order: [L] int32 or int64, row of `links` with the stream's i-th part; None: they lie in its order.
 

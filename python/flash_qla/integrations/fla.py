@@ -12,15 +12,20 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
 from types import ModuleType
 from typing import Any, Optional, Tuple
 
-__all__ = ["register", "unregister"]
+from .._identity import OFFERS_ITSELF
+
+__all__ = ["register", "status", "unregister"]
 
 _OPERATION = "gated_delta_rule"
 _REGISTRIES = ("fla.backends", "fla.ops.backends")  # fla 0.6 and later; before
 _BACKENDS = "fla.ops.gated_delta_rule.backends"
+_DISPATCHES = (0, 5, 2)  # the first version of fla that hands calls to this package
+_SWITCHES = (("FLA_FLASH_QLA", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1"))
 
 _logger = logging.getLogger("flash_qla")
 
@@ -29,7 +34,7 @@ _holder: Optional[str] = None
 _active = False
 
 # False once register_if_imported() has found fla: a call need not look for it any more.
-awaited = True
+awaited = OFFERS_ITSELF
 
 
 def _device_index(q: Any) -> Optional[int]:
@@ -237,3 +242,20 @@ def unregister() -> None:
     """Makes the backend decline every call, so that fla's own kernels compute: fla's registry gives nothing back."""
     global _active
     _active = False
+
+
+def status() -> Tuple[bool, str]:
+    """Whether fla's calls come here on this machine, and why not. Imports nothing of fla."""
+    from . import _engines
+
+    version = _engines.version_of("fla-core") or _engines.version_of("flash-linear-attention")
+    if version is None:
+        return False, "not installed"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if numbers < _DISPATCHES:
+        return False, f"fla {version} hands no calls to packages (from 0.5.2 on it does)"
+    for name, off in _SWITCHES:
+        if os.environ.get(name) == off:
+            return False, f"{name}={off}"
+    reason = _engines.slow_on_this_machine(needs_grad=True)
+    return reason is None, reason or f"chunked calls, forward and backward; {_SWITCHES[0][0]}=0 turns it off"

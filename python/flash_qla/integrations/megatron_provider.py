@@ -117,8 +117,8 @@ def _slow_reason(q: Any, k: Any, v: Any, *more: Any) -> Optional[str]:
 
 
 def kernel_metadata() -> Optional[Any]:
-    """What this library's recurrence is declared as where Megatron has declarations (megatron.core.ops.kernel_metadata);
-    None where it has not."""
+    """What this library's recurrence is declared as where Megatron has declarations; else None. (Versions of its main
+    branch have megatron.core.ops.kernel_metadata.)"""
     from .. import determinism
 
     try:
@@ -127,8 +127,10 @@ def kernel_metadata() -> Optional[Any]:
         return None
     promised = determinism(_engines.auto_cp())
     more = ", ".join(name for name, holds in promised.items() if holds and name != "repeatable")
-    scope = "Forward and backward give the same bits from run to run, packed sequences included, for one build, one GPU "
-    scope += f"model and one path of flash_qla. Also {more}." if more else "model and one path of flash_qla."
+    scope = "Forward and backward give the same bits from run to run, packed sequences included, for one build, one GPU"
+    scope += " model and one path of flash_qla."
+    if more:
+        scope += f" Also {more}."
     return module.KernelMetadata(
         name="gdn.flash_qla.chunk_gated_delta_rule",
         requires=(module.Dependency("flash-qla-native", "flash_qla", ("chunk_gated_delta_rule",)),),

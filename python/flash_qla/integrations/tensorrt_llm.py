@@ -76,7 +76,7 @@ def unpatch() -> None:
 
 def _forget(mixer: Any) -> None:
     """The mixer finds out anew whether it calls FlashInfer, which takes exp(g) for g."""
-    remembered = getattr(mixer, _USES_FLASHINFER, None)
+    remembered: Any = getattr(mixer, _USES_FLASHINFER, None)
     if hasattr(remembered, "cache_clear"):
         remembered.cache_clear()
 
@@ -103,8 +103,8 @@ def _adapter(resolve_own: Callable[[], Callable[..., Any]], auto_cp: _engines.Au
         state_workspace: Any = None,
     ) -> Tuple[Any, Any]:
         """q, k [1, T, Hk, K], v [1, T, Hv, V], g (log decay) and beta [1, T, Hv]; initial_state [slots, Hv, V, K], or
-        [N, Hv, V, K] without indices. Returns (o, final states in initial_state's dtype; None where they were
-        written in place, or not asked for). use_cp and state_workspace are how FlashInfer computes, and change nothing."""
+        [N, Hv, V, K] without indices. Returns (o, final states in initial_state's dtype; None where they were written
+        in place, or not asked for). use_cp and state_workspace are FlashInfer's means, and change nothing."""
         if g_is_linear:
             raise ValueError("chunk_gated_delta_rule: g must be the logarithm of the decay (g_is_linear is True)")
         if head_first:

@@ -18,7 +18,7 @@ import torch
 from .. import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from ._transformers_layers import LAYERS, NORMS, conv_fn, conv_update, layer_forward, norm_forward
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["patch", "status", "unpatch"]
 
 # Packages below transformers.models whose modeling module holds its own copy of the gated delta rule.
 _MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
@@ -27,7 +27,7 @@ _MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 _replaced: List[Tuple[Any, str, Any]] = []
 
 
-def _chunk(
+def chunk(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -55,7 +55,7 @@ def _chunk(
     )
 
 
-def _recurrent(
+def recurrent(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -84,17 +84,17 @@ def _recurrent(
 # Names to rebind. Current versions call the torch_ functions of their module; older ones take FLA's, imported into the
 # module, when they build a layer, with the torch_ functions as a fallback, and keep what they took in the layer.
 _MODULE_NAMES: Dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _chunk,
-    "torch_recurrent_gated_delta_rule": _recurrent,
-    "chunk_gated_delta_rule": _chunk,
-    "fused_recurrent_gated_delta_rule": _recurrent,
+    "torch_chunk_gated_delta_rule": chunk,
+    "torch_recurrent_gated_delta_rule": recurrent,
+    "chunk_gated_delta_rule": chunk,
+    "fused_recurrent_gated_delta_rule": recurrent,
 }
 # The convolution; Kimi Linear has a delta rule of its own behind it.
 _CONV_NAMES: Dict[str, Callable[..., Any]] = {"causal_conv1d_fn": conv_fn, "causal_conv1d_update": conv_update}
 _CONV_MODELS = (*_MODELS, "kimi_linear")
 _LAYER_NAMES: Dict[str, Callable[..., Any]] = {
-    "chunk_gated_delta_rule": _chunk,
-    "recurrent_gated_delta_rule": _recurrent,
+    "chunk_gated_delta_rule": chunk,
+    "recurrent_gated_delta_rule": recurrent,
 }
 
 
@@ -196,3 +196,10 @@ def unpatch() -> None:
     while _replaced:
         holder, name, before = _replaced.pop()
         setattr(holder, name, before)
+
+
+def status() -> Tuple[bool, str]:
+    """Whether Transformers' models would compute with this library, and why not. Imports nothing of Transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return False, "not installed"
+    return True, "by flash_qla.integrations.transformers.patch(), and through FLA without it"

@@ -264,14 +264,14 @@ def _layer_class(module: ModuleType) -> type:
                 self._checkpoint_exporter = module.MambaPrefillCheckpointExporter(state_len=self.conv_kernel_size - 1)
             _say_taken("layer QwenGatedDeltaNetAttention: prefill in the pool")
 
-        def _warmup_prefill_kernels(self, mixed_qkv: Any, v_dim: int) -> None:
+        def _warmup_prefill_kernels(self, qkv_or_qkvz: Any, v_dim: int) -> None:
             """There is nothing to compile. vLLM measures here how much memory is left for its cache: the scratch of the
             largest call has to be seen."""
             if self._flash_qla_auto_cp is None or self.speculative_config is not None:
-                return super()._warmup_prefill_kernels(mixed_qkv, v_dim)
+                return super()._warmup_prefill_kernels(qkv_or_qkvz, v_dim)
             if not self._prefill_kernels_warmed_up:
                 self._prefill_kernels_warmed_up: bool = True
-                _touch_scratch(self, mixed_qkv)
+                _touch_scratch(self, qkv_or_qkvz)
 
         def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
             metadata = _prefill_metadata(module, self, mixed_qkv, core_attn_out)
@@ -287,7 +287,7 @@ def _heads(layer: Any) -> Tuple[int, int]:
     return layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
 
 
-def _touch_scratch(layer: Any, mixed_qkv: Any) -> None:
+def _touch_scratch(layer: Any, like: Any) -> None:
     from .._tools import workspace_size
 
     tokens, sequences = layer._flash_qla_limits
@@ -298,10 +298,10 @@ def _touch_scratch(layer: Any, mixed_qkv: Any) -> None:
         *_heads(layer),
         layer.head_k_dim,
         layer.head_v_dim,
-        dtype=mixed_qkv.dtype,
-        gate_dtype=mixed_qkv.dtype,
+        dtype=like.dtype,
+        gate_dtype=like.dtype,
         state_dtype=layer.get_state_dtype()[1],
-        device=mixed_qkv.device,
+        device=like.device,
         checkpoint_offsets=sequences if layer._checkpoint_alignment is not None else 0,
         state_v_first=True,
         use_qk_l2norm_in_kernel=True,
@@ -309,7 +309,7 @@ def _touch_scratch(layer: Any, mixed_qkv: Any) -> None:
         use_beta_sigmoid_in_kernel=True,
         auto_cp=layer._flash_qla_auto_cp,
     )
-    mixed_qkv.new_empty(size, dtype=_uint8())
+    like.new_empty(size, dtype=_uint8())
 
 
 def _uint8() -> Any:

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "mbarrier.cuh"
+#include "cuda/common/mbarrier.cuh"
 
 namespace flash_qla::cuda {
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t fetch_add_release(uint32_t* counter, uint32_
 
 // The other way; joins the issuing thread's current bulk group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t smem, uint32_t bytes) {
-  // compute-sanitizer's initcheck takes the first 32 bytes alone for written (docs/design/sm90_memory.md): in the build
+  // compute-sanitizer's initcheck takes the first 32 bytes alone for written (docs/kernels/memory.md): in the build
   // for its racecheck (kWarpArrivals) a thread writes them all before the engine does.
   if constexpr (kWarpArrivals == 32) {
     for (uint32_t i = 0; i < bytes; i += 16) {

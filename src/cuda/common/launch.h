@@ -60,8 +60,43 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
-// Starts kernel<<<blocks, threads, shared_bytes, stream>>>(args...). No blocks: nothing to do. `overlaps`: the kernel
-// waits by itself for the results of the kernels before it, and may be started beside their end (from Hopper on).
+// The shape of a launch. overlaps: the kernel waits by itself for the results of the kernels before it, and may be
+// started before their end (from Hopper on). cluster: so many blocks at a time see each other's shared memory.
+struct LaunchConfig {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attributes[2] = {};
+
+  LaunchConfig(int64_t blocks, int threads, size_t shared_bytes, cudaStream_t stream, bool overlaps,
+               unsigned cluster = 1) {
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (overlaps) {
+      cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+      overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      cudaLaunchAttribute& blocks_together = attributes[config.numAttrs++];
+      blocks_together.id = cudaLaunchAttributeClusterDimension;
+      blocks_together.val.clusterDim = {cluster, 1, 1};
+    }
+  }
+  LaunchConfig(const LaunchConfig&) = delete;  // the configuration points into itself
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+};
+
+// Starts a kernel that is known by its address and has one parameter.
+template <class Parameter>
+cudaError_t launch_function(const void* kernel, const LaunchConfig& shape, const Parameter& parameter) {
+  Parameter copy = parameter;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernelExC(&shape.config, kernel, arguments);
+}
+
+// Starts kernel<<<blocks, threads, shared_bytes, stream>>>(args...). No blocks: nothing to do.
 template <class... Parameters, class... Arguments>
 Status launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                      cudaStream_t stream, bool overlaps, const Arguments&... args) {
@@ -77,17 +112,8 @@ Status launch_kernel(const char* name, void (*kernel)(Parameters...), int64_t bl
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
         name));
   }
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = overlaps ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+  const LaunchConfig shape(blocks, threads, shared_bytes, stream, overlaps);
+  return cuda_status(cudaLaunchKernelEx(&shape.config, kernel, args...), name);
 }
 
 // The same in the order of the stream.

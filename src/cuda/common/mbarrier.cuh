@@ -53,7 +53,7 @@ __device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane)
   if (kWarpArrivals == 32 || lane == 0) mbarrier_arrive(barrier);
 }
 
-// One arrival that also announces `bytes` of copy-engine traffic.
+// One arrival that also expects `bytes` of copy-engine traffic.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -20,19 +20,21 @@ DType key_dtype(const Problem& p) {
   return std::is_same_v<Real, double> && p.dtype == DType::kFloat32 ? DType::kFloat64 : p.dtype;
 }
 
-// q, k, g and beta as the recurrence uses them: the caller's own tensors where no option is on, else copies.
+// q, k, g and beta as the recurrence uses them: the caller's own tensors where no option is on, else copies. q may be
+// absent.
 template <class Real>
 class PreparedInputs {
  public:
   template <class Arguments>
   PreparedInputs(const Arguments& args, bool g_is_cumsum, const Problem& p, Workspace* workspace) {
     l2norm_ = args.options.use_qk_l2norm_in_kernel != 0;
+    has_q_ = present(args.q);
     activates_ = args.options.use_gate_in_kernel || args.options.use_beta_sigmoid_in_kernel || g_is_cumsum;
     gates_ = device_gates(args, g_is_cumsum);
     sequences_ = take_sequences(p, workspace);
     if (l2norm_) {
       const int64_t bytes = p.B * p.T * p.Hq * p.K * size_of(key_dtype<Real>(p));
-      q_ = workspace->take<char>(bytes);
+      if (has_q_) q_ = workspace->take<char>(bytes);
       k_ = workspace->take<char>(bytes);
     }
     if (activates_) {
@@ -55,12 +57,14 @@ class PreparedInputs {
            static_cast<int32_t>(p.Hv),
            static_cast<int32_t>(p.group)};
     if (l2norm_) {
-      const DeviceTensor q = workspace_tensor(q_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
       const DeviceTensor k = workspace_tensor(k_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
-      FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->q, q, nullptr, stream));
       FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->k, k, nullptr, stream));
-      in->q = q;
       in->k = k;
+      if (has_q_) {
+        const DeviceTensor q = workspace_tensor(q_, key_dtype<Real>(p), p.B, p.T, p.Hq, p.K);
+        FLASH_QLA_RETURN_IF_ERROR(launch_normalize<Real>(p, in->q, q, nullptr, stream));
+        in->q = q;
+      }
     }
     if (activates_) {
       FLASH_QLA_RETURN_IF_ERROR(launch_prepare_gates<Real>(p, sequences_, gates_, log_decay_, beta_, stream));
@@ -74,7 +78,7 @@ class PreparedInputs {
   const SequenceTable& sequences() const { return sequences_; }
 
  private:
-  bool l2norm_, activates_;
+  bool l2norm_, has_q_, activates_;
   Gates gates_;
   SequenceTable sequences_;
   char *q_ = nullptr, *k_ = nullptr;             // [B, T, Hq, K] in key_dtype()

@@ -6,8 +6,8 @@
 #include <memory>
 #include <thread>
 
-#include "cuda/sm90/chunk_fwd/kernel_params.h"
-#include "cuda/sm90/chunk_fwd/split_plan.h"
+#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/context_parallel/plan.h"
 #include "malformed_calls.cuh"
 #include "repeated_call.cuh"
 #include "sm90_forward_tests.cuh"
@@ -272,24 +272,23 @@ class MalformedGroup {
 
   // The lists of a plan are within the room that shapes give them.
   void check_plan(const std::string& what, const ForwardCall& call, const void* workspace) {
-    using namespace cuda::sm90;
+    using namespace cuda::sm90::cp;
     const Shape& s = call.in.shape;
-    SplitCounters plan{};  // at the start of a planned call's scratch
+    PlanCounters plan{};  // at the start of a planned call's scratch
     check_cuda(cudaMemcpy(&plan, workspace, sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    const SplitCapacity room =
-        split_capacity(static_cast<SplitMode>(call.in.features.cp_mode), call.in.features.force_intra_cp, s.B * s.T,
-                       static_cast<int32_t>(s.N()), static_cast<int32_t>(s.Hv), sms_);
+    const Capacity room = plan_capacity(static_cast<Mode>(call.in.features.cp_mode), call.in.features.force_intra_cp,
+                                        s.B * s.T, static_cast<int32_t>(s.N()), static_cast<int32_t>(s.Hv), sms_);
     // One kernel has the free tiles, the other may count them as given out.
-    const int64_t outputs = std::max(plan.outputs.tiles, plan.halves.tiles) +
-                            std::max(plan.outputs.dependent_tiles, plan.halves.dependent_tiles);
-    const int64_t chains = plan.progress.pieces / kCombineSlices;
-    if (plan.made != 1 || plan.states.tiles < 0 || plan.states.tiles > room.state_tiles || outputs < 0 ||
-        outputs > room.output_tiles || chains > room.chains) {
+    const int64_t outputs = std::max(plan.outputs.items, plan.halves.items) +
+                            std::max(plan.outputs.dependent_items, plan.halves.dependent_items);
+    const int64_t chains = plan.progress.pieces / kScanSlices;
+    if (plan.made != 1 || plan.states.items < 0 || plan.states.items > room.state_items || outputs < 0 ||
+        outputs > room.output_items || chains > room.scans) {
       checker_.fail(what, "sm90",
-                    "the plan has " + std::to_string(plan.states.tiles) + " state tiles, " + std::to_string(outputs) +
+                    "the plan has " + std::to_string(plan.states.items) + " state tiles, " + std::to_string(outputs) +
                         " output tiles and " + std::to_string(chains) + " chains in room for " +
-                        std::to_string(room.state_tiles) + ", " + std::to_string(room.output_tiles) + " and " +
-                        std::to_string(room.chains));
+                        std::to_string(room.state_items) + ", " + std::to_string(room.output_items) + " and " +
+                        std::to_string(room.scans));
     }
   }
 

@@ -78,7 +78,7 @@ inline int64_t test_sm90_head_halves(const Settings& settings, Arena& arena) {
 }
 
 // One sequence whose heads nearly fill the card: the serial passes then make what other calls leave to kernels of their
-// own (docs/design/sm90_backward.md).
+// own (docs/notebook/sm90_backward.md).
 inline int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
   Checker checker("one sequence of many heads, sm90", settings, arena, "sm90");
   Random random(29);
@@ -103,7 +103,7 @@ inline int64_t test_sm90_one_sequence(const Settings& settings, Arena& arena) {
 }
 
 // Packed sequences, empty ones among them, so many (more than 726 blocks of one half) and so short that a block of the
-// serial passes goes on from one to another (docs/design/sm90_backward.md), and dense ones, fewer, of which a block
+// serial passes goes on from one to another (docs/notebook/sm90_backward.md), and dense ones, fewer, of which a block
 // takes both halves of V.
 inline int64_t test_sm90_many_sequences(const Settings& settings, Arena& arena) {
   Checker checker("backward of many sequences, sm90", settings, arena, "sm90");

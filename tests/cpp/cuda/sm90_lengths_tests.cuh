@@ -1,11 +1,11 @@
 // The group of cuda_generic_test that is about calls whose lengths the device is asked for first
-// (docs/design/sequence_split.md).
+// (docs/notebook/sequence_split.md).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/sm90/chunk_fwd/split_plan.h"
+#include "cuda/sm90/context_parallel/plan.h"
 #include "sm90_split_tests.cuh"
 
 namespace flash_qla::testing {
@@ -217,16 +217,16 @@ class UnequalCall {
 
 // Whether the device goes on to cut sequences of these lengths, in tensors of so many tokens.
 inline bool cuts_pay(const std::vector<int32_t>& offsets, int64_t tokens, int64_t key_heads, int64_t heads) {
-  using namespace cuda::sm90;
+  using namespace cuda::sm90::cp;
   int32_t longest = 0;
   for (size_t n = 1; n < offsets.size(); ++n) longest = std::max(longest, chunks_in(offsets[n] - offsets[n - 1]));
   int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const auto value_heads = static_cast<int32_t>(heads);
-  const SplitCosts costs(static_cast<int32_t>(key_heads), value_heads);
-  return longest >= least_longest(divide_up(tokens, kSplitChunk), static_cast<int32_t>(offsets.size()) - 1, value_heads,
-                                  sms, costs);
+  const Costs costs(static_cast<int32_t>(key_heads), value_heads);
+  return longest >=
+         least_longest(divide_up(tokens, kChunk), static_cast<int32_t>(offsets.size()) - 1, value_heads, sms, costs);
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-// The group of cuda_generic_test that is about the Hopper backward's segments (docs/design/sm90_backward.md).
+// The group of cuda_generic_test that is about the Hopper backward's segments (docs/notebook/sm90_backward.md).
 #pragma once
 
 #include "sm90_backward_tests.cuh"
@@ -61,8 +61,8 @@ inline int64_t test_sm90_segments(const Settings& settings, Arena& arena) {
 }
 
 // One sequence of so many heads that its passes take half of the card, and so long that forward passes of heads that
-// forget go through it in runs (docs/design/sm90_backward.md): beside heads that do not forget, and some that do from a
-// token on alone.
+// forget go through it in runs (docs/notebook/sm90_backward.md): beside heads that do not forget, and some that do from
+// a token on alone.
 inline int64_t test_sm90_runs(const Settings& settings, Arena& arena) {
   Checker checker("backward in runs, sm90", settings, arena, "sm90");
   Random random(41);

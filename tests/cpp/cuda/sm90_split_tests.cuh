@@ -1,4 +1,4 @@
-// The groups of cuda_generic_test that are about the Hopper forward's sequence split (docs/design/sequence_split.md).
+// The groups of cuda_generic_test that are about the Hopper forward's sequence split (docs/notebook/sequence_split.md).
 #pragma once
 
 #include "sm90_forward_tests.cuh"
@@ -91,7 +91,7 @@ struct SplitCase {
   bool forced;
   DType dtype = DType::kBFloat16;
   bool v_first = false, pool = false, keeps = false;
-  bool undecayed = false;  // in no head, and the lengths are those that the host guesses
+  bool all_exact = false;  // in no head, and the lengths are those that the host guesses
 
   ForwardCall draw(Random& random) const {
     Shape s;
@@ -101,7 +101,7 @@ struct SplitCase {
     s.K = s.V = 128;
     s.cu_seqlens = {0};
     for (const int64_t n : lengths) s.cu_seqlens.push_back(s.cu_seqlens.back() + n);
-    s.T = s.cu_seqlens.back() + (undecayed ? 0 : 10);
+    s.T = s.cu_seqlens.back() + (all_exact ? 0 : 10);
     Features f;
     f.initial_state = f.final_state = true;
     f.v_first = v_first;
@@ -113,7 +113,7 @@ struct SplitCase {
     kept.h = kept.A = kept.g_cumsum = keeps;
     ForwardCall call;
     call.draw(s, f, kept, false, random);
-    if (undecayed) {
+    if (all_exact) {
       call.in.g.fill([](int64_t, int64_t, int64_t, int64_t) { return 0.0; });
     } else {
       mix_gates(call.in.g, random);

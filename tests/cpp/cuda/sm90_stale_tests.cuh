@@ -1,13 +1,13 @@
 // The groups of cuda_generic_test about what is left in memory: every form of the Hopper kernels, run again and again
 // while shared memory and scratch hold one thing after another, must give the same bits. Who reads what it has not
 // written finds something else each time; so does who writes where the copy engine writes too, for then one of both
-// comes last now and then, and what lies there otherwise is seen (docs/design/sm90_memory.md says what orders them).
+// comes last now and then, and what lies there otherwise is seen (docs/kernels/memory.md says what orders them).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/sm90/chunk_fwd/kernel_params.h"
+#include "cuda/sm90/context_parallel/plan_state.h"
 #include "launches.h"
 #include "sm90_lengths_tests.cuh"
 
@@ -126,7 +126,7 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
   }
   if (!repeated.status().ok()) checker.fail(what, "sm90", repeated.status().message());
   if (even) {
-    cuda::sm90::SplitCounters plan{};  // at the start of a planned call's scratch
+    cuda::sm90::cp::PlanCounters plan{};  // at the start of a planned call's scratch
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     check_cuda(cudaMemcpy(&plan, repeated.workspace(), sizeof(plan), cudaMemcpyDeviceToHost), "cudaMemcpy");
     if (plan.even != 1) checker.fail(what, "sm90", "the plan is not an even one");
@@ -141,7 +141,7 @@ inline void expect_all_launched(bool backward, Checker& checker) {
   const std::set<std::string> launched = launched_kernels();
   for (const std::string& name : kernels_of_the_program()) {
     if (name.compare(0, 6, "sm90::") != 0 || (name.find("chunk_bwd") != std::string::npos) != backward) continue;
-    if (name == "sm90::ask_lengths_kernel") continue;  // in test_unequal_call()
+    if (name == "sm90::fwd::read_lengths_kernel") continue;  // in test_unequal_call()
     if (launched.count(name) == 0) checker.fail(name, "sm90", "no case launches it");
   }
 }
@@ -247,8 +247,8 @@ inline int64_t test_sm90_forward_stale(const Settings& settings, Arena& arena) {
       {{"dense, pool", 2, 8, 20, 2000, states, checkpoints, {}}, true},
       // Lengths as they are expected: plans of equal sequences, made in few steps.
       {{"split, expected lengths", 2, 8, 1, 8192, states, none, {}}, true},
-      // ... in heads that are light or heavy everywhere: the plan is even. That a quarter of them are heavy is what it
-      // is prepared for; half of them ask for another choice, which is looked up, and a sixth for one that is
+      // ... in heads that are decaying or exact everywhere: the plan is regular. That a quarter of them are exact is
+      // what it is prepared for; half of them ask for another choice, which is looked up, and a sixth for one that is
       // worked out; where no head decays there may be other ways.
       {{"even split, a quarter, short", 1, 4, 1, 3072, states, none, {}, 4}, true},
       {{"even split, a quarter", 2, 8, 1, 8192, states, none, {}, 4}, true},

@@ -9,10 +9,11 @@
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "cuda/sm90/chunk_bwd/params.h"
+#include "cuda/sm90/chunk_bwd/args.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
+#include "cuda/sm90/common/compiler.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 // Where many are loaded, the type is asked for once: with_type().
 template <DType kType>
@@ -75,7 +76,7 @@ struct SequenceInfo {
 };
 
 // Offset i of the caller, kept within the T tokens: it comes from the device and may be anything.
-__device__ __forceinline__ int32_t given_offset(const ChunkBackwardParams& p, int i) {
+__device__ __forceinline__ int32_t given_offset(const Args& p, int i) {
   const int64_t at = i * p.cu_seqlens_stride;
   const int64_t value = p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[at]
                                         : static_cast<int64_t>(static_cast<const int32_t*>(p.cu_seqlens)[at]);
@@ -84,7 +85,7 @@ __device__ __forceinline__ int32_t given_offset(const ChunkBackwardParams& p, in
 
 // Tokens of sequence n. Of several the plan kernel has left offsets that never go back, so that no two sequences
 // overlap and all chunks together fit the workspace. One needs no such care.
-__device__ __forceinline__ void sequence_range(const ChunkBackwardParams& p, int n, int32_t* begin, int32_t* length) {
+__device__ __forceinline__ void sequence_range(const Args& p, int n, int32_t* begin, int32_t* length) {
   const bool one = p.N == 1;
   *begin = one ? given_offset(p, 0) : p.bounds[n];
   *length = max(0, (one ? given_offset(p, 1) : p.bounds[n + 1]) - *begin);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void add_squares(float& sum, const uint4& x) {
   }
 }
 
-__device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams& p, int n) {
+__device__ __forceinline__ SequenceInfo sequence_info(const Args& p, int n) {
   SequenceInfo s;
   if (p.cu_seqlens == nullptr) {
     s = {0, p.T, n * p.per_sequence, n, n * pairs_of(p.per_sequence)};
@@ -115,44 +116,44 @@ __device__ __forceinline__ SequenceInfo sequence_info(const ChunkBackwardParams&
   return s;
 }
 
-__device__ __forceinline__ int total_chunks(const ChunkBackwardParams& p) {
+__device__ __forceinline__ int total_chunks(const Args& p) {
   return p.cu_seqlens == nullptr ? p.chunk_bound : *p.total_chunks;
 }
 
-__device__ __forceinline__ ChunkInfo chunk_info(const ChunkBackwardParams& p, int slot) {
+__device__ __forceinline__ ChunkInfo chunk_info(const Args& p, int slot) {
   if (p.cu_seqlens != nullptr) return p.chunk_map[slot];
   const int n = slot / p.per_sequence;
   const int token = (slot - n * p.per_sequence) * kChunk;
   return {token, min(kChunk, p.T - token), n, n};
 }
 
-__device__ __forceinline__ int total_pairs(const ChunkBackwardParams& p) {
+__device__ __forceinline__ int total_pairs(const Args& p) {
   return p.cu_seqlens == nullptr ? p.pair_bound : *p.total_pairs;
 }
 
-__device__ __forceinline__ PairInfo pair_info(const ChunkBackwardParams& p, int pair) {
+__device__ __forceinline__ PairInfo pair_info(const Args& p, int pair) {
   if (p.cu_seqlens != nullptr) {
     const int4 x = *reinterpret_cast<const int4*>(p.pair_map + pair);
     return {x.x, x.y, x.z, x.w};
   }
   // Unsigned: a division of signed numbers takes half as many instructions more.
   int32_t chunks = p.per_sequence;
-  asm volatile("" : "+r"(chunks));  // not kept by who asks again and again, with few registers
+  recompute_from(chunks);  // not kept by who asks again and again, with few registers
   const uint32_t pairs = pairs_of(chunks), sequence = static_cast<uint32_t>(pair) / pairs;
   const int n = static_cast<int>(sequence), chunk = 2 * static_cast<int>(pair - sequence * pairs);
   return {chunk * kChunk, min(2 * kChunk, p.T - chunk * kChunk), n * p.per_sequence + chunk, n};
 }
 
 // Whether dS at the end of a pair of `valid` tokens waits for the gradients in rows of dq or (a group's last head's)
-// dk. There or in scratch (params.h) it is tiles [64 of V][64 of K], the columns of which are those of a half of V; in
+// dk. There or in scratch (args.h) it is tiles [64 of V][64 of K], the columns of which are those of a half of V; in
 // the outputs each chunk of the pair has a half of K.
-__device__ __forceinline__ bool waits_in_output(const ChunkBackwardParams& p, int valid) {
+__device__ __forceinline__ bool waits_in_output(const Args& p, int valid) {
   return p.grads_in_outputs && valid == 2 * kChunk;
 }
 
-// S at the start of a sequence's pair-th pair, or dS at its end, in fp32 (params.h); null: they are not kept.
-__device__ __forceinline__ float* exact_state(const ChunkBackwardParams& p, const SequenceInfo& sequence, int n,
-                                              int pair, int head, bool is_grad) {
+// S at the start of a sequence's pair-th pair, or dS at its end, in fp32 (args.h); null: they are not kept.
+__device__ __forceinline__ float* exact_state(const Args& p, const SequenceInfo& sequence, int n, int pair, int head,
+                                              bool is_grad) {
   int first = sequence.first_pair;
   if (p.exact_by_sequence) {
     const int pairs = pairs_of(sequence.chunks());
@@ -160,7 +161,7 @@ __device__ __forceinline__ float* exact_state(const ChunkBackwardParams& p, cons
     if (first < 0) return nullptr;
   }
   const int64_t tile = static_cast<int64_t>(first + pair) * p.Hv + head;
-  return p.exact_states + (2 * tile + static_cast<int>(is_grad)) * (kDim * kDim);
+  return p.exact_states + (2 * tile + static_cast<int>(is_grad)) * (kHeadDim * kHeadDim);
 }
 
 // Zeroes rows valid .. 63 of a tile: rows past a sequence's end hold its neighbour's tokens, and 0 * NaN is NaN.
@@ -238,4 +239,4 @@ __device__ __forceinline__ void add_product(float (&acc)[64], const uint32_t (&x
   for (int j = 0; j < 4; ++j) mma_rs_n128_trans<T>(acc, x + 4 * j, wgmma_advance(y, j * 2048));
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -1,6 +1,6 @@
-// What rounding S and dS to the tiles that the gradients take (gradients.cuh) has left of dg, for small calls. Where
-// nothing decays and the final state's gradient is large each token's dg is nearly the one number <dS, S>, a sum of
-// 16,384 products of which little is left, and over few tokens the tiles' rounding is most of its error
+// What rounding S and dS to the tiles that the gradients take (gradients/kernel.cuh) has left of dg, for small calls.
+// Where nothing decays and the final state's gradient is large each token's dg is nearly the one number <dS, S>, a sum
+// of 16,384 products of which little is left, and over few tokens the tiles' rounding is most of its error
 // (docs/numerics.md). So the passes of small calls leave their states in fp32 as well. With E and H, the rests of S at
 // a pair's start and of dS at its end, the gradient of the gate's cumsum at token t lacks
 //   scale gamma_t q_t^T E dO_t - gamma_t k_t^T E dv_t - c_t, c_t = (gP / gamma_t) k_t^T H V'_t,
@@ -9,9 +9,9 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
-#include "cuda/sm90/chunk_bwd/gradients_parts.cuh"
+#include "cuda/sm90/chunk_bwd/gradients/layout.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kExactProductsThreads = 256;  // a warp has 16 tokens of the pair
 
@@ -21,15 +21,15 @@ inline constexpr float kStateRestScale = std::is_same_v<T, __nv_bfloat16> ? 1.0f
 
 struct ExactProductsTile {
   // Rows are K, columns V: eight rows of four words each are in banks of their own.
-  static constexpr int kStride = kDim + 8;
-  uint16_t rests[kDim * kStride];
+  static constexpr int kStride = kHeadDim + 8;
+  uint16_t rests[kHeadDim * kStride];
 };
 
 // <states, grads> less that of their rounded parts, this thread's part, and the rest of one of them into the tile.
 template <typename T, bool kOfGrads>
 __device__ __forceinline__ float find_rests(ExactProductsTile& tile, const float4* states, const float4* grads) {
   float sum = 0.0f;
-  constexpr int kTurns = kDim * kDim / 4 / kExactProductsThreads, kAtOnce = 8;  // loads on their way together
+  constexpr int kTurns = kHeadDim * kHeadDim / 4 / kExactProductsThreads, kAtOnce = 8;  // loads on their way together
 #pragma unroll 1
   for (int turn = 0; turn < kTurns; turn += kAtOnce) {
     float4 loaded[kAtOnce][2];
@@ -40,7 +40,7 @@ __device__ __forceinline__ float find_rests(ExactProductsTile& tile, const float
     }
 #pragma unroll
     for (int at = 0; at < kAtOnce; ++at) {
-      // As the passes' threads hold them (states_parts.cuh): S^T of 64 of V, a warp 16 of them.
+      // As the passes' threads hold them (passes/traits.cuh): S^T of 64 of V, a warp 16 of them.
       const int i = (turn + at) * kExactProductsThreads + static_cast<int>(threadIdx.x);
       const int thread = i % 128, lane = thread % 32, block = i / 128 % 16;
       const int v = i / 2048 * 64 + thread / 32 * 16 + lane / 4, k = 8 * block + 2 * (lane % 4);
@@ -70,21 +70,21 @@ template <typename T, typename Values, typename Keys>
 __device__ __forceinline__ float2 bilinear(const ExactProductsTile& tile, Values values, Keys keys) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   // All of them asked for at once: the kernel is a chain of waits for memory.
-  uint32_t y[8][4], x[kDim / 8][2];
+  uint32_t y[8][4], x[kHeadDim / 8][2];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) y[step][i] = values(i % 2, 16 * step + 8 * (i / 2) + 2 * q);
   }
 #pragma unroll
-  for (int block = 0; block < kDim / 8; ++block) {
+  for (int block = 0; block < kHeadDim / 8; ++block) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) x[block][row] = keys(row, 8 * block + 2 * q);
   }
   float2 sum = make_float2(0.0f, 0.0f);
   constexpr int kAtOnce = 4;  // chains of products
 #pragma unroll
-  for (int first = 0; first < kDim / 8; first += kAtOnce) {
+  for (int first = 0; first < kHeadDim / 8; first += kAtOnce) {
     float acc[kAtOnce][4] = {};
     const uint16_t* row = tile.rests + (8 * first + g) * ExactProductsTile::kStride + 2 * q;
 #pragma unroll
@@ -113,8 +113,7 @@ __device__ __forceinline__ float2 bilinear(const ExactProductsTile& tile, Values
 
 // A block a pair and value head.
 template <typename T>
-__global__ __launch_bounds__(kExactProductsThreads) void sm90_chunk_bwd_exact_products_kernel(
-    const ChunkBackwardParams p) {
+__global__ __launch_bounds__(kExactProductsThreads) void sm90_chunk_bwd_exact_products_kernel(const Args p) {
   launch_dependents();
   wait_for_predecessors();
   __shared__ ExactProductsTile tile;
@@ -201,4 +200,4 @@ __global__ __launch_bounds__(kExactProductsThreads) void sm90_chunk_bwd_exact_pr
   store_element(p.dg, offset, d_g + lost);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

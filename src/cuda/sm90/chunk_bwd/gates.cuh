@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 // What memory holds of two tokens, in its own type: to convert it would be to wait for it.
 struct RawGates {
@@ -26,8 +26,7 @@ __device__ __forceinline__ float from_bits(uint32_t bits, DType type) {
   return type == DType::kFloat32 ? __uint_as_float(bits) : type == DType::kFloat16 ? half : __uint_as_float(bits << 16);
 }
 
-__device__ __forceinline__ RawGates load_gates(const ChunkBackwardParams& p, const ChunkInfo& chunk, int head,
-                                               int lane) {
+__device__ __forceinline__ RawGates load_gates(const Args& p, const ChunkInfo& chunk, int head, int lane) {
   RawGates raw{};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -50,8 +49,7 @@ struct Gates {
   float2 cumsum, gamma, ratio, beta;
 };
 
-__device__ __forceinline__ Gates make_gates(const ChunkBackwardParams& p, const RawGates& raw, int valid, int lane) {
-  constexpr float kLog2E = 1.4426950408889634f;
+__device__ __forceinline__ Gates make_gates(const Args& p, const RawGates& raw, int valid, int lane) {
   float c0 = from_bits(raw.g[0], p.g.type), c1 = from_bits(raw.g[1], p.g.type);
   float beta[2];
 #pragma unroll
@@ -59,9 +57,8 @@ __device__ __forceinline__ Gates make_gates(const ChunkBackwardParams& p, const 
     beta[i] = p.beta.data != nullptr ? from_bits(raw.beta[i], p.beta.type) : 2 * lane + i < valid ? 1.0f : 0.0f;
   }
   if (!p.g_is_cumsum) {
-    constexpr float kMinLogDecay = -80.0f;  // docs/math.md; a NaN stays
-    c0 = c0 < kMinLogDecay ? kMinLogDecay : c0;
-    c1 = c1 < kMinLogDecay ? kMinLogDecay : c1;
+    c0 = c0 < kGateFloor ? kGateFloor : c0;
+    c1 = c1 < kGateFloor ? kGateFloor : c1;
     float sum = c0 + c1;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -72,9 +69,9 @@ __device__ __forceinline__ Gates make_gates(const ChunkBackwardParams& p, const 
     c1 = sum;
   }
   // Rounded by themselves wherever this is compiled to: all forms of the passes have the same bits.
-  const float last = __fmul_rn(__shfl_sync(0xffffffffu, c1, 31), kLog2E);
-  c0 = __fmul_rn(c0, kLog2E);
-  c1 = __fmul_rn(c1, kLog2E);
+  const float last = __fmul_rn(__shfl_sync(0xffffffffu, c1, 31), kLog2e);
+  c0 = __fmul_rn(c0, kLog2e);
+  c1 = __fmul_rn(c1, kLog2e);
   return {make_float2(c0, c1), make_float2(exp2_approx(c0), exp2_approx(c1)),
           make_float2(exp2_approx(last - c0), exp2_approx(last - c1)), make_float2(beta[0], beta[1])};
 }
@@ -123,8 +120,8 @@ __device__ __forceinline__ void store_pass_gates(uint32_t smem, const Gates& gat
 }
 
 // One thread: (slot * Hv + head) has a beta that small_betas.cuh sees to.
-__device__ __forceinline__ void note_small_beta(const ChunkBackwardParams& p, int tile) {
+__device__ __forceinline__ void note_small_beta(const Args& p, int tile) {
   p.small_tiles[atomicAdd(p.small_count, 1)] = tile;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

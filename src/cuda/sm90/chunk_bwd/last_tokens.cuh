@@ -17,14 +17,14 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
-#include "cuda/sm90/chunk_bwd/gradients_parts.cuh"
+#include "cuda/sm90/chunk_bwd/gradients/layout.cuh"
 #include "cuda/sm90/chunk_bwd/last_window.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kLastTokensThreads = 256;
 constexpr int kSlices = 4;  // blocks of a cluster; more columns of V would not fit shared memory
-constexpr int kSlice = kDim / kSlices;
+constexpr int kSlice = kHeadDim / kSlices;
 constexpr float kFarApart = -64.0f;  // log2 of a decay that is as good as none
 constexpr int kSolved = 16;          // tokens solved one after another; the others' part in them is a product
 
@@ -32,10 +32,10 @@ template <typename T>
 struct LastTokensMemory {
   // Rows of keys are 16 bytes more than they hold, and rows of a slice likewise: neighbouring rows in banks of their
   // own.
-  T keys[kWindow][kDim + 8], queries[kWindow][kDim + 8];
+  T keys[kWindow][kHeadDim + 8], queries[kWindow][kHeadDim + 8];
   T d_o[kWindow][kSlice + 8];
   float pairs[kWindow][kWindow + 4];   // G_ij k_i k_j below the diagonal; at [j][i] scale G_ij q_i k_j, i >= j
-  float state[kDim][kSlice + 4];       // S0, then H
+  float state[kHeadDim][kSlice + 4];   // S0, then H
   float error[kWindow][kSlice + 4];    // e
   float read[kWindow][kSlice + 4];     // S0^T k
   float d_value[kWindow][kSlice + 4];  // du
@@ -58,7 +58,7 @@ __device__ __forceinline__ float sum_of_eight(float x) {
 // The work of one sequence and head; names as above.
 template <typename T>
 struct LastTokens {
-  const ChunkBackwardParams& p;
+  const Args& p;
   LastTokensMemory<T>& memory;
   SequenceInfo sequence;
   int n, head, v;  // v: the slice's first column
@@ -74,10 +74,10 @@ struct LastTokens {
   __device__ float gamma(int t) const { return exp2_approx(memory.cumsum[t]); }
   __device__ float to_end(int t) const { return exp2_approx(memory.cumsum[kWindow - 1] - memory.cumsum[t]); }
 
-  __device__ void load_rows(const StridedTensor& t, T (&to)[kWindow][kDim + 8], int of_head) const {
+  __device__ void load_rows(const StridedTensor& t, T (&to)[kWindow][kHeadDim + 8], int of_head) const {
 #pragma unroll
-    for (int turn = 0; turn < kWindow * (kDim / 8) / kLastTokensThreads; ++turn) {
-      const int i = turn * kLastTokensThreads + thread, at = i / (kDim / 8), piece = i % (kDim / 8);
+    for (int turn = 0; turn < kWindow * (kHeadDim / 8) / kLastTokensThreads; ++turn) {
+      const int i = turn * kLastTokensThreads + thread, at = i / (kHeadDim / 8), piece = i % (kHeadDim / 8);
       uint4 x = make_uint4(0, 0, 0, 0);
       if (at < window.tokens) {
         x = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(t.data) +
@@ -109,11 +109,11 @@ struct LastTokens {
     for (int block = 0; block <= 2 * warp + 1; ++block) {
       float kk[4] = {}, qk[4] = {};
 #pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
+      for (int step = 0; step < kHeadDim / 16; ++step) {
         const int at = 16 * step + 2 * q;
         const T *right = &memory.keys[8 * block + g][at], *keys = &memory.keys[first + g][at],
                 *queries = &memory.queries[first + g][at];
-        constexpr int kDown = 8 * (kDim + 8);
+        constexpr int kDown = 8 * (kHeadDim + 8);
         mma_m16n8k16<T>(kk, bits(keys), bits(keys + kDown), bits(keys + 8), bits(keys + kDown + 8), bits(right),
                         bits(right + 8));
         mma_m16n8k16<T>(qk, bits(queries), bits(queries + kDown), bits(queries + 8), bits(queries + kDown + 8),
@@ -137,8 +137,8 @@ struct LastTokens {
       load_columns(p.initial_state, [](float& to, float x) { to = x; });
     } else {
       const uint8_t* tile = p.states + (static_cast<int64_t>(sequence.first_pair + pair) * p.Hv + head) * kStateBytes;
-      for (int i = thread; i < kSlice * (kDim / 8); i += kLastTokensThreads) {
-        const int c = i / (kDim / 8), piece = i % (kDim / 8);
+      for (int i = thread; i < kSlice * (kHeadDim / 8); i += kLastTokensThreads) {
+        const int c = i / (kHeadDim / 8), piece = i % (kHeadDim / 8);
         const uint4 x =
             *reinterpret_cast<const uint4*>(tile + piece / 8 * kStateHalfBytes + tile_piece(0, v + c, piece % 8));
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
@@ -153,7 +153,7 @@ struct LastTokens {
     if (window.chunk % 2 == 0) return;
     // The window starts with a pair's second chunk: over the first one, by its V'.
     __syncthreads();
-    const int k = thread % kDim, c = thread / kDim * (kSlice / 2), chunk = window.chunk - 1;
+    const int k = thread % kHeadDim, c = thread / kHeadDim * (kSlice / 2), chunk = window.chunk - 1;
     const float* gates = gates_of_chunk(p, sequence, chunk, head);
     const auto* key = static_cast<const uint16_t*>(p.k.data) +
                       row_offset(p.k, sequence.batch, sequence.token + chunk * kChunk, head / p.group) + k;
@@ -185,13 +185,13 @@ struct LastTokens {
   template <typename Take>
   __device__ void load_columns(const StridedTensor& t, Take take) const {
     with_type(t.type, [&](auto type) {
-      constexpr int kTurns = kDim * kSlice / kLastTokensThreads, kAtOnce = 8;  // loads on their way together
+      constexpr int kTurns = kHeadDim * kSlice / kLastTokensThreads, kAtOnce = 8;  // loads on their way together
 #pragma unroll 1
       for (int turn = 0; turn < kTurns; turn += kAtOnce) {
         float x[kAtOnce];
         // Neighbours in memory by neighbouring threads.
-        const auto k = [&](int i) { return p.state_v_first ? i % kDim : i / kSlice; };
-        const auto c = [&](int i) { return p.state_v_first ? i / kDim : i % kSlice; };
+        const auto k = [&](int i) { return p.state_v_first ? i % kHeadDim : i / kSlice; };
+        const auto c = [&](int i) { return p.state_v_first ? i / kHeadDim : i % kSlice; };
 #pragma unroll
         for (int at = 0; at < kAtOnce; ++at) {
           const int i = (turn + at) * kLastTokensThreads + thread;
@@ -222,9 +222,9 @@ struct LastTokens {
   }
 
   // Four rows times the state's four columns.
-  __device__ void multiply_state(const T (&rows)[kWindow][kDim + 8], float (&acc)[4][4]) const {
+  __device__ void multiply_state(const T (&rows)[kWindow][kHeadDim + 8], float (&acc)[4][4]) const {
 #pragma unroll 4
-    for (int k = 0; k < kDim; k += 2) {
+    for (int k = 0; k < kHeadDim; k += 2) {
       const float4 a = *reinterpret_cast<const float4*>(&memory.state[k][column]);
       const float4 b = *reinterpret_cast<const float4*>(&memory.state[k + 1][column]);
 #pragma unroll
@@ -451,8 +451,7 @@ struct LastTokens {
 
 // Clusters of kSlices blocks go through what small_betas.cuh has listed.
 template <typename T>
-__global__ __launch_bounds__(kLastTokensThreads,
-                             1) void sm90_chunk_bwd_last_tokens_kernel(const ChunkBackwardParams p) {
+__global__ __launch_bounds__(kLastTokensThreads, 1) void sm90_chunk_bwd_last_tokens_kernel(const Args p) {
   launch_dependents();
   wait_for_predecessors();
   extern __shared__ __align__(16) uint8_t shared[];
@@ -466,4 +465,4 @@ __global__ __launch_bounds__(kLastTokensThreads,
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

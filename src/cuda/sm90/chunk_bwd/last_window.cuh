@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kWindow = 2 * kChunk;
 
@@ -28,21 +28,20 @@ struct LastWindow {
   int chunk, tokens;
 };
 
-__device__ __forceinline__ const float* gates_of_chunk(const ChunkBackwardParams& p, const SequenceInfo& sequence,
-                                                       int chunk, int head) {
+__device__ __forceinline__ const float* gates_of_chunk(const Args& p, const SequenceInfo& sequence, int chunk,
+                                                       int head) {
   return p.gates + (static_cast<int64_t>(sequence.first_slot + chunk) * p.Hv + head) * p.gate_stride;
 }
 
 // Cumulated log2 decay at token t of the chunks from `chunk` on, past the end that of the last token.
-__device__ __forceinline__ float decay_at(const ChunkBackwardParams& p, const SequenceInfo& sequence, int chunk,
-                                          int head, int t) {
+__device__ __forceinline__ float decay_at(const Args& p, const SequenceInfo& sequence, int chunk, int head, int t) {
   const bool two = chunk + 1 < sequence.chunks();
   const float first = gates_of_chunk(p, sequence, chunk, head)[t < kChunk ? t : kChunk - 1];
   return t < kChunk || !two ? first : first + gates_of_chunk(p, sequence, chunk + 1, head)[t - kChunk];
 }
 
 // By all threads of a block, 128 or more.
-__device__ __forceinline__ LastWindow find_window(const ChunkBackwardParams& p, const SequenceInfo& sequence, int head,
+__device__ __forceinline__ LastWindow find_window(const Args& p, const SequenceInfo& sequence, int head,
                                                   WindowSums& memory) {
   const int thread = threadIdx.x, chunk = max(0, sequence.chunks() - 2), tokens = sequence.length - chunk * kChunk;
   float reach = 0.0f, kept = 0.0f;
@@ -77,4 +76,4 @@ __device__ __forceinline__ LastWindow find_window(const ChunkBackwardParams& p, 
   return {chunk + before, tokens - before * kChunk};
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

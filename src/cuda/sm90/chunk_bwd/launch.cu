@@ -5,25 +5,26 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/sm90/chunk_bwd/combine.cuh"
 #include "cuda/sm90/chunk_bwd/plan.cuh"
+#include "cuda/sm90/chunk_bwd/scan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
+#include "cuda/sm90/common/tensor_map.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 namespace {
 
 // dq and dk of a pair of 128 tokens and key head have the bytes of two states.
-bool keeps_grads_in_outputs(const ChunkBackwardParams& p) { return p.has_dq_and_dk && p.group <= 2; }
+bool keeps_grads_in_outputs(const Args& p) { return p.has_dq_and_dk && p.group <= 2; }
 
 constexpr int64_t kWave = 132;        // multiprocessors of an H200
 constexpr int64_t kLeastFused = 100;  // blocks of one wave that wait for memory
 
 // Blocks of the passes by halves of V, over whole sequences.
-int64_t half_blocks(const ChunkBackwardParams& p) { return int64_t{4} * p.N * p.Hv; }
+int64_t half_blocks(const Args& p) { return int64_t{4} * p.N * p.Hv; }
 
 // The longest sequence's share of all tokens. Packed sequences' lengths are not known here. Taken: a seventh more than
 // the longest of N pieces has when a whole is cut at places drawn at random, (1 + 1/2 + .. + 1/N) / N of it.
-double longest_share(const ChunkBackwardParams& p) {
+double longest_share(const Args& p) {
   if (p.cu_seqlens == nullptr) return 1.0 / p.N;
   double share = 0.0;
   for (int32_t i = 1; i <= p.N; ++i) share += 1.0 / (static_cast<double>(i) * p.N);
@@ -31,15 +32,15 @@ double longest_share(const ChunkBackwardParams& p) {
 }
 
 // Whether the serial passes should make G o A and P themselves: a step takes longer then, but there is nothing before
-// them and less to load (docs/design/sm90_backward.md). With blocks that nearly fill the device at once they wait for
+// them and less to load (docs/notebook/sm90_backward.md). With blocks that nearly fill the device at once they wait for
 // memory, not for the chain of products: of one sequence, or of several that are alike. With several waves of blocks
 // the chain of the longest sequence is not all.
-bool gains_by_fusing(const ChunkBackwardParams& p) {
+bool gains_by_fusing(const Args& p) {
   const int64_t blocks = half_blocks(p);
   return blocks > kWave || (blocks >= kLeastFused && (p.N == 1 || p.cu_seqlens == nullptr));
 }
 
-int32_t pair_bound(const ChunkBackwardParams& p) {
+int32_t pair_bound(const Args& p) {
   // A sequence of m chunks has (m + 1) / 2 pairs.
   return p.cu_seqlens == nullptr ? p.N * pairs_of(p.per_sequence) : (p.chunk_bound + p.N) / 2;
 }
@@ -48,17 +49,15 @@ int32_t pair_bound(const ChunkBackwardParams& p) {
 // larger ones take more. Where heads are many it would cost half of a call's time.
 constexpr int64_t kMostExact = 64;
 
-bool keeps_exact(const ChunkBackwardParams& p) {
+bool keeps_exact(const Args& p) {
   return p.exact_by_sequence || (p.may_be_exact && !p.fused && int64_t{pair_bound(p)} * p.Hv <= kMostExact);
 }
 
 // Pairs of sequences that want it, at most: these have more than 128 tokens, and so a pair to every 64 of them at most.
-int64_t exact_pairs(const ChunkBackwardParams& p) {
-  return std::min(int64_t{kExactPairs} * p.N, int64_t{p.B} * p.T / kChunk);
-}
+int64_t exact_pairs(const Args& p) { return std::min(int64_t{kExactPairs} * p.N, int64_t{p.B} * p.T / kChunk); }
 
 // Of one sequence: with as many heads, and as long, that the gradients keep the rest of the device busy in good time.
-bool fills_with_both_halves(const ChunkBackwardParams& p) {
+bool fills_with_both_halves(const Args& p) {
   constexpr int32_t kLeastHeads = 31, kLeastChunks = 128;
   return p.Hv >= kLeastHeads && p.chunk_bound >= kLeastChunks;
 }
@@ -68,7 +67,7 @@ bool fills_with_both_halves(const ChunkBackwardParams& p) {
 // sequence's chain is not what is waited for: a chunk and value head takes some 9 us times multiprocessors, the
 // gradients' in them. And of one sequence where forward passes take runs, which leave something to do for the others
 // meanwhile.
-bool takes_whole_values(const ChunkBackwardParams& p) {
+bool takes_whole_values(const Args& p) {
   if (!p.fused) return false;
   constexpr double kShareOfHead = 9.0 / kWave / 2.3;
   return p.whole_values || (p.N == 1 && p.run_chunks > 0 && fills_with_both_halves(p)) ||
@@ -77,20 +76,20 @@ bool takes_whole_values(const ChunkBackwardParams& p) {
 
 // Segments want the kernel that makes them before the passes: how fast states decay comes from there too. Passes that
 // leave states in fp32 are of the form that does not make them.
-bool makes_own_tiles(const ChunkBackwardParams& p) {
+bool makes_own_tiles(const Args& p) {
   return (p.fused || p.whole_values || gains_by_fusing(p)) && p.segment_chunks == 0 && !p.exact_by_sequence;
 }
 
 // Whether G o A and P can be made beside the passes: they leave half of the device idle, which makes chunks faster than
 // the passes take them.
-bool leaves_half_idle(const ChunkBackwardParams& p, int multiprocessors) {
+bool leaves_half_idle(const Args& p, int multiprocessors) {
   return !p.fused && p.segment_chunks == 0 && 2 * states_blocks(p) <= multiprocessors;
 }
 
 // Whether forward passes may go through runs: where the gradients have multiprocessors to begin on, of one sequence,
 // which has its chunks' order to itself (prepare.cuh), or whose passes make their own tiles, of both halves of V.
-// Several sequences have early items without, and warm-ups would only cost them (docs/design/sm90_backward.md).
-bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
+// Several sequences have early items without, and warm-ups would only cost them (docs/notebook/sm90_backward.md).
+bool takes_runs(const Args& p, int multiprocessors) {
   if (p.N != 1) return false;
   if (!makes_own_tiles(p)) return leaves_half_idle(p, multiprocessors);
   return 4 * p.Hv <= multiprocessors && (p.whole_values || fills_with_both_halves(p));
@@ -98,12 +97,12 @@ bool takes_runs(const ChunkBackwardParams& p, int multiprocessors) {
 
 // Whether there is no room for G o A and P, which passes that make them themselves do not want. A workspace must not
 // shrink where a sequence is added: so only where fewer sequences, and one alone, do without as well.
-bool has_no_room_for_tiles(const ChunkBackwardParams& p) {
+bool has_no_room_for_tiles(const Args& p) {
   const int64_t of_one = int64_t{4} * p.Hv;
   return p.fused && of_one >= kLeastFused && of_one <= kWave;
 }
 
-size_t take_all(ChunkBackwardParams* p, void* base) {
+size_t take_all(Args* p, void* base) {
   Workspace workspace(base);
   const int64_t tiles = static_cast<int64_t>(p->chunk_bound) * p->Hv;
   p->bounds = workspace.take<int32_t>(p->N + 1);
@@ -120,7 +119,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   p->ready = workspace.take<uint32_t>(static_cast<int64_t>(p->pair_bound) * p->Hq);
   p->ready_count = workspace.take<uint32_t>(1);
   p->next_item = workspace.take<uint32_t>(1);
-  p->log_growths = workspace.take<float>(tiles);
+  p->log_decay_sums = workspace.take<float>(tiles);
   if (p->segment_chunks > 0) {
     p->segment_bound = p->cu_seqlens == nullptr
                            ? p->N * static_cast<int32_t>(ceil_div(p->per_sequence, p->segment_chunks))
@@ -135,7 +134,7 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
     p->chain_listed = workspace.take<int32_t>(chains);
     p->chain_count = workspace.take<int32_t>(1);
     p->chains = workspace.take<int32_t>(chains);
-    p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kDim * kDim);
+    p->edges = workspace.take<float>(pieces * kEdgesOfSegment * kHeadDim * kHeadDim);
   }
   p->small_count = workspace.take<int32_t>(1);
   p->last_count = workspace.take<int32_t>(1);
@@ -157,9 +156,9 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   // Larger calls have the room as well: scratch must not shrink where a token is added.
   if (p->exact_by_sequence) {
     p->first_exact = workspace.take<int32_t>(p->N);
-    p->exact_states = workspace.take<float>(exact_pairs(*p) * p->Hv * 2 * kDim * kDim);
+    p->exact_states = workspace.take<float>(exact_pairs(*p) * p->Hv * 2 * kHeadDim * kHeadDim);
   } else if (p->may_be_exact) {
-    p->exact_states = workspace.take<float>(std::min(pair_tiles, kMostExact) * 2 * kDim * kDim);
+    p->exact_states = workspace.take<float>(std::min(pair_tiles, kMostExact) * 2 * kHeadDim * kHeadDim);
   }
   if (p->solves_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
@@ -168,55 +167,28 @@ size_t take_all(ChunkBackwardParams* p, void* base) {
   return workspace.bytes();
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's encoder, found at run time so that the library does not link against the driver.
-cudaError_t find_encoder(EncodeTiled* encode) {
-  static void* entry = nullptr;
-  static const cudaError_t error = [] {
-    cudaDriverEntryPointQueryResult found;
-    // 12000: the version that introduced it.
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return status != cudaSuccess ? status : found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
-  }();
-  *encode = reinterpret_cast<EncodeTiled>(entry);
-  return error;
-}
-
 // `halves`: 64 columns each that a row has.
-cudaError_t make_map(EncodeTiled encode, const StridedTensor& t, int64_t B, int64_t T, int64_t halves, int64_t heads,
-                     CUtensorMap* map) {
+cudaError_t make_map(const StridedTensor& t, int64_t B, int64_t T, int64_t halves, int64_t heads, CUtensorMap* map) {
   const cuuint64_t dims[5] = {64, static_cast<cuuint64_t>(T), static_cast<cuuint64_t>(halves),
                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(B)};
   // The stride of a dimension of one element means nothing and may be anything: the encoder wants a legal one.
   auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size == 1 ? 128 : stride * 2); };
   const cuuint64_t strides[4] = {bytes(T, t.stride[1]), 128, bytes(heads, t.stride[2]), bytes(B, t.stride[0])};
-  const cuuint32_t box[5] = {64, kChunk, 1, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      t.type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result =
-      encode(map, type, 5, t.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint32_t box[5] = {64, kChunk, 1, 1, 1};
+  return encode_tensor_map(map, t.type, t.data, dims, strides, box);
 }
 
 // A whole edge of segments at a time.
-cudaError_t make_edges_map(EncodeTiled encode, float* edges, int64_t count, CUtensorMap* map) {
-  const cuuint64_t dims[5] = {32, kDim, kDim / 32, static_cast<cuuint64_t>(count), 1};
-  const cuuint64_t strides[4] = {kDim * 4, 128, kDim * kDim * 4, kDim * kDim * 4};
-  const cuuint32_t box[5] = {32, kDim, kDim / 32, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, edges, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t make_edges_map(float* edges, int64_t count, CUtensorMap* map) {
+  const cuuint64_t dims[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(count), 1};
+  const cuuint64_t strides[4] = {kHeadDim * 4, 128, kHeadDim * kHeadDim * 4, kHeadDim * kHeadDim * 4};
+  const cuuint32_t box[5] = {32, kHeadDim, kHeadDim / 32, 1, 1};
+  return encode_tensor_map(map, DType::kFloat32, edges, dims, strides, box);
 }
 
 }  // namespace
 
-int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors) {
+int32_t choose_segment_chunks(const Args& p, int multiprocessors) {
   // In steps of a pass (about 1.2 us). Its numbers are fitted to the times of 30 calls of 4 to 16 value heads, 8,192
   // and 32,768 tokens in one to eight sequences, each with four to sixteen lengths of segments and none.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
@@ -261,7 +233,7 @@ int32_t choose_segment_chunks(const ChunkBackwardParams& p, int multiprocessors)
   return best_length;
 }
 
-int32_t choose_run_chunks(const ChunkBackwardParams& p, int multiprocessors) {
+int32_t choose_run_chunks(const Args& p, int multiprocessors) {
   if (!takes_runs(p, multiprocessors)) return 0;
   // A quarter of all chunks: the first pairs are complete after an eighth of the time that the passes of one sequence
   // take. Each run warms up for up to 8 chunks, so not shorter than 32.
@@ -271,14 +243,14 @@ int32_t choose_run_chunks(const ChunkBackwardParams& p, int multiprocessors) {
   return even < p.chunk_bound ? even : 0;
 }
 
-size_t chunk_backward_workspace_size(const ChunkBackwardParams& params) {
-  ChunkBackwardParams copy = params;
+size_t chunk_backward_workspace_size(const Args& params) {
+  Args copy = params;
   copy.solves_A = params.A.data == nullptr;
   copy.fused = makes_own_tiles(params);
   return take_all(&copy, nullptr);
 }
 
-void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace) {
+void bind_chunk_backward_workspace(Args* params, void* workspace) {
   params->solves_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
   params->whole_values = takes_whole_values(*params);
@@ -286,59 +258,54 @@ void bind_chunk_backward_workspace(ChunkBackwardParams* params, void* workspace)
   take_all(params, workspace);
 }
 
-cudaError_t make_chunk_backward_maps(const ChunkBackwardParams& p, const StridedTensor& q, const StridedTensor& d_o,
-                                     ChunkBackwardMaps* maps) {
-  EncodeTiled encode = nullptr;
-  cudaError_t error = find_encoder(&encode);
-  if (error == cudaSuccess) error = make_map(encode, q, p.B, p.T, 2, p.Hq, &maps->q);
-  if (error == cudaSuccess) error = make_map(encode, p.k, p.B, p.T, 2, p.Hq, &maps->k);
-  if (error == cudaSuccess) error = make_map(encode, p.v, p.B, p.T, 2, p.Hv, &maps->v);
+cudaError_t make_chunk_backward_maps(const Args& p, const StridedTensor& q, const StridedTensor& d_o, Maps* maps) {
+  cudaError_t error = make_map(q, p.B, p.T, 2, p.Hq, &maps->q);
+  if (error == cudaSuccess) error = make_map(p.k, p.B, p.T, 2, p.Hq, &maps->k);
+  if (error == cudaSuccess) error = make_map(p.v, p.B, p.T, 2, p.Hv, &maps->v);
   // Without dO its map only has to exist: all its loads lie outside.
-  if (error == cudaSuccess) error = make_map(encode, p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
-  if (error == cudaSuccess) error = make_map(encode, p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
-  if (error == cudaSuccess) error = make_map(encode, p.A, p.B, p.T, 1, p.Hv, &maps->A);
-  const StridedTensor state_grads = {p.state_grads, {kDim * kDim, kDim, kDim * kChunk, 1}, p.v.type};
+  if (error == cudaSuccess) error = make_map(p.has_d_o ? d_o : p.v, p.B, p.T, 2, p.Hv, &maps->d_o);
+  if (error == cudaSuccess) error = make_map(p.dv, p.B, p.T, 2, p.Hv, &maps->dv);
+  if (error == cudaSuccess) error = make_map(p.A, p.B, p.T, 1, p.Hv, &maps->A);
+  const StridedTensor state_grads = {p.state_grads, {kHeadDim * kHeadDim, kHeadDim, kHeadDim * kChunk, 1}, p.v.type};
   const int64_t grads = int64_t{p.grads_in_outputs ? p.N : p.pair_bound} * p.Hv;
-  if (error == cudaSuccess) error = make_map(encode, state_grads, grads, kChunk, 2, 2, &maps->state_grads);
+  if (error == cudaSuccess) error = make_map(state_grads, grads, kChunk, 2, 2, &maps->state_grads);
   if (error == cudaSuccess && p.segment_chunks > 0) {
-    error = make_edges_map(encode, p.edges, int64_t{p.segment_bound} * p.Hv * kEdgesOfSegment, &maps->edges);
+    error = make_edges_map(p.edges, int64_t{p.segment_bound} * p.Hv * kEdgesOfSegment, &maps->edges);
   }
-  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
-  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(encode, p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
+  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
+  if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
   return error;
 }
 
-cudaError_t launch_rounds(const ChunkBackwardParams& p, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_rounds(const Args& p, int multiprocessors, cudaStream_t stream) {
   return launch_chained(sm90_chunk_bwd_rounds_kernel, 1, kRoundsThreads, 0, stream, p, multiprocessors);
 }
 
-cudaError_t launch_combine(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
-                           cudaStream_t stream) {
-  using Traits = CombineTraits;
+cudaError_t launch_scan(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
+  using Traits = ScanTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(
-      cudaFuncSetAttribute(sm90_chunk_bwd_combine_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
+      cudaFuncSetAttribute(sm90_chunk_bwd_scan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kBytes));
   const int64_t most = int64_t{2} * p.N * p.Hv * Traits::kColumnBlocks;
-  return launch_chained(sm90_chunk_bwd_combine_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
+  return launch_chained(sm90_chunk_bwd_scan_kernel, static_cast<unsigned>(std::min<int64_t>(most, multiprocessors)),
                         Traits::kThreads, Traits::kBytes, stream, p, maps);
 }
 
-cudaError_t launch_chunk_backward(const ChunkBackwardParams& params, const ChunkBackwardMaps& maps,
-                                  const ChunkBackwardStage& stage, cudaStream_t stream) {
+cudaError_t launch_chunk_backward(const Args& params, const Maps& maps, const Parts& stage, cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  ChunkBackwardParams p = params;
+  Args p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
   if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;
   const bool may_be_short = p.exact_short && (p.cu_seqlens != nullptr || p.T <= 2 * kChunk);
   p.corrects_last = (p.dht.data != nullptr || may_be_short) && (p.dg.data != nullptr || p.dbeta.data != nullptr);
   if (stage.plan) {
     // Chained to what the stream has before it: it waits for that, and only then lets the next kernel begin. A start of
-    // its own in the order of the stream takes 9 us longer (docs/design/sm90_backward.md).
+    // its own in the order of the stream takes 9 us longer (docs/notebook/sm90_backward.md).
     FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(sm90_chunk_bwd_plan_kernel, 1, kPlanThreads, 0, stream, p));
   }
   return p.v.type == DType::kBFloat16 ? launch_chunk_backward_bf16(p, maps, stage, multiprocessors, stream)
                                       : launch_chunk_backward_fp16(p, maps, stage, multiprocessors, stream);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -3,17 +3,17 @@
 
 #include <algorithm>
 
+#include "cuda/sm90/chunk_bwd/decay_sums.cuh"
 #include "cuda/sm90/chunk_bwd/exact_products.cuh"
-#include "cuda/sm90/chunk_bwd/gradients.cuh"
-#include "cuda/sm90/chunk_bwd/growths.cuh"
+#include "cuda/sm90/chunk_bwd/gradients/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/last_tokens.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
+#include "cuda/sm90/chunk_bwd/passes/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
 #include "cuda/sm90/chunk_bwd/solve.cuh"
-#include "cuda/sm90/chunk_bwd/states.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 template <typename Kernel>
 cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
@@ -21,20 +21,19 @@ cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
 }
 
 template <typename T>
-cudaError_t launch_solve(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, cudaStream_t stream) {
+cudaError_t launch_solve(const Args& p, const Maps& maps, cudaStream_t stream) {
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));
   return launch_chained(sm90_chunk_bwd_solve_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kSolveThreads,
                         SolveSmem::kBytes, stream, p, maps);
 }
 
 template <typename T>
-cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
-                           cudaStream_t stream) {
+cudaError_t launch_prepare(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
   using Traits = PrepareTraits;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_prepare_kernel<T>, Traits::kBytes));
   // Places in the order of find_prepare_work(): its segments may be a chunk longer than there are chunks for.
   const int64_t pieces = (static_cast<int64_t>(p.chunk_bound) + (p.segment_chunks > 0 ? p.segment_bound : 0)) * p.Hq;
-  // With segments a pair is left for the rounds kernel (combine.cuh).
+  // With segments a pair is left for the rounds kernel (scan.cuh).
   const int64_t most = multiprocessors - (p.beside ? states_blocks(p) : p.segment_chunks > 0 ? 2 : 0);
   const unsigned pairs =
       static_cast<unsigned>(std::min(most, (pieces + Traits::kGroups - 1) / Traits::kGroups) + 1) / 2;
@@ -43,33 +42,31 @@ cudaError_t launch_prepare(const ChunkBackwardParams& p, const ChunkBackwardMaps
                            maps);
 }
 
-template <typename T, StatesForm kForm>
-cudaError_t launch_states(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
-                          cudaStream_t stream) {
-  using Traits = StatesTraits<kForm>;
-  const auto kernel = sm90_chunk_bwd_states_kernel<T, kForm>;
+template <typename T, Variant kVariant>
+cudaError_t launch_states(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
+  using Traits = PassTraits<kVariant>;
+  const auto kernel = sm90_chunk_bwd_passes_kernel<T, kVariant>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(kernel, Traits::kBytes));
   auto launch = [&](unsigned blocks, bool second_round) {
     // In clusters of two (the halves of V), so that the multiprocessors left over are clusters of two as well.
     return launch_chained<2>(kernel, blocks, Traits::kThreads, Traits::kBytes, stream, p, maps, second_round);
   };
   if (p.segment_chunks == 0) {
-    if (Traits::kFused && p.run_chunks > 0 && growths_blocks(p) > 0) {
+    if (Traits::kFused && p.run_chunks > 0 && decay_sums_blocks(p) > 0) {
       FLASH_QLA_RETURN_IF_CUDA_ERROR(
-          launch_chained(sm90_chunk_bwd_growths_kernel<T>, growths_blocks(p), kGrowthsThreads, 0, stream, p));
+          launch_chained(sm90_chunk_bwd_decay_sums_kernel<T>, decay_sums_blocks(p), kDecaySumsThreads, 0, stream, p));
     }
     return launch(static_cast<unsigned>(states_blocks(p)), false);
   }
   const unsigned pieces = static_cast<unsigned>(p.segment_bound) * p.Hv;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_rounds(p, multiprocessors, stream));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(launch(6 * pieces, false));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_combine(p, maps, multiprocessors, stream));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_scan(p, maps, multiprocessors, stream));
   return launch(4 * pieces, true);
 }
 
 template <typename T>
-cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps, int multiprocessors,
-                             cudaStream_t stream) {
+cudaError_t launch_gradients(const Args& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
   using Traits = GradientsTraits;
   // dv and dh0 come from the passes, and from the small betas alone.
   if (p.dq.data != nullptr || p.dk.data != nullptr || p.dg.data != nullptr || p.dbeta.data != nullptr) {
@@ -97,19 +94,19 @@ cudaError_t launch_gradients(const ChunkBackwardParams& p, const ChunkBackwardMa
 }
 
 template <typename T>
-cudaError_t launch_chunk_backward_typed(const ChunkBackwardParams& p, const ChunkBackwardMaps& maps,
-                                        const ChunkBackwardStage& stage, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_chunk_backward_typed(const Args& p, const Maps& maps, const Parts& stage, int multiprocessors,
+                                        cudaStream_t stream) {
   if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
-    const auto states = p.whole_values  ? launch_states<T, kBothForm>
-                        : p.fused       ? launch_states<T, kFusedForm>
-                        : p.keeps_exact ? launch_states<T, kExactForm>
-                                        : launch_states<T, kHalfForm>;
+    const auto states = p.whole_values  ? launch_states<T, kBothVariant>
+                        : p.fused       ? launch_states<T, kFusedVariant>
+                        : p.keeps_exact ? launch_states<T, kExactVariant>
+                                        : launch_states<T, kHalfVariant>;
     FLASH_QLA_RETURN_IF_CUDA_ERROR(states(p, maps, multiprocessors, stream));
   }
   if (stage.gradients) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_gradients<T>(p, maps, multiprocessors, stream));
   return cudaSuccess;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -10,7 +10,7 @@
 #include "cuda/sm90/chunk_bwd/traits.h"
 
 namespace flash_qla {
-namespace cuda::sm90 {
+namespace cuda::sm90::bwd {
 namespace {
 
 using Arguments = flash_qla_backward_arguments;
@@ -50,7 +50,7 @@ bool wants_float32(const Arguments& args, const Problem& p) {
 }
 
 std::string reject(const Arguments& args, const Problem& p) {
-  if (p.K != kDim || p.V != kDim) return "needs K = V = 128";
+  if (p.K != kHeadDim || p.V != kHeadDim) return "needs K = V = 128";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
   if (p.T == 0 || p.N == 0) return "needs tokens and sequences";
   // Coordinates and block numbers are 32-bit.
@@ -75,8 +75,8 @@ StridedTensor strided(const Tensor& t) {
   return s;
 }
 
-ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
-  ChunkBackwardParams params{};
+Args make_params(const Arguments& args, const Problem& p) {
+  Args params{};
   params.B = static_cast<int32_t>(p.B);
   params.T = static_cast<int32_t>(p.T);
   params.N = static_cast<int32_t>(p.N);
@@ -126,7 +126,7 @@ ChunkBackwardParams make_params(const Arguments& args, const Problem& p) {
 // sequences, and a cut does not: one long sequence is cut where several are not. So the room for what segments leave at
 // their edges is there whenever one sequence of all the tokens would be cut, and a cut that does not fit is made
 // coarser.
-size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* params) {
+size_t plan_segments(const flash_qla_options& options, Args* params) {
   params->segment_chunks = 0;
   const size_t whole = chunk_backward_workspace_size(*params);
   if (options.cp_mode != FLASH_QLA_CP_AUTO) return whole;  // whole sequences are planned from nothing but themselves
@@ -135,14 +135,14 @@ size_t plan_segments(const flash_qla_options& options, ChunkBackwardParams* para
     return whole;
   }
   params->run_chunks = choose_run_chunks(*params, multiprocessors);
-  const auto choose = [&](const ChunkBackwardParams& of) {
+  const auto choose = [&](const Args& of) {
     return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);
   };
-  const auto bytes_with = [&](ChunkBackwardParams of, int32_t segment_chunks) {
+  const auto bytes_with = [&](Args of, int32_t segment_chunks) {
     of.segment_chunks = segment_chunks;
     return chunk_backward_workspace_size(of);
   };
-  ChunkBackwardParams longest = *params;
+  Args longest = *params;
   longest.N = 1;
   if (params->cu_seqlens == nullptr) {
     longest.per_sequence = params->chunk_bound;
@@ -195,14 +195,14 @@ class HeadsBackward {
     const auto token = [&](bool wanted, int64_t heads, int64_t size, Tensor* t) {
       if (wanted) *t = tensor(workspace->take<uint16_t>(p.B * p.T * heads * size), p.dtype, {p.B, p.T, heads, size});
     };
-    token(wrapping.q, p.Hq, kDim, &core_.q);
-    token(wrapping.k, p.Hq, kDim, &core_.k);
-    token(wrapping.v, p.Hv, kDim, &core_.v);
+    token(wrapping.q, p.Hq, kHeadDim, &core_.q);
+    token(wrapping.k, p.Hq, kHeadDim, &core_.k);
+    token(wrapping.v, p.Hv, kHeadDim, &core_.v);
     token(wrapping.A, p.Hv, kChunk, &core_.A);
-    token(wrapping.d_o, p.Hv, kDim, &core_.d_o);
-    token(wrapping.dq, p.Hq, kDim, &core_.dq);
-    token(wrapping.dk, p.Hq, kDim, &core_.dk);
-    token(wrapping.dv, p.Hv, kDim, &core_.dv);
+    token(wrapping.d_o, p.Hv, kHeadDim, &core_.d_o);
+    token(wrapping.dq, p.Hq, kHeadDim, &core_.dq);
+    token(wrapping.dk, p.Hq, kHeadDim, &core_.dk);
+    token(wrapping.dv, p.Hv, kHeadDim, &core_.dv);
 
     const auto gate = [&](bool wanted, Tensor* t) {
       if (wanted) *t = tensor(workspace->take<float>(p.B * p.T * p.Hv), DType::kFloat32, {p.B, p.T, p.Hv});
@@ -234,11 +234,11 @@ class HeadsBackward {
   Status run(cudaStream_t stream) {
     FLASH_QLA_RETURN_IF_ERROR(prepare(stream));
     bind_chunk_backward_workspace(&params_, kernels_);
-    ChunkBackwardMaps maps;
+    Maps maps;
     FLASH_QLA_RETURN_IF_ERROR(cuda_status(
         make_chunk_backward_maps(params_, strided(core_.q), strided(core_.d_o), &maps), "describing the tensors"));
     FLASH_QLA_RETURN_IF_ERROR(
-        cuda_status(launch_chunk_backward(params_, maps, ChunkBackwardStage{}, stream), "the sm90 chunk backward"));
+        cuda_status(launch_chunk_backward(params_, maps, Parts{}, stream), "the sm90 chunk backward"));
     return finish(stream);
   }
 
@@ -316,7 +316,7 @@ class HeadsBackward {
   float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr;
   double* gate_sums_ = nullptr;
   SequenceTable sequences_{};
-  ChunkBackwardParams params_{};
+  Args params_{};
   char* kernels_ = nullptr;
 };
 
@@ -357,7 +357,7 @@ size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrappi
 
 // Scratch up to which all heads go through together. Beyond it they go in two halves, one after the other in the same
 // scratch, while a half has heads enough to fill a GPU with one sequence: 32 value heads are 128 blocks of the serial
-// passes. Halves of 16 cost 6 to 47 % of the time on an H200 (docs/design/sm90_backward.md). Halves save nothing that
+// passes. Halves of 16 cost 6 to 47 % of the time on an H200 (docs/notebook/sm90_backward.md). Halves save nothing that
 // matters below the bound.
 constexpr size_t kWholeScratch = size_t{768} << 20;
 constexpr int64_t kLeastValueHeads = 32;
@@ -389,9 +389,9 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 }
 
 }  // namespace
-}  // namespace cuda::sm90
+}  // namespace cuda::sm90::bwd
 
 const BackwardPath kSm90ChunkBackward = {
-    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::reject, cuda::sm90::workspace_size, cuda::sm90::run};
+    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::bwd::reject, cuda::sm90::bwd::workspace_size, cuda::sm90::bwd::run};
 
 }  // namespace flash_qla

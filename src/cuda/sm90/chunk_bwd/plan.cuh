@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/chunk_bwd/segments.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kPlanThreads = 1024;
 // The last sequence that starts at or before `slot`: empty ones share their successor's start.
@@ -26,7 +26,7 @@ __device__ __forceinline__ int3 operator+(const int3& x, const int3& y) {
 
 // One block: running sums of the sequences' chunks, segments and pairs, then every slot finds its sequence by
 // bisection.
-__global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const ChunkBackwardParams p) {
+__global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const Args p) {
   // In this order: what comes after it begins beside it and takes for granted that all before it has ended.
   wait_for_predecessors();
   launch_dependents();
@@ -154,4 +154,4 @@ __global__ __launch_bounds__(kPlanThreads) void sm90_chunk_bwd_plan_kernel(const
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

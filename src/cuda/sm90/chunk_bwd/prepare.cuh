@@ -1,14 +1,14 @@
 // Chunk-parallel preparation: gate vectors, G o A and P of every chunk and value head, for serial passes that do not
-// make them themselves (states.cuh), and for segments how much a chunk lets a state grow or decay (segments.cuh). A
-// piece of work is a (chunk, key head), its value heads one after another; the four warpgroups of a block work by
-// themselves. Where the passes leave half of the device idle this runs beside them, on the other half, and they wait
-// for each chunk.
+// make them themselves (passes/kernel.cuh), and for segments how much a chunk lets a state grow or decay
+// (segments.cuh). A piece of work is a (chunk, key head), its value heads one after another; the four warpgroups of a
+// block work by themselves. Where the passes leave half of the device idle this runs beside them, on the other half,
+// and they wait for each chunk.
 #pragma once
 
+#include "cuda/sm90/chunk_bwd/chunk_order.cuh"
 #include "cuda/sm90/chunk_bwd/gates.cuh"
-#include "cuda/sm90/chunk_bwd/order.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 struct PrepareTraits {
   static constexpr int kGroups = 4;          // warpgroups of a block
@@ -44,7 +44,7 @@ struct PrepareWork {
 
 // The first piece of work that is there at `at` or a multiple of `step` after it. Segments come from their ends
 // inwards, as sequences do: there is what tells how a pass reaches its edge.
-__device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardParams& p, uint32_t* at, uint32_t step) {
+__device__ __forceinline__ PrepareWork find_prepare_work(const Args& p, uint32_t* at, uint32_t step) {
   const uint32_t heads = static_cast<uint32_t>(p.Hq);
   const SequenceInfo only = p.N == 1 ? sequence_info(p, 0) : SequenceInfo{};
   const uint32_t total = static_cast<uint32_t>(p.N == 1 ? only.chunks() : total_chunks(p));
@@ -70,8 +70,7 @@ __device__ __forceinline__ PrepareWork find_prepare_work(const ChunkBackwardPara
 
 template <typename T>
 __global__ __launch_bounds__(PrepareTraits::kThreads,
-                             1) void sm90_chunk_bwd_prepare_kernel(const ChunkBackwardParams p,
-                                                                   const __grid_constant__ ChunkBackwardMaps maps) {
+                             1) void sm90_chunk_bwd_prepare_kernel(const Args p, const __grid_constant__ Maps maps) {
   // In this order: passes beside this kernel find the counters as the kernels before have left them.
   // Of one sequence a block knows its first pieces by itself and makes them while the plan kernel runs: it waits before
   // it writes to memory. What came before that kernel has ended when it begins.
@@ -95,7 +94,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     if (thread > 0 || work.slot < 0) return;
     mbarrier_arrive_expect(barrier, 2 * kTokensBytes);
     uint32_t to = sQ;
-    asm volatile("" : "+r"(to));  // what follows from it is made again: few registers
+    to = recompute(to);  // what follows from it is made again: few registers
     for (int half = 0; half < 2; ++half, to += kTileBytes) {
       tma_load_5d(to, &maps.q, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
       tma_load_5d(to + kTokensBytes, &maps.k, barrier, 0, work.chunk.token, half, work.key_head, work.chunk.batch);
@@ -212,10 +211,9 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       }
       sync();
       if (tells_growth && thread == 0) {
-        constexpr float kLog2E = 1.4426950408889634f;
-        const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2E;
-        p.log_growths[tile] = g + ((load_shared_f1(sSums) + load_shared_f1(sSums + 4)) +
-                                   (load_shared_f1(sSums + 8) + load_shared_f1(sSums + 12)));
+        const float g = load_shared_f1(gates + (kChunk - 1) * 4) / kLog2e;
+        p.log_decay_sums[tile] = g + ((load_shared_f1(sSums) + load_shared_f1(sSums + 4)) +
+                                      (load_shared_f1(sSums + 8) + load_shared_f1(sSums + 12)));
       }
       copy_out(p.P + tile * kTileBytes, sTile, kTileBytes, thread);
 
@@ -252,4 +250,4 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   wait_for_predecessors();  // who had no work at all
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

@@ -19,10 +19,8 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
-// Chunks. Beyond it a head costs less the exact way (the first round is three passes over a segment).
-constexpr int kMostWarmup = 8;
 constexpr int kExact = -1;  // in place of a number of chunks
 
 // Where a segment lies.
@@ -32,12 +30,12 @@ struct Segment {
   int begin, end;       // chunks
 };
 
-__device__ __forceinline__ int segments_of(const ChunkBackwardParams& p, int chunks) {
+__device__ __forceinline__ int segments_of(const Args& p, int chunks) {
   return max(1, (chunks + p.segment_chunks - 1) / p.segment_chunks);  // an empty sequence still hands on its state
 }
 
 // False: the slot is empty.
-__device__ __forceinline__ bool find_segment(const ChunkBackwardParams& p, int segment, Segment* s) {
+__device__ __forceinline__ bool find_segment(const Args& p, int segment, Segment* s) {
   const int4* from = reinterpret_cast<const int4*>(p.segment_map + segment);
   const int4 x = from[0], y = from[1];
   s->n = x.x;
@@ -50,7 +48,7 @@ __device__ __forceinline__ bool find_segment(const ChunkBackwardParams& p, int s
 }
 
 // How the pass reaches the segment's edge where it enters: chunks of warm-up, or kExact.
-__device__ __forceinline__ int32_t& warmup_of(const ChunkBackwardParams& p, int segment, int head, bool reverse) {
+__device__ __forceinline__ int32_t& warmup_of(const Args& p, int segment, int head, bool reverse) {
   return p.warmups[(static_cast<int64_t>(segment) * p.Hv + head) * 2 + static_cast<int>(reverse)];
 }
 
@@ -63,13 +61,13 @@ struct SegmentWork {
 };
 __device__ __forceinline__ int32_t list_entry(int piece, Pass pass) { return piece * 3 + pass; }
 __device__ __forceinline__ SegmentWork segment_work(int32_t entry) { return {entry / 3, static_cast<Pass>(entry % 3)}; }
-__device__ __forceinline__ int32_t* round_list(const ChunkBackwardParams& p, int round) {
+__device__ __forceinline__ int32_t* round_list(const Args& p, int round) {
   return p.round_lists + static_cast<int64_t>(round) * 3 * p.segment_bound * p.Hv;
 }
 
 // What the first round leaves of a segment: F, R and M, [128 of V][128 of K] each (M: [column][row]).
 enum Edge : int { kEdgeForward, kEdgeReverse, kEdgeTransition };
-__device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int segment, int head, Edge edge) {
+__device__ __forceinline__ int64_t edge_index(const Args& p, int segment, int head, Edge edge) {
   return (static_cast<int64_t>(segment) * p.Hv + head) * kEdgesOfSegment + edge;
 }
 
@@ -78,7 +76,7 @@ __device__ __forceinline__ int64_t edge_index(const ChunkBackwardParams& p, int 
 struct Warmups {
   int own, next;
 };
-__device__ __forceinline__ Warmups warmups_at(const ChunkBackwardParams& p, int segment, int head, bool reverse) {
+__device__ __forceinline__ Warmups warmups_at(const Args& p, int segment, int head, bool reverse) {
   const int next = min(max(segment + (reverse ? -1 : 1), 0), p.segment_bound - 1);
   return {warmup_of(p, segment, head, reverse), warmup_of(p, next, head, reverse)};
 }
@@ -106,7 +104,7 @@ __device__ __forceinline__ SegmentPass segment_pass(const Segment& s, const Warm
 
 // The shortest window before an edge (behind it for the reverse pass) over which what is left out stays below the
 // bound; kExact if there is none. Waits until prepare.cuh has left the sums of the window's chunks.
-__device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const Segment& s, int head, bool reverse) {
+__device__ __forceinline__ int find_warmup(const Args& p, const Segment& s, int head, bool reverse) {
   const int most = reverse ? s.sequence.chunks() - s.end : s.begin;
   if (most == 0) return 0;
   for (bool all = false; !all;) {  // asked for at once
@@ -123,7 +121,7 @@ __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const S
 #pragma unroll
   for (int w = 1; w <= kMostWarmup; ++w) {
     const int c = reverse ? s.end - 1 + min(w, most) : s.begin - min(w, most);
-    growths[w - 1] = p.log_growths[static_cast<int64_t>(s.sequence.first_slot + c) * p.Hv + head];
+    growths[w - 1] = p.log_decay_sums[static_cast<int64_t>(s.sequence.first_slot + c) * p.Hv + head];
   }
   float sum = 0.0f;
   int warmup = kExact;
@@ -136,4 +134,4 @@ __device__ __forceinline__ int find_warmup(const ChunkBackwardParams& p, const S
   return warmup;
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

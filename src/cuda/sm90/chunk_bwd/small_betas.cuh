@@ -8,9 +8,9 @@
 
 #include "cuda/sm90/chunk_bwd/last_window.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
-constexpr int kSmallBetasThreads = kDim;  // one of V each, and a token of a pair each
+constexpr int kSmallBetasThreads = kHeadDim;  // one of V each, and a token of a pair each
 static_assert(kSmallBetasThreads >= 2 * kChunk);
 constexpr int kSmallBetasBlocks = 528;  // four for each of an H200's multiprocessors
 
@@ -25,17 +25,17 @@ __device__ __forceinline__ void zero_rows(const StridedTensor& t, int begin, int
 }
 
 // Of tokens before the first sequence and after the last.
-__device__ __forceinline__ void zero_tokens(const ChunkBackwardParams& p, int begin, int end) {
+__device__ __forceinline__ void zero_tokens(const Args& p, int begin, int end) {
   if (begin >= end) return;
-  zero_rows(p.dq, begin, end, p.Hq, kDim);
-  zero_rows(p.dk, begin, end, p.Hq, kDim);
-  zero_rows(p.dv, begin, end, p.Hv, kDim);
+  zero_rows(p.dq, begin, end, p.Hq, kHeadDim);
+  zero_rows(p.dk, begin, end, p.Hq, kHeadDim);
+  zero_rows(p.dv, begin, end, p.Hv, kHeadDim);
   zero_rows(p.dg, begin, end, p.Hv, 1);
   zero_rows(p.dbeta, begin, end, p.Hv, 1);
 }
 
 // The tokens of all sequences, which follow one another.
-__device__ __forceinline__ int2 all_tokens(const ChunkBackwardParams& p) {
+__device__ __forceinline__ int2 all_tokens(const Args& p) {
   if (p.cu_seqlens == nullptr) return make_int2(0, p.T);
   return make_int2(given_offset(p, 0), given_offset(p, p.N));
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ float dot8(const void* x, const float* y) {
 }
 
 template <typename T>
-__global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas_kernel(const ChunkBackwardParams p) {
+__global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas_kernel(const Args p) {
   launch_dependents();
   const int2 tokens = all_tokens(p);
   wait_for_predecessors();
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
     if (sequence.length == 0 || find_window(p, sequence, item - n * p.Hv, window_sums).tokens == 0) continue;
     if (threadIdx.x == 0) p.last_items[atomicAdd(p.last_count, 1)] = item;
   }
-  __shared__ float key[kDim], coefficient[2 * kChunk], warp_dots[kSmallBetasThreads / 32];
+  __shared__ float key[kHeadDim], coefficient[2 * kChunk], warp_dots[kSmallBetasThreads / 32];
   const int thread = threadIdx.x, count = *p.small_count;
   for (int entry = blockIdx.x; entry < count; entry += gridDim.x) {
     const int64_t tile = p.small_tiles[entry];
@@ -105,7 +105,7 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
       // S^T k: tiles [2 halves of K][128 of V][64 of K]
       float read = 0.0f;
 #pragma unroll 4
-      for (int piece = 0; piece < kDim / 8; ++piece) {
+      for (int piece = 0; piece < kHeadDim / 8; ++piece) {
         const uint32_t at = (piece / 8) * kStateHalfBytes + tile_piece(0, thread, piece % 8);
         read += dot8<T>(state + at, key + 8 * piece);
       }
@@ -114,7 +114,7 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
         float kk = 0.0f;
         // By eight: all sixteen pieces at once take more registers than the compiler gives them, and spill.
 #pragma unroll 8
-        for (int piece = 0; piece < kDim / 8; ++piece)
+        for (int piece = 0; piece < kHeadDim / 8; ++piece)
           kk += dot8<T>(key_row(thread - early) + 8 * piece, key + 8 * piece);
         coefficient[thread] = kk * (thread < early ? gates[kChunk + row] * first_gates[2 * kChunk + thread]
                                                    : exp2_approx(gates[row] - gates[thread - early]));
@@ -142,4 +142,4 @@ __global__ __launch_bounds__(kSmallBetasThreads) void sm90_chunk_bwd_small_betas
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

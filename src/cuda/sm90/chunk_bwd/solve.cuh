@@ -4,7 +4,7 @@
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::bwd {
 
 constexpr int kSolveThreads = 128;  // one warpgroup: it owns K K^T
 
@@ -20,9 +20,8 @@ struct SolveSmem {
 };
 
 template <typename T>
-__global__ __launch_bounds__(kSolveThreads,
-                             3) void sm90_chunk_bwd_solve_kernel(const ChunkBackwardParams p,
-                                                                 const __grid_constant__ ChunkBackwardMaps maps) {
+__global__ __launch_bounds__(kSolveThreads, 3) void sm90_chunk_bwd_solve_kernel(const Args p,
+                                                                                const __grid_constant__ Maps maps) {
   launch_dependents();
   wait_for_predecessors();
   const int slot = blockIdx.x / p.Hq, key_head = blockIdx.x % p.Hq;
@@ -117,4 +116,4 @@ __global__ __launch_bounds__(kSolveThreads,
   }
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

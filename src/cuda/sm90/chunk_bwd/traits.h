@@ -3,12 +3,9 @@
 
 #include <cstdint>
 
-#include "flash_qla/flash_qla.hpp"
+#include "cuda/sm90/common/sizes.h"
 
-namespace flash_qla::cuda::sm90 {
-
-constexpr int kChunk = FLASH_QLA_CHUNK_SIZE;
-constexpr int kDim = 128;  // K and V
+namespace flash_qla::cuda::sm90::bwd {
 
 // 64 rows of 64 16-bit elements: rows of 128 bytes, their 16-byte pieces permuted by (piece ^ row % 8), the 128-byte
 // swizzle that the copy engine and wgmma share. Every operand is made of these.
@@ -31,7 +28,7 @@ constexpr uint32_t kAllGateBytes = kGateBytes + kPassGateBytes;
 constexpr uint32_t kPassRatio = kChunk * 4, kPassStep = 2 * kChunk * 4, kPassBeta = 3 * kChunk * 4;
 constexpr uint32_t kPassGiven = 4 * kChunk * 4, kPassFactor = 5 * kChunk * 4;
 
-// What ChunkBackwardParams::progress counts of a pair and value head: two chunks, two passes, two halves of V.
+// What Args::progress counts of a pair and value head: two chunks, two passes, two halves of V.
 constexpr uint32_t kPairCount = 8;
 
 constexpr int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
@@ -41,6 +38,10 @@ constexpr int32_t pairs_of(int32_t chunks) { return (chunks + 1) / 2; }
 // last_tokens.cuh.
 constexpr int32_t kExactPairs = 8;
 constexpr bool wants_exact(int32_t pairs) { return pairs >= 2 && pairs <= kExactPairs; }
+
+// The longest warm-up, in chunks. Beyond it a head costs less the exact way (the first round is three passes over a
+// segment).
+constexpr int kMostWarmup = 8;
 
 // States that the first round over segments leaves of each (segments.cuh).
 constexpr int kEdgesOfSegment = 3;
@@ -52,4 +53,4 @@ constexpr int kEdgesOfSegment = 3;
 // inner products down to 1e-20, and what is left below are zeros.
 constexpr float small_beta(DType type) { return type == DType::kFloat16 ? 0x1p-6f : 0x1p-30f; }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::bwd

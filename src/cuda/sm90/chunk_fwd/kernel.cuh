@@ -1,80 +1,119 @@
-// The fused Hopper forward: one persistent block per SM, a tile is one (sequence, value head), names as in
-// docs/math.md.
+// The fused Hopper forward by one CTA a work item: read this file first, then traits.h, then the roles. Names are those
+// of docs/math.md; docs/kernels/forward.md has the same drawing in full and a table of the hand-overs.
 //
-// Two state warpgroups carry S^T in fp32 registers, 64 rows of V each, and run the recurrent products with A from
-// registers:
-//   W = V - gamma K S0,  V' = Ag W,  O = scale gamma Q S0 + P V',  S1 = gC S0 + K^T (gC/gamma) V'     (all transposed:
-//   M = V, N = tokens)
-// Two auxiliary warpgroups take every second chunk each and make, off that chain, the gates, A_g and P; they also run
-// the copy engine. All chunks of all tiles of a block form one numbered stream m = 0, 1, ..; its records are in a ring
-// that one thread fills six ahead.
+// A persistent CTA takes work items (a sequence, or a segment of one, and a value head). The chunks of all its items
+// form one queue m = 0, 1, ..; the descriptors of chunks lie in a ring that is filled some chunks ahead. Over the chain
+// of states two warpgroups carry S^T in fp32 registers, 64 rows of V each:
+//   W = V - gamma K S0,  V' = Ag W,  O = scale gamma Q S0 + P V',  S1 = gC S0 + K^T (gC/gamma) V'     (all transposed)
+// Off that chain eight producer warps make what it needs. [..] is a ring of stages in shared memory, a name with k the
+// barrier that says it is full:
+//
+//   load warp     K, Q, V -kFullK-> [K x5] -kFullQ-> [Q x2]   [V x3] -(on kFullP)--------------------+
+//                                      |                |                                            |
+//   gate warp     g, beta -kFullInput-> [input x8]      |   makes gates -kFullGate-> [gates x4]      |
+//                                      |                |                              |             |
+//   product       K K^T, beta -> -M -kFullM-> [A x4] ---|---> inverse warps: A_g -kFullA-> [A x4]    |
+//   warpgroup     Q K^T, gates -> P  -kFullP-> [P x2] <-+     (one to every second chunk)    |       |
+//                                                                                            v       v
+//   state warpgroups 0, 1:  S K | S Q | A_g W | P V' | update of S;  O into V's stage -------------------- kDone
+//   load warp     O out of V's stage, by the copy engine;  [K], [V] again after kDone, [Q] after kFreeQ
+//
+// kDone is the end of a chunk: it frees the stages of K, V, gates, A and P. The second state warpgroup runs half a
+// chunk after the first (lag_barrier()). Kernels without a role to each warp (kWarpRoles false) have two producer
+// warpgroups instead, which prepare every second chunk each (producer_warpgroup.cuh).
 #pragma once
 
-#include "aux_role.cuh"
-#include "chunk_stream.cuh"
-#include "clear.cuh"
-#include "duty_roles.cuh"
-#include "kernel_params.h"
-#include "state_role.cuh"
-#include "traits.h"
+#include "cuda/common/bulk.cuh"
+#include "cuda/sm90/chunk_fwd/exact_inverse_warp.cuh"
+#include "cuda/sm90/chunk_fwd/gate_warp.cuh"
+#include "cuda/sm90/chunk_fwd/inverse_warp.cuh"
+#include "cuda/sm90/chunk_fwd/load_warp.cuh"
+#include "cuda/sm90/chunk_fwd/producer_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/product_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/traits.h"
+#include "cuda/sm90/chunk_fwd/work_queue.cuh"
+#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
+#include "cuda/sm90/common/compiler.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
+
+// What a producer warp does. thread: in its warpgroup.
+template <typename Traits>
+__device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int thread) {
+  if (group == 1) {
+    pad_code<Traits::kCodePlacement.products>(p);
+    ProductWarpgroup<Traits>{{{}, p, thread}}.run();
+    finish_items(p, thread, 128);
+    if constexpr (Traits::kEndsAtCheckpoints) zero_skipped(p, thread, 128);
+    return;
+  }
+  const int warp = uniform(static_cast<uint32_t>(thread) >> 5);
+  thread &= 31;
+  if (warp == 0) {
+    pad_code<Traits::kCodePlacement.copies>(p);
+    LoadWarp<Traits>{{{}, p, thread}}.run();
+  } else if (warp == 1) {
+    pad_code<Traits::kCodePlacement.gates>(p);
+    GateWarp<Traits>{{{}, p, thread}}.run();
+  } else {
+    pad_code<Traits::kCodePlacement.inverse>(p);
+    using Inverse = std::conditional_t<Traits::kOneWarpInverse, InverseWarp<Traits>, ExactInverseWarp<Traits>>;
+    Inverse{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
+  }
+}
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    sm90_chunk_forward_kernel(const __grid_constant__ ChunkForwardKernelParams p) {
-  // The warpgroup by votes, so that the compiler knows it to be the same in all lanes: descriptors then stay in uniform
-  // registers.
-  const int group =
-      (__any_sync(0xffffffffu, threadIdx.x & 128) ? 1 : 0) + (__any_sync(0xffffffffu, threadIdx.x & 256) ? 2 : 0);
-  // The thread's number in its group. The auxiliary role gets it out of a shuffle, as one that the assembler cannot ask
-  // for anew; in the state role, what comes of such a number is kept through the loop, and spilled.
+__global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(const __grid_constant__ KernelArgs p) {
+  const int group = warpgroup_number();
+  // The thread's number in its group. The producer role gets it out of a shuffle, as one that the assembler cannot ask
+  // for again; in the state role, what comes of such a number is kept through the loop, and spilled.
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStagesK; ++i) mbarrier_init(smem() + Traits::kFullK + 8 * i, 1);
-    for (int i = 0; i < Traits::kBarriersQ; ++i) mbarrier_init(smem() + Traits::kFullQ + 8 * i, 1);
+    for (int i = 0; i < Traits::kStagesK; ++i) Traits::FullK::init(i, 1);
+    for (int i = 0; i < Traits::kBarriersQ; ++i) Traits::FullQ::init(i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
-      // The warps of an auxiliary group, or the one that makes the chunk's A_g.
-      mbarrier_init(smem() + Traits::kFullA + 8 * i, (Traits::kDuties ? 1 : 4) * kWarpArrivals);
-      mbarrier_init(smem() + Traits::kFullM + 8 * i, 4 * kWarpArrivals);
+      // The warps of a producer warpgroup, or the one that makes the chunk's A_g.
+      Traits::FullA::init(i, (Traits::kWarpRoles ? 1 : 4) * kWarpArrivals);
+      Traits::FullM::init(i, 4 * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kBarriersDone; ++i) {
-      mbarrier_init(smem() + Traits::kDone + 8 * i, (4 * Traits::kStateGroups + Traits::kKeepsA) * kWarpArrivals);
+      Traits::Done::init(i, (4 * Traits::kStateGroups + Traits::kSavesA) * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      constexpr uint32_t kArrivalsV = Traits::kDuties ? kWarpArrivals : 1;  // a warp announces it, or one thread
-      mbarrier_init(smem() + Traits::kFullP + 8 * i, 4 * kWarpArrivals + kArrivalsV);
-      mbarrier_init(smem() + Traits::kTailV + 8 * i, kArrivalsV);
+      constexpr uint32_t kArrivalsV = Traits::kWarpRoles ? kWarpArrivals : 1;  // a warp arrives, or one thread
+      Traits::FullP::init(i, 4 * kWarpArrivals + kArrivalsV);
+      Traits::TailV::init(i, kArrivalsV);
     }
     for (int i = 0; i < Traits::kBarriersO; ++i) {
       mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
-    for (int i = 0; i < Traits::kStagesRaw; ++i) {
-      mbarrier_init(smem() + Traits::kFullRaw + 8 * i, Traits::kDuties ? 32 : 128);  // threads that load g and beta
+    for (int i = 0; i < Traits::kStagesInput; ++i) {
+      Traits::FullInput::init(i, Traits::kWarpRoles ? 32 : 128);  // threads that load g and beta
     }
     for (int i = 0; i < Traits::kStagesGate; ++i) {
-      mbarrier_init(smem() + Traits::kFullGate + 8 * i, kWarpArrivals);
+      Traits::FullGate::init(i, kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesQ; ++i) {
-      mbarrier_init(smem() + Traits::kFreeQ + 8 * i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
+      Traits::FreeQ::init(i, 4 * kWarpArrivals * (Traits::kStateGroups + 1));
     }
     for (int i = 0; i < Traits::kStates; ++i) {
-      mbarrier_init(smem() + Traits::kFullState + 8 * i, 1);
-      mbarrier_init(smem() + Traits::kFreeState + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
+      Traits::FullState::init(i, 1);
+      Traits::FreeState::init(i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
-    if constexpr (Traits::kStagedH) mbarrier_init(smem() + Traits::kFreeH, 1);
+    if constexpr (Traits::kStoresHByTma) mbarrier_init(smem() + Traits::kFreeH, 1);
     mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
     tma_prefetch_map(&p.v);
     tma_prefetch_map(&p.o);
-    if constexpr (Traits::kStagedH) tma_prefetch_map(&p.h);
-    if constexpr (Traits::kKeepsA) tma_prefetch_map(&p.a);
+    if constexpr (Traits::kStoresHByTma) tma_prefetch_map(&p.h);
+    if constexpr (Traits::kSavesA) tma_prefetch_map(&p.a);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
     *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
   }
-  if (threadIdx.x < 32) list_first_chunks<Traits>(p, static_cast<int>(threadIdx.x));
+  if (threadIdx.x < 32) queue_first_chunks<Traits>(p, static_cast<int>(threadIdx.x));
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
   // Blocks of P right of the diagonal are never written: zero once.
   for (uint32_t i = threadIdx.x * 16; i < Traits::kStagesP * Traits::kBytesMatrix; i += Traits::kThreads * 16) {
@@ -83,37 +122,37 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   fence_proxy_async();
   __syncthreads();
 
-  if (group < Traits::kAuxGroups) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kAuxRegisters));
-    if constexpr (Traits::kDuties) {
-      run_duty<Traits>(p, group, __shfl_sync(0xffffffffu, thread, thread & 31));
+  if (group < Traits::kProducerGroups) {
+    release_registers<Traits::kProducerRegisters>();
+    if constexpr (Traits::kWarpRoles) {
+      run_producer<Traits>(p, group, thread_from_shuffle(thread, thread & 31));
     } else {
-      AuxRole<Traits> role{{}, p, group, __shfl_sync(0xffffffffu, thread, thread & 31)};
+      ProducerWarpgroup<Traits> role{{}, p, group, thread_from_shuffle(thread, thread & 31)};
       role.run();
-      // Asked anew, lest the group be kept through the role, and spilled.
-      if (threadIdx.x / 128 == Traits::kAuxGroups - 1)
-        finish_tiles(p, __shfl_sync(0xffffffffu, thread, thread & 31), 128);
+      // Read again, so that the group is not kept through the role, and spilled.
+      if (threadIdx.x / 128 == Traits::kProducerGroups - 1)
+        finish_items(p, thread_from_shuffle(thread, thread & 31), 128);
     }
     if (threadIdx.x == 0) {
-      // Also without a tile that starts from a boundary state: a kernel must not end before those it depends on.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      // Also without an item that starts from a state at a cut: a kernel must not end before those it depends on.
+      wait_for_predecessors();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kStateRegisters));
-    StateRole<Traits> role{p, group - Traits::kAuxGroups, lane_place(thread)};
+    claim_registers<Traits::kStateRegisters>();
+    StateWarpgroup<Traits> role{p, group - Traits::kProducerGroups, fragment_position(thread)};
     role.run();
   }
 }
 
 template <typename Traits>
-ChunkForwardKernel describe_kernel() {
-  return {reinterpret_cast<const void*>(&sm90_chunk_forward_kernel<Traits>),
+Kernel describe_kernel() {
+  return {reinterpret_cast<const void*>(&sm90_chunk_fwd_kernel<Traits>),
           Traits::kThreads,
           Traits::kSmemBytes,
           Traits::kStateGroups,
-          Traits::kBlocks,
-          Traits::kEndsWhereKept,
-          kStagesStates<Traits>};
+          Traits::kClusterCtas,
+          Traits::kEndsAtCheckpoints,
+          kPrefetchesState<Traits>};
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -2,209 +2,68 @@
 #include <algorithm>
 #include <vector>
 
-#include "chunk_stream.cuh"
-#include "clear.cuh"
-#include "inverse.h"
-#include "kernel_params.h"
-#include "launch_kernel.h"
-#include "lengths.cuh"
-#include "split.h"
-#include "traits.h"
+#include "cuda/common/launch.h"
+#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/chunk_fwd/save_a.h"
+#include "cuda/sm90/chunk_fwd/sequence_order.h"
+#include "cuda/sm90/chunk_fwd/traits.h"
+#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
+#include "cuda/sm90/common/tensor_map.h"
+#include "cuda/sm90/context_parallel/plan.h"
+#include "cuda/sm90/context_parallel/plan_args.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
-constexpr int kPlanThreads = kClearThreads;
-constexpr int kPlanBuckets = 256;   // of chunk counts: exact below 8, then eight to each doubling
-constexpr size_t kPlanOffset = 16;  // the workspace starts with the ticket
+using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longest, cp::clusters_pay, cp::estimate_plan,
+    cp::shares_pay, cp::plan_capacity, cp::uncut_time, cp::choice_table;
+using cp::kForcedSpacing, cp::kInvariantSpacing, cp::kLeastOfEqual, cp::kMinSpacing, cp::kMostByLengths, cp::kMostLoss,
+    cp::kChunk, cp::kItemsPerSmUncut;
+using cp::lay_out_plan, cp::launch_plan;
+using cp::LengthSummary, cp::Capacity, cp::Costs, cp::CutSpacing, cp::PlanArgs, cp::PlanEstimate, cp::AllExactSplit,
+    cp::ChoiceTable;
 
-__device__ int chunks_of(const PlannedSequence& s) { return (s.length + kChunk - 1) / kChunk; }
+// Blocks, or clusters of two, for `items` items: no more than the card has room for.
+int count_queues(const Kernel& kernel, int items, int sms) { return std::max(1, std::min(items, sms / kernel.blocks)); }
 
-// Bucket 0 holds the longest.
-__device__ int bucket_of(int chunks) {
-  if (chunks < 8) return kPlanBuckets - 1 - chunks;
-  const int magnitude = 31 - __clz(chunks);
-  return kPlanBuckets - 1 - (8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7));
-}
-
-// The sequences sorted by length, roughly, longest first, by one block.
-__device__ void sort_sequences(const ChunkForwardArgs& args) {
-  const int thread = threadIdx.x, n = args.num_sequences;
-  __shared__ int next[kPlanBuckets];
-  __shared__ int warp_chunks[kPlanThreads / 32];
-  __shared__ int chunks_before;
-  if (thread < kPlanBuckets) next[thread] = 0;
-  if (thread == 0) {
-    chunks_before = 0;
-    *static_cast<uint32_t*>(args.workspace) = 0;
-  }
-  __syncthreads();
-  for (int i = thread; i < n; i += kPlanThreads) atomicAdd(&next[bucket_of(chunks_of(sequence_at(args, i)))], 1);
-  __syncthreads();
-  // Exclusive sums of the buckets, eight to a lane.
-  if (thread < 32) {
-    int counts[kPlanBuckets / 32], sum = 0;
-    for (int i = 0; i < kPlanBuckets / 32; ++i) {
-      counts[i] = next[thread * (kPlanBuckets / 32) + i];
-      sum += counts[i];
-    }
-    int inclusive = sum;
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (thread >= step) inclusive += below;
-    }
-    int before = inclusive - sum;
-    for (int i = 0; i < kPlanBuckets / 32; ++i) {
-      next[thread * (kPlanBuckets / 32) + i] = before;
-      before += counts[i];
-    }
-  }
-  __syncthreads();
-  PlannedSequence* plan = reinterpret_cast<PlannedSequence*>(static_cast<char*>(args.workspace) + kPlanOffset);
-  for (int first = 0; first < n; first += kPlanThreads) {
-    const int i = first + thread;
-    PlannedSequence s{0, 0, i, 0};
-    if (i < n) s = sequence_at(args, i);
-    const int chunks = chunks_of(s);
-    int inclusive = chunks;
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if ((thread & 31) >= step) inclusive += below;
-    }
-    if ((thread & 31) == 31) warp_chunks[thread / 32] = inclusive;
-    __syncthreads();
-    int before = chunks_before;
-    for (int w = 0; w < thread / 32; ++w) before += warp_chunks[w];
-    s.first_chunk = before + inclusive - chunks;
-    if (i < n) plan[atomicAdd(&next[bucket_of(chunks)], 1)] = s;
-    __syncthreads();
-    if (thread == kPlanThreads - 1) chunks_before = before + inclusive;
-    __syncthreads();
-  }
-}
-
-// Block 0 sorts the sequences; the others clear what no sequence writes.
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (blockIdx.x == 0) {
-    sort_sequences(args);
-  } else {
-    clear_outside(args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
-  }
-}
-
-// Of a split whose lengths are looked at first: the answer, and what the split's kernels find before there is a plan,
-// by one warp, and in few instructions, which all come for the first time. The unsplit kernel that follows has its
-// tiles if nothing is to be cut, and has none otherwise. If it does not find its sequences and clear by itself, the
-// first block sorts them, and others clear, as above.
-__global__ void __launch_bounds__(kPlanThreads) ask_lengths_kernel(const __grid_constant__ SplitKernelParams p) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (blockIdx.x > 0) {
-    clear_outside(p.args, static_cast<int>(blockIdx.x) - 1, kClearBlocks);
-    return;
-  }
-  if (threadIdx.x < 32) {
-    static_assert(kMostAsked <= 32);
-    const int32_t lane = static_cast<int32_t>(threadIdx.x);
-    const int32_t chunks = lane < p.args.num_sequences ? chunks_in(sequence_at(p.args, lane).length) : 0;
-    const bool cut = __any_sync(0xffffffffu, chunks >= p.least_longest);
-    if (lane == 0) {
-      *p.workspace.cut = cut;
-      reset_split_start(p.workspace, cut);
-    }
-  }
-  if (gridDim.x > 1) sort_sequences(p.args);
-}
-
-// For tickets alone.
-__global__ void reset_ticket_kernel(uint32_t* ticket) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  *ticket = 0;
-}
-
-__global__ void __launch_bounds__(kClearThreads)
-    clear_chunk_forward_kernel(const __grid_constant__ ChunkForwardArgs args) {
-  clear_outside(args, static_cast<int>(blockIdx.x), kClearBlocks);
-}
-
-// Where plan_chunk_forward_kernel() leaves the sequences' order and the ticket.
-void place_plan(void* workspace, ChunkForwardKernelParams* params) {
-  params->ticket = static_cast<uint32_t*>(workspace);
-  params->plan = reinterpret_cast<const PlannedSequence*>(static_cast<const char*>(workspace) + kPlanOffset);
-}
-
-// Blocks, or pairs of blocks, for `tiles` tiles: no more than the card has room for.
-int count_streams(const ChunkForwardKernel& kernel, int tiles, int sms) {
-  return std::max(1, std::min(tiles, sms / kernel.blocks));
-}
-
-bool one_tile_to_a_stream(const ChunkForwardKernel& kernel, int tiles, int sms) {
-  return tiles <= count_streams(kernel, tiles, sms);
-}
+bool one_item_to_a_queue(const Kernel& kernel, int items, int sms) { return items <= count_queues(kernel, items, sms); }
 
 // Whether what no sequence writes is cleared before the kernel, as it cannot do it: rows of h, and of skipped sequences
 // by most.
-bool needs_planner(const ChunkForwardArgs& args, const ChunkForwardKernel& kernel) {
+bool needs_planner(const Args& args, const Kernel& kernel) {
   return (has_slots(args) && !kernel.takes_slots) || args.h != nullptr;
 }
 
-// Whether blocks deal the tiles of few sequences among themselves, without tickets: each goes through about so many
+// Whether blocks deal the items of few sequences among themselves, without tickets: each goes through about so many
 // rounds for every sequence, some 0.1 us each, mostly before the kernel before has ended.
-bool blocks_deal(int tiles, int sequences, int streams) {
+bool assigns_statically(int items, int sequences, int queues) {
   constexpr int kMostRounds = 48;
-  return (tiles + streams - 1) / streams * sequences <= kMostRounds && tiles <= UINT16_MAX;
+  return (items + queues - 1) / queues * sequences <= kMostRounds && items <= UINT16_MAX;
 }
 
 // The kernel may start while the one before it still runs, whichever that is: it waits for it before it touches any
 // memory but its own.
-cudaError_t launch_tiles(const ChunkForwardKernel& kernel, const ChunkForwardKernelParams& params, int tiles, int sms,
-                         cudaStream_t stream) {
+cudaError_t launch_items(const Kernel& kernel, const KernelArgs& params, int items, int sms, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
   if (error != cudaSuccess) return error;
-  return launch_kernel(kernel.function, kernel.blocks * count_streams(kernel, tiles, sms), kernel.threads,
-                       static_cast<size_t>(kernel.smem_bytes), params, true, stream,
-                       static_cast<unsigned>(kernel.blocks));
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found) !=
-            cudaSuccess ||
-        found != cudaDriverEntryPointSuccess) {
-      pointer = nullptr;
-    }
-    return reinterpret_cast<EncodeTiled>(pointer);
-  }();
-  return function;
+  const LaunchConfig shape(kernel.blocks * count_queues(kernel, items, sms), kernel.threads,
+                           static_cast<size_t>(kernel.smem_bytes), stream, true, static_cast<unsigned>(kernel.blocks));
+  return launch_function(kernel.function, shape, params);
 }
 
 // [T, H, 128] as (64, T, 2, H): a box of 64 tokens lands as `halves` tiles of 64 rows of 128 bytes, swizzled.
-bool encode_map(CUtensorMap* map, ElementType type, const void* data, int64_t tokens, int64_t heads,
-                int64_t token_stride, int64_t head_stride, int halves) {
-  if (encode_tiled() == nullptr) return false;
+bool encode_map(CUtensorMap* map, DType type, const void* data, int64_t tokens, int64_t heads, int64_t token_stride,
+                int64_t head_stride, int halves) {
   const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(tokens), 2, static_cast<cuuint64_t>(heads)};
   const cuuint64_t strides[3] = {static_cast<cuuint64_t>(token_stride) * 2, 128,
                                  static_cast<cuuint64_t>(head_stride) * 2};
   const cuuint32_t box[4] = {64, kChunk, static_cast<cuuint32_t>(halves), 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return encode_tiled()(
-             map, type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tensor_map(map, type, const_cast<void*>(data), sizes, strides, box) == cudaSuccess;
 }
 
 // A: boxes of a chunk and head.
-bool encode_inverse(CUtensorMap* map, const ChunkForwardArgs& args) {
+bool encode_a(CUtensorMap* map, const Args& args) {
   const int64_t heads = args.num_value_heads;
   return encode_map(map, args.type, args.a, args.num_tokens, heads, heads * kChunk, kChunk, 1);
 }
@@ -212,50 +71,44 @@ bool encode_inverse(CUtensorMap* map, const ChunkForwardArgs& args) {
 // The initial states as (32, 128, 4, Hv, slots) floats: boxes of a quarter of K, of all of V, as blocks of 32 floats by
 // rows of 128 bytes, swizzled. False: they are of other kinds, or lie as the copy engine cannot read them.
 bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t sequences, int64_t heads) {
-  if (set.data == nullptr || set.type != ElementType::kFloat32 || encode_tiled() == nullptr) return false;
+  if (set.data == nullptr || set.type != DType::kFloat32) return false;
   const cuuint64_t sizes[5] = {32, kHeadDim, kHeadDim / 32, static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(set.indices != nullptr ? set.slots : sequences)};
   const cuuint64_t strides[4] = {kHeadDim * 4, 32 * 4, static_cast<cuuint64_t>(set.head_stride) * 4,
                                  static_cast<cuuint64_t>(set.slot_stride) * 4};
   const cuuint32_t box[5] = {32, v_first ? 128u : 32u, v_first ? 1u : 4u, 1, 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  return encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, set.data, sizes, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tensor_map(map, DType::kFloat32, set.data, sizes, strides, box) == cudaSuccess;
 }
 
 // Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
 enum class SavedStates { kNone, kSome, kAll };
 
-// any_bits: a sequence's bits may depend on the batch. variant: not kAuto. keeps_a: keeps_inverse().
-ChunkForwardKernel choose_kernel(ElementType type, ChunkForwardVariant variant, SavedStates saved, bool any_bits,
-                                 bool keeps_a = false) {
-  const bool half = type == ElementType::kFloat16, save = saved != SavedStates::kNone;
-  if (variant == ChunkForwardVariant::kSplitV) {
-    return save ? (half ? chunk_forward_fp16_split_save() : chunk_forward_bf16_split_save())
-                : (half ? chunk_forward_fp16_split() : chunk_forward_bf16_split());
+// any_bits: a sequence's bits may depend on the batch. variant: not kAuto. saves_a: saves_a_itself().
+Kernel choose_kernel(DType type, Variant variant, SavedStates saved, bool any_bits, bool saves_a = false) {
+  const bool half = type == DType::kFloat16, save = saved != SavedStates::kNone;
+  if (variant == Variant::kTwoCta) {
+    return save ? (half ? two_cta_save_fp16() : two_cta_save_bf16()) : (half ? two_cta_fp16() : two_cta_bf16());
   }
-  if (keeps_a) return half ? chunk_forward_fp16_fast_a() : chunk_forward_bf16_fast_a();
+  if (saves_a) return half ? one_cta_save_a_fp16() : one_cta_save_a_bf16();
   if (any_bits) {
-    if (saved == SavedStates::kAll) return half ? chunk_forward_fp16_fast_h() : chunk_forward_bf16_fast_h();
-    return save ? (half ? chunk_forward_fp16_fast_save() : chunk_forward_bf16_fast_save())
-                : (half ? chunk_forward_fp16_fast() : chunk_forward_bf16_fast());
+    if (saved == SavedStates::kAll) return half ? one_cta_save_h_fp16() : one_cta_save_h_bf16();
+    return save ? (half ? one_cta_save_fp16() : one_cta_save_bf16()) : (half ? one_cta_fp16() : one_cta_bf16());
   }
-  if (save) return half ? chunk_forward_fp16_save() : chunk_forward_bf16_save();
-  return half ? chunk_forward_fp16() : chunk_forward_bf16();
+  if (save) return half ? exact_save_fp16() : exact_save_bf16();
+  return half ? exact_fp16() : exact_bf16();
 }
 
-// A step of a pair of blocks takes about this share of a whole tile's (measured: docs/design/sm90_forward.md).
-constexpr double kSplitStep = 0.68;
+// A step of a cluster of two takes about this share of a whole item's (measured: docs/notebook/sm90_forward.md).
+constexpr double kTwoCtaStep = 0.68;
 
-bool split_pays(int64_t tiles, int sms) {
-  const int64_t whole = (tiles + sms - 1) / sms, split = (2 * tiles + sms - 1) / sms;
-  return static_cast<double>(split) * kSplitStep < static_cast<double>(whole);
+bool two_ctas_pay(int64_t items, int sms) {
+  const int64_t whole = (items + sms - 1) / sms, split = (2 * items + sms - 1) / sms;
+  return static_cast<double>(split) * kTwoCtaStep < static_cast<double>(whole);
 }
 
-// The variant for so many whole tiles that are not cut.
-ChunkForwardVariant choose_variant(int64_t tiles, int sms) {
-  return split_pays(tiles, sms) ? ChunkForwardVariant::kSplitV : ChunkForwardVariant::kWholeHead;
+// The variant for so many whole items that are not cut.
+Variant choose_variant(int64_t items, int sms) {
+  return two_ctas_pay(items, sms) ? Variant::kTwoCta : Variant::kOneCta;
 }
 
 // Whether two sets of states share memory.
@@ -264,200 +117,186 @@ bool overlap(const StateSet& a, const StateSet& b, int32_t sequences, int32_t he
   const auto end = [&](const StateSet& set) {
     const int64_t slots = set.indices != nullptr ? set.slots : sequences;
     const int64_t elements = (slots - 1) * set.slot_stride + (heads - 1) * set.head_stride + kHeadDim * kHeadDim;
-    return begin(set) + static_cast<uintptr_t>(elements) * (set.type == ElementType::kFloat32 ? 4 : 2);
+    return begin(set) + static_cast<uintptr_t>(elements) * (set.type == DType::kFloat32 ? 4 : 2);
   };
   return a.data != nullptr && b.data != nullptr && begin(a) < end(b) && begin(b) < end(a);
 }
 
 // With V and O in boxes of the kernel's own height.
-bool encode_values(const ChunkForwardKernel& kernel, ChunkForwardKernelParams* params) {
-  const ChunkForwardArgs& args = params->args;
+bool encode_values(const Kernel& kernel, KernelArgs* params) {
+  const Args& args = params->args;
   return encode_map(&params->v, args.type, args.v, std::max<int64_t>(args.num_tokens, 1), args.num_value_heads,
                     args.v_token_stride, args.v_head_stride, kernel.state_groups) &&
          encode_map(&params->o, args.type, args.o, std::max<int64_t>(args.num_tokens, 1), args.num_value_heads,
                     args.o_token_stride, args.o_head_stride, kernel.state_groups);
 }
 
-cudaError_t launch_tiles_of(const ChunkForwardKernel& kernel, ChunkForwardKernelParams params, int tiles, int sms,
-                            cudaStream_t stream) {
+cudaError_t launch_items_of(const Kernel& kernel, KernelArgs params, int items, int sms, cudaStream_t stream) {
   if (!encode_values(kernel, &params)) return cudaErrorInvalidValue;
-  return launch_tiles(kernel, params, tiles, sms, stream);
+  return launch_items(kernel, params, items, sms, stream);
 }
 
-// What decide_split() answers, and for whom.
-struct DecidedSplit {
-  SplitDecision decision{false, ""};
+// What decide() answers, and for whom.
+struct DecidedCall {
+  Decision decision{false, ""};
   bool uncut_shared = false;  // the gates may be such that nothing is cut, by several SMs to a head
   int32_t least_longest = 0;  // the lengths may be such that nothing is cut: see least_longest()
-  SplitGrid grid{};           // of equal lengths, and choices
-  UsualChoices choices{};
-  bool by_pairs = false;  // the kernel behind is that of pairs of SMs, and may get what waits for boundary states
+  CutSpacing cut_spacing{};   // of equal lengths, and choices
+  ChoiceTable choices{};
+  bool by_pairs = false;  // the kernel after is that of TPCs, and may get what waits for states at cuts
 };
 
-SplitCapacity capacity_of(const ChunkForwardArgs& args, int32_t sms) {
-  return split_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads,
-                        sms);
+Capacity capacity_of(const Args& args, int32_t sms) {
+  return plan_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads,
+                       sms);
 }
 
-// Of a call that is planned for a split: four kernels, each allowed to start while the one before it runs.
-//   boundaries -> lists -> state tiles and boundary states -> tiles that write O
-// The last one begins with tiles that depend on none of the others, as soon as an SM is free.
-// Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call without
-// a split, which finds its tiles if nothing is to be cut. Where the gates decide and several SMs would share a head, a
-// kernel that does so is the last, with a list.
-cudaError_t launch_split(const ChunkForwardKernelParams& params, const DecidedSplit& decided,
-                         const ChunkForwardKernel& kernel, const ChunkForwardKernel& uncut_kernel, int sms,
-                         cudaStream_t stream) {
-  const ChunkForwardArgs& args = params.args;
-  SplitKernelParams split{};
+// Of a call that may be cut: four kernels, each allowed to start while the one before it runs.
+//   classify -> list -> segment states and scan -> outputs
+// The last one begins with items that depend on none of the others, as soon as an SM is free.
+// Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call that
+// is not cut, which finds its items if nothing is to be cut. Where the gates decide and several SMs would share a head,
+// a kernel that does so is the last, with a list.
+cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, const Kernel& kernel,
+                       const Kernel& uncut_kernel, int sms, cudaStream_t stream) {
+  const Args& args = params.args;
+  PlanArgs split{};
   split.args = args;
   split.capacity = capacity_of(args, sms);
   split.uncut_shared = decided.uncut_shared;
   const bool lengths_first = decided.least_longest != 0;
   split.least_longest = decided.least_longest;
-  split.clear_blocks = args.cu_seqlens != nullptr && !lengths_first ? kClearBlocks : 0;
-  split.costs = SplitCosts(args.num_key_heads, args.num_value_heads);
-  split.expected_grid = decided.grid;
-  split.usual_choices = decided.choices;
-  UndecayedSplit& undecayed = split.usual_choices.undecayed;
-  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) undecayed = {};
+  split.zero_fill_blocks = args.cu_seqlens != nullptr && !lengths_first ? kZeroFillBlocks : 0;
+  split.costs = Costs(args.num_key_heads, args.num_value_heads);
+  split.expected_cut_spacing = decided.cut_spacing;
+  split.choice_table = decided.choices;
+  AllExactSplit& all_exact = split.choice_table.all_exact;
+  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) all_exact = {};
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
-  lay_out_split(args, split.capacity, args.workspace, &split.workspace);
+  lay_out_plan(args, split.capacity, args.workspace, &split.workspace);
   cudaError_t error = cudaSuccess;
   if (lengths_first) {
-    SplitKernelParams ask = split;
-    ask.args.workspace = split.workspace.unsplit;
-    ChunkForwardKernelParams whole = params;
-    // A cluster with a tile at most reads its sequence while the lengths are looked at. Blocks that find more than one
+    PlanArgs ask = split;
+    ask.args.workspace = split.workspace.uncut;
+    KernelArgs whole = params;
+    // A cluster with an item at most reads its sequence while the lengths are looked at. Blocks that find more than one
     // by themselves begin before that is known.
-    const bool sorts = uncut_kernel.blocks == 1 || !one_tile_to_a_stream(uncut_kernel, whole.tiles, sms) ||
+    const bool sorts = uncut_kernel.blocks == 1 || !one_item_to_a_queue(uncut_kernel, whole.items, sms) ||
                        needs_planner(args, uncut_kernel);
-    error = launch_kernel(reinterpret_cast<const void*>(&ask_lengths_kernel), sorts ? 1 + kClearBlocks : 1,
-                          sorts ? kPlanThreads : 32, 0, ask, true, stream);
+    error = launch_read_lengths(ask, sorts, stream);
     if (error != cudaSuccess) return error;
-    if (sorts) place_plan(split.workspace.unsplit, &whole);
+    if (sorts) place_sorted_sequences(split.workspace.uncut, &whole);
     whole.cut = split.workspace.cut;
-    // What comes behind the call's last kernel does not come behind this one, and the split's kernels would start
+    // What comes after the call's last kernel does not come after this one, and the kernels of a cut call would start
     // beside it, on SMs that it leaves idle: that took 2 % of its time.
     whole.followed = 0;
-    error = launch_tiles_of(uncut_kernel, whole, whole.tiles, sms, stream);
+    error = launch_items_of(uncut_kernel, whole, whole.items, sms, stream);
     if (error != cudaSuccess) return error;
   }
-  error = launch_split_plan(split, stream);
+  error = launch_plan(split, stream);
   if (error != cudaSuccess) return error;
 
-  SplitCounters* counters = split.workspace.counters;
-  ChunkForwardKernelParams tiles = params;
-  tiles.boundary_states = split.workspace.boundary_states;
-  tiles.transitions = split.workspace.transitions;
-  tiles.chains = split.workspace.chains;
-  tiles.counters = counters;
-  SplitStart* start = split.workspace.start;
-  tiles.start = start;
-  tiles.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
-  tiles.cut = lengths_first ? split.workspace.cut : nullptr;
-  tiles.list = split.workspace.state_tiles;
-  tiles.sizes = &counters->states;
-  tiles.tickets = &start->states;
-  tiles.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (list_first_chunks())
-  // The planner holds an SM: with a block for that one too, the kernel behind this one could not start before it ends.
-  error =
-      launch_tiles_of(args.type == ElementType::kFloat16 ? chunk_forward_fp16_states() : chunk_forward_bf16_states(),
-                      tiles, std::max(sms - 1, 1), sms, stream);
+  PlanCounters* counters = split.workspace.counters;
+  KernelArgs items = params;
+  items.cut_states = split.workspace.cut_states;
+  items.transitions = split.workspace.transitions;
+  items.scans = split.workspace.scans;
+  items.counters = counters;
+  PlanStart* start = split.workspace.start;
+  items.start = start;
+  items.readers = split.in_place != 0 ? split.workspace.readers : nullptr;
+  items.cut = lengths_first ? split.workspace.cut : nullptr;
+  items.list = split.workspace.state_items;
+  items.sizes = &counters->states;
+  items.tickets = &start->states;
+  items.followed = kernel.blocks == 1;  // by a kernel that waits for the plan itself (queue_first_chunks())
+  // The planner holds an SM: with a block for that one too, the kernel after this one could not start before it ends.
+  error = launch_items_of(args.type == DType::kFloat16 ? segment_states_fp16() : segment_states_bf16(), items,
+                          std::max(sms - 1, 1), sms, stream);
 
-  tiles.followed = params.followed;
-  tiles.list = split.workspace.output_tiles;
-  tiles.sizes = &counters->outputs;
-  tiles.tickets = &start->outputs;
-  if (error == cudaSuccess) error = launch_tiles_of(kernel, tiles, sms, sms, stream);
+  items.followed = params.followed;
+  items.list = split.workspace.output_items;
+  items.sizes = &counters->outputs;
+  items.tickets = &start->outputs;
+  if (error == cudaSuccess) error = launch_items_of(kernel, items, sms, sms, stream);
   if (error != cudaSuccess || !decided.uncut_shared) return error;
-  tiles.sizes = &counters->halves;
-  tiles.tickets = &start->halves;
-  // A cluster to each tile, or more than find one.
-  const int32_t segments = undecayed.segments > 0 ? undecayed.segments : 2;
-  ChunkForwardKernel behind = uncut_kernel;
-  if (behind.behind_plan != nullptr) behind.function = behind.behind_plan;
-  return launch_tiles_of(behind, tiles, tiles.tiles * (segments - 1), sms, stream);
+  items.sizes = &counters->halves;
+  items.tickets = &start->halves;
+  // A cluster to each item, or more than find one.
+  const int32_t segments = all_exact.segments > 0 ? all_exact.segments : 2;
+  Kernel after = uncut_kernel;
+  if (after.after_plan != nullptr) after.function = after.after_plan;
+  return launch_items_of(after, items, items.items * (segments - 1), sms, stream);
 }
 
-}  // namespace
-
-size_t chunk_forward_workspace_size(int32_t num_sequences) {
-  return kPlanOffset + sizeof(PlannedSequence) * static_cast<size_t>(std::max(num_sequences, 0));
-}
-
-namespace {
-
-DecidedSplit work_out_split(const ChunkForwardArgs& args, int32_t sms) {
+DecidedCall work_out(const Args& args, int32_t sms) {
   const bool forced = args.force_split != 0;
-  if (args.split == SplitMode::kOff || sms == 0) return {{false, "auto_cp is off"}};
+  if (args.split == Mode::kOff || sms == 0) return {{false, "auto_cp is off"}};
   if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
     return {{false, "there are no tokens"}};
-  const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+  const int64_t items = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
-  const int64_t spacing = forced                                ? kForcedSpacing
-                          : args.split == SplitMode::kInvariant ? kInvariantSpacing
-                                                                : kMinSpacing;
-  if (longest < 2 * spacing * kSplitChunk) return {{false, "no sequence can be long enough to cut"}};
+  const int64_t spacing = forced ? kForcedSpacing : args.split == Mode::kInvariant ? kInvariantSpacing : kMinSpacing;
+  if (longest < 2 * spacing * kChunk) return {{false, "no sequence can be long enough to cut"}};
   const bool dense = args.cu_seqlens == nullptr;
   const int32_t heads = args.num_value_heads;
-  const SplitCosts costs(args.num_key_heads, heads);
+  const Costs costs(args.num_key_heads, heads);
   // Lengths on the device are not known here. Equal ones are the least that a cut can gain.
   const LengthSummary equal = equal_lengths(longest, args.num_sequences, dense);
-  if (forced || args.split == SplitMode::kInvariant) {
+  if (forced || args.split == Mode::kInvariant) {
     return {{true, forced ? "cut wherever it is possible, as forced"
                           : "each sequence cut by its own length; its gates decide on the device"},
             false,
             0,
-            choose_grid(args.split, forced, equal, heads, sms, costs)};
+            choose_cut_spacing(args.split, forced, equal, heads, sms, costs)};
   }
-  if (tiles >= kTilesPerSmUnsplit * sms) return {{false, "sequences times value heads fill the card many times over"}};
-  const SplitPromise promise = promise_of_plan(equal, heads, sms, costs, true);
+  if (items >= kItemsPerSmUncut * sms) return {{false, "sequences times value heads fill the card many times over"}};
+  const PlanEstimate estimate = estimate_plan(equal, heads, sms, costs, true);
   // One sequence of seven eighths beside short ones.
-  const int64_t chunks = std::max<int64_t>(divide_up(longest, kSplitChunk), args.num_sequences);
+  const int64_t chunks = std::max<int64_t>(divide_up(longest, kChunk), args.num_sequences);
   const LengthSummary one_long{chunks, args.num_sequences, static_cast<int32_t>(chunks - chunks / 8)};
   const bool vary = !dense && args.num_sequences > 1;
-  const SplitPromise unequal = vary ? promise_of_plan(one_long, heads, sms, costs, false) : SplitPromise{};
+  const PlanEstimate unequal = vary ? estimate_plan(one_long, heads, sms, costs, false) : PlanEstimate{};
   // Where unequal lengths would gain, equal ones need not.
-  if (promise.pays() || (unequal.pays() && promise.pays(kLeastOfEqual))) {
-    const bool may_share = shares_pay(tiles, sms), uncut_shared = may_share && !promise.surely();
-    const bool by_pairs = may_share && pairs_pay(equal, promise, heads, uncut_shared, sms, costs);
+  if (estimate.pays() || (unequal.pays() && estimate.pays(kLeastOfEqual))) {
+    const bool may_share = shares_pay(items, sms), uncut_shared = may_share && !estimate.surely();
+    const bool by_pairs = may_share && clusters_pay(equal, estimate, heads, uncut_shared, sms, costs);
     const bool shared = uncut_shared || by_pairs;
-    return {{true, dense ? "the tiles leave SMs idle; the gates decide on the device"
+    return {{true, dense ? "the items leave SMs idle; the gates decide on the device"
                          : "as many sequences of equal length leave SMs idle; lengths and gates decide on the device"},
             shared,
             0,
-            promise.grid,
-            usual_choices(equal, promise.grid, heads, shared, sms, costs, by_pairs),
+            estimate.cut_spacing,
+            choice_table(equal, estimate.cut_spacing, heads, shared, sms, costs, by_pairs),
             by_pairs};
   }
-  // The unsplit kernel is not launched once more for gates that ask for no cut: all calls asked in vain would pay.
-  const float asking = shares_pay(tiles, sms) ? costs.asking : costs.asking_whole;
-  if (unequal.pays() && args.num_sequences <= kMostAsked &&
-      asking <= kMostLoss * unsplit_time(equal, heads, sms, costs)) {
+  // The uncut kernel is not launched once more for gates that ask for no cut: all calls that are not cut would pay.
+  const float reading = shares_pay(items, sms) ? costs.reading : costs.reading_one_cta;
+  if (unequal.pays() && args.num_sequences <= kMostByLengths &&
+      reading <= kMostLoss * uncut_time(equal, heads, sms, costs)) {
     if (const int32_t least = least_longest(chunks, args.num_sequences, heads, sms, costs); least > 0) {
       return {{true, "sequences of unequal length may leave SMs idle; lengths and gates decide on the device"},
               false,
               least};
     }
   }
-  return {{false, "the tiles fill the card's waves, or a split would gain too little"}};
+  return {{false, "the items fill the card's waves, or a split would gain too little"}};
 }
 
 // The answers for this thread's latest kinds of calls are kept, the oldest of which goes first: layers of a model ask
 // the same again and again, and the estimates take 20 us, and up to 0.2 ms.
-const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
+const DecidedCall& decided_call(const Args& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
     int32_t sequences, key_heads, heads, sms, force;
-    SplitMode mode;
+    Mode mode;
     bool dense;
     bool operator==(const Key&) const = default;
   };
   struct Kept {
-    Key key{-1, -1, -1, -1, -1, -1, -1, SplitMode::kOff, false};
-    DecidedSplit decided;
+    Key key{-1, -1, -1, -1, -1, -1, -1, Mode::kOff, false};
+    DecidedCall decided;
   };
   constexpr size_t kKept = 8;  // lengths, and options, that take turns
   thread_local Kept kept[kKept];
@@ -470,67 +309,63 @@ const DecidedSplit& decided_split(const ChunkForwardArgs& args, int32_t sms) {
   }
   Kept& oldest = kept[next];
   next = (next + 1) % kKept;
-  oldest = {key, work_out_split(args, sms)};
+  oldest = {key, work_out(args, sms)};
   return oldest.decided;
 }
 
 }  // namespace
 
-size_t chunk_forward_workspace_size(const ChunkForwardArgs& args, int32_t sms, bool smaller_too) {
-  const size_t unsplit = chunk_forward_workspace_size(args.num_sequences);
-  if (args.split == SplitMode::kOff || sms == 0) return unsplit;
-  const DecidedSplit& decided = decided_split(args, sms);
-  if (!decided.decision.planned && !smaller_too) return unsplit;
-  return std::max(unsplit, lay_out_split(args, capacity_of(args, sms), nullptr, nullptr));
+size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too) {
+  const size_t uncut = chunk_forward_workspace_size(args.num_sequences);
+  if (args.split == Mode::kOff || sms == 0) return uncut;
+  const DecidedCall& decided = decided_call(args, sms);
+  if (!decided.decision.planned && !smaller_too) return uncut;
+  return std::max(uncut, lay_out_plan(args, capacity_of(args, sms), nullptr, nullptr));
 }
 
-SplitDecision decide_split(const ChunkForwardArgs& args, int32_t sms) { return decided_split(args, sms).decision; }
+Decision decide(const Args& args, int32_t sms) { return decided_call(args, sms).decision; }
 
-bool keeps_listed_states(const ChunkForwardArgs& args, int64_t entries, int32_t sms) {
-  const int64_t tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
-  return args.split == SplitMode::kAuto && entries <= kMostListed && sms > 0 && !split_pays(tiles, sms) &&
-         !decided_split(args, sms).decision.planned;
+bool writes_listed_states(const Args& args, int64_t entries, int32_t sms) {
+  const int64_t items = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+  return args.split == Mode::kAuto && entries <= kMostListed && sms > 0 && !two_ctas_pay(items, sms) &&
+         !decided_call(args, sms).decision.planned;
 }
 
 namespace {
 
-SavedStates saved_states(const ChunkForwardArgs& args) {
+SavedStates saved_states(const Args& args) {
   if (args.h != nullptr) return SavedStates::kAll;
   const bool some = args.checkpoints != nullptr || args.start_lists != nullptr || args.num_listed > 0;
   return some ? SavedStates::kSome : SavedStates::kNone;
 }
 
 // Whether whole heads keep all SMs busy until the end: then nothing runs beside them that would not hold them up. Of
-// lengths on the device that is expected where there are several tiles to an SM, as the long and the short are dealt
+// lengths on the device that is expected where there are several items to an SM, as the long and the short are dealt
 // out. A kernel beside a forward that leaves SMs idle costs 5 to 9 % of it, A by the forward itself 10 to 13 % of the
-// longest sequence; with all SMs busy they cost 17 to 35 % and 4 to 12 % (docs/design/sm90_forward.md).
-bool fills_card(const ChunkForwardArgs& args, int64_t tiles, int sms) {
-  if (args.cu_seqlens != nullptr || args.lengths != nullptr) return tiles >= int64_t{3} * sms;
-  const int64_t waves = (tiles + sms - 1) / sms;
-  return 5 * tiles >= 4 * waves * sms;
+// longest sequence; with all SMs busy they cost 17 to 35 % and 4 to 12 % (docs/notebook/sm90_forward.md).
+bool fills_card(const Args& args, int64_t items, int sms) {
+  if (args.cu_seqlens != nullptr || args.lengths != nullptr) return items >= int64_t{3} * sms;
+  const int64_t waves = (items + sms - 1) / sms;
+  return 5 * items >= 4 * waves * sms;
 }
 
 // Whether the forward can write A and the gates' sums itself: where one SM makes a whole head, bits may be any, and no
 // state is kept.
-bool keeps_inverse(const ChunkForwardArgs& args, ChunkForwardVariant variant, SavedStates saved, bool any_bits,
-                   bool planned) {
-  return args.a != nullptr && variant == ChunkForwardVariant::kWholeHead && saved == SavedStates::kNone && any_bits &&
-         !planned;
+bool saves_a_itself(const Args& args, Variant variant, SavedStates saved, bool any_bits, bool planned) {
+  return args.a != nullptr && variant == Variant::kOneCta && saved == SavedStates::kNone && any_bits && !planned;
 }
 
-// All but what launch_chunk_inverse() writes. training: A or the gates' sums are wanted; on return, whether they are
-// still to come behind it.
-cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForwardVariant variant, bool* training,
-                                      cudaStream_t stream) {
-  const int64_t whole_tiles = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
-  const bool idle = whole_tiles == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
+// All but what launch_save_a() writes. training: A or the gates' sums are wanted; on return, whether they are
+// still to come after it.
+cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* training, cudaStream_t stream) {
+  const int64_t items = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
+  const bool idle = items == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
   // Dense sequences leave no row out, but for skipped ones.
   if (args.cu_seqlens == nullptr ? args.initial.indices != nullptr : idle) {
-    clear_chunk_forward_kernel<<<kClearBlocks, kClearThreads, 0, stream>>>(args);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_zero_fill(args, stream); error != cudaSuccess) return error;
   }
   if (idle) return cudaSuccess;
-  if (whole_tiles > (int64_t{1} << 29) || args.num_tokens > INT32_MAX) return cudaErrorInvalidValue;
+  if (items > (int64_t{1} << 29) || args.num_tokens > INT32_MAX) return cudaErrorInvalidValue;
   for (const int64_t stride :
        {args.g_token_stride, args.g_head_stride, args.beta_token_stride, args.beta_head_stride}) {
     if (stride < -kLargestGateStride || stride > kLargestGateStride) return cudaErrorInvalidValue;
@@ -541,28 +376,28 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  const DecidedSplit& decided = decided_split(args, sms);
+  const DecidedCall& decided = decided_call(args, sms);
   const SavedStates saved = saved_states(args);
-  // The forward that goes on from the states at the starts of listed chunks makes A_g as one without a split.
-  const bool any_bits = args.split == SplitMode::kAuto && args.start_lists == nullptr;
-  const ChunkForwardVariant uncut = variant == ChunkForwardVariant::kAuto ? choose_variant(whole_tiles, sms) : variant;
+  // The forward that goes on from the states at the starts of listed chunks makes A_g as one that is not cut.
+  const bool any_bits = args.split == Mode::kAuto && args.start_lists == nullptr;
+  const Variant uncut = variant == Variant::kAuto ? choose_variant(items, sms) : variant;
   // Who asks for a variant gets all of it.
-  const bool busy = variant != ChunkForwardVariant::kAuto || fills_card(args, whole_tiles, sms);
-  const bool keeps_a = *training && busy && keeps_inverse(args, uncut, saved, any_bits, decided.decision.planned);
-  if (keeps_a) *training = false;
-  const ChunkForwardKernel kernel = choose_kernel(args.type, uncut, saved, any_bits, keeps_a);
+  const bool busy = variant != Variant::kAuto || fills_card(args, items, sms);
+  const bool saves_a = *training && busy && saves_a_itself(args, uncut, saved, any_bits, decided.decision.planned);
+  if (saves_a) *training = false;
+  const Kernel kernel = choose_kernel(args.type, uncut, saved, any_bits, saves_a);
 
-  ChunkForwardKernelParams params{};
+  KernelArgs params{};
   params.args = args;
-  params.tiles = static_cast<int32_t>(whole_tiles);
+  params.items = static_cast<int32_t>(items);
   params.followed = *training;
   const int64_t rows = std::max<int64_t>(args.num_tokens, 1);
   if (!encode_map(&params.q, args.type, args.q, rows, args.num_key_heads, args.q_token_stride, args.q_head_stride, 2) ||
       !encode_map(&params.k, args.type, args.k, rows, args.num_key_heads, args.k_token_stride, args.k_head_stride, 2)) {
     return cudaErrorInvalidValue;
   }
-  if (kernel.stages_states) {
-    params.staged_initial =
+  if (kernel.prefetches_state) {
+    params.prefetched_initial =
         encode_states(&params.initial, args.initial, args.state_v_first, args.num_sequences, args.num_value_heads);
   }
   // h's matrices as rows of two halves, sent in boxes of 64 rows.
@@ -571,51 +406,48 @@ cudaError_t launch_states_and_outputs(const ChunkForwardArgs& args, ChunkForward
                   int64_t{kHeadDim} * kHeadDim, 1)) {
     return cudaErrorInvalidValue;
   }
-  if (keeps_a && !encode_inverse(&params.a, args)) return cudaErrorInvalidValue;
+  if (saves_a && !encode_a(&params.a, args)) return cudaErrorInvalidValue;
   if (decided.decision.planned) {
-    const ChunkForwardKernel cut_kernel = choose_kernel(
-        args.type, variant == ChunkForwardVariant::kAuto ? ChunkForwardVariant::kWholeHead : variant, saved, any_bits);
-    const bool by_pairs = variant == ChunkForwardVariant::kAuto && decided.by_pairs;
-    const ChunkForwardKernel behind =
-        by_pairs ? choose_kernel(args.type, ChunkForwardVariant::kSplitV, saved, any_bits) : kernel;
-    return launch_split(params, decided, cut_kernel, behind, sms, stream);
+    const Kernel cut_kernel =
+        choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved, any_bits);
+    const bool by_pairs = variant == Variant::kAuto && decided.by_pairs;
+    const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved, any_bits) : kernel;
+    return launch_cut(params, decided, cut_kernel, after, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {
-    const int streams = count_streams(kernel, params.tiles, sms);
-    // With a tile to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
+    const int queues = count_queues(kernel, params.items, sms);
+    // With an item to a block at most there is nothing to sort; few sequences the blocks sort by themselves. They clear
     // around the sequences, too, but not rows of h, and most kernels not those of skipped ones.
-    const bool one_tile = one_tile_to_a_stream(kernel, params.tiles, sms);
-    if (needs_planner(args, kernel) || !(one_tile || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
-      error = launch_kernel(reinterpret_cast<const void*>(&plan_chunk_forward_kernel), 1 + kClearBlocks, kPlanThreads,
-                            0, args, true, stream);
-      place_plan(args.workspace, &params);
+    const bool one_item = one_item_to_a_queue(kernel, params.items, sms);
+    if (needs_planner(args, kernel) || !(one_item || (kernel.blocks == 1 && args.num_sequences <= kMostSorted))) {
+      error = launch_sequence_order(args, stream);
+      place_sorted_sequences(args.workspace, &params);
     } else {
-      params.order = one_tile ? BlockOrder::kOneTile : BlockOrder::kSorted;
-      if (!one_tile && !blocks_deal(params.tiles, args.num_sequences, streams)) {
+      params.order = one_item ? SequenceOrder::kOneItem : SequenceOrder::kSorted;
+      if (!one_item && !assigns_statically(params.items, args.num_sequences, queues)) {
         params.ticket = static_cast<uint32_t*>(args.workspace);
-        error =
-            launch_kernel(reinterpret_cast<const void*>(&reset_ticket_kernel), 1, 1, 0, params.ticket, true, stream);
+        error = launch_reset_ticket(params.ticket, stream);
       }
     }
     if (error != cudaSuccess) return error;
   }
-  return launch_tiles_of(kernel, params, params.tiles, sms, stream);
+  return launch_items_of(kernel, params, params.items, sms, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_chunk_forward(const ChunkForwardArgs& args, ChunkForwardVariant variant, cudaStream_t stream) {
+cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream) {
   bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 && args.num_sequences > 0 &&
                   args.num_value_heads > 0;
   const cudaError_t error = launch_states_and_outputs(args, variant, &training, stream);
   if (error != cudaSuccess || !training) return error;
-  ChunkInverseParams inverse{{}, {}, args};
+  SaveAArgs inverse{{}, {}, args};
   if (!encode_map(&inverse.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
                   args.k_head_stride, 2) ||
-      (args.a != nullptr && !encode_inverse(&inverse.a, args))) {
+      (args.a != nullptr && !encode_a(&inverse.a, args))) {
     return cudaErrorInvalidValue;
   }
-  return launch_chunk_inverse(inverse, stream);
+  return launch_save_a(inverse, stream);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -1,14 +1,14 @@
 #include "cuda/sm90/chunk_fwd/listed.h"
 
-#include "cuda/sm90/chunk_fwd/chunk_stream.cuh"
+#include "cuda/sm90/chunk_fwd/work_queue.cuh"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
 constexpr int kThreads = 256;
 
 // The sequence that token `token` lies in, or -1.
-__device__ int32_t sequence_of(const ChunkForwardArgs& args, int64_t token) {
+__device__ int32_t sequence_of(const Args& args, int64_t token) {
   if (args.cu_seqlens == nullptr) return static_cast<int32_t>(token / args.dense_length);
   int32_t low = 0, high = args.num_sequences;  // the last sequence that starts at or before the token
   while (high - low > 1) {
@@ -19,12 +19,12 @@ __device__ int32_t sequence_of(const ChunkForwardArgs& args, int64_t token) {
       high = middle;
     }
   }
-  const PlannedSequence sequence = sequence_at(args, low);
+  const SequenceSpan sequence = sequence_at(args, low);
   return token >= sequence.start && token < sequence.start + sequence.length ? low : -1;
 }
 
-__global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_list_kernel(const __grid_constant__ ChunkForwardArgs args,
-                                                                       const __grid_constant__ ListedStates listed) {
+__global__ void __launch_bounds__(kThreads)
+    sm90_chunk_fwd_list_kernel(const __grid_constant__ Args args, const __grid_constant__ ListedStates listed) {
   const int64_t entry = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (entry >= listed.entries) return;
   const int64_t position = load_index(listed.offsets, entry);
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_list_kernel(const __g
 }
 
 // A block gathers the rows of one token of one entry.
-__global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_gather_kernel(const __grid_constant__ ChunkForwardArgs args,
-                                                                         const __grid_constant__ ListedStates listed) {
+__global__ void __launch_bounds__(kThreads)
+    sm90_chunk_fwd_gather_kernel(const __grid_constant__ Args args, const __grid_constant__ ListedStates listed) {
   const int64_t to = blockIdx.x, entry = to / kChunk;
   const int token = static_cast<int>(to % kChunk);
   if (token >= listed.tokens[entry] || listed.indices[entry] < 0) return;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_gather_kernel(const _
 
 }  // namespace
 
-void take_listed(const flash_qla_forward_arguments& call, const ChunkForwardArgs& args, Workspace* workspace,
+void take_listed(const flash_qla_forward_arguments& call, const Args& args, Workspace* workspace,
                  ListedStates* listed) {
   listed->offsets = device_tensor(call.checkpoint_offsets);
   listed->slots = device_tensor(call.checkpoint_indices);
@@ -98,7 +98,7 @@ void take_listed(const flash_qla_forward_arguments& call, const ChunkForwardArgs
       workspace->take<char>(static_cast<int64_t>(chunk_forward_workspace_size(static_cast<int32_t>(entries))));
 }
 
-Status launch_list_starts(const ChunkForwardArgs& args, const ListedStates& listed, cudaStream_t stream) {
+Status launch_list_starts(const Args& args, const ListedStates& listed, cudaStream_t stream) {
   if (listed.entries == 0 || args.num_tokens == 0) return Status();
   // Every byte 0xff: -1.
   FLASH_QLA_RETURN_IF_ERROR(
@@ -108,11 +108,11 @@ Status launch_list_starts(const ChunkForwardArgs& args, const ListedStates& list
                 stream, args, listed);
 }
 
-Status launch_listed_states(const ChunkForwardArgs& args, const ListedStates& listed, cudaStream_t stream) {
+Status launch_listed_states(const Args& args, const ListedStates& listed, cudaStream_t stream) {
   if (listed.entries == 0 || args.num_tokens == 0) return Status();
   FLASH_QLA_RETURN_IF_ERROR(launch("sm90_chunk_fwd_gather", sm90_chunk_fwd_gather_kernel, listed.entries * kChunk,
                                    kThreads, 0, stream, args, listed));
-  ChunkForwardArgs step;
+  Args step;
   step.q = step.k = listed.k;  // nobody wants the output
   step.v = listed.v;
   step.o = listed.o;
@@ -140,8 +140,7 @@ Status launch_listed_states(const ChunkForwardArgs& args, const ListedStates& li
   step.state_v_first = args.state_v_first;
   step.type = args.type;
   step.workspace = listed.workspace;
-  return cuda_status(launch_chunk_forward(step, ChunkForwardVariant::kAuto, stream),
-                     "the sm90 forward to listed tokens");
+  return cuda_status(launch_chunk_forward(step, Variant::kAuto, stream), "the sm90 forward to listed tokens");
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

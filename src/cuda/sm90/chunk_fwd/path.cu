@@ -5,13 +5,13 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/paths.h"
+#include "cuda/sm90/chunk_fwd/args.h"
 #include "cuda/sm90/chunk_fwd/listed.h"
-#include "cuda/sm90/chunk_fwd/params.h"
 #include "cuda/sm90/chunk_fwd/prepare.h"
 #include "cuda/sm90/chunk_fwd/traits.h"
 
 namespace flash_qla {
-namespace cuda::sm90 {
+namespace cuda::sm90::fwd {
 namespace {
 
 using Arguments = flash_qla_forward_arguments;
@@ -74,7 +74,7 @@ bool contiguous(const Tensor& t) {
   return on_16_bytes(t);
 }
 
-// Zero where there is no such device: no sequence is split then.
+// Zero where there is no such device: no sequence is cut then.
 int multiprocessors(int device) {
   int count = 0;
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 0;
@@ -108,17 +108,6 @@ std::string reject(const Arguments& args, const Problem& p) {
   return {};
 }
 
-ElementType element_type(const Tensor& t) {
-  switch (dtype(t)) {
-    case DType::kBFloat16:
-      return ElementType::kBFloat16;
-    case DType::kFloat16:
-      return ElementType::kFloat16;
-    default:  // validation and reject() have left float32 alone
-      return ElementType::kFloat32;
-  }
-}
-
 // One call: what the kernel reads of the caller's tensors and what of copies. The constructor lays out the workspace.
 class Call {
  public:
@@ -144,8 +133,7 @@ class Call {
 
   static std::string notes(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
-    const SplitDecision split =
-        decide_split(Call(args, p, &workspace).kernel_, multiprocessors(args.options.device_index));
+    const Decision split = decide(Call(args, p, &workspace).kernel_, multiprocessors(args.options.device_index));
     return std::string("sequence split: ") + (split.planned ? "planned on the device" : "none") + " (" + split.reason +
            ")\n";
   }
@@ -162,7 +150,7 @@ class Call {
     FLASH_QLA_RETURN_IF_ERROR(launch_prepare(gates_, before_, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_list_starts(kernel_, listed_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
-        cuda_status(launch_chunk_forward(kernel_, ChunkForwardVariant::kAuto, stream), "the sm90 chunk forward"));
+        cuda_status(launch_chunk_forward(kernel_, Variant::kAuto, stream), "the sm90 chunk forward"));
     FLASH_QLA_RETURN_IF_ERROR(launch_listed_states(kernel_, listed_, stream));
     return launch_prepare(GateCopy{}, after_, stream);
   }
@@ -175,9 +163,9 @@ class Call {
     kernel_.num_key_heads = static_cast<int32_t>(p_.Hq);
     kernel_.num_value_heads = static_cast<int32_t>(p_.Hv);
     kernel_.state_v_first = args.options.state_v_first != 0;
-    kernel_.type = element_type(args.q);
+    kernel_.type = dtype(args.q);
     kernel_.scale = static_cast<float>(p_.scale);
-    kernel_.split = static_cast<SplitMode>(args.options.cp_mode);
+    kernel_.split = static_cast<Mode>(args.options.cp_mode);
     kernel_.force_split = args.options.force_intra_cp;
     kernel_.decay_threshold = decay_threshold(args.options);
   }
@@ -250,12 +238,12 @@ class Call {
   StateSet states_or_copy(const Tensor& t, bool is_output, Workspace* workspace, RowCopy* copy) {
     StateSet set;
     if (!present(t)) return set;
-    set.type = element_type(t);
+    set.type = dtype(t);
     set.slots = t.shape[0];
     set.data = t.data;
     set.slot_stride = t.stride[0];
     set.head_stride = t.stride[1];
-    if (!cuda::sm90::takes_states(t) && t.shape[0] > 0) {
+    if (!fwd::takes_states(t) && t.shape[0] > 0) {
       set.data = workspace->take<char>(t.shape[0] * p_.Hv * kMatrix * size_of(dtype(t)));
       set.slot_stride = p_.Hv * kMatrix;
       set.head_stride = kMatrix;
@@ -277,7 +265,7 @@ class Call {
     pool.head_stride = kMatrix;
     pool.slots = args.state_pool.shape[0];
     pool.null_index = args.null_index;
-    pool.type = element_type(args.state_pool);
+    pool.type = dtype(args.state_pool);
     kernel_.initial = kernel_.final_state = pool;
     set_indices(args.initial_state_indices, &kernel_.initial);
     set_indices(present(args.final_state_indices) ? args.final_state_indices : args.initial_state_indices,
@@ -314,7 +302,7 @@ class Call {
     if (args.checkpoint_every > 0) {
       kernel_.checkpoints = args.checkpoints.data;
       kernel_.checkpoint_rows = args.checkpoints.shape[0];
-      kernel_.checkpoint_type = element_type(args.checkpoints);
+      kernel_.checkpoint_type = dtype(args.checkpoints);
       kernel_.checkpoint_cu_starts = args.checkpoint_cu_starts.data;
       kernel_.checkpoint_starts_stride = args.checkpoint_cu_starts.stride[0];
       kernel_.checkpoint_starts_are_64_bit = dtype(args.checkpoint_cu_starts) == DType::kInt64;
@@ -326,7 +314,7 @@ class Call {
       // The workspace is that of either way: it serves smaller calls as well.
       take_listed(args, kernel_, workspace, &listed_);
       const int64_t entries = args.checkpoint_offsets.shape[0];
-      if (keeps_listed_states(kernel_, entries, multiprocessors(args.options.device_index))) {
+      if (writes_listed_states(kernel_, entries, multiprocessors(args.options.device_index))) {
         kernel_.num_listed = static_cast<int32_t>(entries);
         kernel_.listed_offsets = args.checkpoint_offsets.data;
         kernel_.listed_offsets_stride = args.checkpoint_offsets.stride[0];
@@ -344,7 +332,7 @@ class Call {
   }
 
   const Problem& p_;
-  ChunkForwardArgs kernel_;
+  Args kernel_;
   Tensor given_offsets_{};
   void* offsets_copy_ = nullptr;  // null: offsets are read where they are; and where only a size is asked for
   GateCopy gates_;
@@ -360,10 +348,14 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
 }
 
 }  // namespace
-}  // namespace cuda::sm90
+}  // namespace cuda::sm90::fwd
 
-const ForwardPath kSm90ChunkForward = {
-    "sm90",          FLASH_QLA_CUDA,         false, cuda::sm90::reject, cuda::sm90::Call::workspace_size,
-    cuda::sm90::run, cuda::sm90::Call::notes};
+const ForwardPath kSm90ChunkForward = {"sm90",
+                                       FLASH_QLA_CUDA,
+                                       false,
+                                       cuda::sm90::fwd::reject,
+                                       cuda::sm90::fwd::Call::workspace_size,
+                                       cuda::sm90::fwd::run,
+                                       cuda::sm90::fwd::Call::notes};
 
 }  // namespace flash_qla

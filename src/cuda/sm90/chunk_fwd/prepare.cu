@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 namespace {
 
 constexpr int kThreads = 256;
@@ -180,7 +181,7 @@ __device__ void copy_gates(const GateWork& work) {
 
 __global__ void __launch_bounds__(kThreads) sm90_chunk_fwd_prepare_kernel(const __grid_constant__ Work work) {
   // Whoever may start meanwhile waits for the rows itself.
-  asm volatile("griddepcontrol.launch_dependents;");
+  launch_dependents();
   if (blockIdx.x < work.gates.blocks) return copy_gates(work.gates);
   int copy = work.copies - 1;
   while (copy > 0 && blockIdx.x < work.rows[copy].first_block) --copy;
@@ -240,4 +241,4 @@ Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCop
   return launch("sm90_chunk_fwd_prepare", sm90_chunk_fwd_prepare_kernel, blocks, kThreads, 0, stream, work);
 }
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -5,7 +5,7 @@
 #include "cuda/common/gates.cuh"
 #include "cuda/common/launch.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 
 // Rows of 128 elements to be copied, [d0, d1, heads, 128]; absent (no data): none.
 struct RowCopy {
@@ -29,4 +29,4 @@ inline constexpr int kMostRowCopies = 4;
 bool prepares(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies]);
 Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies], cudaStream_t stream);
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

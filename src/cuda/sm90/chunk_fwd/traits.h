@@ -2,101 +2,98 @@
 #pragma once
 
 #include <cuda_bf16.h>
-
 #include <cstdint>
 #include <type_traits>
 
-#include "split_types.h"
+#include "cuda/sm90/common/ring.cuh"
+#include "cuda/sm90/common/sizes.h"
 
-namespace flash_qla::cuda::sm90 {
+namespace flash_qla::cuda::sm90::fwd {
 
-inline constexpr int kChunk = 64;     // tokens of a chunk: one wgmma M, and the UT inverse grows with its cube
-inline constexpr int kHeadDim = 128;  // K = V
-// e^-80 is nothing in fp32; a larger step would ruin the differences of the gates' sum.
-inline constexpr float kGateFloor = -80.0f;
-// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (deal_tiles()).
+// Sequences that a block sorts by itself, one to a lane of a warp; a lane is left (assign_items()).
 inline constexpr int kMostSorted = 31;
-// ... and tiles of its own that it then lists.
-inline constexpr int kMostDealt = 64;
+// ... and work items of its own that it then lists.
+inline constexpr int kMostAssigned = 64;
 
 // Listed tokens of a call whose forward writes the states after them itself: a block keeps them in shared memory, and
-// looks at all of them at each of its tiles and at each of them that is in a tile, 32 at a time.
+// looks at all of them at each of its items and at each of them that is in an item, 32 at a time.
 inline constexpr int kMostListed = 128;
 
-// Instructions that the code of each auxiliary role is moved by, from where it would lie behind the one before.
-struct CodeMoves {
+// Instructions that the code of each producer role is moved by, from where it would lie after the one before.
+struct CodePlacement {
   int inverse, gates, copies, products;
 };
 
-// Of the kernel of whole heads. That of half heads, for cards with more SMs than tiles, is in pair_traits.h.
-// kFastInverse_: A_g with other bits than those of the kernels beside this one, for calls that may be planned by the
-// whole batch.
-// kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
-// kKeepsA_: A and the gates' sums leave, for the backward; with the fast inverse alone, where no state is saved.
-template <typename Element_, bool kSave_, bool kFastInverse_, bool kSaveH_, bool kKeepsA_>
-struct WholeHeadTraits {
+// Of the kernel of whole heads. That of half heads, for cards with more SMs than work items, is in
+// chunk_fwd_2cta/traits.h. kOneWarpInverse_: A_g with other bits than those of the kernels beside this one, for calls
+// that may be planned by the whole batch. kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
+// kSavesA_: A and the gates' sums leave, for the backward; with the fast inverse alone, where no state is saved.
+template <typename Element_, bool kSave_, bool kOneWarpInverse_, bool kSaveH_, bool kSavesA_>
+struct OneCtaTraits {
   using Element = Element_;
   static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
   static constexpr bool kSave = kSave_;      // states on the way: h, checkpoints, those of listed tokens
-  static constexpr bool kStateOnly = false;  // see StateKernelTraits
-  static constexpr int kBlocks = 1;          // that work through one stream of chunks
-  static constexpr int kAuxGroups =
+  static constexpr bool kStateOnly = false;  // see SegmentStateTraits
+  static constexpr int kClusterCtas = 1;     // that work through one queue of chunks
+  static constexpr int kProducerGroups =
       2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
-  static constexpr bool kFastInverse = kFastInverse_;
+  static constexpr bool kOneWarpInverse = kOneWarpInverse_;
   static constexpr bool kBf16 = std::is_same_v<Element_, __nv_bfloat16>;
-  // One duty to each auxiliary warp (duty_roles.cuh), for every chunk. Not in fp16 with the other kernels' bits, whose
+  // A role to each producer warp, for every chunk (kernel.cuh). Not in fp16 with the other kernels' bits, whose
   // substitution in fp32 is too much for one, nor where states are saved with these bits: there the chunks are those of
-  // the calls that save nothing, and states at listed tokens are made behind the forward (listed.h).
-  static constexpr bool kDuties = kFastInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
-  // The chunks of a split's warm-ups without Q, P and O, which they do not leave behind: a third of their products.
+  // the calls that save nothing, and states at listed tokens are made after the forward (listed.h).
+  static constexpr bool kWarpRoles = kOneWarpInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
+  // The chunks of warm-ups without Q, P and O, which they do not leave behind: a third of their products.
   // Calls that keep A are not cut where this kernel makes them.
-  static constexpr bool kSkipsSilent = kFastInverse_ && !kSave_ && !kKeepsA_;
+  static constexpr bool kSkipsWarmup = kOneWarpInverse_ && !kSave_ && !kSavesA_;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
-  static constexpr bool kEndsWhereKept = kSave_ && kFastInverse_;
-  // Initial states come by the copy warp (StagedState). h's tile has the place of a stage that this takes.
-  static constexpr bool kStagesStates = kDuties && !kSaveH_;
+  static constexpr bool kEndsAtCheckpoints = kSave_ && kOneWarpInverse_;
+  // Initial states come by the load warp (PrefetchedState). h's tile has the place of a stage that this takes.
+  static constexpr bool kPrefetchesState = kWarpRoles && !kSaveH_;
   // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
   // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
-  static constexpr bool kStagedH = kSaveH_ && kFastInverse_;
+  static constexpr bool kStoresHByTma = kSaveH_ && kOneWarpInverse_;
   // The tile of A_g holds A itself where decay is mild, so that it can be sent as it lies: the factors of its columns
   // are applied to W (kGateFactor).
-  static constexpr bool kKeepsA = kKeepsA_;
-  static_assert(!kKeepsA || (kFastInverse && !kSave));
+  static constexpr bool kSavesA = kSavesA_;
+  static_assert(!kSavesA || (kOneWarpInverse && !kSave));
   // What all roles execute for a mild chunk is 30 KB in several pieces, and the cache of instructions that two SMs
   // share keeps 32 KB, four lines of 128 bytes to each of 64 sets: pieces at some distances drive one another out.
   // These moves were chosen by counting what each set would have to keep, and then measured; others cost up to 20 %
-  // (docs/design/sm90_forward.md). To be chosen again when the code changes.
-  static constexpr CodeMoves kMoved = !kFastInverse ? CodeMoves{0, 0, 0, 0}
-                                      : kStagedH    ? CodeMoves{0, 0, 0, 320}
-                                      : kKeepsA ? (kBf16 ? CodeMoves{24, 136, 120, 40} : CodeMoves{168, 120, 328, 8})
-                                      : kSave   ? (kBf16 ? CodeMoves{104, 88, 392, 168} : CodeMoves{56, 104, 392, 168})
-                                                : (kBf16 ? CodeMoves{0, 0, 0, 344} : CodeMoves{0, 0, 0, 320});
-  static constexpr int kThreads = 128 * (kAuxGroups + kStateGroups);
+  // (docs/notebook/sm90_forward.md). To be chosen again when the code changes.
+  static constexpr CodePlacement kCodePlacement =
+      !kOneWarpInverse ? CodePlacement{0, 0, 0, 0}
+      : kStoresHByTma  ? CodePlacement{0, 0, 0, 320}
+      : kSavesA        ? (kBf16 ? CodePlacement{24, 136, 120, 40} : CodePlacement{168, 120, 328, 8})
+      : kSave          ? (kBf16 ? CodePlacement{104, 88, 392, 168} : CodePlacement{56, 104, 392, 168})
+                       : (kBf16 ? CodePlacement{0, 0, 0, 344} : CodePlacement{0, 0, 0, 320});
+  static constexpr int kThreads = 128 * (kProducerGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
   // 64 is the least that holds one 32-register accumulator without serialising wgmma; a state group needs S (64), two
   // accumulators (64; one without O) and packed operands (32).
-  static constexpr int kAuxRegisters = 64;
+  static constexpr int kProducerRegisters = 64;
   static constexpr int kStateRegisters = 192;
 
   // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
-  // is used. With duties K K^T is made a chunk earlier still, so that the inverse need not wait for it, and Q, which is
-  // given back when Q K^T and S Q are made, not at its chunk's end, has two stages.
-  // For h's tile a stage of K makes room.
-  static constexpr int kStagesK = kDuties && !kStagedH ? 5 : 4;
-  static constexpr int kStagesQ = kDuties ? 2 : 3;
-  // Two for each auxiliary group, which waits for its own chunks' Q only: of a barrier for each stage it would have
+  // is used. With a role to each warp K K^T is made a chunk earlier still, so that the inverse need not wait for it,
+  // and Q, which is given back when Q K^T and S Q are made, not at its chunk's end, has two stages. For h's tile a
+  // stage of K makes room.
+  static constexpr int kStagesK = kWarpRoles && !kStoresHByTma ? 5 : 4;
+  static constexpr int kStagesQ = kWarpRoles ? 2 : 3;
+  // Two for each producer warpgroup, which waits for its own chunks' Q only: of a barrier for each stage it would have
   // every second round, and could not tell one that is to come from one that is over.
-  static constexpr int kBarriersQ = kDuties ? kStagesQ : 2 * kAuxGroups;
-  // With one duty to a warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
+  static constexpr int kBarriersQ = kWarpRoles ? kStagesQ : 2 * kProducerGroups;
+  // With a role to each warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
   // that one for it.
-  static constexpr int kBarriersDone = kDuties ? 4 : 2;
-  static constexpr int kBarriersO = kDuties ? 0 : 2;  // with duties a chunk's end says that its O is there
+  static constexpr int kBarriersDone = kWarpRoles ? 4 : 2;
+  static constexpr int kBarriersO =
+      kWarpRoles ? 0 : 2;  // with a role to each warp a chunk's end says that its O is there
   static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
   // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
-  static constexpr int kStagesRaw = kDuties ? 8 : kStagesGate;
-  static constexpr int kStagesP = 2;  // one for each auxiliary group
+  static constexpr int kStagesInput = kWarpRoles ? 8 : kStagesGate;
+  static constexpr int kStagesP = 2;  // one for each producer warpgroup
   static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
                                       // while the state groups may still use the other
 
@@ -112,40 +109,41 @@ struct WholeHeadTraits {
   static constexpr uint32_t kSmemP = kSmemA + kStagesA * kBytesMatrix;
   static constexpr uint32_t kSmemH =
       kSmemP + kStagesP * kBytesMatrix;  // half of a state: 64 rows of V, of either layout
-  static constexpr uint32_t kSmemGate = kSmemH + (kStagedH ? kHeadDim * 64 * 2 : 0);
+  static constexpr uint32_t kSmemGate = kSmemH + (kStoresHByTma ? kHeadDim * 64 * 2 : 0);
 
   // One gate stage, in bytes. Vectors over columns are permuted so that a thread's 16 tokens are 16 consecutive floats
   // (token t at (t & 7) / 2 * 20 + (t >> 3) * 2 + (t & 1)): four 16-byte loads a vector, without bank conflicts.
   static constexpr uint32_t kVector = 80 * 4;
-  static constexpr uint32_t kGateDecay = 0;                     // gamma_t
-  static constexpr uint32_t kGateScaled = kVector;              // scale * gamma_t
-  static constexpr uint32_t kGateRest = 2 * kVector;            // gC / gamma_t * exactness of beta_t (aux_role.cuh)
-  static constexpr uint32_t kGateColumnA = 3 * kVector;         // 2^(end of t's block - c_t) * beta_t
-  static constexpr uint32_t kGateColumnP = 4 * kVector;         // 2^(end of t's block - c_t) * kGateScaleP
-  static constexpr uint32_t kGateRow = 5 * kVector;             // 2^(c_t - end of the block before t's), natural order
-  static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;  // beta_t, natural order
-  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;  // c_t in log2 units, natural order
-  static constexpr uint32_t kGateRaw = kGateSum + kChunk * 4;   // g_t as it comes
-  // scale * exactness of beta_t, natural order; takes the place of g_t, which its lane has read
-  static constexpr uint32_t kGateScaleP = kGateRaw;
-  static constexpr uint32_t kGatePair = kGateRaw + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
+  static constexpr uint32_t kGateDecay = 0;         // gamma_t
+  static constexpr uint32_t kGateScaled = kVector;  // scale * gamma_t
+  static constexpr uint32_t kGateToEnd =
+      2 * kVector;  // gC / gamma_t * rounding correction of beta_t (gate_vectors.cuh)
+  static constexpr uint32_t kGateColumnA = 3 * kVector;          // 2^(end of t's block - c_t) * beta_t
+  static constexpr uint32_t kGateColumnP = 4 * kVector;          // 2^(end of t's block - c_t) * kGateScaleP
+  static constexpr uint32_t kGateRow = 5 * kVector;              // 2^(c_t - end of the block before t's), natural order
+  static constexpr uint32_t kGateBeta = kGateRow + kChunk * 4;   // beta_t, natural order
+  static constexpr uint32_t kGateSum = kGateBeta + kChunk * 4;   // c_t in log2 units, natural order
+  static constexpr uint32_t kGateInput = kGateSum + kChunk * 4;  // g_t as it comes
+  // scale * rounding correction of beta_t, natural order; takes the place of g_t, which its lane has read
+  static constexpr uint32_t kGateScaleP = kGateInput;
+  static constexpr uint32_t kGatePair = kGateInput + kChunk * 4;  // 2^(end of block I-1 - end of block J), I > J
   static constexpr uint32_t kGateMild =
-      kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (aux_role.cuh), and this P's factor
-  static constexpr uint32_t kGateFactor = kGateMild + 16;                        // kKeepsA: of W's columns; permuted
-  static constexpr uint32_t kBytesGate = kGateFactor + (kKeepsA ? kVector : 0);  // whole 16 bytes
+      kGatePair + 16 * 4;  // not 0: the chunk's decay is mild (gate_vectors.cuh), and this P's factor
+  static constexpr uint32_t kGateFactor = kGateMild + 16;                        // kSavesA: of W's columns; permuted
+  static constexpr uint32_t kBytesGate = kGateFactor + (kSavesA ? kVector : 0);  // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
-  static constexpr uint32_t kSmemRaw = kSmemGate + (kDuties ? kStagesGate * kBytesGate : 0);
-  static constexpr uint32_t kBytesRaw = kDuties ? 2 * kChunk * 4 : kBytesGate;
-  static constexpr uint32_t kRawG = kDuties ? 0 : kGateRaw;
-  static constexpr uint32_t kRawBeta = kDuties ? kChunk * 4 : kGateBeta;
+  static constexpr uint32_t kSmemInput = kSmemGate + (kWarpRoles ? kStagesGate * kBytesGate : 0);
+  static constexpr uint32_t kBytesInput = kWarpRoles ? 2 * kChunk * 4 : kBytesGate;
+  static constexpr uint32_t kInputG = kWarpRoles ? 0 : kGateInput;
+  static constexpr uint32_t kInputBeta = kWarpRoles ? kChunk * 4 : kGateBeta;
 
-  static constexpr uint32_t kSmemChunks = kSmemRaw + kStagesRaw * kBytesRaw;
-  static constexpr int kChunkRing = 16;  // records: six chunks ahead of the state groups, four behind
-  static constexpr uint32_t kBytesRecord = 48;
-  static constexpr uint32_t kSmemWalker = kSmemChunks + kChunkRing * kBytesRecord;
-  static constexpr uint32_t kBytesWalker = 80;
-  static constexpr uint32_t kSmemBarriers = kSmemWalker + kBytesWalker;
+  static constexpr uint32_t kSmemDescriptors = kSmemInput + kStagesInput * kBytesInput;
+  static constexpr int kDescriptorRing = 16;  // descriptors: six chunks ahead of the state groups, four after
+  static constexpr uint32_t kBytesDescriptor = 48;
+  static constexpr uint32_t kSmemProducer = kSmemDescriptors + kDescriptorRing * kBytesDescriptor;
+  static constexpr uint32_t kBytesProducer = 80;
+  static constexpr uint32_t kSmemBarriers = kSmemProducer + kBytesProducer;
 
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFullK = kSmemBarriers;
@@ -155,31 +153,52 @@ struct WholeHeadTraits {
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
   static constexpr uint32_t kFullO = kDone + 8 * kBarriersDone;
   static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
-  static constexpr uint32_t kFullRaw = kTailV + 8 * kAuxGroups;
-  static constexpr uint32_t kTailCount = kFullRaw + 8 * kStagesRaw;    // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMaps = kTailCount + 4 * kAuxGroups;       // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                     // the last O, which no phase of kFullO may count
-  static constexpr uint32_t kFullM = kFullLast + 8;                    // kDuties: M of a chunk
-  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;         // kDuties: its gates
-  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;      // kDuties: Q of a chunk has been used
-  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;            // kStagedH: its tile has been read
-  static constexpr int kStates = kStagesStates ? 2 : 0;                // barriers of either kind for StagedState
-  static constexpr uint32_t kFullState = kFreeH + (kStagedH ? 8 : 0);  // it is there
-  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;     // it has been read
+  static constexpr uint32_t kFullInput = kTailV + 8 * kProducerGroups;
+  static constexpr uint32_t kTailCount = kFullInput + 8 * kStagesInput;  // uses of each kTailV so far, 4 bytes each
+  static constexpr uint32_t kMaps = kTailCount + 4 * kProducerGroups;    // address of the tensor maps
+  static constexpr uint32_t kFullLast = kMaps + 8;                 // the last O, which no phase of kFullO may count
+  static constexpr uint32_t kFullM = kFullLast + 8;                // kWarpRoles: M of a chunk
+  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;     // kWarpRoles: its gates
+  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;  // kWarpRoles: Q of a chunk has been used
+  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;        // kStoresHByTma: its tile has been read
+  static constexpr int kStates = kPrefetchesState ? 2 : 0;         // barriers of either kind for PrefetchedState
+  static constexpr uint32_t kFullState = kFreeH + (kStoresHByTma ? 8 : 0);               // it is there
+  static constexpr uint32_t kFreeState = kFullState + 8 * kStates;                       // it has been read
   static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
-  static constexpr uint32_t kSmemDealt = kSmemSequences + kMostSorted * sizeof(PlannedSequence);  // DealtTiles
-  static constexpr uint32_t kDealtEnd = kSmemDealt + 4 + 2 * kMostDealt;
-  static constexpr uint32_t kSmemListed = (kDealtEnd + 7) / 8 * 8;       // kEndsWhereKept: ListedToken
-  static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsWhereKept: FoundSlots
-  static constexpr uint32_t kSmemBytes = kEndsWhereKept ? kSmemSlots + 8 * kMostSorted : kDealtEnd;
+  static constexpr uint32_t kSmemAssigned = kSmemSequences + kMostSorted * sizeof(SequenceSpan);  // AssignedItems
+  static constexpr uint32_t kAssignedEnd = kSmemAssigned + 4 + 2 * kMostAssigned;
+  static constexpr uint32_t kSmemListed = (kAssignedEnd + 7) / 8 * 8;    // kEndsAtCheckpoints: ListedToken
+  static constexpr uint32_t kSmemSlots = kSmemListed + 8 * kMostListed;  // kEndsAtCheckpoints: FoundSlots
+  static constexpr uint32_t kSmemBytes = kEndsAtCheckpoints ? kSmemSlots + 8 * kMostSorted : kAssignedEnd;
   static_assert(kSmemBytes <= 227 * 1024);
-  // What a quarter of a StagedState takes.
-  static_assert(!kStagesStates || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
+  // Rings of stages.
+  using TilesK = Stages<kSmemK, kBytesK, kStagesK>;
+  using TilesQ = Stages<kSmemQ, kBytesK, kStagesQ>;
+  using TilesV = Stages<kSmemV, kBytesV, kStagesV>;
+  using TilesA = Stages<kSmemA, kBytesMatrix, kStagesA>;
+  using TilesP = Stages<kSmemP, kBytesMatrix, kStagesP>;
+  using Gates = Stages<kSmemGate, kBytesGate, kStagesGate>;
+  using Input = Stages<kSmemInput, kBytesInput, kStagesInput>;
+  // Rings of barriers. TailV counts its own uses (kTailCount).
+  using FullK = Ring<kFullK, kStagesK>;
+  using FullQ = Ring<kFullQ, kBarriersQ>;
+  using FullInput = Ring<kFullInput, kStagesInput>;
+  using FullGate = Ring<kFullGate, kStagesGate>;
+  using FullM = Ring<kFullM, kStagesA>;
+  using FullA = Ring<kFullA, kStagesA>;
+  using FullP = Ring<kFullP, kStagesP>;
+  using TailV = Ring<kTailV, kProducerGroups>;
+  using FreeQ = Ring<kFreeQ, kStagesQ>;
+  using Done = Ring<kDone, kBarriersDone>;
+  using FullState = Ring<kFullState, 2>;
+  using FreeState = Ring<kFreeState, 2>;
+  // What a quarter of a PrefetchedState takes.
+  static_assert(!kPrefetchesState || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
 
-template <typename Element, bool kSave, bool kFastInverse = false, bool kSaveH = kSave>
-struct ChunkForwardTraits : WholeHeadTraits<Element, kSave, kFastInverse, kSaveH, false> {};
+template <typename Element, bool kSave, bool kOneWarpInverse = false, bool kSaveH = kSave>
+struct ForwardTraits : OneCtaTraits<Element, kSave, kOneWarpInverse, kSaveH, false> {};
 template <typename Element>
-struct KeepingForwardTraits : WholeHeadTraits<Element, false, true, false, true> {};
+struct SaveATraits : OneCtaTraits<Element, false, true, false, true> {};
 
-}  // namespace flash_qla::cuda::sm90
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -354,7 +354,7 @@ def apply_context(operation: str, context: Any, cu_seqlens: Any, force_intra_cp:
     if ranks is None:
         neighbours = [getattr(context, name, None) or 0 for name in ("pre_num_ranks", "post_num_ranks")]
         if sum(neighbours) > 0:
-            others = f"the context has parts on {sum(neighbours)} other ranks"
+            others = f"the context has {sum(neighbours)} other rank(s)"
             raise ValueError(f"{operation}: cp_context.group ({group}) must be given: {others}")
     own = getattr(context, "cu_seqlens", None)
     forced = force_intra_cp or bool(getattr(context, "force_intra_cp", False))

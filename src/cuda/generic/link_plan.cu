@@ -1,0 +1,140 @@
+// Which heads forget, and which tokens make a link: decided on the device, so that lengths and gates may change under a
+// captured graph.
+#include "cuda/generic/links.cuh"
+
+namespace flash_qla::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
+
+__device__ float warp_sum(float x) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// The part's row at one end, or -1 where it has none.
+__device__ int64_t row_of_part(const LinkParams& p, int64_t part, int end) {
+  const int64_t row = load_index(p.rows, part, end);
+  return row >= 0 && row < p.sequences.N && sequence_at(p.sequences, row).length > 0 ? row : -1;
+}
+
+__device__ bool flag(const DeviceTensor& t, int64_t part) {
+  return static_cast<const uint8_t*>(t.data)[part * t.stride[0]] != 0;
+}
+
+// One block a (chunk, value head); a warp takes a token at a time.
+__global__ void __launch_bounds__(kThreads)
+    chunk_log_norms_kernel(const __grid_constant__ LinkParams p, float* log_norms) {
+  __shared__ float s_sums[kWarps];
+  const int64_t chunk = blockIdx.x / p.in.Hv;
+  const int head = static_cast<int>(blockIdx.x % p.in.Hv);
+  if (chunk >= total_chunks(p.sequences)) return;
+  const int64_t row = sequence_of_chunk(p.sequences, chunk);
+  bool of_a_part = false;
+  for (int64_t part = 0; part < p.P; ++part) {
+    of_a_part |= load_index(p.rows, part, 0) == row || load_index(p.rows, part, 1) == row;
+  }
+  if (!of_a_part) return;
+  const DeviceSequence sequence = sequence_at(p.sequences, row);
+  const int64_t first = (chunk - sequence.first_chunk) * kChunkSize;
+  const int64_t left = sequence.length - first, count = left < kChunkSize ? left : kChunkSize;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  float sum = 0.f;
+  for (int64_t i = warp; i < count; i += kWarps) {
+    const int64_t token = sequence.begin + first + i;
+    const int64_t key = offset_of(p.in.k, sequence.b, token, head / p.in.group);
+    float square = 0.f;
+    for (int j = lane; j < p.in.K; j += kWarp) {
+      const float x = load<float>(p.in.k, key + j * p.in.k.stride[3]);
+      square = fmaf(x, x, square);
+    }
+    square = warp_sum(square);
+    const float g =
+        p.in.g.data == nullptr ? 0.f : clamp_log_decay(load<float>(p.in.g, offset_of(p.in.g, sequence.b, token, head)));
+    const float beta =
+        p.in.beta.data == nullptr ? 1.f : load<float>(p.in.beta, offset_of(p.in.beta, sequence.b, token, head));
+    const float factor = fabsf(1.f - beta * square);
+    sum += g;
+    if (!(factor <= 1.f)) sum += logf(factor);  // a NaN stays one, and forgets nothing
+  }
+  if (lane == 0) s_sums[warp] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total = 0.f;
+    for (int i = 0; i < kWarps; ++i) total += s_sums[i];
+    log_norms[chunk * p.in.Hv + head] = total;
+  }
+}
+
+// The chunks from one end of a row on whose product leaves at most e^threshold of a state, chunks + 1 if even all of
+// them leave more. A warp; the sums are in the order of the chunks, 32 at a time.
+__device__ int64_t window(const LinkParams& p, const DeviceSequence& sequence, int head, bool from_end) {
+  const int64_t chunks = ceil_div(sequence.length, kChunkSize);
+  const int lane = threadIdx.x % kWarp;
+  float before = 0.f;
+  for (int64_t base = 0; base < chunks; base += kWarp) {
+    const int64_t i = base + lane, at = from_end ? chunks - 1 - i : i;
+    float sum = i < chunks ? p.log_norms[(sequence.first_chunk + at) * p.in.Hv + head] : 0.f;
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const float left = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (lane >= distance) sum += left;
+    }
+    sum += before;
+    const unsigned found = __ballot_sync(0xffffffffu, i < chunks && sum <= p.threshold);
+    if (found != 0) return base + __ffs(static_cast<int>(found));
+    before = __shfl_sync(0xffffffffu, sum, kWarp - 1);
+  }
+  return chunks + 1;
+}
+
+// One warp a (part, value head).
+__global__ void __launch_bounds__(kWarp) plan_links_kernel(const __grid_constant__ LinkParams p, bool backward) {
+  const int64_t part = blockIdx.x / p.in.Hv;
+  const int head = static_cast<int>(blockIdx.x % p.in.Hv);
+  const int64_t row = row_of_part(p, part, backward ? 0 : 1);
+  const bool crosses = row >= 0 && flag(p.crosses, part), through = crosses && flag(p.through, part);
+  LinkPass pass{-1, 0, 0, 0, 0};
+  float kind = row < 0 ? static_cast<float>(FLASH_QLA_LINK_NONE) : static_cast<float>(FLASH_QLA_LINK_CONSTANT);
+  if (crosses) {
+    const DeviceSequence sequence = sequence_at(p.sequences, row);
+    const int64_t chunks = ceil_div(sequence.length, kChunkSize);
+    // Going backward, a part that is gone through forgets where the forward has said so.
+    const bool was_constant =
+        backward && is_constant(load<double>(p.forward_kind, offset_of(p.forward_kind, part, head)));
+    const bool may_forget = p.log_norms != nullptr && !(backward && through && !was_constant);
+    int64_t length = chunks + 1;
+    if (may_forget) length = window(p, sequence, head, !backward);
+    // One decision for both directions: the state and its gradient must both be forgotten.
+    if (may_forget && !backward && through && length <= chunks && window(p, sequence, head, false) > chunks) {
+      length = chunks + 1;
+    }
+    const bool forgets = length <= chunks;
+    const bool affine = through && !(backward ? was_constant : forgets);
+    pass.row = static_cast<int32_t>(row);
+    pass.from = forgets && !backward ? static_cast<int32_t>((chunks - length) * kChunkSize) : 0;
+    const int64_t end = length * kChunkSize;
+    pass.to = static_cast<int32_t>(forgets && backward && end < sequence.length ? end : sequence.length);
+    pass.starts = !through && !forgets;
+    pass.is_affine = affine;
+    if (affine) kind = static_cast<float>(FLASH_QLA_LINK_AFFINE);
+  }
+  if (threadIdx.x == 0) {
+    p.passes[part * p.in.Hv + head] = pass;
+    store<float>(p.kind, offset_of(p.kind, part, head), kind);
+  }
+}
+
+}  // namespace
+
+Status launch_chunk_log_norms(const Problem& p, const LinkParams& params, float* log_norms, cudaStream_t stream) {
+  return launch("chunk_log_norms", chunk_log_norms_kernel, p.chunk_bound * p.Hv, kThreads, 0, stream, params,
+                log_norms);
+}
+
+Status launch_plan_links(const Problem& p, const LinkParams& params, bool backward, cudaStream_t stream) {
+  return launch("plan_links", plan_links_kernel, params.P * p.Hv, kWarp, 0, stream, params, backward);
+}
+
+}  // namespace flash_qla::cuda

@@ -1,7 +1,0 @@
-#include "kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_bf16() { return describe_kernel<ChunkForwardTraits<__nv_bfloat16, false>>(); }
-
-}  // namespace flash_qla::cuda::sm90

@@ -1,9 +1,0 @@
-#include "kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_bf16_fast() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, false, true>>();
-}
-
-}  // namespace flash_qla::cuda::sm90

@@ -1,9 +1,0 @@
-#include "kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_bf16_fast_h() {
-  return describe_kernel<ChunkForwardTraits<__nv_bfloat16, true, true>>();
-}
-
-}  // namespace flash_qla::cuda::sm90

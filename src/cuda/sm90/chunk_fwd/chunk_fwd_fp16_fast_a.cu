@@ -1,7 +1,0 @@
-#include "kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_fp16_fast_a() { return describe_kernel<KeepingForwardTraits<__half>>(); }
-
-}  // namespace flash_qla::cuda::sm90

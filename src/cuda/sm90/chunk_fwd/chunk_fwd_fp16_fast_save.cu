@@ -1,9 +1,0 @@
-#include "kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_fp16_fast_save() {
-  return describe_kernel<ChunkForwardTraits<__half, true, true, false>>();
-}
-
-}  // namespace flash_qla::cuda::sm90

@@ -1,7 +1,0 @@
-#include "kernel.cuh"
-
-namespace flash_qla::cuda::sm90 {
-
-ChunkForwardKernel chunk_forward_fp16_save() { return describe_kernel<ChunkForwardTraits<__half, true>>(); }
-
-}  // namespace flash_qla::cuda::sm90

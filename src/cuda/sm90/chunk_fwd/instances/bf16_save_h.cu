@@ -1,0 +1,7 @@
+#include "cuda/sm90/chunk_fwd/kernel.cuh"
+
+namespace flash_qla::cuda::sm90::fwd {
+
+Kernel one_cta_save_h_bf16() { return describe_kernel<ForwardTraits<__nv_bfloat16, true, true>>(); }
+
+}  // namespace flash_qla::cuda::sm90::fwd

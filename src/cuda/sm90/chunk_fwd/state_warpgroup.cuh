@@ -1,0 +1,513 @@
+// The state warpgroups: S^T in registers, the recurrent products, O.
+#pragma once
+
+#include "cuda/common/bulk.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/sm90/chunk_fwd/input_gates.cuh"
+#include "cuda/sm90/chunk_fwd/state_stores.cuh"
+#include "cuda/sm90/chunk_fwd/work_queue.cuh"
+#include "cuda/sm90/common/compiler.cuh"
+#include "cuda/sm90/common/gate_vectors.cuh"
+#include "cuda/sm90/common/state_products.cuh"
+#include "cuda/sm90/context_parallel/cut_states.cuh"
+
+namespace flash_qla::cuda::sm90::fwd {
+
+using cp::cut_state_position, cp::kCutStateVectors, cp::Progress;
+
+// Chunks that differ in what is done for them.
+enum class ChunkForm {
+  kMild,
+  kStrong,  // decays too fast for kMild
+  kEither,  // which of them is asked in the loop
+};
+
+template <typename Traits>
+struct StateWarpgroup : StateStores<Traits> {
+  using Base = StateStores<Traits>;
+  using Element = typename Traits::Element;
+  using Base::at, Base::first_row, Base::group, Base::p, Base::save_at_listed, Base::save_checkpoint, Base::save_h,
+      Base::save_listed, Base::send_h, Base::sends_h;
+
+  __device__ const ChunkDescriptor& descriptor(uint32_t m) const {
+    return reinterpret_cast<const ChunkDescriptor*>(shared_memory() +
+                                                    Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
+  }
+  // valid and flags of a chunk.
+  __device__ int2 load_chunk(uint32_t m) const {
+    int row, head;
+    int2 chunk;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(row), "=r"(chunk.x), "=r"(chunk.y), "=r"(head)
+                 : "r"(smem() + Traits::kSmemDescriptors + m % Traits::kDescriptorRing * Traits::kBytesDescriptor)
+                 : "memory");
+    return chunk;
+  }
+
+  __device__ void load_initial(float (&s)[64], const ChunkDescriptor& c, const FragmentPosition& at) const {
+    if constexpr (Traits::kStateOnly) {
+      if (c.flags & kFromIdentity) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          s[i] = first_row(c, at) + 8 * ((i >> 1) & 1) == 8 * (i >> 2) + 2 * at.q + (i & 1) ? 1.0f : 0.0f;
+        }
+        return;
+      }
+    } else if (c.flags & kFromCutState) {
+      // Only here are the states at cuts waited for: the tile's first chunks are prepared meanwhile. All blocks that
+      // make them run, or this kernel would not have started.
+      if (at.lane == 0) {
+        const Progress& progress = p.counters->progress;
+        while (load_relaxed(&progress.states_left) + load_relaxed(&progress.slices_left) != 0) __nanosleep(50);
+        acquire_loads();
+      }
+      __syncwarp();
+      const float4* from = p.cut_states + c.slot_in * kCutStateVectors;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const float4 x = __ldcg(from + cut_state_position(group + c.half, at.warp, j, at.lane));
+        s[4 * j] = x.x, s[4 * j + 1] = x.y, s[4 * j + 2] = x.z, s[4 * j + 3] = x.w;
+      }
+      return;
+    }
+    if (c.slot_in >= 0) {
+      const StateSet& set = p.args.initial;
+      move_state<false>(state_matrix(set, c.slot_in, c.head), set.type, p.args.state_v_first, s, first_row(c, at),
+                        at.q);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+    }
+  }
+
+  // The initial state of the tile that starts with chunk m, a PrefetchedState. The last quarter comes from memory.
+  __device__ void load_prefetched(float (&s)[64], uint32_t m) const {
+    using Staged = PrefetchedState<Traits>;
+    constexpr int kClusterCtas = 4;  // of eight columns, in a quarter
+    const ChunkDescriptor& c = descriptor(m);
+    const Staged state(c.flags);
+    const int row = first_row(c), r = at.lane >> 2;
+    float* matrix = reinterpret_cast<float*>(state_matrix(p.args.initial, c.slot_in, c.head));
+    if (p.args.state_v_first) {
+      move_state<float, true, false, Staged::kQuarters * kClusterCtas>(matrix, s, row, at.q);
+      mbarrier_wait(state.full(), state.parity());
+      // [V][32 floats of K], rows of 128 bytes, swizzled.
+      const uint32_t place = row * 128 + ((at.q >> 1 ^ r) << 4) + 8 * (at.q & 1);
+#pragma unroll
+      for (int j = 0; j < Staged::kQuarters * kClusterCtas; ++j) {
+        const uint32_t words = Staged::stage(j / kClusterCtas, m) + (place ^ j % kClusterCtas << 5);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 x = load_shared_f2(words + 8 * 128 * i);
+          s[4 * j + 2 * i] = x.x, s[4 * j + 2 * i + 1] = x.y;
+        }
+      }
+    } else {
+      move_state<float, false, false, Staged::kQuarters * kClusterCtas>(matrix, s, row, at.q);
+      mbarrier_wait(state.full(), state.parity());
+      // [32 floats of V][K], likewise.
+      const uint32_t place = (row / 32 * 32 + 2 * at.q) * 128 + ((row / 4 % 8 ^ 2 * at.q) << 4) + 4 * (r & 3);
+#pragma unroll
+      for (int j = 0; j < Staged::kQuarters * kClusterCtas; ++j) {
+        const uint32_t words = Staged::stage(j / kClusterCtas, m) + 8 * 128 * (j % kClusterCtas);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[4 * j + i] = load_shared_f1(words + 128 * (i & 1) + (place ^ (i & 1) << 4 ^ (i >> 1) << 5));
+        }
+      }
+    }
+    fence_proxy_async();  // the loads have come back: the copy engine fills the stages next
+    __syncwarp();
+    mbarrier_arrive_warp(state.free(), at.lane);
+  }
+
+  // At the end of an item of a cut call whose final states overwrite initial ones. An item that has read one says so;
+  // the one that is about to overwrite it waits for them all. They have earlier tickets or run in the kernel before
+  // this one, so that they need nothing of this block.
+  __device__ void settle_readers(const ChunkDescriptor& c, const FragmentPosition& at) const {
+    __syncwarp();
+    if (at.lane == 0) {
+      const uint32_t* readers = p.readers + (2 * (c.sequence * p.args.num_value_heads + c.head) + group + c.half);
+      if (c.flags & kCountedReader) asm volatile("red.release.gpu.global.add.u32 [%0], -1;" ::"l"(readers) : "memory");
+      while (c.slot_out >= 0 && !Traits::kStateOnly && load_acquire(readers) != 0) __nanosleep(100);
+    }
+    __syncwarp();
+  }
+
+  // O^T of a chunk, tokens times `factor`, into the V stage it no longer needs, to be sent from there.
+  __device__ void store_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage) const {
+    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = o + 8 * b;
+      const float4 f = factor[b];
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0] * f.x, x[1] * f.y),
+                            pack2<Element>(x[2] * f.x, x[3] * f.y), pack2<Element>(x[4] * f.z, x[5] * f.w),
+                            pack2<Element>(x[6] * f.z, x[7] * f.w));
+    }
+  }
+  // The same where O has its factors.
+  __device__ void store_o(const float (&o)[32], uint32_t stage) const {
+    const uint32_t address = stage + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const float* x = o + 8 * b;
+      store_matrix_x4_trans(address + b * 2048, pack2<Element>(x[0], x[1]), pack2<Element>(x[2], x[3]),
+                            pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
+    }
+  }
+  // Without a role to each warp: of chunk m - 1. A branch, so that the factors are not applied before the products that
+  // this is to run under.
+  __device__ void store_previous_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
+                                   uint32_t barrier) const {
+    if (m > 0) store_o(o, factor, stage);
+    __syncwarp();
+    mbarrier_arrive_warp(barrier, at.lane);
+  }
+
+  // Without a role to each warp: g and beta of chunk m + 3 on their way into the stage of chunk m - 1, by the last
+  // state group under the last product of chunk m, when it has nothing else to do.
+  __device__ void fetch_gates(uint32_t m) const {
+    if (group != Traits::kStateGroups - 1) return;
+    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
+    const uint32_t ahead = m + Traits::kStagesInput - 1, stage = ahead % Traits::kStagesInput;
+    // Out of a shuffle, so that what comes of it is not kept through the loop.
+    const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
+    if (descriptor(ahead).valid >= 0) {
+      load_gates<Traits>(p.args, descriptor(ahead), smem() + Traits::kSmemInput + stage * Traits::kBytesInput,
+                         smem() + Traits::kFullInput + 8 * stage, thread);
+    }
+  }
+
+  // By the chunk's parity: the first group may be one chunk further than the second, but not two.
+  static __device__ uint32_t lag_barrier(uint32_t m) { return 2 + (m & 1); }
+
+  static __device__ uint32_t stage_gate(uint32_t m) { return Traits::Gates::tile(m); }
+  // From A_g W on mild chunks and others have code of their own, without branches between products and in one piece:
+  // what an SM does not execute is not in the way of what it does. Up to there the code is common, as another SM, which
+  // shares the cache of instructions, may have chunks of the other form. Calls that save h take 1 to 6 % longer with
+  // it; with the other inverse mild chunks lose 3 %.
+  static constexpr bool kFinishesByForm = Traits::kOneWarpInverse && kPrefetchesState<Traits>;
+
+  __device__ void run() const {
+    float s[64];  // S^T: rows V, columns K
+    float o[32];  // O^T: rows V, columns tokens
+#pragma unroll
+    for (int i = 0; i < 64; ++i) s[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) o[i] = 0.0f;
+    float4 factor[4];  // of O, by tokens
+#pragma unroll
+    for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    uint32_t m = 0;
+    int2 chunk_now = load_chunk(0);
+    // The first state after the first K, so that the card's blocks do not all ask memory for states while they wait for
+    // K.
+    if (chunk_now.x >= 0) Traits::FullK::wait(0);
+    // What is done once a tile, or where a state is kept, lies outside of the loop over chunks, whose code so lies in
+    // one piece.
+#pragma unroll 1
+    while (chunk_now.x >= 0) {
+      bool prefetched = false;
+      if constexpr (kPrefetchesState<Traits>) prefetched = chunk_now.y & kPrefetchedState;
+      if (prefetched) {
+        load_prefetched(s, m);
+      } else if (!Traits::kEndsAtCheckpoints || (chunk_now.y & kFirstChunk)) {
+        load_initial(s, descriptor(m), at);
+      }
+      bool state_leaves = false;
+      // One chunk. Whether the next one may follow in the same loop.
+      const auto step = [&](auto makes_output) -> bool {
+        constexpr bool kMakesOutput = decltype(makes_output)::value;
+        const uint32_t parity_p = Traits::FullP::parity(m);
+        const uint32_t k_tile = Traits::TilesK::tile(m);
+        // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
+        // not, and then each product's descriptor is moved from a vector register.
+        const uint32_t q_tile = Traits::TilesQ::tile(m);
+        [[maybe_unused]] const uint32_t stage_v = m % Traits::kStagesV,
+                                        previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
+        const uint32_t v_base = smem() + Traits::kSmemV;
+        const uint32_t gate = stage_gate(m), columns = gate + 80 * at.q;
+        // ptxas moves what belongs under a product between or before the product's wgmma, unless a branch holds it:
+        // this is always so, which only the launcher knows.
+        const bool always = keep_in_branch(p);
+        uint32_t packed[32];
+        const auto pack_state = [&](int first, int end) {
+#pragma unroll
+          for (int i = first; i < end; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+        };
+        // Half of S is packed ahead of the wait for P, the rest under the first products.
+        constexpr int kPackedAhead = kFinishesByForm ? 16 : 32;
+        if constexpr (kFinishesByForm) {
+          wgmma_wait<0>();
+          pin(s);
+          pack_state(0, kPackedAhead);
+#pragma unroll
+          for (int i = 0; i < kPackedAhead; ++i) asm volatile("" : "+r"(packed[i])::"memory");
+        }
+        // P of this chunk covers K, Q, V and the gates as well: its makers have waited for them, V arrives on the same
+        // barrier.
+        mbarrier_wait(Traits::FullP::barrier(m), parity_p);
+
+        // Ahead of its use where there is a register for it.
+        float last = 0.0f;
+        if constexpr (Traits::kWarpRoles) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+        if constexpr (!kFinishesByForm) {
+          wgmma_wait<0>();
+          pin(s);
+          if constexpr (!Traits::kWarpRoles) pin(o);
+          pack_state(0, kPackedAhead);
+        }
+        // u^T = S0^T K^T, then o^T = S0^T Q^T after it.
+        if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) save_listed(s, descriptor(m));
+        float u[32];
+        const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
+        if constexpr (Traits::kWarpRoles) {
+          // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
+          // and then leave them idle, at the same time.
+          if constexpr (!kFinishesByForm) pin(packed);
+          if (group == 1) named_barrier_sync(lag_barrier(m), 256);
+        }
+        wgmma_fence();
+        mma_rs_n64_init<Element>(u, packed, k_rows);
+#pragma unroll
+        for (int i = 1; i < 8; ++i) {
+          if (4 * i == kPackedAhead) {
+            if (Traits::kSave || always) pack_state(kPackedAhead, 32);  // kSave: 1 % slower with the branch
+            wgmma_fence();
+          }
+          mma_rs_n64<Element>(u, packed + 4 * i,
+                              wgmma_advance_uniform(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+        }
+        wgmma_commit();
+        // O of the previous chunk leaves while S K runs.
+        if constexpr (!Traits::kWarpRoles)
+          store_previous_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
+        if constexpr (kMakesOutput) {
+          wgmma_fence();
+          mma_rs_n64_init<Element>(o, packed, q_rows);
+#pragma unroll
+          for (int i = 1; i < 8; ++i) {
+            mma_rs_n64<Element>(o, packed + 4 * i,
+                                wgmma_advance_uniform(q_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
+          }
+          wgmma_commit();
+        }
+        bool sent = false;
+        if constexpr (Traits::kStoresHByTma) {
+          sent = send_h(packed, descriptor(m));
+        } else if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) {
+          save_h(packed, descriptor(m));
+        }
+        // Under both products: gC S0, and V in the accumulator's layout.
+        if constexpr (!Traits::kWarpRoles) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+        if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, so that this does not sink between the products below
+#pragma unroll
+          for (int i = 0; i < 64; ++i) s[i] *= last;
+        }
+        uint32_t v[16];
+        const uint32_t v_rows =
+            v_base + stage_v * Traits::kBytesV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+        for (int b = 0; b < 4; ++b)
+          load_matrix_x4_trans(v_rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+        wgmma_wait<0>();
+        pin(u);
+        if constexpr (kMakesOutput) pin(o);
+        pin(packed);
+
+        if (Traits::kWarpRoles && group == 0) named_barrier_arrive(lag_barrier(m), 256);
+        if (Traits::kStoresHByTma && sent && sends_h()) {
+          tma_store_wait_read();
+          mbarrier_arrive(smem() + Traits::kFreeH);
+        }
+        if constexpr (Traits::kWarpRoles) {
+          Traits::FreeQ::arrive(m, at.lane);
+        }
+        const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
+        const uint32_t full_a = Traits::FullA::barrier(m);
+        const uint32_t parity_a = Traits::FullA::parity(m);
+        constexpr bool kByForm = kFinishesByForm && kMakesOutput;
+        bool a_there = false;  // asked for ahead of the answer's use
+        if constexpr (kByForm) a_there = mbarrier_test(full_a, parity_a);
+        // W^T = V^T - u^T diag(gamma)
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+          if constexpr (kSavesA<Traits>) {
+            subtract_from_values<Element>(v + 4 * b, u + 8 * b, gamma,
+                                          load_shared_f4(columns + Traits::kGateFactor + 16 * b));
+          } else {
+            subtract_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
+          }
+        }
+        bool strong = false;
+        if constexpr (kByForm) strong = __all_sync(0xffffffffu, mild_factor == 0.0f);
+        int2 chunk_next;
+        const auto finish = [&](auto known_form) {
+          constexpr ChunkForm kForm = decltype(known_form)::value;
+          constexpr bool kAsksForm = kForm == ChunkForm::kEither;
+          if constexpr (kAsksForm) {
+            mbarrier_wait(full_a, parity_a);
+          } else {
+            while (!a_there) a_there = mbarrier_try_wait(full_a, parity_a);
+          }
+          // V'^T = W^T Ag^T
+          const uint64_t a_rows = wgmma_descriptor(Traits::TilesA::tile(m));
+          float low[16], high[16];
+          multiply_lower<Element>(low, high, v, a_rows);
+          // With mild decay (gate_vectors.cuh) V' comes with what S needs, and O takes its factors last of all.
+          const bool mild = kAsksForm ? __any_sync(0xffffffffu, mild_factor != 0.0f) : kForm == ChunkForm::kMild;
+          constexpr bool kStrong = kForm == ChunkForm::kStrong;
+          if (kMakesOutput && !mild && (!kStrong || always)) {
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+              const float4 gamma = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
+              const float4 f = make_float4(gamma.x * p.args.scale, gamma.y * p.args.scale, gamma.z * p.args.scale,
+                                           gamma.w * p.args.scale);
+              float* x = o + 8 * b;
+              scale_tokens(x, f);
+            }
+          } else if (kMakesOutput && !kWideExponents<Element>) {
+            // Beside h there is no register to keep it in.
+            if constexpr (Traits::kStoresHByTma) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) o[i] *= last;
+          }
+          // What comes next, ahead of its use.
+          if constexpr (kMakesOutput && !kStrong) {
+#pragma unroll
+            for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
+          }
+          if constexpr (!Traits::kWarpRoles) chunk_next = load_chunk(m + 1);
+          wgmma_wait<0>();
+          pin(low);
+          pin(high);
+          pin(v);
+
+          // O^T += V'^T P^T
+          uint32_t corrected[16];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+            corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+          }
+          const uint64_t p_rows = wgmma_descriptor(Traits::TilesP::tile(m));
+          if constexpr (kMakesOutput) {
+            pin(o);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              mma_rs_n64<Element>(o, corrected + 4 * i, wgmma_advance_uniform(p_rows, 32 * i));
+            wgmma_commit();
+          }
+          // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K
+          if constexpr (kStrong) {
+            if (always) {
+#pragma unroll
+              for (int b = 0; b < 4; ++b) {
+                scale_tokens(b < 2 ? low + 8 * b : high + 8 * (b - 2),
+                             load_shared_f4(columns + Traits::kGateToEnd + 16 * b));
+              }
+            }
+            wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+            pin(o);
+            pin(corrected);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+              corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+            }
+          } else if (!mild) {
+            wgmma_wait<0>();  // P V' reads its operand's registers as it goes
+            if constexpr (kMakesOutput) pin(o);
+            pin(corrected);
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+              const float4 rest = load_shared_f4(columns + Traits::kGateToEnd + 16 * b);
+              pack_scaled<Element>(corrected + 4 * b, b < 2 ? low + 8 * b : high + 8 * (b - 2), rest);
+            }
+          }
+          const uint64_t k_columns = wgmma_descriptor(k_tile, Traits::kHalf);
+          pin(s);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
+          wgmma_commit();
+          if constexpr (Traits::kWarpRoles) {
+            chunk_next = load_chunk(m + 1);
+            // O leaves while the state's update runs.
+            wgmma_wait<1>();
+            if constexpr (kMakesOutput) {
+              pin(o);
+              if constexpr (!kStrong) {
+                store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+              } else if (always) {
+                store_o(o, v_base + stage_v * Traits::kBytesV);
+              }
+            }
+            __syncwarp();  // the chunk's end, on which lane 0 arrives below, says that O is there
+          } else {
+            fetch_gates(m);
+          }
+          wgmma_wait<0>();
+          if constexpr (kMakesOutput) pin(o);
+          pin(s);
+          pin(corrected);
+        };
+        if constexpr (!kByForm) {
+          finish(std::integral_constant<ChunkForm, ChunkForm::kEither>{});
+        } else if (strong) {
+          finish(std::integral_constant<ChunkForm, ChunkForm::kStrong>{});
+        } else {
+          finish(std::integral_constant<ChunkForm, ChunkForm::kMild>{});
+        }
+        Traits::Done::arrive(m, at.lane);
+
+        if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) save_checkpoint(s, descriptor(m));
+        state_leaves = chunk_now.y & (Traits::kEndsAtCheckpoints ? kLastChunk | kCheckpointChunk : kLastChunk);
+        chunk_now = chunk_next;
+        ++m;
+        if (Traits::kSkipsWarmup && ((chunk_now.y & kWarmupChunk) == 0) != kMakesOutput) return false;
+        return !state_leaves;
+      };
+#pragma unroll 1
+      while (!state_leaves) {
+        if (Traits::kSkipsWarmup && __any_sync(0xffffffffu, (chunk_now.y & kWarmupChunk) != 0)) {
+#pragma unroll 1
+          while (step(std::false_type{})) {
+          }
+        } else {
+#pragma unroll 1
+          while (step(std::true_type{})) {
+          }
+        }
+      }
+      const ChunkDescriptor& chunk = descriptor(m - 1);
+      if constexpr (Traits::kEndsAtCheckpoints) {
+        if (chunk.flags & kCheckpointChunk) {
+          save_checkpoint(s, chunk);
+          save_at_listed(s, chunk, at);
+        }
+        if (!(chunk.flags & kLastChunk)) continue;
+      }
+      if (p.readers != nullptr) settle_readers(chunk, at);
+      if (chunk.slot_out >= 0) {
+        const StateSet& set = p.args.final_state;
+        move_state<true>(state_matrix(set, chunk.slot_out, chunk.head), set.type, p.args.state_v_first, s,
+                         first_row(chunk), at.q);
+      }
+    }
+    if (Traits::kStoresHByTma && sends_h()) tma_store_wait_all();
+    if constexpr (Traits::kWarpRoles) return;
+    // Nothing holds a state group back here: on the other barriers it might arrive for the one after it.
+    store_previous_o(o, factor,
+                     smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,
+                     smem() + Traits::kFullLast);
+  }
+};
+
+}  // namespace flash_qla::cuda::sm90::fwd

@@ -1,0 +1,87 @@
+// Scratch of a plan, and the launch of its two kernels.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/sm90/context_parallel/cut_states.cuh"
+#include "cuda/sm90/context_parallel/plan_device.cuh"
+
+namespace flash_qla::cuda::sm90::cp {
+
+using fwd::Args, fwd::chunk_forward_workspace_size, fwd::kZeroFillBlocks;
+
+size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, PlanWorkspace* workspace) {
+  size_t used = 0;
+  auto take = [&](size_t bytes) {
+    char* place = static_cast<char*>(base) + used;
+    used += (bytes + 255) / 256 * 256;
+    return place;
+  };
+  const size_t n = static_cast<size_t>(std::max(args.num_sequences, 0));
+  const size_t slots = static_cast<size_t>(capacity.slots);
+  PlanWorkspace w;
+  w.counters = reinterpret_cast<PlanCounters*>(take(sizeof(PlanCounters)));
+  w.start = reinterpret_cast<PlanStart*>(take(sizeof(PlanStart)));
+  w.classifiers = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * kMostUnitBlocks));
+  w.warmups = reinterpret_cast<uint8_t*>(take(slots));
+  w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
+  w.cut = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+  w.uncut = take(chunk_forward_workspace_size(args.num_sequences));
+  w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
+  w.state_items = reinterpret_cast<WorkItem*>(take(sizeof(WorkItem) * static_cast<size_t>(capacity.state_items)));
+  w.output_items = reinterpret_cast<WorkItem*>(take(sizeof(WorkItem) * static_cast<size_t>(capacity.output_items)));
+  w.scans = reinterpret_cast<Scan*>(take(sizeof(Scan) * static_cast<size_t>(capacity.scans)));
+  w.cut_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  const size_t rows = args.type == DType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
+                                                   : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
+  w.transitions = take(rows * kTransitionSteps * slots);
+  if (workspace != nullptr) *workspace = w;
+  return used;
+}
+
+cudaError_t launch_plan(PlanArgs params, cudaStream_t stream) {
+  const Args& args = params.args;
+  const int64_t longest = args.cu_seqlens != nullptr ? args.num_tokens : args.dense_length;
+  params.expected_lengths = equal_lengths(longest, args.num_sequences, args.cu_seqlens == nullptr);
+  params.group = args.num_value_heads / args.num_key_heads;
+  params.parts = (params.group + kRoundHeads - 1) / kRoundHeads;
+  params.by_parts = Divisor(params.parts);
+  params.by_boundary_units = Divisor(args.num_key_heads * params.parts);
+  params.by_heads = Divisor(args.num_value_heads);
+  params.units = params.capacity.boundaries * args.num_key_heads * params.parts;
+  // A block to each unit of the expected lengths, and a loop for those of others: the state kernel's blocks wait for
+  // SMs where these have nothing to do.
+  int64_t units = params.units;
+  if (const int64_t spacing = params.expected_cut_spacing.spacing; spacing > 0) {
+    const int64_t windows = divide_up(args.num_tokens, kChunk * spacing);
+    units = std::min(units, windows * args.num_key_heads * params.parts);
+  }
+  // Behind an uncut kernel, which leaves hardly any SM idle, no more than find room at once when it ends.
+  const int at_once = (params.least_longest != 0 ? 1 : kClassifyBlocksPerSm) * params.sms;
+  params.gates_first = params.units > kClassifyBlocksPerSm * params.sms;
+  params.unit_blocks = static_cast<int32_t>(std::clamp<int64_t>(units, 1, std::min(at_once, kMostUnitBlocks)));
+  // The state kernel's blocks come late where boundaries are classified. State items go elsewhere where there is room
+  // for those that are likely: to that end these blocks come in twos, on TPCs, as state items do. Not where
+  // scans are in more pieces than there are state items: blocks that come late then help with them.
+  int32_t likely_tiles = 0;
+  const int32_t pairs = args.num_sequences * args.num_value_heads;
+  bool by_tpcs = false;
+  if (args.split == Mode::kAuto && args.force_split == 0 && params.expected_cut_spacing.spacing > 0 &&
+      params.choice_table.choice(pairs / 4, pairs, &likely_tiles) >= 0 && kScanSlices * (pairs / 4) <= likely_tiles) {
+    const int64_t room = params.sms - 1 - likely_tiles;
+    by_tpcs = params.unit_blocks <= room;
+  }
+  if (by_tpcs) params.unit_blocks += params.unit_blocks % 2;
+  static_assert(kMostUnitBlocks % 2 == 0 && kZeroFillBlocks % 2 == 0);
+  const int blocks = params.unit_blocks + params.zero_fill_blocks;
+  if (!by_tpcs) params.unit_blocks = 0;  // the planner need not know
+  const LaunchConfig classify(blocks, kClassifyThreads, 0, stream, true, by_tpcs ? 2 : 1);
+  const cudaError_t error = launch_function(classify_kernel(args.type), classify, params);
+  if (error != cudaSuccess) return error;
+  const LaunchConfig list(1, kListThreads, 0, stream, true);
+  return launch_function(list_kernel(), list, params);
+}
+
+}  // namespace flash_qla::cuda::sm90::cp

@@ -1,0 +1,241 @@
+// The context parallelism of the fused Hopper forward, as plain functions: where sequences may be cut (cuts.h), which
+// cuts are taken, and the items that follow (segments.h, regular_plan.h). They run on the device (list.cu) and, in a
+// test, on the host. docs/kernels/context_parallel.md explains the scheme.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/sm90/context_parallel/estimate.h"
+
+namespace flash_qla::cuda::sm90::cp {
+
+// The best choice, and what it takes.
+struct BestChoice {
+  int32_t choice = 0;
+  float time = 0.0f;
+};
+
+// Places where sequences may be cut, where all but the longest are equal.
+inline int32_t boundaries_of(const LengthSummary& lengths, const CutSpacing& cut_spacing) {
+  const int32_t others = lengths.sequences - 1;
+  const int32_t chunks = others > 0 ? static_cast<int32_t>((lengths.chunks - lengths.longest) / others) : 0;
+  return pieces_of(lengths.longest, cut_spacing) - 1 + others * (pieces_of(chunks, cut_spacing) - 1);
+}
+
+// With `exact` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
+// equal. guess: a choice that may well be the best, which spares most of the others.
+inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cut_spacing, int32_t heads, int32_t exact,
+                              bool uncut_shared, int32_t sms, const Costs& costs, int32_t guess) {
+  ItemEstimate decaying[kJoins], without_decay[kJoins];
+  const int32_t others = lengths.sequences - 1;
+  for (int32_t kind = 0; kind < (others > 0 ? 2 : 1); ++kind) {
+    const int32_t sequences = kind == 0 ? 1 : others;
+    HeadSummary head;
+    head.chunks = kind == 0 ? lengths.longest : static_cast<int32_t>((lengths.chunks - lengths.longest) / others);
+    head.pieces = pieces_of(head.chunks, cut_spacing);
+    for (int32_t i = 0; i < kJoins; ++i) {
+      const float limit = long_item(lengths.longest, cut_spacing, join_step(i));
+      ItemEstimate part;
+      head.warmups = kUsualWarmup * (head.pieces - 1);
+      head.exact = 0;
+      part.add(head, join_step(i), limit, costs);
+      decaying[i].add(part, sequences * (heads - exact));
+      part = ItemEstimate{};
+      head.warmups = 0;
+      head.exact = head.pieces - 1;
+      part.add(head, join_step(i), limit, costs);
+      without_decay[i].add(part, sequences * exact);
+    }
+  }
+  const float uncut = uncut_shared ? time_of_shared(lengths, heads, sms, costs) : 0.0f;
+  const int32_t pieces = pieces_of(lengths.longest, cut_spacing);
+  // Not what is the same as the one before, and not what must take longer than the best so far.
+  const auto again = [&](int32_t i) {
+    return i > 0 && joined_pieces(pieces, join_step(i)) == joined_pieces(pieces, join_step(i - 1));
+  };
+  const auto time_of = [&](int32_t i) {
+    return time_of_choice(decaying[i % kJoins], without_decay[i / kJoins], i, uncut, sms, costs, SmGroups{});
+  };
+  BestChoice best{guess, time_of(guess)};
+  for (int32_t i = 0; i < kJoinChoices; ++i) {
+    const bool last = i == kJoinChoices - 1;
+    if (!last && (again(i % kJoins) || again(i / kJoins) ||
+                  least_time(decaying[i % kJoins], without_decay[i / kJoins], sms, costs) >= best.time)) {
+      continue;
+    }
+    if (const float time = time_of(i); time < best.time) best = {i, time};
+  }
+  return best;
+}
+
+// No head decays: how heads are cut where that is not by whole pieces, and clusters of two make what waits for states
+// at cuts. A head that keeps all of its state may be cut at any chunk, not only where boundaries were looked at.
+struct AllExactSplit {
+  int32_t segments = 0;  // of a head; 0: it is by whole pieces
+  int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
+};
+
+// The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
+// ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.
+struct ChoiceTable {
+  static constexpr int32_t kShares = 8;
+  static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
+  uint8_t of_share[kShares + 1] = {};
+  uint16_t states[kShares + 1] = {};  // state items of each of the heads that do not decay
+  AllExactSplit all_exact;            // where no head decays and that is faster
+
+  // Of `exact` heads among `heads`, and all their state items; -1: these are no whole eighths.
+  FLASH_QLA_HOST_DEVICE int32_t choice(int32_t exact, int32_t heads, int32_t* state_items) const {
+    const int32_t share = kShares * exact / heads;
+    *state_items = exact * states[share];
+    return share * heads == kShares * exact ? of_share[share] : -1;
+  }
+};
+
+// No head decays, equal lengths: the fastest way to have clusters of two, which are faster for few items, make what
+// waits for states at cuts, all of it at once, and the microseconds that it takes without the planning. They start
+// where SMs are through with state items, or with first segments, which one SM makes each: these are as much shorter
+// that they end when the states at cuts are there, if their SMs are wanted.
+struct BestAllExact {
+  AllExactSplit split;
+  float time = 0.0f;  // 0: there are too many such items
+};
+inline BestAllExact best_by_clusters(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
+                                     const Costs& costs) {
+  BestAllExact best;
+  const int32_t all = lengths.sequences * heads, chunks = lengths.longest, at_once = std::max(sms - 1, 1);
+  for (int32_t segments = 3; segments <= most && 2 * all * (segments - 1) <= sms; ++segments) {
+    const int32_t dependent = all * (segments - 1), states = all * states_of_pieces(segments);
+    const int32_t waves = (states + at_once - 1) / at_once, idle = sms - (states - (waves - 1) * at_once);
+    const bool wanted = all > idle || 2 * dependent > sms - all;
+    const float scan = costs.scan_start + costs.scan_step * static_cast<float>(segments - 2);
+    const float ratio = wanted ? costs.first_share : 1.0f, others = static_cast<float>(segments - 1);
+    const float even = static_cast<float>(chunks) / (others + ratio);
+    const int32_t first = std::clamp(chunks - static_cast<int32_t>(even * others + 0.5f), 1, chunks - segments + 1);
+    const int32_t longest = (chunks - first + segments - 2) / (segments - 1);
+    const float state = static_cast<float>(std::max(first, longest)) * costs.state_step + costs.state_edge;
+    const float before = static_cast<float>(waves - 1) * state, ready = before + state + scan;
+    const float free = static_cast<float>(first) * costs.step + costs.item_edge + costs.first_edge;
+    const float share = static_cast<float>(2 * dependent) / static_cast<float>(sms);
+    const float step = costs.two_cta_step + costs.two_cta_crowd * share * share;
+    const float edge = costs.two_cta_edge + costs.cluster_edge;
+    const float work = static_cast<float>(states) * state + static_cast<float>(all) * free;
+    const float late = all > idle ? ready + free : before + free;
+    const float end = std::max((all > idle ? late : ready) + static_cast<float>(longest) * step + edge, late);
+    const float time = end + costs.load * work / static_cast<float>(sms);
+    if (best.time == 0.0f || time < best.time) best = {{segments, first}, time};
+  }
+  return best;
+}
+
+// What a plan promises for sequences of these lengths, and how they would be cut: the time with it, as a share of that
+// without, where a quarter, half or all of the heads do not decay.
+struct PlanEstimate {
+  CutSpacing cut_spacing;  // none: a plan is not possible
+  float quarter = 0.0f, half = 0.0f;
+  // Of known lengths alone, and with a cut; and what the plan then takes that leaves all heads to several SMs each.
+  float all = 0.0f, all_uncut = 0.0f;
+  // Whatever the gates are, or nearly so: no plan without a cut need be allowed for. When the gates are known the time
+  // of planning is gone, cut or not.
+  bool surely() const { return cut_spacing.spacing > 0 && all <= (1.0f + kMostLossOfAll) * all_uncut; }
+  bool pays(float least_gain = kLeastGain) const {
+    const float without_decay = surely() ? all : std::min(all, all_uncut);
+    const float loss_of_all = kWeightOfAll * std::max(without_decay - 1.0f, 0.0f);
+    return cut_spacing.spacing > 0 && quarter + loss_of_all <= 1.0f - least_gain && half <= 1.0f + kMostLossOfExact;
+  }
+};
+// known: the plan may take finer pieces, if they give more where a quarter of the heads do not decay; else the device
+// chooses the spacing by itself.
+inline PlanEstimate estimate_plan(const LengthSummary& lengths, int32_t heads, int32_t sms, const Costs& costs,
+                                  bool known) {
+  PlanEstimate estimate;
+  estimate.cut_spacing = choose_cut_spacing(Mode::kAuto, false, lengths, heads, sms, costs);
+  if (estimate.cut_spacing.spacing == 0) return estimate;
+  const float uncut = uncut_time(lengths, heads, sms, costs);
+  const bool shared = shares_pay(static_cast<int64_t>(lengths.sequences) * heads, sms);
+  int32_t guess = 0;
+  const auto share = [&](const CutSpacing& cut_spacing, int32_t exact, bool uncut_shared) {
+    const BestChoice best = best_choice(lengths, cut_spacing, heads, exact, uncut_shared, sms, costs, guess);
+    guess = best.choice;
+    return (costs.planning(boundaries_of(lengths, cut_spacing)) + best.time) / uncut;
+  };
+  estimate.quarter = share(estimate.cut_spacing, heads / 4, shared);
+  if (known) {
+    // What a spacing takes, as a share of what the usual one takes where a quarter of the heads do not decay; with the
+    // other gates beside it, as far as they weigh.
+    const float usual_quarter = estimate.quarter;
+    const float usual_half = share(estimate.cut_spacing, heads / 2, shared),
+                usual_none = share(estimate.cut_spacing, 0, shared);
+    const auto others = [&](const CutSpacing& cut_spacing, float half) {
+      const float none = share(cut_spacing, 0, shared),
+                  loss_of_all = std::max(share(cut_spacing, heads, shared) - 1.0f, 0.0f);
+      return kWeightOfOthers * (half / usual_half + none / usual_none) + kWeightOfAll * loss_of_all / usual_quarter;
+    };
+    const int32_t usual = estimate.cut_spacing.spacing;
+    const int32_t finest = std::max(spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms), kMinSpacing);
+    const float usual_others = others(estimate.cut_spacing, usual_half);
+    float best = 1.0f - kLeastOfSpacing;
+    const auto consider = [&](int32_t spacing) {
+      if (spacing == usual) return;
+      CutSpacing cut_spacing;
+      cut_spacing.set_spacing(spacing);
+      const float quarter = share(cut_spacing, heads / 4, shared), value = quarter / usual_quarter;
+      if (value >= best) return;
+      const float half = share(cut_spacing, heads / 2, shared);
+      if (half > 1.0f + kMostLossOfExact) return;  // the call would not be planned
+      if (const float all = value + others(cut_spacing, half) - usual_others; all < best) {
+        estimate.cut_spacing = cut_spacing;
+        estimate.quarter = quarter;
+        best = all;
+      }
+    };
+    for (int32_t i = kFinerSpacings; i > 0; --i) consider(usual - (usual - finest) * i / kFinerSpacings);
+    const int32_t step = std::max(usual / kCoarserSpacings, 1);
+    for (int32_t spacing = usual + step; spacing <= 2 * usual + 1; spacing += step) consider(spacing);
+  }
+  estimate.half = share(estimate.cut_spacing, heads / 2, shared);
+  if (known) {
+    estimate.all = share(estimate.cut_spacing, heads, false);
+    const float planning = costs.planning(boundaries_of(lengths, estimate.cut_spacing));
+    estimate.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / uncut;
+  }
+  return estimate;
+}
+
+// Whether a kernel of clusters of two goes after a plan: it makes what waits for states at cuts if no head decays.
+// uncut_shared: a kernel of several SMs to a head goes there anyway. Else it is one that every call pays for, and must
+// be worth it: a cut would lose to a call that is not cut, and so much of that is made good.
+inline bool clusters_pay(const LengthSummary& lengths, const PlanEstimate& estimate, int32_t heads, bool uncut_shared,
+                         int32_t sms, const Costs& costs) {
+  const int32_t pieces = pieces_of(lengths.longest, estimate.cut_spacing);
+  const BestAllExact best = best_by_clusters(lengths, pieces, heads, sms, costs);
+  if (best.time == 0.0f) return false;
+  const float planning = costs.planning(boundaries_of(lengths, estimate.cut_spacing));
+  const float cut = estimate.all * uncut_time(lengths, heads, sms, costs) - planning;
+  if (uncut_shared) return best.time < std::min(cut, time_of_shared(lengths, heads, sms, costs));
+  return estimate.all > 1.0f && kWeightOfAll * (cut - best.time) > costs.after;
+}
+
+// paired: TPCs may make what waits for states at cuts.
+inline ChoiceTable choice_table(const LengthSummary& lengths, const CutSpacing& cut_spacing, int32_t heads,
+                                bool uncut_shared, int32_t sms, const Costs& costs, bool clustered = false) {
+  ChoiceTable choices;
+  BestChoice best;
+  for (int32_t share = 0; share <= ChoiceTable::kShares; ++share) {
+    const int32_t exact = share * heads / ChoiceTable::kShares;
+    best = best_choice(lengths, cut_spacing, heads, exact, uncut_shared, sms, costs, best.choice);
+    const int32_t guess = best.choice;
+    const int32_t pieces = joined_pieces(pieces_of(lengths.longest, cut_spacing), join_choice(guess).exact);
+    choices.of_share[share] = static_cast<uint8_t>(guess);
+    choices.states[share] = static_cast<uint16_t>(states_of_pieces(pieces));
+  }
+  if (!clustered) return choices;
+  const BestAllExact by_pairs = best_by_clusters(lengths, pieces_of(lengths.longest, cut_spacing), heads, sms, costs);
+  if (by_pairs.time > 0.0f && by_pairs.time < best.time * (1.0f - kLeastOfAllExact)) {
+    choices.all_exact = by_pairs.split;
+  }
+  return choices;
+}
+
+}  // namespace flash_qla::cuda::sm90::cp

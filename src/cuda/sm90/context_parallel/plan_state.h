@@ -1,0 +1,57 @@
+// What the planner leaves in memory for the kernels after it.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/sm90/context_parallel/work_items.h"
+
+namespace flash_qla::cuda::sm90::cp {
+
+// A list of items, given out by tickets. First those that depend on nothing but the plan; then, of items that write O,
+// those that wait for states at cuts, which have tickets of their own: they are taken from when these states are
+// there, or the others are all given out.
+struct ItemList {
+  int32_t items, dependent_items;
+};
+struct ItemTickets {
+  uint32_t ticket, dependent_ticket;
+};
+
+// How far the states at cuts are.
+struct Progress {
+  uint32_t states_left;  // by warps: last states, and transitions, of state items that are not in memory yet
+  uint32_t slices_left;  // of scans
+  uint32_t pieces;
+  uint32_t first_items;  // of those that write O: given out before any dependent one
+};
+
+// What the planner leaves for the kernels after it.
+struct PlanCounters {
+  // Of the items that write O one kernel takes all, the other has none: whole heads, or halves of V each; or whole
+  // heads those that depend on nothing, which halves then count as given out, and halves the others.
+  ItemList states, outputs, halves;
+  Progress progress;
+  uint32_t blocks_running;                     // that have had a state item and may get more
+  uint32_t helpers;                            // blocks without an item that may stay for the scans
+  uint32_t scan_ticket;                        // next piece of a scan
+  int32_t spacing, decaying_join, exact_join;  // what was chosen; for tests
+  uint32_t even;                               // 1: an regular plan; for tests
+  uint32_t planner_tpc;                        // of SMs, of which the planner holds one; for tests
+  uint32_t made;                               // 1: all of this is there, and the lists; 0 before
+};
+
+// What there is before the plan. Tickets can be taken then, and the planner says how many state items there will be
+// some microseconds before the plan is there, so that SMs without one can go on to the next kernel.
+struct PlanTickets {
+  ItemTickets states, outputs, halves;
+  uint32_t published_items;  // 0: nothing is known; else one more than planner_tpc << 16 | state items, at most so many
+  uint32_t left;             // blocks of the state kernel that left on it
+  uint32_t likely_items;     // as `published_items`, before any gate is known: a quarter of the heads exact
+};
+struct PlanStart : PlanTickets {
+  // TPCs in the order in which they get state items, from 1 on: there before the two numbers above.
+  static constexpr int kTpcs = 96;  // SMs with higher numbers get what is left
+  uint32_t place[kTpcs];
+};
+
+}  // namespace flash_qla::cuda::sm90::cp

@@ -1,0 +1,600 @@
+// Context parallelism, the kernel between plan and outputs: last states and transitions of segments, then the states at
+// the cuts. Names are those of docs/math.md. It is the forward (chunk_fwd/kernel.cuh) without Q, P and O, so that what
+// bounds a chunk is the time that A_g takes, and three producer warpgroups make it in turns.
+//
+//   state items by ticket -> queue of chunks; all of a chunk is one stage [K, V, A, gates x5]
+//     thread 0 of a producer warpgroup   K, V, g, beta -kFull-> stage
+//     producer warpgroups 0, 1, 2        every third chunk each: K K^T, inverse, gates -> A_g  -kFullA-> stage
+//     state warpgroups 0, 1              S K | A_g W | update of S;  end of a chunk -kDone-
+//   after the last item: S' = M S + B along the segments of each exact head (scan.cuh), by the same warps
+//
+// While the plan is being made all roles go through one dummy chunk, so that their instructions are fetched.
+#pragma once
+
+#include "cuda/common/bulk.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/traits.h"
+#include "cuda/sm90/chunk_fwd/work_queue.cuh"
+#include "cuda/sm90/common/compiler.cuh"
+#include "cuda/sm90/common/decay_products.cuh"
+#include "cuda/sm90/common/ut_transform_wgmma.cuh"
+#include "cuda/sm90/context_parallel/scan.cuh"
+
+namespace flash_qla::cuda::sm90::cp {
+
+using fwd::Kernel, fwd::KernelArgs, fwd::ForwardTraits, fwd::ChunkDescriptor, fwd::QueueProducer;
+using fwd::kFirstChunk, fwd::kLastChunk, fwd::kNoSlot, fwd::kNoValues, fwd::kToTransition;
+using fwd::load_gates, fwd::open_queue, fwd::produce_chunk;
+
+// A segment ends at a boundary, so that all chunks of a state item are full ones.
+template <typename Element_>
+struct SegmentStateTraits : ForwardTraits<Element_, false> {
+  using Element = Element_;
+  using Base = ForwardTraits<Element_, false>;
+  static constexpr bool kWarpRoles = false;
+  static constexpr uint32_t kInputG = Base::kGateInput, kInputBeta = Base::kGateBeta;
+  static constexpr bool kStateOnly = true;
+  static constexpr int kProducerGroups = 3;
+  static constexpr int kThreads = 128 * (kProducerGroups + Base::kStateGroups);
+  // 640 threads have 96 each to share out. A state group needs S (64), an accumulator (32) and a packed operand (32).
+  static constexpr int kProducerRegisters = 64;
+  static constexpr int kStateRegisters = 144;
+
+  // All of a chunk is one stage: three are in preparation, one in use, one on its way.
+  static constexpr uint32_t kStages = 5;
+  static constexpr uint32_t kStageK = 0;
+  static constexpr uint32_t kStageV = kStageK + Base::kBytesK;
+  static constexpr uint32_t kStageA = kStageV + Base::kBytesV;
+  static constexpr uint32_t kStageGate = kStageA + Base::kBytesMatrix;
+  static constexpr uint32_t kBytesStage = (kStageGate + Base::kBytesGate + 1023) / 1024 * 1024;  // tiles are swizzled
+
+  static constexpr uint32_t kSmemDescriptors = kStages * kBytesStage;
+  static constexpr uint32_t kSmemProducer = kSmemDescriptors + Base::kDescriptorRing * Base::kBytesDescriptor;
+  // Barriers, 8 bytes each.
+  static constexpr uint32_t kFull = kSmemProducer + Base::kBytesProducer;  // K, V, g and beta
+  static constexpr uint32_t kFullA = kFull + 8 * kStages;                  // A_g and the gates
+  static constexpr uint32_t kDone = kFullA + 8 * kStages;  // the state groups are through with the chunk
+  // A descriptor is written, by each group in its turn. One for each: of a single one a group could not tell the turn
+  // before its own from the next but one.
+  static constexpr uint32_t kListed = kDone + 8 * kStages;
+  static constexpr uint32_t kWarmedUp = kListed + 8 * kProducerGroups;  // all warps are through with the first queue
+  static constexpr uint32_t kOpen = kWarmedUp + 8;                      // a queue is: the first one, then the second
+  static constexpr uint32_t kReset = kOpen + 8;                         // ... and may be opened the second time
+  static constexpr uint32_t kSmemBytes = kReset + 8;
+  // Where the second queue's first chunks are until then: a stage that the warm-up of instructions does not use.
+  static constexpr uint32_t kSmemFound = kBytesStage;
+  static_assert(kSmemBytes <= 227 * 1024);
+
+  using Tiles = Stages<0, kBytesStage, kStages>;
+  using Full = Ring<kFull, kStages>;
+  using FullA = Ring<kFullA, kStages>;
+  using Done = Ring<kDone, kStages>;
+  using Listed = Ring<kListed, kProducerGroups>;
+};
+
+template <typename Traits>
+struct ProducerWarpgroup {
+  using Element = typename Traits::Element;
+  static constexpr int kAhead = Traits::kStages - 1;  // chunks that are brought, and listed, ahead
+  static constexpr int kListThread = 64;              // of the warp that has least to do: it lists a chunk
+  const KernelArgs& p;
+  uint32_t group;  // 0 .. 2: of every third chunk
+  int thread;      // 0 .. 127
+
+  __device__ const ChunkDescriptor& descriptor(uint32_t m) const {
+    return reinterpret_cast<const ChunkDescriptor*>(shared_memory() +
+                                                    Traits::kSmemDescriptors)[m % Traits::kDescriptorRing];
+  }
+  // Of the group of chunk m.
+  __device__ void sync(uint32_t m) const { named_barrier_sync(1 + recompute(m) % Traits::kProducerGroups, 128); }
+
+  // All of chunk m into its stage, by all threads.
+  __device__ void load(uint32_t m) const {
+    const ChunkDescriptor& c = descriptor(m);
+    const uint32_t stage = Traits::Tiles::tile(m), full = Traits::Full::barrier(m);
+    if (c.valid < 0) {  // the end
+      mbarrier_arrive(full);
+      if (thread == 0) mbarrier_arrive(full);
+      return;
+    }
+    if (thread == 0) {
+      const bool with_v = !(c.flags & kNoValues);
+      mbarrier_arrive_expect(full, Traits::kBytesK + (with_v ? Traits::kBytesV : 0));
+      tma_load_4d(stage + Traits::kStageK, &p.k, full, 0, c.row, 0, c.key_head);
+      if (with_v) tma_load_4d(stage + Traits::kStageV, &p.v, full, 0, c.row, 0, c.head);
+    }
+    load_gates<Traits>(p.args, c, gates(m), full, thread);
+  }
+
+  __device__ int number() const { return recompute(thread); }
+  __device__ FragmentPosition at() const { return fragment_position(number()); }
+  __device__ uint32_t tile_a(uint32_t m) const { return Traits::Tiles::tile(recompute(m)) + Traits::kStageA; }
+  __device__ uint32_t gates(uint32_t m) const { return Traits::Tiles::tile(recompute(m)) + Traits::kStageGate; }
+
+  // A_g of chunk m, its gates, and the descriptor of a later chunk.
+  __device__ void prepare(uint32_t m) const {
+    {
+      float kkt[32];
+      const uint64_t k_rows = uniform_descriptor(Traits::Tiles::tile(m) + Traits::kStageK);
+      start_product<Element>(kkt, k_rows, k_rows);
+      const float beta0 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row);
+      const float beta1 = load_shared_f1(gates(m) + Traits::kGateBeta + 4 * at().row + 32);
+      wgmma_wait<0>();
+      pin(kkt);
+      store_kkt<true>(kkt, beta0, beta1, tile_a(m), at());
+      sync(m);  // the diagonal blocks of M are there
+      if (number() < 64) {
+        solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
+      } else {
+        store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
+      }
+    }
+    if (number() >= 96) {
+      const uint32_t gate = gates(m), place = 8 * (number() & 31);
+      make_gates<Traits>(
+          p.args.scale, load_shared_f2(gate + Traits::kGateInput + place),
+          [&] { return load_shared_f2(gate + Traits::kGateBeta + place); }, false, gate, gate, number() & 31);
+    }
+    if (number() == kListThread) {
+      if (m > 0) Traits::Listed::wait(m - 1);
+      produce_chunk<Traits>(p, m + kAhead);
+      mbarrier_arrive(Traits::Listed::barrier(m));
+    }
+    __syncwarp();
+    make_inverse(m);
+    m = recompute(m);
+    __syncwarp();
+    Traits::FullA::arrive(m, number() & 31);
+  }
+
+  // A_g of what store_kkt() and solve_diagonal_blocks() have left.
+  __device__ void make_inverse(uint32_t m) const {
+    fence_proxy_async();
+    sync(m);  // D is there, and the gates
+    float a[3][8];
+    uint32_t d[4];
+    float4 own;
+    float mild;
+    invert(
+        a, d, tile_a(m), at(), [&] { sync(m); },
+        [&] {
+          m = __shfl_sync(0xffffffffu, m,
+                          0);  // so that the tile's address is not kept, and spilled, all through the inverse
+          mild = load_shared_f1(gates(m) + Traits::kGateMild);
+          own = load_shared_f4(gates(m) + Traits::kGateColumnA + 80 * at().q + 16 * at().warp);
+        });
+    sync(m);  // the inverse has been read: A_g takes its tile
+    const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
+    if (__any_sync(0xffffffffu, mild != 0.0f)) {
+      store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), gates(m), at());
+    } else {
+      store_gated<Traits, true>(a[0], diagonal, tile_a(m), gates(m), at());
+    }
+    fence_proxy_async();
+  }
+
+  __device__ void run() const {
+    load(group);
+    if (group == 0) load(Traits::kProducerGroups);
+#pragma unroll 1
+    for (uint32_t m = group;; m += Traits::kProducerGroups) {
+      Traits::Full::wait(m);
+      if (descriptor(m).valid < 0) return;  // no item ends with a chunk at a checkpoint
+      prepare(m);
+      m = recompute(m);
+      if (m > 0) Traits::Done::wait(m - 1);
+      load(m + kAhead);
+    }
+  }
+};
+
+template <typename Traits>
+struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
+  using Element = typename Traits::Element;
+  using Base = fwd::StateWarpgroup<Traits>;
+  using Base::descriptor;
+  using Base::group;
+  using Base::load_chunk;
+  using Base::p;
+
+  // Registers are short here as well: what is made of the thread's and the chunk's number is made again (recompute()).
+  __device__ FragmentPosition place(int thread) const { return fragment_position(recompute(thread)); }
+  __device__ uint32_t stage(uint32_t m) const { return Traits::Tiles::tile(recompute(m)); }
+  __device__ uint32_t gates(uint32_t m) const { return stage(m) + Traits::kStageGate; }
+
+  // The last state of a segment, or its transition.
+  __device__ void save_cut_state(const float (&s)[64], const ChunkDescriptor& c, const FragmentPosition& at) const {
+    if (c.flags & kToTransition) {
+      // Rows of S^T are M's columns, so that 8x8 blocks are transposed.
+      constexpr int kParts = kTransitionParts<Element>;
+      auto* to = reinterpret_cast<TransitionRows<kParts>*>(p.transitions) + c.slot_out * kTransitionSteps;
+      const int columns = 4 * group + at.warp;
+#pragma unroll
+      for (int rows = 0; rows < kTransitionSteps; ++rows) {
+        // One of the lane's pairs of M's rows 2q and 2q + 1 may meet the diagonal, in two of the four blocks.
+        const bool on_diagonal = rows == columns && at.lane >> 3 == at.q, second = (at.lane >> 2 & 1) != 0;
+        uint2 parts[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* x = s + 8 * rows + 4 * (i & 1) + 2 * (i >> 1);
+          float2 pair = make_float2(x[0], x[1]);
+          if ((i == 0 || i == 3) && on_diagonal) {
+            to[rows].diagonal[(at.lane >> 2) + 8 * (i & 1)] = second ? pair.y : pair.x;
+            pair = second ? make_float2(pair.x, 0.0f) : make_float2(0.0f, pair.y);
+          }
+          parts[i] = pack_two_parts(pair.x, pair.y);
+          parts[i] = make_uint2(transpose_8x8(parts[i].x), transpose_8x8(parts[i].y));
+        }
+        uint4(&place)[kParts][32] = to[rows].columns[columns];
+        place[0][at.lane] = make_uint4(parts[0].x, parts[1].x, parts[2].x, parts[3].x);
+        if constexpr (kParts == 2) {
+          place[1][at.lane] = make_uint4(parts[0].y, parts[1].y, parts[2].y, parts[3].y);
+        }
+      }
+      return;
+    }
+    float4* to = p.cut_states + c.slot_out * kCutStateVectors;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      to[cut_state_position(group, at.warp, j, at.lane)] =
+          make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
+    }
+  }
+
+  // Item by item, and within an item chunk by chunk: what an item's first chunk and its last one do lies outside of the
+  // loop that all go through (2 to 7 % of a call in which no head decays). The next descriptor is waited for under the
+  // product that ends a chunk.
+  __device__ void run(int thread) const {
+    float s[64];         // S^T: rows V, columns K
+    uint32_t tiles = 0;  // whose last state this warp has stored
+    uint32_t m = 0;
+    Traits::Full::wait(m);
+    int2 chunk = load_chunk(m);  // valid, flags
+#pragma unroll 1
+    while (chunk.x >= 0) {
+      this->load_initial(s, descriptor(m), place(thread));
+      bool last;
+      // The item that warms up instructions has no last chunk: it ends with the queue.
+#pragma unroll 1
+      do {
+        // u^T = S0^T K^T, which needs nothing of A_g. In two parts: all of S0 packed does not fit beside S and u.
+        float u[32];
+        const uint64_t k_rows = uniform_descriptor(stage(m) + Traits::kStageK);
+        const auto product = [&](const uint32_t* packed, int i) {
+          const uint64_t rows = wgmma_advance(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32);
+          i == 0 ? mma_rs_n64_init<Element>(u, packed, rows) : mma_rs_n64<Element>(u, packed, rows);
+        };
+        {
+          uint32_t packed[16];
+#pragma unroll
+          for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(s[2 * i], s[2 * i + 1]);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < 4; ++i) product(packed + 4 * i, i);
+          wgmma_commit();
+          wgmma_wait<0>();
+          pin(u);
+          pin(packed);
+        }
+        uint32_t packed[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) packed[i] = pack2<Element>(s[32 + 2 * i], s[32 + 2 * i + 1]);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 4; i < 8; ++i) product(packed + 4 * (i - 4), i);
+        wgmma_commit();
+        Traits::FullA::wait(m);
+        const float decay = load_shared_f1(gates(m) + Traits::kGateDecay + Traits::kGateLast);
+        if (__any_sync(0xffffffffu,
+                       decay != 1.0f)) {  // a branch, so that this does not sink between the products below
+#pragma unroll
+          for (int i = 0; i < 64; ++i) s[i] *= decay;
+        }
+        wgmma_wait<0>();
+        pin(u);
+        pin(packed);
+
+        // W^T = V^T - u^T diag(gamma)
+        uint32_t v[16];
+        {
+          const FragmentPosition at = place(thread);
+          const uint32_t rows = stage(m) + Traits::kStageV + group * Traits::kHalf + at.trans_row + at.trans_chunk;
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            load_matrix_x4_trans(rows + b * 2048, v[4 * b], v[4 * b + 1], v[4 * b + 2], v[4 * b + 3]);
+          }
+          const bool none = (chunk.y & kNoValues) != 0;
+#pragma unroll
+          for (int i = 0; i < 16; ++i) v[i] = none ? 0u : v[i];
+        }
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const float4 gamma = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateDecay + 16 * b);
+          subtract_from_values<Element>(v + 4 * b, u + 8 * b, gamma);
+        }
+        // V'^T = W^T Ag^T
+        const uint64_t a_rows = uniform_descriptor(stage(m) + Traits::kStageA);
+        float low[16], high[16];
+        multiply_lower<Element>(low, high, v, a_rows);
+        const bool mild = __any_sync(0xffffffffu, load_shared_f1(gates(m) + Traits::kGateMild) != 0.0f);
+        wgmma_wait<0>();
+        pin(low);
+        pin(high);
+        pin(v);
+
+        // S1^T = gC S0^T + (V'^T diag(gC / gamma)) K; where the decay is mild V' comes with that factor.
+        if (!mild) {
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            const float4 rest = load_shared_f4(gates(m) + 80 * place(thread).q + Traits::kGateToEnd + 16 * b);
+            float* x = b < 2 ? low + 8 * b : high + 8 * (b - 2);
+            scale_tokens(x, rest);
+          }
+        }
+        uint32_t corrected[16];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          corrected[i] = pack2<Element>(low[2 * i], low[2 * i + 1]);
+          corrected[8 + i] = pack2<Element>(high[2 * i], high[2 * i + 1]);
+        }
+        const uint64_t k_columns = uniform_descriptor(stage(m) + Traits::kStageK, Traits::kHalf);
+        pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance(k_columns, 2048 * i));
+        wgmma_commit();
+        last = (chunk.y & kLastChunk) != 0;
+        if (!last) {
+          Traits::Full::wait(m + 1);
+          chunk = load_chunk(m + 1);
+        }
+        wgmma_wait<0>();
+        pin(s);
+        pin(corrected);
+        Traits::Done::arrive(m, recompute(thread) & 31);
+        ++m;
+      } while (!last && chunk.x >= 0);
+      if (!last) break;
+      if (p.readers != nullptr) this->settle_readers(descriptor(m - 1), place(thread));
+      save_cut_state(s, descriptor(m - 1), place(thread));
+      ++tiles;
+      Traits::Full::wait(m);
+      chunk = load_chunk(m);
+    }
+    __syncwarp();
+    if (thread % 32 == 0 && tiles > 0) {
+      __threadfence();
+      atomicSub(&p.counters->progress.states_left, tiles);
+    }
+  }
+};
+
+// Of two SMs that share a cache of instructions a block took 3.3 us a chunk in place of 1.7 with another kernel on its
+// neighbour, and so do the items that write O concurrently: state items go to as few whole TPCs as hold them,
+// beginning after the planner's, which has an SM that comes late.
+// TPCs whose blocks come late, as boundaries are classified on them, come last (list_items_kernel()).
+__device__ __forceinline__ uint32_t place_of_tpc(const PlanStart* start) {
+  return load_now(&start->place[min(tpc(), PlanStart::kTpcs - 1u)]);
+}
+__device__ __forceinline__ bool has_tpc(uint32_t place, uint32_t tiles) { return place <= (tiles + 1) / 2; }
+
+// A block without a TPC leaves before the plan is there, as soon as the number of items is, while as many blocks stay
+// as there are items. The first always stays: a kernel must not end before those it depends on, and it waits for them.
+// So does the planner's neighbour, so that the next kernel's instructions do not hold up the planner.
+inline constexpr int32_t kLeft = -1;  // QueueProducer::opened of a block that did
+__device__ __forceinline__ bool leaves_early(PlanStart* start, uint32_t tiles, uint32_t planner_tpc) {
+  return tpc() != planner_tpc && blockIdx.x != 0 && atomicAdd(&start->left, 1u) + tiles < gridDim.x;
+}
+
+// Before anything else, by one thread: whether the block leaves. One that is likely to does nothing but wait until the
+// number of items is published: instructions that come for the first time, and the warm-up chunk, would hold up the
+// kernel after this one.
+__device__ __forceinline__ bool leaves_at_once(const KernelArgs& p) {
+  const uint32_t likely_items = load_now(&p.start->likely_items);
+  const uint32_t place = place_of_tpc(p.start);  // asked for beside it
+  if (likely_items == 0 || has_tpc(place, (likely_items - 1) & 0xffff)) return false;
+  uint32_t published_items = 0;
+  while (published_items == 0 && load_now(&p.counters->made) != 1)
+    published_items = load_now(&p.start->published_items);
+  const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
+  return published_items != 0 && !has_tpc(place, tiles) && leaves_early(p.start, tiles, planner_tpc);
+}
+
+// Other blocks without a TPC let those that have one take the items, and take what is left, if anything is, after some
+// microseconds.
+__device__ __forceinline__ void leave_items_to_whole_tpcs(const KernelArgs& p) {
+  const uint32_t tiles = static_cast<uint32_t>(p.sizes->items);
+  if (has_tpc(place_of_tpc(p.start), tiles)) return;
+  constexpr int kLooks = 6;  // each is most of a microsecond
+#pragma unroll 1
+  for (int i = 0; i < kLooks && load_now(&p.tickets->ticket) < tiles; ++i) {
+  }
+}
+
+// The plan, not the end of the kernel that makes it, which comes a microsecond later. False: the block leaves. early: a
+// ticket that the block has taken meanwhile, if it is to have an item; else -1.
+__device__ __forceinline__ bool stays_for_plan(const KernelArgs& p, int32_t* early) {
+  bool asked = false;
+  *early = -1;
+  while (load_acquire(&p.counters->made) != 1) {
+    const uint32_t published_items = asked ? 0 : load_now(&p.start->published_items);
+    const uint32_t place = place_of_tpc(p.start);  // asked for beside it
+    if (published_items == 0) continue;
+    asked = true;
+    const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
+    if (has_tpc(place, tiles)) {
+      *early = static_cast<int32_t>(atomicAdd(&p.tickets->ticket, 1u));
+    } else if (leaves_early(p.start, tiles, planner_tpc)) {
+      return false;
+    }
+  }
+  launch_dependents();
+  fence_proxy_async_all();
+  return true;
+}
+
+// The first chunks of the block's items, and where its producer stands then.
+template <typename Traits>
+struct FoundChunks {
+  QueueProducer producer;
+  ChunkDescriptor descriptors[Traits::kStages - 1];
+};
+template <typename Traits>
+__device__ __forceinline__ FoundChunks<Traits>& found_chunks() {
+  static_assert(sizeof(FoundChunks<Traits>) <= Traits::kBytesStage);
+  return *reinterpret_cast<FoundChunks<Traits>*>(shared_memory() + Traits::kSmemFound);
+}
+template <typename Traits>
+__device__ __forceinline__ QueueProducer& queue_producer() {
+  return *reinterpret_cast<QueueProducer*>(shared_memory() + Traits::kSmemProducer);
+}
+template <typename Traits>
+__device__ __forceinline__ ChunkDescriptor* queue_descriptors() {
+  return reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors);
+}
+
+// Opens the second queue, by one thread that the warm-up chunk has no use for: waits for the plan, and finds the first
+// chunks, which is three or four reads one after the other, by instructions that come for the first time.
+template <typename Traits>
+__device__ __forceinline__ void open_second_stream(const KernelArgs& p) {
+  FoundChunks<Traits>& found = found_chunks<Traits>();
+  int32_t early;
+  const bool stays = stays_for_plan(p, &early);
+  if (stays && early < 0) leave_items_to_whole_tpcs(p);
+  // Concurrently with the warm-up chunk, whose producer and descriptors are the queue's own; else there at once.
+  const bool beside = !mbarrier_test(smem() + Traits::kReset, 0);
+  QueueProducer& producer = beside ? found.producer : queue_producer<Traits>();
+  ChunkDescriptor* const descriptors = beside ? found.descriptors : queue_descriptors<Traits>();
+  open_queue<Traits>(p, producer);
+  producer.item = early;
+  if (!stays) {
+    producer.opened = kLeft;
+    producer.items = 0;
+  }
+#pragma unroll 1
+  for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, producer, descriptors[m]);
+  if (beside) {
+    mbarrier_wait(smem() + Traits::kReset, 0);
+    queue_producer<Traits>() = found.producer;
+#pragma unroll 1
+    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) queue_descriptors<Traits>()[m] = found.descriptors[m];
+  }
+  // The copy engine takes `found` for chunks, and what it reads comes after the plan.
+  fence_proxy_async_all();
+  mbarrier_arrive(smem() + Traits::kOpen);
+}
+
+// The barriers of a queue, by one thread; again: of the second.
+template <typename Traits>
+__device__ __forceinline__ void reset_stream(bool again) {
+  const auto init = [&](uint32_t barrier, uint32_t arrivals) {
+    if (again) mbarrier_invalidate(barrier);
+    mbarrier_init(barrier, arrivals);
+  };
+#pragma unroll 1
+  for (uint32_t i = 0; i < Traits::kStages; ++i) {
+    init(smem() + Traits::kFull + 8 * i, 1 + 128);
+    init(smem() + Traits::kFullA + 8 * i, 4 * kWarpArrivals);
+    init(smem() + Traits::kDone + 8 * i, kStateWarps * kWarpArrivals);
+  }
+#pragma unroll 1
+  for (int i = 0; i < Traits::kProducerGroups; ++i) init(smem() + Traits::kListed + 8 * i, 1);
+  mbarrier_init_fence();
+}
+
+// The warm-up of instructions: a single chunk, the first tokens' of the first head, from zero, of which nothing is
+// stored.
+template <typename Traits>
+__device__ __forceinline__ void open_warmup_chunk(const KernelArgs& p) {
+  QueueProducer& producer = queue_producer<Traits>();
+  producer.items = 0;
+  producer.remaining = -1;
+  ChunkDescriptor first{};
+  // A block that comes when the plan is made, on the planner's SM, goes on at once.
+  first.valid = load_now(&p.counters->made) == 1 ? -1 : kChunk;
+  first.flags = kFirstChunk;
+  first.slot_in = kNoSlot;
+  queue_descriptors<Traits>()[0] = first;
+  for (uint32_t m = 1; m < Traits::kStages - 1; ++m) queue_descriptors<Traits>()[m].valid = -1;
+  mbarrier_arrive(smem() + Traits::kOpen);
+}
+
+// Of the second producer warpgroup, whose first chunk the warm-up does not have.
+inline constexpr uint32_t kOpeningThread = 128;
+// The producer warp that brings transitions: not the one that waits for the kernels before this one.
+inline constexpr uint32_t kTransitionWarp = 1;
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    sm90_segment_states_kernel(const __grid_constant__ KernelArgs p) {
+  const int group = warpgroup_number<8>();
+  const int thread = threadIdx.x % 128;
+  // If the next kernel's blocks wait for the plan as well they take the SMs that are left to them at once.
+  if (p.followed != 0) launch_dependents();
+  if (p.cut != nullptr && *p.cut == 0) {
+    // A kernel must not end before those it depends on.
+    if (blockIdx.x == 0) wait_for_predecessors();
+    return;
+  }
+  if (__syncthreads_or(threadIdx.x == 0 && leaves_at_once(p))) return;
+  if (threadIdx.x == 0) {
+    mbarrier_init(smem() + Traits::kWarmedUp, Traits::kThreads / 32 * kWarpArrivals);
+    mbarrier_init(smem() + Traits::kOpen, 1);
+    mbarrier_init(smem() + Traits::kReset, 1);
+    tma_prefetch_map(&p.k);
+    tma_prefetch_map(&p.v);
+  }
+  __syncthreads();
+
+  // Twice: while the plan is being made, a chunk without any consequences is gone through, for the sake of the
+  // instructions, which each role else waits for in its first chunk.
+  if (group < Traits::kProducerGroups) {
+    release_registers<Traits::kProducerRegisters>();
+#pragma unroll 1
+    for (bool warming_up = true;; warming_up = false) {
+      if (threadIdx.x == 0) {
+        if (!warming_up) mbarrier_wait(smem() + Traits::kWarmedUp, 0);
+        reset_stream<Traits>(!warming_up);
+        if (warming_up) {
+          open_warmup_chunk<Traits>(p);
+        } else {
+          mbarrier_arrive(smem() + Traits::kReset);
+        }
+      }
+      __syncwarp();
+      mbarrier_wait(smem() + Traits::kOpen, warming_up ? 0 : 1);
+      ProducerWarpgroup<Traits>{p, static_cast<uint32_t>(group), thread_from_shuffle(thread, thread & 31)}.run();
+      if (!warming_up) break;
+      __syncwarp();  // all lanes are through with the barriers of the first queue
+      mbarrier_arrive_warp(smem() + Traits::kWarmedUp, threadIdx.x % 32);
+      if (threadIdx.x == kOpeningThread) open_second_stream<Traits>(p);
+      __syncwarp();
+    }
+    if (threadIdx.x == 0 && opened_items<Traits>() != kLeft) wait_for_predecessors();
+    if (threadIdx.x / 32 == kTransitionWarp) scan_cut_states<Traits, true>(p, 0, thread % 32);
+  } else {
+    claim_registers<Traits::kStateRegisters>();
+    const StateWarpgroup<Traits> role{{p, group - Traits::kProducerGroups, FragmentPosition{}}};
+#pragma unroll 1
+    for (bool warming_up = true;; warming_up = false) {
+      mbarrier_wait(smem() + Traits::kOpen, warming_up ? 0 : 1);
+      role.run(thread_from_shuffle(thread, thread & 31));
+      if (!warming_up) break;
+      __syncwarp();  // all lanes are through with the barriers of the first queue
+      mbarrier_arrive_warp(smem() + Traits::kWarmedUp, threadIdx.x % 32);
+    }
+    scan_cut_states<Traits, false>(p, static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kProducerGroups, thread % 32);
+  }
+}
+
+template <typename Traits>
+Kernel describe_kernel() {
+  return {reinterpret_cast<const void*>(&sm90_segment_states_kernel<Traits>), Traits::kThreads, Traits::kSmemBytes,
+          Traits::kStateGroups, Traits::kClusterCtas};
+}
+
+}  // namespace flash_qla::cuda::sm90::cp
