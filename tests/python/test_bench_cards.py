@@ -124,7 +124,7 @@ def test_other_packages_stand_beside_ours(tmp_path, monkeypatch):
     import bench_cards_peers
 
     monkeypatch.setattr(bench_cards_peers, "Ranks", lambda cpu: Ranks(cpu=True))
-    monkeypatch.setattr(bench_cards_peers.bench_cards_inputs, "BLOCK", 128)
+    monkeypatch.setattr(sys.modules["bench_cards_inputs"], "BLOCK", 128)
     monkeypatch.setitem(bench_cards_peers.PACKAGES, "stub", (stub, "numpy"))
 
     def broken(row, offsets):

@@ -19,7 +19,6 @@ from typing import Any, Callable, Dict, List
 
 import torch
 import torch.distributed as distributed
-import bench_cards_inputs  # type: ignore[import-not-found]
 from bench_cards_inputs import call, make_share, needed_bytes, picked, rows_of  # type: ignore[import-not-found]
 from bench_cards_ranks import Ranks  # type: ignore[import-not-found]
 
