@@ -32,6 +32,9 @@ from .results import Report, Row, label, load, make_report, merge, save, short_n
 Pieces = Dict[Tuple[str, int], torch.Tensor]
 Tensors = Dict[str, torch.Tensor]
 
+# What a row has of other packages, by their names.
+_OF_OTHERS = ("peers", "peer_ms_min", "peer_ms_max", "peer_peak_bytes", "peer_err_median_head", "peer_err_worst_head")
+
 # What several cards' errors may be in those of one card: both round to the inputs' dtype.
 _OF_ONE_CARD = {"dg": 1.3}
 _OF_ONE_CARD_ELSE = 1.1
@@ -171,8 +174,10 @@ def _times(name: str, ms: Sequence[float]) -> Row:
     return {key: round(value, 5) for key, value in values.items()}
 
 
-def _worst_heads(found: Tensors, right: Tensors) -> Dict[str, float]:
-    return {name: max(head_errors(name, found[name], right[name])) for name in right}
+def _heads(found: Tensors, right: Tensors) -> Tuple[Dict[str, float], Dict[str, float]]:
+    """Median and worst of the heads' relative errors, by tensor."""
+    heads = {name: head_errors(name, found[name], right[name]) for name in right}
+    return {name: statistics.median(of) for name, of in heads.items()}, {name: max(of) for name, of in heads.items()}
 
 
 class _Peers:
@@ -195,7 +200,7 @@ class _Peers:
             row["peers"][peer], row["peer_ms_min"][peer], row["peer_ms_max"][peer] = _times("ms", answer["ms"]).values()
             row["peer_peak_bytes"][peer] = answer["peak_bytes"]
             found = _whole(given, torch.load(answer["tensors"], map_location=device))
-            row["peer_err_worst_head"][peer] = _worst_heads(found, right)
+            row["peer_err_median_head"][peer], row["peer_err_worst_head"][peer] = _heads(found, right)
 
 
 def _measure(
@@ -244,8 +249,8 @@ def _judged(
         **_times("ms", over.ms),
         "peak_bytes": over.peak_bytes,
         "err": errors,
-        "err_worst_head": _worst_heads(found, right),
-        **{name: {} for name in ("peers", "peer_ms_min", "peer_ms_max", "peer_peak_bytes", "peer_err_worst_head")},
+        **dict(zip(("err_median_head", "err_worst_head"), _heads(found, right))),
+        **{name: {} for name in _OF_OTHERS},
     }
     if failure is None and alone is not None:
         one_errors, failure = first_failure(_whole(given, alone.pieces), right, dtype)
