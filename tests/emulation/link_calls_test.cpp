@@ -17,7 +17,8 @@
 namespace flash_qla {
 namespace {
 
-// Relative to the norm of a head's whole tensor. Operands of products are rounded to 16 bits, as in every call of the path.
+// Relative to the norm of a head's whole tensor. Operands of products are rounded to 16 bits, as in every call of the
+// path.
 constexpr double kBound = 8e-3;
 
 struct Links {
@@ -118,9 +119,11 @@ class LinkCallsEmulated : public ::testing::Test {
   double normal() { return std::normal_distribution<double>()(random_); }
   double uniform() { return std::uniform_real_distribution<double>()(random_); }
 
-  LinkProblem draw(int64_t B, int64_t T, std::vector<int64_t> offsets, std::vector<int64_t> rows, int64_t K, int64_t V) {
-    LinkProblem p{B, T, 1, 3, K, V, static_cast<int64_t>(rows.size()) / 2, std::move(offsets), std::move(rows), {}, {}, {},
-               {}, {}, {}, {}, {}};
+  LinkProblem draw(int64_t B, int64_t T, std::vector<int64_t> offsets, std::vector<int64_t> rows, int64_t K,
+                   int64_t V) {
+    LinkProblem p{
+        B,  T,  1,  3,  K,  V, static_cast<int64_t>(rows.size()) / 2, std::move(offsets), std::move(rows), {}, {},
+        {}, {}, {}, {}, {}, {}};
     for (std::vector<BFloat16>* rows_of : {&p.q, &p.k}) {
       for (int64_t i = 0; i < B * T; ++i) {
         std::vector<double> row(K);
@@ -172,9 +175,7 @@ TEST_F(LinkCallsEmulated, PackedSequences) {
   for (int kind = 0; kind < 3; ++kind) EXPECT_GT(kinds_[kind], 0) << "no link of kind " << kind;
 }
 
-TEST_F(LinkCallsEmulated, RowsOfABatch) {
-  check(draw(2, 100, {}, {0, 0, 1, 1}, 64, 64), "batch");
-}
+TEST_F(LinkCallsEmulated, RowsOfABatch) { check(draw(2, 100, {}, {0, 0, 1, 1}, 64, 64), "batch"); }
 
 // The row numbers are device data: any value is harmless, and counts as no tokens.
 TEST_F(LinkCallsEmulated, RowsOutOfRange) {

@@ -1,7 +1,8 @@
-// Paths "sm90" and "sm80" of the two summaries: the links of parts by calls of the chunked forward and backward of these
-// paths. S is the final state of a forward, M that of a forward with values of zero which starts from the identity, and R
-// the gradient of the initial state. Which tokens a call takes is decided on the device (link_plan.cu): it writes the
-// call's two offsets, equal ones where nothing is wanted. All heads of a part take the tokens that any of them needs.
+// Paths "sm90" and "sm80" of the two summaries: the links of parts by calls of the chunked forward and backward of
+// these paths. S is the final state of a forward, M that of a forward with values of zero which starts from the
+// identity, and R the gradient of the initial state. Which tokens a call takes is decided on the device (link_plan.cu):
+// it writes the call's two offsets, equal ones where nothing is wanted. All heads of a part take the tokens that any of
+// them needs.
 #include <algorithm>
 
 #include "cuda/generic/links.cuh"
@@ -54,7 +55,8 @@ __global__ void __launch_bounds__(kThreads)
   of_part[3] = passes.is_affine ? first + passes.to : 0;
 }
 
-// What a call of a part starts from, as [Hv, K, V]: the caller's state of the row, or zero. With kIdentity the identity.
+// What a call of a part starts from, as [Hv, K, V]: the caller's state of the row, or zero. With kIdentity the
+// identity.
 template <bool kIdentity>
 __global__ void __launch_bounds__(kThreads)
     link_start_kernel(const __grid_constant__ LinkParams p, int64_t part, float* states) {
@@ -85,8 +87,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A part's states into its link, zero where it has none. One block a value head.
-__global__ void __launch_bounds__(kThreads) store_links_kernel(const __grid_constant__ LinkParams p, int64_t part,
-                                                               bool transition, const float* states) {
+__global__ void __launch_bounds__(kThreads)
+    store_links_kernel(const __grid_constant__ LinkParams p, int64_t part, bool transition, const float* states) {
   const int64_t head = blockIdx.x;
   const int K = p.in.K, columns = transition ? p.in.K : p.in.V;
   const DeviceStates& out = transition ? p.M : p.S;
@@ -176,8 +178,10 @@ class LinkCalls {
     FLASH_QLA_RETURN_IF_ERROR(launch("link_offsets", link_offsets_kernel, ceil_div(p_.P, kThreads), kThreads, 0, stream,
                                      params, p_.T, offsets_));
     if constexpr (!kBackward) {
-      const int64_t count = ceil_div(p_.B * p_.T * p_.Hv * p_.K * size_of(p_.dtype), static_cast<int64_t>(sizeof(uint4)));
-      constexpr int64_t kMostBlocks = 1056;  // eight for each of an H100's multiprocessors; each goes on with the next values
+      const int64_t count =
+          ceil_div(p_.B * p_.T * p_.Hv * p_.K * size_of(p_.dtype), static_cast<int64_t>(sizeof(uint4)));
+      constexpr int64_t kMostBlocks =
+          1056;  // eight for each of an H100's multiprocessors; each goes on with the next values
       FLASH_QLA_RETURN_IF_ERROR(launch("link_zero_values", link_zero_values_kernel,
                                        std::min(ceil_div(count, kThreads), kMostBlocks), kThreads, 0, stream, params,
                                        zeros_, count));
