@@ -45,7 +45,7 @@ ranks() {  # COUNT SECONDS ARGUMENTS...: torchrun on the first GPUs
 }
 
 suite() {
-  step 420 "$python" -m pytest -q tests/python/test_cards_gpus.py tests/python/test_cards_processes.py tests/python/test_11_devices.py \
+  step 420 "$python" -m pytest -q tests/python/test_cards_gpus.py tests/python/test_cards_processes.py tests/python/test_devices.py \
     --device cuda --junitxml "$out/suite.xml"
 }
 
