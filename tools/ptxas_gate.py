@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Refuses kernels for Hopper that spill registers, touch local memory, or whose wgmma instructions are serialised.
+"""Refuses kernels of the paths sm90 and sm80 that spill registers, touch local memory, or whose wgmma instructions are serialised.
 
 Two steps, because the compiler says these things once, while it compiles:
 
     ptxas_gate.py record nvcc ... -o x.o    runs the command and keeps ptxas' report in x.o.ptxas.txt
                                             (-DFLASH_QLA_PTXAS_REPORT=ON makes this the build's CUDA launcher)
-    ptxas_gate.py check BUILD_DIR           reads the reports of all sources under src/cuda/sm90 and prints a line a kernel
+    ptxas_gate.py check BUILD_DIR           reads the reports of all sources of these paths and prints a line a kernel and GPU
 
 Exit code 1: a kernel failed, or a source has no report.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPORT_SUFFIX = ".ptxas.txt"
-GATED_SOURCES = "/src/cuda/sm90/"
+GATED_SOURCES = ("/src/cuda/sm90/", "/src/cuda/sm80/")
 
 ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -79,7 +79,7 @@ def objects(build_dir: Path) -> list:
     """(source, object) of every gated source in the build's compile_commands.json."""
     pairs = []
     for entry in json.loads((build_dir / "compile_commands.json").read_text()):
-        if GATED_SOURCES in entry["file"] and entry["file"].endswith(".cu"):
+        if any(folder in entry["file"] for folder in GATED_SOURCES) and entry["file"].endswith(".cu"):
             words = shlex.split(entry["command"])
             pairs.append((entry["file"], Path(entry["directory"]) / words[words.index("-o") + 1]))
     return pairs

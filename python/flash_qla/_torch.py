@@ -364,15 +364,15 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
             if fla.awaited and "fla" in sys.modules:
                 fla.register_if_imported(q)
             try:
-                o = _output_like(q, v)  # type: ignore[arg-type]
+                out = _output_like(q, v)  # type: ignore[arg-type]
                 A = v.new_empty(a_shape(v.shape))  # type: ignore[union-attr]
-                arguments = (False, *options, _threads(q), *inputs, *_NO_POOL, o, None, None, A, None)  # type: ignore[arg-type]
+                arguments = (False, *options, _threads(q), *inputs, *_NO_POOL, out, None, None, A, None)  # type: ignore[arg-type]
                 _ffi.forward(_allocator(q), arguments)  # type: ignore[arg-type]
             except (RuntimeError, BufferError):
                 _refuse_without_memory(options.operation, INPUT_NAMES, inputs)
                 raise
             ctx.save_for_backward(*inputs, A)
-            return o, None
+            return out, None
         wanted = (True, output_final_state, False, True, False)
         found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], None))
         o, final_state, _, A, _ = _align(found, wanted)

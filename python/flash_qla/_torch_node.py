@@ -338,7 +338,8 @@ def check_shapes(config: NodeConfig, inputs: Tuple[Optional[Tensor], ...], state
     rows = tuple(x.shape[:2])
     widths = {CHANNELS_LAST: 2 * keys + values, INTERLEAVED: 2 * keys + 2 * values, SEPARATE: keys}
     gates = config.num_v_heads * (2 if config.layout == INTERLEAVED else 1)
-    wanted: List[Tuple[str, Optional[Tensor], Tuple[int, ...]]] = [("qkv", x, (widths[config.layout],)), ("a", a, (gates,))]
+    wanted: List[Tuple[str, Optional[Tensor], Tuple[int, ...]]]
+    wanted = [("qkv", x, (widths[config.layout],)), ("a", a, (gates,))]
     if config.layout == SEPARATE:
         wanted += [("k", k, (keys,)), ("v", v, (values,))]
     if config.layout != INTERLEAVED:

@@ -152,11 +152,11 @@ TEST(Emulation, HasTheLimitsOfALaunch) {
   EXPECT_FALSE(launch("address", address_kernel, 1, 32, cuda_emulation::kMostSharedBytes + 1, nullptr, 0u).ok());
 }
 
-// Lane i copies 16 bytes of which it reads 4 i % 20; waits for them or does not.
+// Every lane copies 16 bytes, every third one zeros; waits for them or does not.
 __global__ void copy_kernel(const int* from, int* to, bool waits) {
   int* s = dynamic_shared<int>();
-  const int lane = static_cast<int>(threadIdx.x), bytes = lane % 5 * 4;
-  cp_async_16(smem_address(s + 4 * lane), from + 4 * lane, bytes);
+  const int lane = static_cast<int>(threadIdx.x);
+  cp_async_16_or_zero(smem_address(s + 4 * lane), from + 4 * lane, lane % 3 != 0);
   cp_async_commit();
   if (waits) cp_async_wait<0>();
   for (int i = 0; i < 4; ++i) to[4 * lane + i] = s[4 * lane + i];
@@ -169,7 +169,7 @@ TEST(Emulation, CopiesAreDoneAtTheWait) {
   const int* source = from;
   for (const bool waits : {true, false}) {
     ASSERT_TRUE(launch("copy", copy_kernel, 1, 32, 512, nullptr, source, &to[0], waits).ok());
-    for (int i = 0; i < 128; ++i) EXPECT_EQ(to[i], !waits ? -1 : i % 4 < i / 4 % 5 ? i + 1 : 0) << i;
+    for (int i = 0; i < 128; ++i) EXPECT_EQ(to[i], !waits ? -1 : i / 4 % 3 != 0 ? i + 1 : 0) << i;
   }
 }
 
@@ -187,7 +187,7 @@ __global__ void ring_kernel(const int* from, int* sums, int rounds, bool frees) 
     const uint32_t stage = static_cast<uint32_t>(round % 2), parity = static_cast<uint32_t>(round / 2 % 2);
     if (threadIdx.x < 32) {
       if (frees) mbarrier_wait(free + 8 * stage, parity ^ 1);
-      cp_async_16(smem_address(s_data + 128 * stage + 4 * lane), from + 128 * round + 4 * lane, 16);
+      cp_async_16(smem_address(s_data + 128 * stage + 4 * lane), from + 128 * round + 4 * lane);
       cp_async_arrive(full + 8 * stage);
     } else {
       mbarrier_wait(full + 8 * stage, parity);

@@ -77,7 +77,7 @@ def layouts(x, layout):
 @every_dtype
 @pytest.mark.parametrize("layout", ["transposed", "reversed dims", "sliced", "misaligned"])
 @pytest.mark.parametrize("raw", [False, True], ids=["plain", "raw"])
-@pytest.mark.parametrize("K, V, T", helpers.with_cuda([(48, 32, 70)], [(128, 128, 70), (128, 128, 150)]))
+@pytest.mark.parametrize("K, V, T", helpers.with_cuda([(48, 32, 70)], [(128, 128, 70), (128, 128, 150), (96, 192, 150), (100, 60, 150), (256, 256, 150)]))
 def test_strides(K, V, T, layout, raw, dtype):
     x = make_inputs(B=2, T=T, Hq=2, Hv=4, K=K, V=V, dtype=dtype, raw=raw)
     check(layouts(x, layout))

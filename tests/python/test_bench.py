@@ -316,6 +316,29 @@ def test_a_file_for_each_mode_and_short_rows_first(bench, monkeypatch, tmp_path)
     assert (tmp_path / "results" / "gpu_forward.csv").exists()
 
 
+def test_rows_of_other_head_dimensions_name_their_path(bench, monkeypatch):
+    monkeypatch.setattr(bench_inputs, "PORTABLE", [((1, 2), 16, 8)])
+    monkeypatch.setattr(bench_inputs, "PORTABLE_LENGTHS", {"1x70": [70], "30x2": [30, 30]})
+    monkeypatch.setattr(bench_inputs, "PORTABLE_PATH", "cpu")
+    named = []
+    right = flash_qla.use_path
+    monkeypatch.setattr(flash_qla, "use_path", lambda name: named.append(name) or right(name))
+    for mode in ("portable_forward", "portable_backward"):
+        code, report, _ = bench([mode])
+        assert code == 0 and [row["seqlens"] for row in report["rows"]] == [[70], [30, 30]]
+        assert all(row["mode"] == mode and row["options"] == {"K": "16", "V": "8", "path": "cpu"} for row in report["rows"])
+        assert all(row["roofline"] is None and max(row["err"].values()) < 1e-2 for row in report["rows"])
+    assert {"cpu", "reference"} == set(named)
+
+
+def test_rows_of_other_head_dimensions_are_those_of_the_tables():
+    rows = bench_inputs.rows_of("portable_forward", "", "")
+    assert len(rows) == 14 and {(row["hq"], row["hv"], row["K"], row["V"]) for row in rows} == {
+        (16, 32, 128, 128), (8, 8, 64, 64), (8, 16, 64, 128), (8, 8, 96, 96), (30, 30, 96, 192), (8, 8, 128, 256), (8, 8, 256, 256)}
+    assert [row["V"] for row in bench_inputs.rows_of("portable_backward", "8x16", "1x8192")] == [128]
+    assert len(bench_inputs.rows_of("portable_forward", "", "", "short")) == 7
+
+
 def test_short_rows_are_rows():
     for mode, pairs in bench_inputs.SHORT.items():
         rows = bench_inputs.rows_of(mode, "", "", "short")
@@ -339,7 +362,11 @@ def test_refuses_unknown_modes_and_machines_without_a_gpu(capsys):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     for options, sentence in (
-        (dict(modes=["fwd", "sideways"]), "--mode must be of fwd, bwd, train, decode, options, prefill, steps, verify, serving (sideways)"),
+        (
+            dict(modes=["fwd", "sideways"]),
+            "--mode must be of fwd, bwd, train, decode, options, portable_forward, portable_backward, prefill, steps, verify,"
+            " serving (sideways)",
+        ),
         (dict(modes=["fwd"], gates="mixed,odd"), "--gates must be of mixed, none, strong, changing (odd)"),
         (dict(modes=["fwd", "steps"]), "--mode must have serving modes alone or none of them (fwd,steps)"),
         (dict(modes=["fwd"], merge=True), "--merge needs --out (no file was named)"),

@@ -13,7 +13,7 @@ LENGTHS = [100, 0, 65, 200, 1]
 # On a GPU also a sequence that "invariant" cuts (from 4,096 tokens on).
 CUT = [4200, 0, 65, 600, 1]
 sizes = pytest.mark.parametrize("K, lengths", helpers.with_cuda([(64, LENGTHS)], [(128, LENGTHS), (128, CUT)]), ids=str)
-head_dims = pytest.mark.parametrize("K", helpers.with_cuda([64], [128]))
+head_dims = pytest.mark.parametrize("K", helpers.with_cuda([64], [96, 128, 256]))
 
 
 def case(lengths, K, dtype, seed=0):

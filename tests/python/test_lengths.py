@@ -8,7 +8,7 @@ import torch
 from helpers import check, make_inputs
 
 every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
-head_dims = pytest.mark.parametrize("K", helpers.with_cuda([32], [128]))
+head_dims = pytest.mark.parametrize("K", helpers.with_cuda([32], [96, 128, 192]))
 # Sequences and, on a GPU, their like for the Hopper path: more than the 256 tokens up to which gradients are computed in float32.
 padded = pytest.mark.parametrize("K, lengths", helpers.with_cuda([(64, [70, 30])], [(128, [70, 30]), (128, [170, 130])]), ids=str)
 

@@ -30,7 +30,7 @@ def bounds(dtype):
 
 
 # Head dims: on a GPU the Hopper path's too. Of 300 tokens (264 packed) it computes the gradients as well.
-dims = pytest.mark.parametrize("dims", helpers.with_cuda([dict(K=64, V=48)], [dict(K=128, V=128)]), ids=str)
+dims = pytest.mark.parametrize("dims", helpers.with_cuda([dict(K=64, V=48)], [dict(K=128, V=128), dict(K=96, V=192), dict(K=256, V=256)]), ids=str)
 
 
 def case(dtype, seqlens, **more):

@@ -8,7 +8,7 @@ import torch
 
 import flash_qla
 
-from .bench_inputs import HEAD_DIM
+from .bench_inputs import HEAD_DIM, head_dims, kind_of
 from .bench_options import Call, Tensors, option_call
 from .bench_serving import serving_calls, serving_work
 from .bench_serving_inputs import SERVING_LENGTHS
@@ -30,10 +30,11 @@ def chunks(lengths: List[int]) -> int:
 
 
 def bound_ms(row: Row) -> Optional[float]:
-    """The roofline: no kernel is faster than its smallest traffic or its products. None for an unknown GPU."""
+    """The roofline: no kernel is faster than its smallest traffic or its products. None for an unknown GPU, and for
+    other head dimensions than those whose products are counted here."""
     name = torch.cuda.get_device_name()
     rates = next((r for gpu, r in _RATES.items() if gpu in name), None)
-    if rates is None:
+    if rates is None or head_dims(row) != (HEAD_DIM, HEAD_DIM):
         return None
     if row["mode"] in SERVING_LENGTHS:
         moved, computed = serving_work(row, _FLOP_FORWARD)
@@ -51,7 +52,7 @@ def bound_ms(row: Row) -> Optional[float]:
         "options": forward,  # without what an option stores
         "bwd": backward,
         "train": (forward[0] + backward[0] + tokens * saved, forward[1] + backward[1]),
-    }[row["mode"]]
+    }[kind_of(row)]
     return 1e3 * max(moved / rates[0], computed / rates[1])
 
 
@@ -124,19 +125,32 @@ def _decode(given: Row, x: Tensors) -> Call:
 
 def calls_of(given: Row, x: Tensors) -> List[Call]:
     """The call of a row; of a forward then the same without its sequence split."""
-    mode = given["mode"]
-    if mode in SERVING_LENGTHS:
+    path = given.get("path")
+    if path is not None:
+        unnamed = {**given, "path": None}
+        with flash_qla.use_path(path):
+            return [_on_path(path, call) for call in calls_of(unnamed, x)]
+    if given["mode"] in SERVING_LENGTHS:
         return serving_calls(given, x)
-    if mode == "decode":
+    kind = kind_of(given)
+    if kind == "decode":
         return [_decode(given, x)]
-    if mode == "options":
+    if kind == "options":
         return [option_call(given, x)]
-    if mode == "fwd":
+    if kind == "fwd":
         return [Call("", lambda: _inference(x)), Call("auto_cp=False", lambda: _inference(x, auto_cp=False))]
-    if mode == "bwd":
+    if kind == "bwd":
         g, A, *_ = _forward(x)
         return [Call("", lambda: _backward(x, g, A))]
     return [Call("", lambda: _step(x))]
+
+
+def _on_path(path: str, call: Call) -> Call:
+    def run() -> Tensors:
+        with flash_qla.use_path(path):
+            return call.run()
+
+    return Call(call.name, run, call.restore)
 
 
 def eager_call(given: Row, x: Tensors, default: Call) -> Call:
@@ -147,6 +161,7 @@ def eager_call(given: Row, x: Tensors, default: Call) -> Call:
 def exact(given: Row, x: Tensors, steps: int = 1) -> Tensors:
     """The fp64 oracle's tensors of a row: of its default call, or of the last of several decode steps, each of which
     takes the state that the one before it has left in the pool's dtype."""
+    given = {**given, "path": None}
     wide = {n: t.double() if t.is_floating_point() else t for n, t in x.items()}
     with flash_qla.use_path(ORACLES["cuda"]):
         for _ in range(steps - 1):

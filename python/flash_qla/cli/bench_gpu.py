@@ -38,7 +38,15 @@ from .results import (
     write,
 )
 
-_FILE_NAMES = {"fwd": "forward", "bwd": "backward", "train": "train", "decode": "decode", "options": "options"}
+_FILE_NAMES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "train": "train",
+    "decode": "decode",
+    "options": "options",
+    "portable_forward": "portable_forward",
+    "portable_backward": "portable_backward",
+}
 _FILE_NAMES |= dict.fromkeys(SERVING_LENGTHS, "serving")
 _MODES = tuple(_FILE_NAMES)
 _SERVING = "serving"  # all that go into that file
@@ -177,7 +185,8 @@ def _options(given: Row) -> Dict[str, str]:
     if given["option"]:
         return {"option": given["option"]}
     if given["mode"] != "decode":
-        return {} if given["gates"] == "mixed" else {"gates": given["gates"]}
+        named: Dict[str, str] = {name: str(given[name]) for name in ("K", "V", "path") if name in given}
+        return named if given["gates"] == "mixed" else {**named, "gates": str(given["gates"])}
     return {"state_dtype": given["state_dtype"], "state_layout": "[V, K]" if given["state_v_first"] else "[K, V]"}
 
 

@@ -6,7 +6,7 @@ import csv
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -117,11 +117,51 @@ OPTIONS: List[Tuple[Heads, str, str, str]] = [
     ((2, 8), "1x32768", "changing", "kinds of heads"),
 ]
 
+# Heads and head dimensions of the path for every GPU since Ampere, which is named: one long sequence, and four.
+PORTABLE_PATH = "sm80"
+PORTABLE: List[Tuple[Heads, int, int]] = [
+    ((16, 32), 128, 128),
+    ((8, 8), 64, 64),
+    ((8, 16), 64, 128),
+    ((8, 8), 96, 96),
+    ((30, 30), 96, 192),
+    ((8, 8), 128, 256),
+    ((8, 8), 256, 256),
+]
+PORTABLE_LENGTHS: Dict[str, List[int]] = {"1x8192": [8192], "2048x4": [2048] * 4}
+
+# What rows of a mode call, where that is not the mode's name.
+_KINDS = {"portable_forward": "fwd", "portable_backward": "bwd"}
+
+
+def kind_of(row: Dict[str, Any]) -> str:
+    return _KINDS.get(row["mode"], row["mode"])
+
+
+def head_dims(row: Dict[str, Any]) -> Tuple[int, int]:
+    """K and V."""
+    return row.get("K", HEAD_DIM), row.get("V", HEAD_DIM)
+
+
+def _portable_rows(mode: str, heads: str, lengths: str, choice: str, gates: str) -> List[Dict[str, Any]]:
+    names = lengths.split(",") if lengths else list(PORTABLE_LENGTHS)[: 1 if choice == "short" else None]
+    extra = {"option": "", "state_dtype": "float32", "state_v_first": False, "path": PORTABLE_PATH}
+    return [
+        _row(mode, (h, name, kind), PORTABLE_LENGTHS, {**extra, "K": K, "V": V})
+        for h, K, V in PORTABLE
+        if not heads or f"{h[0]}x{h[1]}" in heads.split(",")
+        for name in names
+        if name in PORTABLE_LENGTHS
+        for kind in (gates.split(",") if gates else ["mixed"])
+    ]
+
 
 def rows_of(mode: str, heads: str, lengths: str, choice: str = "all", gates: str = "") -> List[Dict[str, Any]]:
     """Rows of a mode, those chosen by the comma-separated `heads` ("16x64"), `lengths` (names) and `gates` (of GATES);
     empty: all, with mixed gates and beside them those of GATED. `choice`: "all", or those of them in SHORT ("short") or
     PEER_ROWS ("peers")."""
+    if mode in _KINDS:
+        return _portable_rows(mode, heads, lengths, choice, gates)
     if mode in SERVING_LENGTHS:
         if gates not in ("", "mixed") or choice == "peers":
             return []
@@ -203,9 +243,17 @@ def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, floa
         }
 
 
-def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dict[str, torch.Tensor]:
+def draw_still(hv: int, generator: torch.Generator) -> torch.Tensor:
+    """The value heads that do not decay under mixed gates."""
+    return torch.randperm(hv, generator=generator, device=generator.device)[: hv - math.ceil(_DECAYING_HEADS * hv)]
+
+
+def make_inputs(
+    row: Dict[str, Any], seed: int = 0, device: str = "cuda", still: Optional[torch.Tensor] = None
+) -> Dict[str, torch.Tensor]:
     """Tensors of a row, by default on the current GPU: q, k (normalised), v of its dtype; float32 g, beta; states of
-    its state_dtype. Of a serving mode: make_serving_inputs()."""
+    its state_dtype. Of a serving mode: make_serving_inputs(). `still`: the heads that do not decay; None: they are
+    drawn, too."""
     if row["mode"] in SERVING_LENGTHS:
         return make_serving_inputs(row, seed, device)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -214,10 +262,12 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
         return torch.randn(*shape, generator=generator, device=device)
 
     hq, hv, lengths = row["hq"], row["hv"], row["seqlens"]
+    K, V = head_dims(row)
     tokens, count = sum(lengths), len(lengths)
     outer = (count, 1) if row["mode"] == "decode" else (1, tokens)
     g = F.logsigmoid(normal(*outer, hv))
-    still = torch.randperm(hv, generator=generator, device=device)[: hv - math.ceil(_DECAYING_HEADS * hv)]
+    if still is None:
+        still = draw_still(hv, generator)
     if row["gates"] == "strong":
         g *= _STRONG_DECAY
     else:
@@ -228,14 +278,14 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
     edges = torch.tensor([0, *lengths], device=device).cumsum(0)
     dtype = getattr(torch, row["dtype"])
     return {
-        "q": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).to(dtype),
-        "k": F.normalize(normal(*outer, hq, HEAD_DIM), dim=-1).to(dtype),
-        "v": normal(*outer, hv, HEAD_DIM).to(dtype),
+        "q": F.normalize(normal(*outer, hq, K), dim=-1).to(dtype),
+        "k": F.normalize(normal(*outer, hq, K), dim=-1).to(dtype),
+        "v": normal(*outer, hv, V).to(dtype),
         "g": g,
         "beta": normal(*outer, hv).sigmoid(),
-        # [N, Hv, K, V] or [N, Hv, V, K]: K = V, so that one draw serves both.
-        "h0": normal(count, hv, HEAD_DIM, HEAD_DIM).to(getattr(torch, row["state_dtype"])),
-        "do": normal(*outer, hv, HEAD_DIM).to(dtype),
-        "dht": normal(count, hv, HEAD_DIM, HEAD_DIM) / 8,
+        # [N, Hv, K, V] or [N, Hv, V, K]: where layouts differ K = V, so that one draw serves both.
+        "h0": normal(count, hv, K, V).to(getattr(torch, row["state_dtype"])),
+        "do": normal(*outer, hv, V).to(dtype),
+        "dht": normal(count, hv, K, V) / 8,
         "cu_seqlens": edges.to(torch.int32),
     }

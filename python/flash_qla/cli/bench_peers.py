@@ -25,17 +25,20 @@ import torch
 if __package__:
     from . import bench_timing
     from .bench_engines import ENGINES
-    from .bench_inputs import HEAD_DIM, make_inputs
+    from .bench_inputs import head_dims, kind_of, make_inputs
     from .bench_serving_inputs import SERVING_LENGTHS
 else:  # run as a script, without this package
     import bench_timing  # type: ignore[no-redef]
     from bench_engines import ENGINES  # type: ignore[no-redef]
-    from bench_inputs import HEAD_DIM, make_inputs  # type: ignore[no-redef]
+    from bench_inputs import head_dims, kind_of, make_inputs  # type: ignore[no-redef]
     from bench_serving_inputs import SERVING_LENGTHS  # type: ignore[no-redef]
 
 Inputs = Dict[str, Any]
-SCALE = HEAD_DIM**-0.5
 _GRADIENTS = ("dq", "dk", "dv", "dbeta", "dg", "dh0")
+
+
+def _scale(row: Dict[str, Any]) -> float:
+    return head_dims(row)[0] ** -0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +52,10 @@ class Peer:
 
 def _packed(name: str, forward: Any, backward: Any, cache: bool, row: Dict[str, Any], x: Inputs) -> Peer:
     """Calls of the two packages that have a low-level pair. They differ in what the pair hands over."""
-    common = dict(scale=SCALE, initial_state=x["h0"], cu_seqlens=x["cu_seqlens"])
+    kind = kind_of(row)
+    common = dict(scale=_scale(row), initial_state=x["h0"], cu_seqlens=x["cu_seqlens"])
     given = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    extra = dict(enable_fwd_cp_cache=True) if cache and row["mode"] != "fwd" else {}
+    extra = dict(enable_fwd_cp_cache=True) if cache and kind != "fwd" else {}
 
     def run_forward() -> Any:
         return forward(*given, output_final_state=True, **common, **extra)
@@ -74,9 +78,9 @@ def _packed(name: str, forward: Any, backward: Any, cache: bool, row: Dict[str, 
     def gradients(results: Any) -> Dict[str, Any]:
         return dict(zip(_GRADIENTS, results))
 
-    if row["mode"] == "fwd":
+    if kind == "fwd":
         return Peer(name, run_forward, outputs)
-    if row["mode"] == "train":
+    if kind == "train":
         return Peer(name, run_both, lambda both: {**outputs(both[0]), **gradients(both[1])})
     saved = run_forward()
     return Peer(name, lambda: run_backward(saved), gradients)
@@ -93,7 +97,7 @@ def _fla(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
         yield Peer(
             name,
             lambda: fused_recurrent_gated_delta_rule(
-                q, k, v, g=g, beta=beta, scale=SCALE, initial_state=state, output_final_state=True,
+                q, k, v, g=g, beta=beta, scale=_scale(row), initial_state=state, output_final_state=True,
                 state_v_first=row["state_v_first"],
             ),
             lambda results: dict(zip(("o", "final_state"), results)),
@@ -120,8 +124,9 @@ def _flashinfer_decode(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
     raw_beta = torch.logit(x["beta"]).bfloat16()
     zeros = torch.zeros(v.shape[2], device=v.device)
     arguments = dict(
-        A_log=zeros, a=raw_gate, dt_bias=zeros, b=raw_beta, scale=SCALE, output=torch.empty_like(v), use_qk_l2norm=False
-    )
+        A_log=zeros, a=raw_gate, dt_bias=zeros, b=raw_beta, scale=_scale(row), output=torch.empty_like(v),
+        use_qk_l2norm=False,
+    )  # fmt: skip
     slots = torch.arange(len(state), device=state.device, dtype=torch.int32)
 
     def run(pool: Any) -> Any:
@@ -155,8 +160,8 @@ def _flashinfer(row: Dict[str, Any], x: Inputs) -> Iterator[Peer]:
 
     def prefill(use_cp: Any) -> Any:
         return chunk_gated_delta_rule(
-            **flat, g=alpha, scale=SCALE, initial_state=state, cu_seqlens=x["cu_seqlens"], output_final_state=True,
-            use_cp=use_cp,
+            **flat, g=alpha, scale=_scale(row), initial_state=state, cu_seqlens=x["cu_seqlens"],
+            output_final_state=True, use_cp=use_cp,
         )  # fmt: skip
 
     for word, use_cp in (("auto_cp", "auto"), ("no_cp", False)):

@@ -5,10 +5,23 @@
 
 namespace flash_qla::cuda {
 
-// 16 bytes, of which `bytes` are read and the rest become zero. Both addresses are legal and on 16-byte boundaries,
-// also where nothing is read. Past L1: what is read is used once by an SM, or by blocks that share L2.
-__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes) : "memory");
+// 16 bytes. Both addresses are on 16-byte boundaries. Past L1: what is read is used once by an SM, or by blocks that
+// share L2.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
+// The same, or zeros. Not with a number of bytes to read, which may be anything: for that the compiler makes five
+// instructions more.
+__device__ __forceinline__ void cp_async_16_or_zero(uint32_t smem, const void* global, bool reads) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore;\n"
+      "setp.eq.u32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignore;\n"
+      "}\n" ::"r"(smem),
+      "l"(global), "r"(static_cast<uint32_t>(reads))
+      : "memory");
 }
 
 // Closes a group of this thread's copies.

@@ -120,6 +120,19 @@ __device__ __forceinline__ void store_shared_u4(uint32_t smem, uint4 v) {
                : "memory");
 }
 
+// Eight bytes to global memory, or nothing: predicated, so that no branch ends the instructions that are put in order
+// together.
+__device__ __forceinline__ void store_global_u2_if(bool stores, void* global, uint2 v) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.global.v2.u32 [%1], {%2, %3};\n"
+      "}\n" ::"r"(static_cast<uint32_t>(stores)),
+      "l"(global), "r"(v.x), "r"(v.y)
+      : "memory");
+}
+
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

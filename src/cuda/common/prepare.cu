@@ -113,8 +113,9 @@ __device__ Sum inverse_norm_of(const Row<Real, kQuads>& row) {
 constexpr int kRowsAtOnce = 4;
 
 template <class Real, int kQuads>
-__global__ void __launch_bounds__(kThreads) normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K,
-                                                             DeviceTensor x, DeviceTensor out, float* inverse_norms) {
+__global__ void __launch_bounds__(kThreads)
+    normalize_kernel(int64_t rows, int64_t T, int64_t heads, int K, int out_size, DeviceTensor x, DeviceTensor out,
+                     float* inverse_norms) {
   for (int64_t first = first_row(); first < rows; first += kRowsAtOnce * row_step()) {
     Row<Real, kQuads> row[kRowsAtOnce];
     int64_t to[kRowsAtOnce];
@@ -136,18 +137,18 @@ __global__ void __launch_bounds__(kThreads) normalize_kernel(int64_t rows, int64
 #pragma unroll
         for (int e = 0; e < 4; ++e) row[i].x[j][e] *= scale;
       }
-      store_row(out, to[i], K, row[i]);
+      store_row(out, to[i], out_size, row[i]);
       if (inverse_norms != nullptr && threadIdx.x % 32 == 0) inverse_norms[r] = static_cast<float>(scale);
     }
   }
 }
 
 template <int kQuads>
-__global__ void __launch_bounds__(kThreads)
-    copy_rows_kernel(int64_t rows, int64_t T, int64_t heads, int size, DeviceTensor from, DeviceTensor to) {
+__global__ void __launch_bounds__(kThreads) copy_rows_kernel(int64_t rows, int64_t T, int64_t heads, int size,
+                                                             int to_size, DeviceTensor from, DeviceTensor to) {
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const RowPlace at = row_place(r, T, heads);
-    store_row(to, offset_of(to, at.b, at.t, at.head), size,
+    store_row(to, offset_of(to, at.b, at.t, at.head), to_size,
               load_row<float, kQuads>(from, offset_of(from, at.b, at.t, at.head), size));
   }
 }
@@ -296,12 +297,14 @@ __global__ void __launch_bounds__(kThreads)
   if (out.data != nullptr) store<double>(out, offset_of(out, head), sum);
 }
 
+// Sequences lie side by side: outside are the tokens before the first and after the last. No other row is looked at.
 __global__ void __launch_bounds__(kThreads)
-    zero_outside_kernel(int64_t rows, int64_t heads, int64_t size, SequenceTable sequences, DeviceTensor x) {
+    zero_outside_kernel(int64_t heads, int64_t size, SequenceTable sequences, DeviceTensor x) {
+  const int64_t begin = sequences.bounds[0], inside = sequences.bounds[sequences.N] - begin;
+  const int64_t rows = (sequences.T - inside) * heads;
   for (int64_t r = first_row(); r < rows; r += row_step()) {
     const RowPlace at = row_place(r, sequences.T, heads);
-    if (in_a_sequence(sequences, at.t)) continue;
-    const int64_t to = offset_of(x, at.b, at.t, at.head);
+    const int64_t to = offset_of(x, 0, at.t < begin ? at.t : at.t + inside, at.head);
     for (int64_t i = threadIdx.x % 32; i < size; i += 32) store<double>(x, to + i * x.stride[3], 0.0);
   }
 }
@@ -328,20 +331,21 @@ Status with_quads(int64_t size, Function f) {
 
 template <class Real>
 Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, int64_t out_size) {
   const int64_t rows = p.B * p.T * p.Hq;
   return with_quads(p.K, [&](auto quads) {
     return launch("normalize", normalize_kernel<Real, quads()>, blocks_for(rows, kWarps * kRowsAtOnce), kThreads, 0,
-                  stream, rows, p.T, p.Hq, static_cast<int>(p.K), x, out, inverse_norms);
+                  stream, rows, p.T, p.Hq, static_cast<int>(p.K), static_cast<int>(out_size > 0 ? out_size : p.K), x,
+                  out, inverse_norms);
   });
 }
 
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, int64_t to_size) {
   const int64_t rows = p.B * p.T * heads;
   return with_quads(size, [&](auto quads) {
     return launch("copy_rows", copy_rows_kernel<quads()>, blocks_for(rows, kWarps), kThreads, 0, stream, rows, p.T,
-                  heads, static_cast<int>(size), from, to);
+                  heads, static_cast<int>(size), static_cast<int>(to_size > 0 ? to_size : size), from, to);
   });
 }
 
@@ -385,9 +389,12 @@ Status launch_finish_gates(const Problem& p, const SequenceTable& sequences, con
 Status launch_zero_outside(const Problem& p, const SequenceTable& sequences, const DeviceTensor& x, int64_t heads,
                            int64_t size, cudaStream_t stream) {
   if (!p.varlen || x.data == nullptr) return Status();
-  const int64_t rows = p.T * heads;
-  return launch("zero_outside", zero_outside_kernel, blocks_for(rows, kWarps), kThreads, 0, stream, rows, heads, size,
-                sequences, x);
+  // Most calls have few such rows or none: blocks enough to clear a whole tensor would take longer to start than to
+  // return.
+  constexpr int64_t kMostBlocks = 256;
+  const int64_t blocks = blocks_for(p.T * heads, kWarps);
+  return launch("zero_outside", zero_outside_kernel, blocks < kMostBlocks ? blocks : kMostBlocks, kThreads, 0, stream,
+                heads, size, sequences, x);
 }
 
 Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,
@@ -399,7 +406,7 @@ Status launch_zero_unused_h(const Problem& p, const SequenceTable& sequences, co
 
 #define FLASH_QLA_INSTANTIATE(Real)                                                                                \
   template Status launch_normalize<Real>(const Problem&, const DeviceTensor&, const DeviceTensor&, float*,         \
-                                         cudaStream_t);                                                            \
+                                         cudaStream_t, int64_t);                                                   \
   template Status launch_prepare_gates<Real>(const Problem&, const SequenceTable&, const Gates&, Real*, Real*,     \
                                              cudaStream_t);                                                        \
   template Status launch_finish_keys<Real>(const Problem&, const SequenceTable&, const Real*, const DeviceTensor&, \

@@ -9,14 +9,15 @@
 namespace flash_qla::cuda {
 
 // [B, T, Hq, K] -> rows of norm 1 in x's dtype, and where wanted what they were multiplied by, [B * T, Hq]. Statistics
-// in Real.
+// in Real. out_size: elements of a row of `out` where these are more than K; the others become zero.
 template <class Real>
 Status launch_normalize(const Problem& p, const DeviceTensor& x, const DeviceTensor& out, float* inverse_norms,
-                        cudaStream_t stream);
+                        cudaStream_t stream, int64_t out_size = 0);
 
-// [B, T, heads, size] float32, bf16 or fp16, into another layout or dtype of them, whose rows may be longer.
+// [B, T, heads, size] float32, bf16 or fp16, into another layout or dtype of them. to_size: elements of a row of `to`
+// where these are more than `size`; the others become zero.
 Status launch_copy_rows(const Problem& p, int64_t heads, int64_t size, const DeviceTensor& from, const DeviceTensor& to,
-                        cudaStream_t stream);
+                        cudaStream_t stream, int64_t to_size = 0);
 
 // Clamped log decay and beta of every token, [B, T, Hv] Real; a NULL is not wanted.
 template <class Real>

@@ -6,30 +6,106 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// Tokens of one sequence that a block works on. No call has more than 2^31 of them.
+// What a block works on, the same for all of its threads: a sequence, or a segment of one. No call has more than 2^31
+// tokens.
 struct Part {
   int b, begin, length, first_chunk;
+  int n;             // the sequence, or the number of the part
+  int offset;        // tokens of the sequence before it
+  int start_row;     // of `starts`, or -1: from the sequence's initial state where it is the first, else from zero
+  int copy_row;      // of `starts`: where its start is left, or -1
+  int end_row;       // of `starts` (`transitions`): where its end is left, or -1
+  bool first, last;  // of its sequence
+  bool transition;   // from the identity, without values
 };
 
-__device__ __forceinline__ Part part_at(const ForwardParams& p, int64_t n) {
-  const DeviceSequence s = p.parts != nullptr ? p.parts[n] : sequence_at(p.sequences, n);
-  return {static_cast<int>(s.b), static_cast<int>(s.begin), static_cast<int>(s.length),
-          static_cast<int>(s.first_chunk)};
+// The last n of N for which at(n) <= number; at(0) is not above it.
+template <class At>
+__device__ __forceinline__ int64_t last_not_above(int64_t N, int64_t number, At at) {
+  int64_t low = 0, high = N;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (at(middle) <= number ? low : high) = middle;
+  }
+  return low;
 }
 
-// What a block works on, in shared memory between the barriers and the stages: a warp reads it where it needs it, which
-// costs no registers in between.
+// Part `number` of a pass; false: there is none. kLocal: segments for their ends alone, which the last one of a
+// sequence does not need, and (transition) their transitions, which the first one does not need either.
+template <bool kLocal>
+__device__ __forceinline__ bool find_part(const ForwardParams& p, int64_t number, bool transition, Part* part) {
+  const SequenceTable& table = p.sequences;
+  *part = {0, 0, 0, 0, static_cast<int>(number), 0, -1, -1, -1, true, true, transition};
+  DeviceSequence s;
+  if (kLocal && p.parts != nullptr) {
+    s = p.parts[number];
+    part->start_row = static_cast<int>(number);
+  } else if (p.rule.least_chunks == 0) {
+    s = sequence_at(table, number);
+  } else {
+    const int64_t at_least = segment_chunks(p.rule, total_chunks(table));
+    const auto first = [&](int64_t n) { return first_segment(n, sequence_at(table, n).first_chunk, at_least); };
+    const int64_t n = last_not_above(table.N, number, first);
+    s = sequence_at(table, n);
+    const int64_t chunks = ceil_div(s.length, kChunkSize), segments = segments_of(p.rule, chunks, at_least);
+    const int64_t segment = number - first(n);
+    if (segment >= segments || (kLocal && segments == 1)) return false;
+    part->n = static_cast<int>(n);
+    part->first = segment == 0;
+    part->last = segment == segments - 1;
+    if (segments > 1) {
+      const int row = static_cast<int>(s.first_chunk / at_least + segment);
+      if (kLocal) {
+        if (part->last || (transition && part->first)) return false;
+        part->copy_row = part->first ? row : -1;
+        part->end_row = transition ? row : row + 1;
+      } else {
+        part->start_row = row;
+      }
+    }
+    const int64_t begin = segment * chunks / segments, end = (segment + 1) * chunks / segments;
+    part->offset = static_cast<int>(begin * kChunkSize);
+    s.begin += begin * kChunkSize;
+    s.first_chunk += begin;
+    s.length = (part->last ? s.length : end * kChunkSize) - begin * kChunkSize;
+  }
+  part->b = static_cast<int>(s.b);
+  part->begin = static_cast<int>(s.begin);
+  part->length = static_cast<int>(s.length);
+  part->first_chunk = static_cast<int>(s.first_chunk);
+  return true;
+}
+
+// Whether a part leaves nothing of the state before it. The same in all warps that ask.
+__device__ __forceinline__ bool forgets(const ForwardParams& p, int first_chunk, int length, int head) {
+  float sum = 0.f;
+  for (int i = threadIdx.x % 32; i < static_cast<int>(ceil_div(length, kChunkSize)); i += 32) {
+    sum += p.decays[static_cast<int64_t>(first_chunk + i) * p.Hv + head];
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum <= p.decay_threshold;
+}
+
+// What the warps of a block want to know at times only lies in shared memory, between the barriers and the stages: in
+// between it costs no registers.
 struct BlockPlace {
-  int n, head, column, first_chunk;  // sequence (or part), value head, first value column, number of the first chunk
+  int n, head, column, first_chunk;  // as in Part; value head, first value column
+  int offset, copy_row, end_row;
+  bool last, transition;
 };
 
 __device__ __forceinline__ void store_place(uint32_t shared, const BlockPlace& place) {
-  store_shared_u4(shared, make_uint4(static_cast<uint32_t>(place.n), static_cast<uint32_t>(place.head),
-                                     static_cast<uint32_t>(place.column), static_cast<uint32_t>(place.first_chunk)));
+  const auto bits = [](int x) { return static_cast<uint32_t>(x); };
+  store_shared_u4(shared, make_uint4(bits(place.n), bits(place.head), bits(place.column), bits(place.first_chunk)));
+  store_shared_u4(shared + 16, make_uint4(bits(place.offset), bits(place.copy_row), bits(place.end_row),
+                                          (place.last ? 1u : 0u) | (place.transition ? 2u : 0u)));
 }
 __device__ __forceinline__ BlockPlace load_place(uint32_t shared) {
-  const uint4 raw = load_shared_u4(shared);
-  return {static_cast<int>(raw.x), static_cast<int>(raw.y), static_cast<int>(raw.z), static_cast<int>(raw.w)};
+  const uint4 a = load_shared_u4(shared), b = load_shared_u4(shared + 16);
+  return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z),
+          static_cast<int>(a.w), static_cast<int>(b.x), static_cast<int>(b.y),
+          static_cast<int>(b.z), (b.w & 1) != 0,        (b.w & 2) != 0};
 }
 
 // The stages of a block's ring, and where a warp is in it.
@@ -43,37 +119,36 @@ class Ring {
       mbarrier_init(barriers + 16 * i + 8, static_cast<uint32_t>(readers) * kWarpArrivals);
     }
   }
-  __device__ __forceinline__ uint32_t full() const { return barriers_ + 16 * stage_; }
+  __device__ __forceinline__ uint32_t full() const { return barriers_ + 16 * (place_ >> 1); }
   __device__ __forceinline__ uint32_t free() const { return full() + 8; }
   // Since init() nobody has to wait for a free stage: the phase before the first counts as over.
-  __device__ __forceinline__ void wait_free() const { mbarrier_wait(free(), parity_ ^ 1); }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity_); }
+  __device__ __forceinline__ void wait_free() const { mbarrier_wait(free(), (place_ & 1) ^ 1); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), place_ & 1); }
   __device__ __forceinline__ void release(int lane) const {
     __syncwarp();  // all lanes have read
     mbarrier_arrive_warp(free(), lane);
   }
   __device__ __forceinline__ uint32_t stage(uint32_t first_stage) const {
-    return first_stage + static_cast<uint32_t>(stage_) * static_cast<uint32_t>(stage_bytes_);
+    return first_stage + (place_ >> 1) * static_cast<uint32_t>(stage_bytes_);
+  }
+  // Where step `number` is in a ring of two stages.
+  __device__ __forceinline__ void set_of_two(int number) {
+    place_ = static_cast<uint32_t>((number & 1) * 2 + (number >> 1 & 1));
   }
   __device__ __forceinline__ void next() {
-    if (++stage_ < stages_) return;
-    stage_ = 0;
-    parity_ ^= 1;
+    place_ += 2;
+    if (place_ >= 2 * static_cast<uint32_t>(stages_)) place_ = (place_ & 1) ^ 1;
   }
 
  private:
   uint32_t barriers_;
-  int stages_, stage_bytes_, stage_ = 0;
-  uint32_t parity_ = 0;
+  int stages_, stage_bytes_;
+  uint32_t place_ = 0;  // twice the stage's number, and the parity of the phases that have been waited for
 };
 
-template <int kKeys>
-__device__ __forceinline__ const typename Traits<kKeys>::Record* record_at(const ForwardParams& p, int64_t first_chunk,
-                                                                           int head, int step) {
-  using Tr = Traits<kKeys>;
-  const int64_t chunk = first_chunk + step / Tr::kStepsPerChunk;
-  return reinterpret_cast<const typename Tr::Record*>(p.records) + (chunk * p.Hv + head) * Tr::kStepsPerChunk +
-         step % Tr::kStepsPerChunk;
+__device__ __forceinline__ const StepRecord* record_at(const ForwardParams& p, int64_t first_chunk, int head,
+                                                       int step) {
+  return p.records + ((first_chunk + step / kStepsPerChunk) * p.Hv + head) * kStepsPerChunk + step % kStepsPerChunk;
 }
 
 // The warp that loads: steps of a sequence into the ring.
@@ -81,35 +156,38 @@ template <int kKeys, bool kOutputs>
 __device__ void load_steps(const ForwardParams& p, const Part& part, int head, int column, int lane,
                            uint32_t first_stage, Ring ring) {
   using Tr = Traits<kKeys>;
-  constexpr int kStep = Tr::kStep;
   const int key_head = head / p.group;
   const uint16_t* k = row_at(p.k, part.b, part.begin, key_head);
   const uint16_t* q = row_at(p.q, part.b, part.begin, key_head);
-  const uint16_t* v = row_at(p.v, part.b, part.begin, head) + column;
-  const int values = p.V - column;  // from here on
-  const int pieces = 2 * p.strips;  // of 16 bytes in a row of V; a power of two
-  const int piece_bits = 31 - __clz(pieces);
+  // A transition has no values: nothing is read of them.
+  const uint16_t* v = row_at(p.v, part.b, part.begin, head) + (part.transition ? 0 : column);
+  const TileCopier<kKeys, kStep, 32> copy_keys(p.k.pieces, lane), copy_queries(p.q.pieces, lane);
+  // V: a lane's column is the same in every row.
+  const int pieces = 2 * p.strips, piece_bits = 31 - __clz(pieces);  // of 16 bytes in a row; a power of two
+  const int piece = lane & (pieces - 1), first_row = lane >> piece_bits, rows_on = 32 >> piece_bits;
+  const bool has_values = !part.transition && column / 8 + piece < p.v.pieces;
+  const uint32_t values_at = Tr::kValuesAt + static_cast<uint32_t>(piece / 2 * Tr::kValueBytes);
+
   const int steps = static_cast<int>(ceil_div(part.length, kStep));
   for (int step = 0; step < steps; ++step, ring.next()) {
     const int count = min(kStep, part.length - step * kStep);
     const uint32_t stage = ring.stage(first_stage);
     ring.wait_free();
-    copy_rows<kKeys, kStep, 32>(stage + Tr::kKeysAt, k, p.k.token, p.K, count, lane);
-    const char* record = reinterpret_cast<const char*>(record_at<kKeys>(p, part.first_chunk, head, step));
+    copy_keys.copy(stage + Tr::kKeysAt, k, p.k.token, count);
+    const char* record = reinterpret_cast<const char*>(record_at(p, part.first_chunk, head, step)) + lane * 16;
     constexpr int kRecordPieces = (kOutputs ? Tr::kRecordBytes : Tr::kStateRecordBytes) / 16;
-#pragma unroll 4
-    for (int i = lane; i < kRecordPieces; i += 32) {
-      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>(i) * 16, record + i * 16, 16);
+#pragma unroll
+    for (int i = 0; i < kRecordPieces; i += 32) {
+      if (i + 32 > kRecordPieces && i + lane >= kRecordPieces) continue;
+      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((i + lane) * 16), record + i * 16);
     }
+    const uint16_t* from = v + first_row * p.v.token + 8 * piece;
 #pragma unroll 2
-    for (int i = lane; i < kStep * pieces; i += 32) {
-      const int row = i >> piece_bits, piece = i & (pieces - 1), room = 2 * (values - 8 * piece);
-      const int bytes = row >= count || room <= 0 ? 0 : room < 16 ? room : 16;
-      cp_async_16(
-          stage + Tr::kValuesAt + static_cast<uint32_t>(piece / 2 * Tr::kValueBytes) + value_offset(row, piece % 2),
-          bytes > 0 ? v + row * p.v.token + 8 * piece : v, bytes);
+    for (int row = first_row; row < kStep; row += rows_on, from += rows_on * p.v.token) {
+      const bool inside = has_values && row < count;
+      cp_async_16_or_zero(stage + values_at + value_offset(row, piece % 2), inside ? from : v, inside);
     }
-    if (kOutputs) copy_rows<kKeys, kStep, 32>(stage + Tr::kQueriesAt, q, p.q.token, p.K, count, lane);
+    if (kOutputs) copy_queries.copy(stage + Tr::kQueriesAt, q, p.q.token, count);
     cp_async_arrive(ring.full());
     k += kStep * p.k.token;
     q += kStep * p.q.token;

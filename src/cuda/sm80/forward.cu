@@ -9,12 +9,15 @@
 #include "cuda/sm80/listed.h"
 #include "cuda/sm80/plan.h"
 #include "cuda/sm80/rows.h"
+#include "cuda/sm80/scan.h"
 
 namespace flash_qla {
 namespace cuda::sm80 {
 namespace {
 
 using Arguments = flash_qla_forward_arguments;
+
+constexpr int64_t kLeastBf16Keys = 32;
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
@@ -24,10 +27,13 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
   if (p.K <= kFewKeys) return "needs more than 4 key dimensions";
+  // Keys of few dimensions lie along each other, and without decay every rounding stays: the outputs of heads of 16
+  // keys are off by 5.4e-3 in bf16, of 32 by 4.3e-3 (docs/numerics.md).
+  if (p.dtype == DType::kBFloat16 && p.K < kLeastBf16Keys) return "needs at least 32 key dimensions in bf16";
   // Numbers of blocks are 32-bit.
   constexpr int64_t kMost = INT32_MAX;
-  if (p.N * p.Hv > kMost / ceil_div(p.V, kStrip) || p.chunk_bound * p.Hv > kMost) {
-    return "needs fewer than 2^31 chunks, and sequences and 16 value columns, times value heads";
+  if ((p.N + p.chunk_bound) * p.Hv > kMost / ceil_div(FLASH_QLA_MAX_HEAD_DIM, kStrip) / 2) {
+    return "needs fewer than 2^26 sequences and chunks times value heads";
   }
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, args.options.device_index) < 8) {
     return "needs a GPU of compute capability 8.0 or newer";
@@ -41,17 +47,22 @@ class Call {
   Call(const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    plan_ = plan_pass(p.N * p.Hv, p.V, kernels_.most_strips, sms_);
+    // Without tensors a size is asked for that is to serve smaller calls as well.
+    split_ = plan_split(p, args.options, sms_, args.q.data == nullptr);
+    strips_ = strips_of_a_block(split_.parts * p.Hv, p.K, p.V, sms_);
     sequences_ = take_sequences(p, workspace);
-    records_ = workspace->take<char>(p.chunk_bound * p.Hv * kernels_.record_bytes);
-    listed_ = take_listed(args, p, kernels_.record_bytes, workspace);
-    const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
-    if (normalizes || !rows_begin_on(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
-    if (normalizes || !rows_begin_on(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
-    if (!rows_begin_on(args.v, kCopyGrain)) v_ = RowCopy(p, p.Hv, p.V, kCopyGrain, workspace);
-    if (!rows_begin_on(args.o, kStoreGrain) || p.V % kStoreGrain != 0) {
-      o_ = RowCopy(p, p.Hv, p.V, kStoreGrain, workspace);
+    records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
+    if (split_.rule.least_chunks > 0) {
+      decays_ = workspace->take<float>(p.chunk_bound * p.Hv);
+      starts_ = workspace->take<float>(split_.rows * p.Hv * p.V * p.K);
+      transitions_ = workspace->take<float>(split_.rows * p.Hv * p.K * p.K);
     }
+    listed_ = take_listed(args, p, workspace);
+    const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
+    if (normalizes || !rows_fit(args.q, kCopyGrain)) q_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
+    if (normalizes || !rows_fit(args.k, kCopyGrain)) k_ = RowCopy(p, p.Hq, p.K, kCopyGrain, workspace);
+    if (!rows_fit(args.v, kCopyGrain)) v_ = RowCopy(p, p.Hv, p.V, kCopyGrain, workspace);
+    if (!rows_fit(args.o, kStoreGrain)) o_ = RowCopy(p, p.Hv, p.V, kStoreGrain, workspace);
   }
 
   static size_t workspace_size(const Arguments& args, const Problem& p) {
@@ -62,9 +73,12 @@ class Call {
 
   static std::string notes(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
-    const Plan plan = Call(args, p, &workspace).plan_;
-    return "strips of 16 value columns: " + std::to_string(p.N * p.Hv * plan.strips_per_head) + ", " +
-           std::to_string(plan.strips) + " in a block\nsequence split: none (this path has none yet)\n";
+    const Call call(args, p, &workspace);
+    const bool splits = call.split_.rule.least_chunks > 0;
+    return "strips of 16 value columns: " + std::to_string(p.N * p.Hv * ceil_div(p.V, kStrip)) + ", " +
+           std::to_string(call.strips_) +
+           " in a block\nsequence split: " + (splits ? "planned on the device" : "none") + " (" + call.split_.reason +
+           ")\n";
   }
 
   Status run(cudaStream_t stream) const {
@@ -80,17 +94,25 @@ class Call {
     forward.q = prepare.normal_q != nullptr ? q_.rows(p_) : prepare.q;
     forward.k = prepare.normal_k != nullptr ? k_.rows(p_) : prepare.k;
     if (v_.used()) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(args_.v), v_.tensor(p_), stream));
+      FLASH_QLA_RETURN_IF_ERROR(
+          launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(args_.v), v_.tensor(p_), stream, v_.row));
     }
-    const int64_t blocks_per_sequence = p_.Hv * plan_.blocks_per_head;
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, p_.N * blocks_per_sequence, stream));
+    const int64_t blocks_per_part = p_.Hv * forward.blocks_per_head;
+    if (split_.rule.least_chunks > 0) {
+      // States at the segments' ends and transitions beside each other; then the states at their starts.
+      const ForwardParams local = for_segments(forward);
+      const int64_t transitions = split_.parts * p_.Hv * local.transition_blocks_per_head;
+      FLASH_QLA_RETURN_IF_ERROR(kernels_.states(local, local.first_transition + transitions, stream));
+      FLASH_QLA_RETURN_IF_ERROR(launch_scan(p_, local, stream));
+    }
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, split_.parts * blocks_per_part, stream));
     if (listed_.entries > 0) {
       PrepareParams parts = for_parts(prepare, listed_);
       parts.q = forward.q;
       parts.k = forward.k;
       FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(parts, listed_.entries * blocks_per_chunk, stream));
       FLASH_QLA_RETURN_IF_ERROR(
-          kernels_.states(for_parts(forward, listed_, p_), listed_.entries * blocks_per_sequence, stream));
+          kernels_.states(for_parts(forward, listed_, p_), listed_.entries * blocks_per_part, stream));
     }
 
     const DeviceTensor o = device_tensor(args_.o);
@@ -110,6 +132,7 @@ class Call {
     params.g_cumsum = device_tensor(args_.g_cumsum);
     params.A = device_tensor(args_.A);
     params.records = records_;
+    params.decays = decays_;
     params.scale = static_cast<float>(p_.scale);
     params.K = static_cast<int32_t>(p_.K);
     params.Hq = static_cast<int32_t>(p_.Hq);
@@ -142,8 +165,31 @@ class Call {
     params.Hv = static_cast<int32_t>(p_.Hv);
     params.group = static_cast<int32_t>(p_.group);
     params.o_columns = static_cast<int32_t>(o_.used() ? o_.row : p_.V);
-    params.strips = plan_.strips;
-    params.blocks_per_head = static_cast<int32_t>(plan_.blocks_per_head);
+    params.strips = strips_;
+    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, strips_ * kStrip));
+    params.keeps_states = present(args_.h) || args_.checkpoint_every > 0 || listed_.entries > 0;
+    params.first_transition = INT64_MAX;
+    if (split_.rule.least_chunks > 0) {
+      params.rule = split_.rule;
+      params.starts = {starts_, p_.Hv * p_.V * p_.K, p_.V * p_.K, 1, p_.K, split_.rows, kFloat};
+    }
+    return params;
+  }
+
+  // The parameters of the pass over segments for their states alone.
+  ForwardParams for_segments(const ForwardParams& forward) const {
+    ForwardParams params = forward;
+    params.transitions = {transitions_, p_.Hv * p_.K * p_.K, p_.K * p_.K, 1, p_.K, split_.rows, kFloat};
+    params.decays = decays_;
+    params.decay_threshold = decay_threshold(args_.options);
+    params.strips = split_.state_strips;
+    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
+    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(p_.K, params.strips * kStrip));
+    params.first_transition = split_.parts * p_.Hv * params.blocks_per_head;
+    params.h = params.checkpoints = params.listed_states = {};
+    params.checkpoint_every = 0;
+    params.listed = {};
+    params.keeps_states = true;  // the first segments' initial states
     return params;
   }
 
@@ -153,22 +199,26 @@ class Call {
     *rows = rows_of(t);
     if (!copy.used()) return Status();
     const bool normalizes = args_.options.use_qk_l2norm_in_kernel != 0;
-    if (rows_begin_on(t, kCopyGrain)) {
+    if (rows_fit(t, kCopyGrain)) {
       *normal = copy.data;
       return Status();
     }
     *rows = copy.rows(p_);
-    return normalizes ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), nullptr, stream)
-                      : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream);
+    return normalizes ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), nullptr, stream, copy.row)
+                      : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream, copy.row);
   }
+
+  static constexpr int32_t kFloat = static_cast<int32_t>(DType::kFloat32);
 
   const Arguments& args_;
   const Problem& p_;
   const Kernels& kernels_;
   int sms_;
-  Plan plan_;
+  int strips_;
+  SplitPlan split_;
   SequenceTable sequences_;
-  char* records_;
+  StepRecord* records_;
+  float *decays_ = nullptr, *starts_ = nullptr, *transitions_ = nullptr;
   ListedTokens listed_;
   RowCopy q_, k_, v_, o_;  // not used: the caller's rows
 };

@@ -11,40 +11,44 @@ namespace flash_qla::cuda::sm80 {
 
 __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const BlockPlace& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
-          p.K, p.V};
+          p.K, block.transition ? p.K : p.V};
 }
 
-// Whether states are kept on the way.
-__device__ __forceinline__ bool keeps_states(const ForwardParams& p) {
-  return p.h.data != nullptr || p.checkpoint_every > 0 || p.listed.first != nullptr;
-}
-
-// What is kept of the state after the first `tokens` tokens of a sequence: a multiple of 64 before its end, or all.
+// What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
 template <class State>
 __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shared_place, bool at_end, int tokens,
                                            const State& state) {
   const BlockPlace block = load_place(shared_place);
   const StripPlace place = strip_place(p, block);
   const int64_t chunk = block.first_chunk + tokens / kChunkSize;
+  const int of_sequence = block.offset + tokens;
+  const bool ends = at_end && block.last;
   int32_t entry = !at_end && p.listed.first != nullptr ? p.listed.first[chunk] : -1;
   // In one loop: the code that stores is long.
 #pragma unroll 1
-  for (int kind = 0; kind < 4 || entry >= 0; ++kind) {
+  for (int kind = 0; kind < 6 || entry >= 0; ++kind) {
     DeviceStates to{};
     int64_t row = -1;
     if (kind == 0 && !at_end) {
       to = p.h;
       row = chunk;
-    } else if (kind == 1 && p.checkpoint_every > 0 && tokens > 0 && tokens % p.checkpoint_every == 0) {
+    } else if (kind == 1 && p.checkpoint_every > 0 && of_sequence > 0 && of_sequence % p.checkpoint_every == 0 &&
+               (ends || !at_end)) {  // at a cut the next part keeps it
       to = p.checkpoints;
-      row = load_index(p.checkpoint_starts, block.n) + tokens / p.checkpoint_every - 1;
-    } else if (kind == 2 && at_end) {
+      row = load_index(p.checkpoint_starts, block.n) + of_sequence / p.checkpoint_every - 1;
+    } else if (kind == 2 && ends) {
       to = p.final_state;
       row = block.n;
-    } else if (kind == 3 && at_end) {
+    } else if (kind == 3 && ends) {
       to = p.pool;
       row = write_slot(p.pool_indices, block.n, 0);
-    } else if (kind > 3) {
+    } else if (kind == 4 && at_end) {
+      to = block.transition ? p.transitions : p.starts;
+      row = block.end_row;
+    } else if (kind == 5 && tokens == 0 && !at_end) {
+      to = p.starts;
+      row = block.copy_row;
+    } else if (kind > 5) {
       to = p.listed_states;
       row = entry;
       entry = p.listed.next[entry];
@@ -57,69 +61,56 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
 template <class T, int kKeys, bool kOutputs>
 __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t slot, uint32_t barriers, Ring ring) {
   using Tr = Traits<kKeys>;
-  using ThisStep = Step<T, kKeys>;
-  constexpr int kStep = Tr::kStep, kPairs = Tr::kTokenTiles / 2;
-  // Q S0 in two parts, each behind a chain of products that waits for itself. With 256 keys there are no registers for
-  // it before E is packed.
-  constexpr bool kEarly = kOutputs && kKeys <= 192;
-  int lane = threadIdx.x % 32;
-  const uint32_t values_at = Tr::kValuesAt + threadIdx.x / 32 * Tr::kValueBytes;
+  constexpr bool kTwoStages = Tr::stages(1) == 2;  // one register less, where there are none
+  int thread = threadIdx.x;
 
-  typename ThisStep::State state;
+  Sums<Tr::kKeyTiles> state;
   state.clear();
   OutputRows<T> o;
   {
     const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
     const StripPlace place = strip_place(p, block);
-    const DeviceStates from = slot >= 0 ? p.pool : p.initial_state;
-    if (from.data != nullptr) load_state(state, from, slot >= 0 ? slot : block.n, place);
-    if (kOutputs) o = OutputRows<T>(row_at(p.o, part.b, part.begin, place.head), p.o.token, p.o_columns, place);
+    DeviceStates from{};
+    int64_t row = part.n;
+    if (part.start_row >= 0) {
+      from = p.starts;
+      row = part.start_row;
+    } else if (slot >= 0) {
+      from = p.pool;
+      row = slot;
+    } else if (part.first && !part.transition) {
+      from = p.initial_state;
+    }
+    if (from.data != nullptr) load_state(state, from, row, place);
+    if (!kOutputs && part.transition) set_identity(state, place);
+    if (kOutputs) {
+      const uint16_t* rows = row_at(p.o, part.b, part.begin, place.head);
+      o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
+    }
   }
-  int left = part.length;
-  for (int number = 0;; ++number, ring.next()) {
-    const bool at_end = left <= 0;
-    if (at_end || (number % Tr::kStepsPerChunk == 0 && keeps_states(p))) {
-      keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? number * kStep + left : number * kStep, state);
+  Packed<Tr::kKeyTiles> packed;
+  pack<T>(state, packed);
+  Step<T, kKeys, kOutputs> step;
+  for (int number = 0;; ++number) {
+    const int done = number * kStep;
+    const bool at_end = done >= part.length;
+    if (at_end || (number % kStepsPerChunk == 0 && p.keeps_states != 0)) {
+      keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
+      pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-
-    make_opaque(lane);
-    Packed<Tr::kKeyTiles> packed_state;
-    pack<T>(state, packed_state);
+    if (kKeys == 256) make_opaque(thread);
+    if (kTwoStages) ring.set_of_two(number);
+    const int lane = thread % 32;
     ring.wait_full();
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
-    const ThisStep step(stage, stage + values_at, lane);
-
-    // W = V - diag(gamma) K S0, E = W + strict(G o T) W
-    typename ThisStep::Tokens errors, outputs;
-    errors.clear();
-    outputs.clear();
-    step.multiply_rows(errors, packed_state, Tr::kKeysAt, 0, kPairs);
-    if (kEarly) step.multiply_rows(outputs, packed_state, Tr::kQueriesAt, 0, kPairs / 2);
-    step.subtract_from_values(errors);
-    {
-      Packed<Tr::kTokenTiles> w;
-      pack<T>(errors, w);
-      step.multiply_triangle(errors, w, offsetof(typename Tr::Record, transform));
-    }
-    if (kEarly) step.multiply_rows(outputs, packed_state, Tr::kQueriesAt, kPairs / 2, kPairs);
-
-    Packed<Tr::kTokenTiles> plain, scaled;
-    step.pack_errors(errors, plain, scaled);
-
-    // O = scale diag(gamma) Q S0 + (P B) E
-    if (kOutputs) {
-      if (!kEarly) step.multiply_rows(outputs, packed_state, Tr::kQueriesAt, 0, kPairs);
-      step.scale_outputs(outputs);
-      step.multiply_triangle(outputs, plain, offsetof(typename Tr::Record, outputs));
-    }
-
-    // S1 = gamma_C S0 + K^T diag(beta gamma_C / gamma) E
-    step.update(state, scaled);
+    step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * Tr::kValueBytes), lane, packed);
+    step.finish(o, done);  // before the first step there is nothing to store
+    step.run(state, packed, o, done);
     ring.release(lane);
-    if (kOutputs) o.store(outputs, left);
-    left -= kStep;
+    if (!kTwoStages) ring.next();
   }
+  step.finish(o, static_cast<int>(ceil_div(part.length, kStep)) * kStep);
 }
 
 // Rows of a skipped sequence's outputs, values [column, column + size).
@@ -133,26 +124,34 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
   }
 }
 
+// A pass over sequences or segments with outputs; without, over what is computed for its states alone.
 template <class T, int kKeys, bool kOutputs>
-__global__ void __launch_bounds__(Traits<kKeys>::kMostThreads, 1)
-    sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tr = Traits<kKeys>;
-  const unsigned rest = blockIdx.x / p.blocks_per_head;
-  const int n = static_cast<int>(rest / p.Hv);
+  const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
+  const unsigned block = transition ? blockIdx.x - static_cast<unsigned>(p.first_transition) : blockIdx.x;
+  const int blocks_per_head = transition ? p.transition_blocks_per_head : p.blocks_per_head;
+  const int columns = transition ? p.K : p.V;
+  const unsigned rest = block / blocks_per_head;
   const int head = static_cast<int>(rest % p.Hv),
-            column = static_cast<int>(blockIdx.x % p.blocks_per_head) * p.strips * kStrip;
-  const Part part = part_at(p, n);
-  const int64_t slot = p.pool_indices.initial.data == nullptr ? kNoSlot : read_slot(p.pool_indices, n);
+            column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
+  Part part;
+  if (!find_part<!kOutputs>(p, rest / p.Hv, transition, &part)) return;
+  if (transition && forgets(p, part.first_chunk, part.length, head)) return;
+  // Parts that start from `starts` are of sequences that are not skipped, but for segments.
+  int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {
     if (kOutputs) write_zero_rows(p, part, head, column, p.strips * kStrip);
     return;
   }
+  if (!part.first || transition) slot = kNoSlot;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int strips = min(p.strips, (p.V - column + kStrip - 1) / kStrip);  // of this block
+  const int strips = min(p.strips, (columns - column + kStrip - 1) / kStrip);  // of this block
   const uint32_t barriers = smem_address(dynamic_shared<char>());
   if (threadIdx.x == 0) {
     Ring::init(barriers, p.stages, strips);
-    store_place(barriers + Tr::kPlaceAt, {n, head, column, part.first_chunk});
+    store_place(barriers + Tr::kPlaceAt, {part.n, head, column, part.first_chunk, part.offset, part.copy_row,
+                                          part.end_row, part.last, transition});
   }
   __syncthreads();
   const Ring ring(barriers, p.stages, p.stage_bytes);

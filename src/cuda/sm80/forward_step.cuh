@@ -44,128 +44,221 @@ __device__ __forceinline__ float2 token_pair(uint32_t vector, int tile, int lane
   return load_shared_f2(vector + static_cast<uint32_t>(tile * 8 + lane % 4 * 2) * 4);
 }
 
-template <class T, int kKeys>
+// A step in the order of its tokens, a group of tiles at a time. The errors of a group are a chain of dependent
+// instructions: what other products there are stand between its links, those of the next group and those that follow
+// from the one before.
+template <class T, int kKeys, bool kOutputs>
 class Step {
  public:
   using Tr = Traits<kKeys>;
-  using Record = typename Tr::Record;
   static constexpr int kTokenTiles = Tr::kTokenTiles, kKeyTiles = Tr::kKeyTiles;
+  // Tiles of a group: two, the least that a product sums over. With 256 keys the whole step, as there are no registers
+  // for the products of two groups, nor for those with queries beside those with keys.
+  static constexpr int kTiles = kKeys <= 192 ? 2 : kTokenTiles, kGroups = kTokenTiles / kTiles;
+  static constexpr bool kAhead = kGroups > 1;
   using State = Sums<kKeyTiles>;
-  using Tokens = Sums<kTokenTiles>;
+  using Group = Sums<kTiles>;
+  using PackedGroup = Packed<kTiles>;
 
-  // `stage`: shared address of the step's stage; `values`: of this strip's V in it.
-  __device__ __forceinline__ Step(uint32_t stage, uint32_t values, int lane)
-      : stage_(stage), values_(values), lane_(lane) {}
+  // The first products of a step. `stage`: shared address of its stage; `values`: of this strip's V in it; `packed`:
+  // the state, rounded.
+  __device__ __forceinline__ void begin(uint32_t stage, uint32_t values, int lane, const Packed<kKeyTiles>& packed) {
+    stage_ = stage;
+    values_ = values;
+    lane_ = lane;
+    if (kAhead) {
+      multiply_both(packed, 0);
+    } else {
+      multiply(keys_[0], packed, Tr::kKeysAt);
+    }
+  }
 
-  // sums += S^T X^T for the rows X of keys or queries of tokens [16 first, 16 last).
-  __device__ __forceinline__ void multiply_rows(Tokens& sums, const Packed<kKeyTiles>& state, int rows_at, int first,
-                                                int last) const {
+  // From the state at the step's start to that at its end, both as sums and rounded. rows.store(sums, token): O of a
+  // group from that token on, `first` being the step's first one; that of the last group is left to finish().
+  template <class Rows>
+  __device__ __forceinline__ void run(State& state, Packed<kKeyTiles>& packed, Rows& rows, int first) {
+    errors_.clear();
+    made_.clear();
+    transform_.start(record_at(offsetof(StepRecord, transform)), lane_);
+    if (kOutputs && kAhead) outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
+    PackedGroup plain, scaled;  // E of the group before
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (group + 1 < kGroups) multiply_both(packed, group + 1);
+      PackedGroup w;
+      subtract_from_values(w, group);
+      if (group == 0) decay(state);
+      if (group > 0) update(state, scaled, group - 1);
+      add_triangle(transform_, errors_, keys_[group], w, group);
+      if (kOutputs && group > 0) {
+        add_outputs(plain, group - 1);
+        rows.store(queries_[group - 1], first + (group - 1) * 8 * kTiles);
+      }
+      pack_errors(plain, scaled, group);
+    }
+    constexpr int kLast = kGroups - 1;
+    if (kOutputs && !kAhead) {
+      multiply(queries_[0], packed, Tr::kQueriesAt);
+      outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
+      add_outputs(plain, kLast);
+      rows.store(queries_[0], first);
+    }
+    update(state, scaled, kLast);
+    if (kOutputs && kAhead) add_outputs(plain, kLast);
+    pack<T>(state, packed);
+  }
+  // O of the last group of the step before the one whose first token is `next`, where it is not stored yet: behind
+  // products that do not wait for it.
+  static constexpr int kRowsLater = kAhead ? 8 * kTiles : 0;
+  template <class Rows>
+  __device__ __forceinline__ void finish(Rows& rows, int next) const {
+    if (kOutputs && kAhead) rows.store(queries_[kGroups - 1], next - kRowsLater);
+  }
+
+ private:
+  // S^T K^T and S^T Q^T of a group.
+  __device__ __forceinline__ void multiply_both(const Packed<kKeyTiles>& state, int group) {
+    const BlockReader<kKeys> rows(stage_ + Tr::kKeysAt, lane_, Order::kRightOperand);
+    Group &keys = keys_[group], &queries = queries_[group];
+    keys.clear();
+    queries.clear();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      multiply_block(keys, 0, state.x[k], rows.at(group, k));
+      if (kOutputs) multiply_block(queries, 0, state.x[k], rows.at(group, k) + (Tr::kQueriesAt - Tr::kKeysAt));
+    }
+  }
+  // One of them, of all tokens.
+  __device__ __forceinline__ void multiply(Group& sums, const Packed<kKeyTiles>& state, int rows_at) const {
     const BlockReader<kKeys> rows(stage_ + static_cast<uint32_t>(rows_at), lane_, Order::kRightOperand);
+    sums.clear();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
-      for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
-        if (pair < first || pair >= last) continue;
-        uint32_t b[4];
-        load_matrix_x4(rows.at(pair, k), b);
-        multiply(sums.x[2 * pair], state.x[k], b[0], b[1]);
-        multiply(sums.x[2 * pair + 1], state.x[k], b[2], b[3]);
-      }
+      for (int pair = 0; pair < kTiles / 2; ++pair) multiply_block(sums, 2 * pair, state.x[k], rows.at(pair, k));
     }
   }
+  static __device__ __forceinline__ void multiply_block(Group& sums, int tile, const uint32_t (&left)[4],
+                                                        uint32_t address) {
+    uint32_t b[4];
+    load_matrix_x4(address, b);
+    product(sums.x[tile], left, b[0], b[1]);
+    product(sums.x[tile + 1], left, b[2], b[3]);
+  }
 
-  // sums = V^T - (S^T K^T) diag(gamma), from the products.
-  __device__ __forceinline__ void subtract_from_values(Tokens& sums) const {
+  // W = V - diag(gamma) K S0 of a group, rounded; in the place of its products with keys W and what the groups before
+  // add to it in E.
+  __device__ __forceinline__ void subtract_from_values(PackedGroup& w, int group) {
     const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
-    const uint32_t lane_values = values_ + value_offset(row, matrix & 1);
+    const uint32_t values = values_ + value_offset(row, matrix & 1) + static_cast<uint32_t>(group * kTiles * 8 * 32);
+    Group& sums = keys_[group];
 #pragma unroll
-    for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
+    for (int pair = 0; pair < kTiles / 2; ++pair) {
       uint32_t v[4];
-      load_matrix_x4_trans(lane_values + static_cast<uint32_t>(pair * 16 * 32), v[0], v[1], v[2], v[3]);
+      load_matrix_x4_trans(values + static_cast<uint32_t>(pair * 16 * 32), v[0], v[1], v[2], v[3]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 gamma = token_pair(vector_at(offsetof(Record, gamma)), 2 * pair + i, lane_);
-        float (&w)[4] = sums.x[2 * pair + i];
+        const int tile = 2 * pair + i;
+        const float2 gamma = token_pair(record_at(offsetof(StepRecord, gamma)), group * kTiles + tile, lane_);
+        float (&x)[4] = sums.x[tile];
         const float2 low = unpack2<T>(v[2 * i]), high = unpack2<T>(v[2 * i + 1]);
-        w[0] = fmaf(-gamma.x, w[0], low.x);
-        w[1] = fmaf(-gamma.y, w[1], low.y);
-        w[2] = fmaf(-gamma.x, w[2], high.x);
-        w[3] = fmaf(-gamma.y, w[3], high.y);
+        x[0] = fmaf(-gamma.x, x[0], low.x);
+        x[1] = fmaf(-gamma.y, x[1], low.y);
+        x[2] = fmaf(-gamma.x, x[2], high.x);
+        x[3] = fmaf(-gamma.y, x[3], high.y);
       }
+    }
+    pack<T>(sums, w);
+    if (group == 0) return;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.x[i][e] += errors_.x[group * kTiles + i][e];
     }
   }
 
-  // sums += left M^T for a triangular matrix M of the record, [tokens x tokens].
-  __device__ __forceinline__ void multiply_triangle(Tokens& sums, const Packed<kTokenTiles>& left, size_t at) const {
-    BlockStream<triangle_blocks(Tr::kStep)> blocks(vector_at(at), lane_);
-    int number = 0;
-#pragma unroll
-    for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
-#pragma unroll
-      for (int row = 0; row < kTokenTiles; ++row) {
-        if (row < 2 * pair) continue;
-        const uint32_t upper = blocks.take(number++);
-        const uint32_t lower = row == 2 * pair ? 0u : blocks.take(number++);
-        multiply(sums.x[row], left.x[pair], upper, lower);
-      }
-    }
-  }
-
-  // E^T, and the same times beta gamma_C / gamma, rounded.
-  __device__ __forceinline__ void pack_errors(const Tokens& errors, Packed<kTokenTiles>& plain,
-                                              Packed<kTokenTiles>& scaled) const {
+  // E of a group, rounded, and E times beta gamma_C / gamma.
+  __device__ __forceinline__ void pack_errors(PackedGroup& plain, PackedGroup& scaled, int group) const {
+    const Group& errors = keys_[group];
     pack<T>(errors, plain);
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) {
-      const float2 factor = token_pair(vector_at(offsetof(Record, update)), i, lane_);
+    for (int i = 0; i < kTiles; ++i) {
+      const float2 factor = token_pair(record_at(offsetof(StepRecord, update)), group * kTiles + i, lane_);
       const float (&e)[4] = errors.x[i];
       scaled.x[i / 2][i % 2 * 2] = pack2<T>(e[0] * factor.x, e[1] * factor.y);
       scaled.x[i / 2][i % 2 * 2 + 1] = pack2<T>(e[2] * factor.x, e[3] * factor.y);
     }
   }
 
-  __device__ __forceinline__ void scale_outputs(Tokens& sums) const {
+  // O = scale diag(gamma) Q S0 + (P B) E of a group, in the place of its products with queries.
+  __device__ __forceinline__ void add_outputs(const PackedGroup& errors, int group) {
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) {
-      const float2 gamma = token_pair(vector_at(offsetof(Record, scaled_gamma)), i, lane_);
-      sums.x[i][0] *= gamma.x;
-      sums.x[i][1] *= gamma.y;
-      sums.x[i][2] *= gamma.x;
-      sums.x[i][3] *= gamma.y;
+    for (int i = 0; i < kTiles; ++i) {
+      const float2 gamma = token_pair(record_at(offsetof(StepRecord, scaled_gamma)), group * kTiles + i, lane_);
+      float (&o)[4] = queries_[group].x[i];
+      const float (&before)[4] = made_.x[group * kTiles + i];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float factor = e % 2 == 0 ? gamma.x : gamma.y;
+        o[e] = group == 0 ? factor * o[e] : fmaf(factor, o[e], before[e]);
+      }
+    }
+    add_triangle(outputs_, made_, queries_[group], errors, group);
+  }
+
+  // Adds left M^T for the columns of a triangular matrix M that are this group's tokens: to the group itself, and to
+  // what later groups will have.
+  __device__ __forceinline__ void add_triangle(BlockStream<kAhead>& blocks, Sums<kTokenTiles>& later, Group& own,
+                                               const PackedGroup& left, int group) const {
+#pragma unroll
+    for (int i = 0; i < kTiles / 2; ++i) {
+      const int pair = group * kTiles / 2 + i;
+#pragma unroll
+      for (int row = 0; row < kTokenTiles; ++row) {
+        if (row < 2 * pair) continue;
+        // Above the diagonal there is no block.
+        const uint32_t upper = blocks.take(triangle_block(row, 2 * pair));
+        const uint32_t lower = row == 2 * pair ? 0u : blocks.take(triangle_block(row, 2 * pair + 1));
+        product(row < (group + 1) * kTiles ? own.x[row % kTiles] : later.x[row], left.x[i], upper, lower);
+      }
     }
   }
 
-  // S^T = decay S^T + scaled K.
-  __device__ __forceinline__ void update(State& state, const Packed<kTokenTiles>& scaled) const {
-    const float decay = load_shared_f1(vector_at(offsetof(Record, decay)));
+  // S^T = gamma_C S^T + (beta gamma_C / gamma E)^T K, the sum over a group's tokens.
+  __device__ __forceinline__ void decay(State& state) const {
+    const float decay = load_shared_f1(record_at(offsetof(StepRecord, decay)));
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) state.x[i][e] *= decay;
     }
+  }
+  __device__ __forceinline__ void update(State& state, const PackedGroup& scaled, int group) const {
     const BlockReader<kKeys> keys(stage_ + Tr::kKeysAt, lane_, Order::kLeftOperand);
 #pragma unroll
-    for (int pair = 0; pair < kTokenTiles / 2; ++pair) {
+    for (int pair = 0; pair < kTiles / 2; ++pair) {
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; tile += 2) {
         uint32_t b[4];
-        load_matrix_x4_trans(keys.at(pair, tile / 2), b[0], b[1], b[2], b[3]);
-        multiply(state.x[tile], scaled.x[pair], b[0], b[1]);
-        multiply(state.x[tile + 1], scaled.x[pair], b[2], b[3]);
+        load_matrix_x4_trans(keys.at(group * kTiles / 2 + pair, tile / 2), b[0], b[1], b[2], b[3]);
+        product(state.x[tile], scaled.x[pair], b[0], b[1]);
+        product(state.x[tile + 1], scaled.x[pair], b[2], b[3]);
       }
     }
   }
 
-  __device__ __forceinline__ uint32_t vector_at(size_t offset) const {
+  __device__ __forceinline__ uint32_t record_at(size_t offset) const {
     return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
   }
-
- private:
-  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static __device__ __forceinline__ void product(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma_m16n8k16<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
   }
+
   uint32_t stage_, values_;
   int lane_;
+  Group keys_[kGroups], queries_[kGroups];  // products, which become errors and outputs
+  Sums<kTokenTiles> errors_, made_;         // what the errors and outputs of a group have of the groups before it
+  BlockStream<kAhead> transform_, outputs_;
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -24,8 +24,7 @@ Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t s
 }
 
 template <class T, int kKeys>
-inline constexpr Kernels kKernels = {
-    launch_prepare<T, kKeys>, launch_forward<T, kKeys, true>, launch_forward<T, kKeys, false>,
-    static_cast<int64_t>(sizeof(typename Traits<kKeys>::Record)) * Traits<kKeys>::kStepsPerChunk, most_strips(kKeys)};
+inline constexpr Kernels kKernels = {launch_prepare<T, kKeys>, launch_forward<T, kKeys, true>,
+                                     launch_forward<T, kKeys, false>};
 
 }  // namespace flash_qla::cuda::sm80

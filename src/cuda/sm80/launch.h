@@ -12,8 +12,6 @@ struct Kernels {
   Status (*forward)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
   // The same without outputs: states alone.
   Status (*states)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
-  int64_t record_bytes;  // of a chunk and value head
-  int most_strips;       // of a block
 };
 
 const Kernels& kernels_for(DType type, int64_t K);

@@ -1,23 +1,11 @@
 #include "cuda/sm80/listed.h"
 
+#include "cuda/sm80/block.cuh"
+
 namespace flash_qla::cuda::sm80 {
 namespace {
 
 constexpr int kThreads = 256;
-
-// The last sequence that begins at or before token t of a row with offsets.
-__device__ int64_t sequence_of_token(const SequenceTable& sequences, int64_t t) {
-  int64_t low = 0, high = sequences.N;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (sequences.bounds[middle] <= t) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
 
 // A thread an entry. A position p stands for the token p - 1.
 __global__ void __launch_bounds__(kThreads)
@@ -30,7 +18,8 @@ __global__ void __launch_bounds__(kThreads)
   int64_t slot = kNoSlot, chunk = 0;
   if (token >= 0 && token < tokens && sequences.N > 0) {
     const bool dense = sequences.bounds == nullptr;
-    const int64_t n = dense ? token / sequences.T : sequence_of_token(sequences, token);
+    const int64_t n = dense ? token / sequences.T
+                            : last_not_above(sequences.N, token, [&](int64_t i) { return sequences.bounds[i]; });
     const DeviceSequence sequence = sequence_at(sequences, n);
     const int64_t t = (dense ? token % sequences.T : token) - sequence.begin;  // within the sequence
     if (t >= 0 && t < sequence.length && read_slot(pool, n) != kSkipRow) {
@@ -53,8 +42,7 @@ DeviceStates ListedTokens::start_states(const Problem& p) const {
   return {states, p.Hv * p.K * p.V, p.K * p.V, 1, p.K, entries, static_cast<int32_t>(DType::kFloat32)};
 }
 
-ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, int64_t record_bytes,
-                         Workspace* workspace) {
+ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, Workspace* workspace) {
   ListedTokens listed{};
   if (!present(args.checkpoint_offsets)) return listed;
   listed.entries = args.checkpoint_offsets.shape[0];
@@ -65,7 +53,7 @@ ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem&
   listed.parts = workspace->take<DeviceSequence>(listed.entries);
   listed.slots = workspace->take<int64_t>(listed.entries);
   listed.states = workspace->take<float>(listed.entries * p.Hv * p.K * p.V);
-  listed.records = workspace->take<char>(listed.entries * p.Hv * record_bytes);
+  listed.records = workspace->take<StepRecord>(listed.entries * p.Hv * kStepsPerChunk);
   return listed;
 }
 
@@ -85,20 +73,22 @@ PrepareParams for_parts(const PrepareParams& params, const ListedTokens& listed)
   of_parts.chunks = listed.entries;
   of_parts.normal_q = of_parts.normal_k = nullptr;
   of_parts.g_cumsum = of_parts.A = {};
+  of_parts.decays = nullptr;
   of_parts.records = listed.records;
   return of_parts;
 }
 
 ForwardParams for_parts(const ForwardParams& params, const ListedTokens& listed, const Problem& p) {
   ForwardParams of_parts = params;
+  of_parts.rule = {};
   of_parts.parts = listed.parts;
   of_parts.records = listed.records;
-  of_parts.initial_state = listed.start_states(p);
-  of_parts.pool_indices.initial = {};
+  of_parts.starts = listed.start_states(p);
   of_parts.pool_indices.final = {listed.slots, {1}, static_cast<int32_t>(DType::kInt64), 0};
-  of_parts.final_state = of_parts.h = of_parts.checkpoints = of_parts.listed_states = {};
+  of_parts.initial_state = of_parts.final_state = of_parts.h = of_parts.checkpoints = of_parts.listed_states = {};
   of_parts.checkpoint_every = 0;
   of_parts.listed = {};
+  of_parts.first_transition = INT64_MAX;
   return of_parts;
 }
 

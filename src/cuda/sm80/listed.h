@@ -15,13 +15,12 @@ struct ListedTokens {
   DeviceSequence* parts = nullptr;  // [M] from the chunk's start to the token; no tokens where nothing is wanted
   int64_t* slots = nullptr;         // [M] of the pool, or none
   float* states = nullptr;          // [M, Hv, V, K] at the parts' starts
-  char* records = nullptr;          // [M, Hv, ..] StepRecord
+  StepRecord* records = nullptr;    // [M, Hv, kStepsPerChunk]
 
   DeviceStates start_states(const Problem& p) const;
 };
 
-ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, int64_t record_bytes,
-                         Workspace* workspace);
+ListedTokens take_listed(const flash_qla_forward_arguments& args, const Problem& p, Workspace* workspace);
 
 // Fills lists, parts and slots.
 Status launch_list_tokens(const Problem& p, const SequenceTable& sequences, const PoolIndices& pool,

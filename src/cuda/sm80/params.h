@@ -5,14 +5,17 @@
 
 #include "cuda/common/gates.cuh"
 #include "cuda/common/pool.cuh"
+#include "cuda/sm80/split.h"
+#include "cuda/sm80/traits.h"
 
 namespace flash_qla::cuda::sm80 {
 
-// [B, T, heads, size] 16-bit elements as cp.async reads them: those of a row lie side by side and begin on a 16-byte
-// boundary.
+// [B, T, heads, size] 16-bit elements as cp.async reads them: those of a row lie side by side, begin on a 16-byte
+// boundary and are a multiple of 8; what is beyond K or V is zero.
 struct Rows {
   const void* data;            // null: there are none
   int64_t batch, token, head;  // strides, elements
+  int32_t pieces;              // of 16 bytes in a row
 };
 
 // Entries for each chunk, by its number.
@@ -33,7 +36,8 @@ struct PrepareParams {
   Gates gates;
   DeviceTensor g_cumsum;  // [B, T, Hv]; absent: not wanted
   DeviceTensor A;         // [B, T, Hv, 64]; likewise
-  char* records;          // [chunks, Hv, steps of a chunk] StepRecord
+  StepRecord* records;    // [chunks, Hv, kStepsPerChunk]
+  float* decays;          // [chunks, Hv] logarithm of what a chunk multiplies a state by at most; null: not wanted
   float scale;
   int32_t K, Hq, Hv, group;
   int32_t row_elements;     // of normal_q and normal_k
@@ -43,13 +47,15 @@ static_assert(std::is_trivially_copyable_v<PrepareParams>);
 
 struct ForwardParams {
   SequenceTable sequences;
-  // Parts of sequences that are computed as sequences of their own; null: none. first_chunk is that of the records.
-  const DeviceSequence* parts;  // [N]
-  PoolIndices pool_indices;     // without an initial index: from `initial_state`, or zero
-  Rows q, k;                    // [B, T, Hq, K]
-  Rows v;                       // [B, T, Hv, V]
-  Rows o;                       // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
-  const char* records;
+  SegmentRule rule;
+  // Parts that are computed from `starts` as sequences of their own, part i from row i; null: none. first_chunk is that
+  // of the records.
+  const DeviceSequence* parts;
+  PoolIndices pool_indices;
+  Rows q, k;                  // [B, T, Hq, K]
+  Rows v;                     // [B, T, Hv, V]
+  Rows o;                     // [B, T, Hv, o_columns]: rows begin on an 8-byte boundary
+  const StepRecord* records;  // [chunks, Hv, kStepsPerChunk]
 
   DeviceStates pool;           // [slots, Hv, K, V]
   DeviceStates initial_state;  // [N, Hv, K, V]
@@ -61,11 +67,20 @@ struct ForwardParams {
   ChunkLists listed;           // chunks of which the state at the start is wanted
   DeviceStates listed_states;  // [entries, Hv, K, V]
 
+  // Of segments: states at their starts [rows, Hv, K, V], transitions [rows, Hv, K, K], and what is as good as none.
+  DeviceStates starts, transitions;
+  const float* decays;  // [chunks, Hv]
+  float decay_threshold;
+
   int32_t K, V, Hv, group;
   int32_t o_columns;  // V or more, a multiple of 4
-  int32_t strips;     // of a block: 1, 2, 4 or 8
+  int32_t strips;     // of a block: 1, 2 or 4
   int32_t blocks_per_head;
+  // Blocks from here on make transitions, one strip to 16 keys.
+  int64_t first_transition;
+  int32_t transition_blocks_per_head;
   int32_t stages, stage_bytes;
+  int32_t keeps_states;  // at the starts of chunks
 };
 static_assert(std::is_trivially_copyable_v<ForwardParams>);
 

@@ -12,12 +12,11 @@
 namespace flash_qla::cuda::sm80 {
 
 inline constexpr int kPrepareWarps = 4, kPrepareThreads = 32 * kPrepareWarps;
-// Value heads at a time: two of them are four substitutions of 32 columns, one a warp.
+// Value heads at a time: a warp makes the same columns of the inverses of both.
 inline constexpr int kHeadsAtOnce = 2;
-inline constexpr int kChunk = static_cast<int>(kChunkSize);
 
 struct HeadGates {
-  float sum_high[kChunk], sum_low[kChunk];  // c from the step's start, as a sum of two floats
+  float high[kChunk], low[kChunk];  // c from the step's start, in powers of two, as a sum of two floats
   float beta[kChunk];
 };
 
@@ -26,7 +25,6 @@ struct PrepareMemory {
   float kk[kLowerFloats];  // K K^T
   float qk[kLowerFloats];  // Q K^T
   float inverse[kHeadsAtOnce][kLowerFloats];
-  float ones[kChunk];
   HeadGates gates[kHeadsAtOnce];
 };
 static_assert(sizeof(PrepareMemory) <= 48 * 1024);  // two blocks of it fit into the smallest multiprocessor
@@ -39,8 +37,8 @@ constexpr size_t prepare_shared_bytes() {
 
 // Where a block works.
 struct PreparePlace {
-  int64_t b, token, chunk;  // the chunk's first token in its batch row, and its number
-  int count;                // tokens
+  int b, token, chunk;  // the chunk's first token in its batch row, and its number
+  int count;            // tokens
   int key_head, first_head, last_head;
   bool writes_rows;  // of several blocks to a group one writes the normalised rows
   bool skipped;      // the sequence is
@@ -49,20 +47,20 @@ struct PreparePlace {
 __device__ inline bool find_place(const PrepareParams& p, PreparePlace* place) {
   const unsigned parts = (p.group + p.heads_per_block - 1) / p.heads_per_block;
   const unsigned of_group = blockIdx.x % parts, rest = blockIdx.x / parts;
-  place->chunk = rest / p.Hq;
+  place->chunk = static_cast<int>(rest / p.Hq);
   if (place->chunk >= (p.parts != nullptr ? p.chunks : total_chunks(p.sequences))) return false;
   if (p.parts != nullptr) {
     const DeviceSequence part = p.parts[place->chunk];
-    place->b = part.b;
-    place->token = part.begin;
+    place->b = static_cast<int>(part.b);
+    place->token = static_cast<int>(part.begin);
     place->count = static_cast<int>(part.length);
     place->skipped = false;
   } else {
     const int64_t n = sequence_of_chunk(p.sequences, place->chunk);
     const DeviceSequence sequence = sequence_at(p.sequences, n);
     const int64_t t0 = (place->chunk - sequence.first_chunk) * kChunk, left = sequence.length - t0;
-    place->b = sequence.b;
-    place->token = sequence.begin + t0;
+    place->b = static_cast<int>(sequence.b);
+    place->token = static_cast<int>(sequence.begin + t0);
     place->count = static_cast<int>(left < kChunk ? left : kChunk);
     place->skipped = read_slot(p.pool_indices, n) == kSkipRow;
   }
@@ -117,96 +115,95 @@ __device__ void normalize_rows(char* tile, uint16_t* out, int64_t out_stride, in
   }
 }
 
-// Products of rows of the chunk, by blocks of 16x16 on and below the diagonal. A pass of short steps needs those within
-// its steps; the 64x64 inverse needs all of K K^T.
-struct ProductBlock {
-  bool of_queries;
-  int i, j;
-};
-
-template <int kStep>
-__device__ __forceinline__ int product_blocks(bool whole) {
-  return kStep == kChunk ? 20 : whole ? 16 : 12;
-}
-
-template <int kStep>
-__device__ __forceinline__ ProductBlock product_block(int number) {
-  // Numbers of blocks, row by row, a hexadecimal digit each.
-  constexpr uint32_t kWithin = 0x985210, kBetween = 0x7643;
-  int block;
-  bool of_queries;
-  if (kStep == kChunk) {
-    of_queries = number >= 10;
-    block = number % 10;
-  } else {
-    of_queries = number >= 6 && number < 12;
-    block = (number < 12 ? kWithin >> number % 6 * 4 : kBetween >> (number - 12) * 4) & 15;
-  }
-  const int i = block >= 6 ? 3 : block >= 3 ? 2 : block >= 1 ? 1 : 0;
-  return {of_queries, i, block - i * (i + 1) / 2};
-}
-
+// K K^T and Q K^T within each step, by blocks of 16x16 on and below the diagonal: a warp makes a row of blocks of a
+// step. The inverse of the whole chunk also wants K K^T between the steps (`whole`), of which two warps make a row
+// each.
 template <class T, int kKeys>
 __device__ void multiply_rows(char* memory, bool whole) {
-  constexpr int kStep = step_tokens(kKeys), kMost = (kStep == kChunk ? 20 : 16) / kPrepareWarps;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  static_assert(kStepsPerChunk == 2 && kStep == 2 * kSide && kPrepareWarps == kSides);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32, step = row / 2;
+  const bool lower = row % 2 != 0;  // the second row of its step: two blocks
   const uint32_t keys = smem_address(memory), queries = keys + kChunk * kKeys * 2;
-  const int blocks = product_blocks<kStep>(whole);
-  float sums[kMost][8];
-#pragma unroll
-  for (int n = 0; n < kMost; ++n) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) sums[n][e] = 0.f;
-    const int number = warp + n * kPrepareWarps;
-    if (number >= blocks) continue;
-    const ProductBlock block = product_block<kStep>(number);
-    const BlockReader<kKeys> left(block.of_queries ? queries : keys, lane, Order::kLeftOperand);
-    const BlockReader<kKeys> right(keys, lane, Order::kRightOperand);
-#pragma unroll 4
+  const BlockReader<kKeys> left_keys(keys, lane, Order::kLeftOperand), left_queries(queries, lane, Order::kLeftOperand);
+  const BlockReader<kKeys> right(keys, lane, Order::kRightOperand);
+  using Sums = float[8];
+  Sums kk[2] = {}, qk[2] = {}, between[2] = {};
+  const auto multiply = [](Sums& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+    mma_m16n8k16<T>(sums, a[0], a[1], a[2], a[3], b[0], b[1]);
+    mma_m16n8k16<T>(sums + 4, a[0], a[1], a[2], a[3], b[2], b[3]);
+  };
+#pragma unroll 2
+  for (int k = 0; k < kKeys / 16; ++k) {
+    uint32_t a[4], of_queries[4], b[4];
+    load_matrix_x4(left_keys.at(row, k), a);
+    load_matrix_x4(left_queries.at(row, k), of_queries);
+    load_matrix_x4(right.at(2 * step, k), b);
+    multiply(kk[0], a, b);
+    multiply(qk[0], of_queries, b);
+    if (!lower) continue;
+    load_matrix_x4(right.at(2 * step + 1, k), b);
+    multiply(kk[1], a, b);
+    multiply(qk[1], of_queries, b);
+  }
+  if (whole && !lower) {
+#pragma unroll 2
     for (int k = 0; k < kKeys / 16; ++k) {
       uint32_t a[4], b[4];
-      load_matrix_x4(left.at(block.i, k), a);
-      load_matrix_x4(right.at(block.j, k), b);
-      mma_m16n8k16<T>(sums[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_m16n8k16<T>(sums[n] + 4, a[0], a[1], a[2], a[3], b[2], b[3]);
+      load_matrix_x4(left_keys.at(2 + step, k), a);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        load_matrix_x4(right.at(j, k), b);
+        multiply(between[j], a, b);
+      }
     }
   }
   __syncthreads();  // the tiles have been read: the products take their place
   PrepareMemory& s = *reinterpret_cast<PrepareMemory*>(memory);
-#pragma unroll
-  for (int n = 0; n < kMost; ++n) {
-    const int number = warp + n * kPrepareWarps;
-    if (number >= blocks) continue;
-    const ProductBlock block = product_block<kStep>(number);
-    float* to = (block.of_queries ? s.qk : s.kk) + lower_block(block.i, block.j) + lane / 4 * kSide + lane % 4 * 2;
+  const auto keep = [&](float* matrix, int i, int j, const Sums& sums) {
+    float* to = matrix + lower_block(i, j) + lane / 4 * kSide + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(to + 8 * half) = make_float2(sums[n][4 * half], sums[n][4 * half + 1]);
-      *reinterpret_cast<float2*>(to + 8 * kSide + 8 * half) = make_float2(sums[n][4 * half + 2], sums[n][4 * half + 3]);
+      *reinterpret_cast<float2*>(to + 8 * half) = make_float2(sums[4 * half], sums[4 * half + 1]);
+      *reinterpret_cast<float2*>(to + 8 * kSide + 8 * half) = make_float2(sums[4 * half + 2], sums[4 * half + 3]);
     }
+  };
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (j == 0 || lower) keep(s.kk, row, 2 * step + j, kk[j]);
+    if (j == 0 || lower) keep(s.qk, row, 2 * step + j, qk[j]);
+    if (whole && !lower) keep(s.kk, 2 + step, j, between[j]);
   }
 }
 
-template <int kStep>
-__device__ __forceinline__ StepRecord<kStep>* record_at(const PrepareParams& p, int64_t chunk, int head, int step) {
-  constexpr int kSteps = kChunk / kStep;
-  return reinterpret_cast<StepRecord<kStep>*>(p.records) + (chunk * p.Hv + head) * kSteps + step;
+__device__ __forceinline__ StepRecord* record_at(const PrepareParams& p, int64_t chunk, int head, int step) {
+  return p.records + (chunk * p.Hv + head) * kStepsPerChunk + step;
 }
 
-// The gates of a value head, by one warp: sums in double, in shared memory and in the records. A lane has two tokens.
-template <int kStep>
-__device__ void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, HeadGates& s) {
-  constexpr int kLanesPerStep = kStep / 2;
-  const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
-  float g[2] = {0.f, 0.f}, beta[2] = {0.f, 0.f};
+// The log decays and betas of a lane's two tokens.
+struct TokenGates {
+  float g[2], beta[2];
+};
+
+__device__ __forceinline__ TokenGates load_gates(const PrepareParams& p, const PreparePlace& place, int head) {
+  TokenGates gates{};
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int t = 2 * lane + e;
     if (t >= place.count) continue;
-    g[e] = clamp_log_decay(log_decay<float>(p.gates, place.b, place.token + t, head, t == 0));
-    beta[e] = effective_beta<float>(p.gates, place.b, place.token + t, head);
+    gates.g[e] = clamp_log_decay(log_decay<float>(p.gates, place.b, place.token + t, head, t == 0));
+    gates.beta[e] = effective_beta<float>(p.gates, place.b, place.token + t, head);
   }
-  double sum = static_cast<double>(g[0]) + static_cast<double>(g[1]);
+  return gates;
+}
+
+// The gates of a value head, by one warp: sums in double, in shared memory and in the records. `kk`: K K^T.
+__device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, const TokenGates& gates,
+                                 const float* kk, HeadGates& s) {
+  constexpr int kLanesPerStep = kStep / 2;
+  constexpr double kLog2E = 1.4426950408889634;
+  const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
+  double sum = static_cast<double>(gates.g[0]) + static_cast<double>(gates.g[1]);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const double other = __shfl_up_sync(0xffffffffu, sum, distance);
@@ -217,61 +214,85 @@ __device__ void sum_gates(const PrepareParams& p, const PreparePlace& place, int
   const double of_first_step = __shfl_sync(0xffffffffu, sum, kLanesPerStep - 1);
   const double of_chunk = __shfl_sync(0xffffffffu, sum, 31);
   const double start = step == 0 ? 0.0 : of_first_step;
-  const double end = (step == 0 ? of_first_step : of_chunk) - start;
-  const double c[2] = {before + static_cast<double>(g[0]), sum};
-  StepRecord<kStep>& record = *record_at<kStep>(p, place.chunk, head, step);
+  const double end = ((step == 0 ? of_first_step : of_chunk) - start) * kLog2E;
+  const double c[2] = {before + static_cast<double>(gates.g[0]), sum};
+  StepRecord& record = *record_at(p, place.chunk, head, step);
   const int at = 2 * (lane % kLanesPerStep);
   float high[2], low[2], gamma[2], update[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const double local = c[e] - start;
+    const double local = (c[e] - start) * kLog2E;
     high[e] = static_cast<float>(local);
     low[e] = static_cast<float>(local - static_cast<double>(high[e]));
-    gamma[e] = __expf(high[e]);
-    update[e] = beta[e] * __expf(static_cast<float>(end - local));
+    gamma[e] = exp2_approx(high[e]);
+    update[e] = gates.beta[e] * exp2_approx(static_cast<float>(end - local));
     const int t = 2 * lane + e;
     if (p.g_cumsum.data != nullptr && t < place.count) {
       store<float>(p.g_cumsum, offset_of(p.g_cumsum, place.b, place.token + t, head), static_cast<float>(c[e]));
     }
   }
   const auto keep = [](float* to, const float (&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
-  keep(s.sum_high + 2 * lane, high);
-  keep(s.sum_low + 2 * lane, low);
-  keep(s.beta + 2 * lane, beta);
+  keep(s.high + 2 * lane, high);
+  keep(s.low + 2 * lane, low);
+  keep(s.beta + 2 * lane, gates.beta);
   keep(record.gamma + at, gamma);
   keep(record.update + at, update);
   const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
   keep(record.scaled_gamma + at, scaled);
-  if (lane % kLanesPerStep < 4) record.decay[lane % kLanesPerStep] = __expf(static_cast<float>(end));
+  if (p.decays != nullptr) {
+    // A token multiplies a state by e^g (I - beta k k^T), whose norm is at most e^g max(1, |1 - beta |k|^2|).
+    float bound = 0.f;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int t = 2 * lane + e;
+      bound += gates.g[e] + __logf(fmaxf(1.f, fabsf(1.f - gates.beta[e] * kk[lower_index(t, t)])));
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, distance);
+    if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = bound;
+  }
+  if (lane % kLanesPerStep < 4) record.decay[lane % kLanesPerStep] = exp2_approx(static_cast<float>(end));
 }
 
-// strict(G o T) and P B of a value head, by all warps: a warp writes a block of 128 bytes at once.
-template <class T, int kStep>
-__device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int head, int slot) {
+// strict(G o T) and P B of value heads from `first` on, by all warps: a warp writes a block of 128 bytes at once. It
+// takes one row of blocks of each step, a long one of the one and a short one of the other.
+template <class T>
+__device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
+  static_assert(kTileRows == kPrepareWarps);
+  const auto pair = [](const float* at) { return *reinterpret_cast<const float2*>(at); };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const HeadGates& gates = s.gates[slot];
-  for (int step = 0; step < kChunk / kStep; ++step) {
-    StepRecord<kStep>& record = *record_at<kStep>(p, chunk, head, step);
-    int row = 0, before = 0;  // blocks of the rows before
-    for (int block = warp; block < triangle_blocks(kStep); block += kPrepareWarps) {
-      while (before + row + 1 <= block) before += ++row;
-      const int column = block - before;
-      const int i = step * kStep + 8 * row + lane / 4, j = step * kStep + 8 * column + lane % 4 * 2;
-      const float2 inverse = *reinterpret_cast<const float2*>(s.inverse[slot] + lower_index(i, j));
-      const float2 product = *reinterpret_cast<const float2*>(s.qk + lower_index(i, j));
-      float transform[2], output[2];
+#pragma unroll 1
+  for (int step = 0; step < kStepsPerChunk; ++step) {
+    StepRecord* records = record_at(p, chunk, first, step);
+    const int row = step % 2 == 0 ? warp : kTileRows - 1 - warp, i = step * kStep + 8 * row + lane / 4;
+#pragma unroll 1
+    for (int column = 0; column <= row; ++column) {
+      const int j = step * kStep + 8 * column + lane % 4 * 2, element = lower_index(i, j);
+      const int at = triangle_block(row, column) * kBlockBytes + lane * 4;
+      float2 product = pair(s.qk + element);
+      product.x *= p.scale;
+      product.y *= p.scale;
+      // Above the diagonal nothing is multiplied, not even by 0: exponents may be large, and products anything.
+      if (j > i) product.x = 0.f;
+      if (j + 1 > i) product.y = 0.f;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool within = j + e <= i, below = j + e < i;
-        // The difference is exact where it is small, as the two sums are near each other then.
-        const float c = (gates.sum_high[i] - gates.sum_high[j + e]) + (gates.sum_low[i] - gates.sum_low[j + e]);
-        const float G = within ? __expf(c) : 0.f;  // above the diagonal the exponent may be large
-        transform[e] = below ? G * (e == 0 ? inverse.x : inverse.y) : 0.f;
-        output[e] = within ? p.scale * G * (e == 0 ? product.x : product.y) * gates.beta[j + e] : 0.f;
+      for (int h = 0; h < kHeadsAtOnce; ++h) {
+        if (h >= heads) break;
+        const HeadGates& gates = s.gates[h];
+        const float high = gates.high[i], low = gates.low[i];
+        const float2 high_j = pair(gates.high + j), low_j = pair(gates.low + j), beta = pair(gates.beta + j);
+        float2 inverse = pair(s.inverse[h] + element);
+        if (j >= i) inverse.x = 0.f;
+        if (j + 1 >= i) inverse.y = 0.f;
+        // The first difference is exact where it is small, as the two sums are near each other then.
+        const float x = j > i ? 0.f : (high - high_j.x) + (low - low_j.x);
+        const float y = j + 1 > i ? 0.f : (high - high_j.y) + (low - low_j.y);
+        const float2 G = make_float2(exp2_approx(x), exp2_approx(y));
+        StepRecord& record = records[h * kStepsPerChunk];
+        *reinterpret_cast<uint32_t*>(record.transform + at) = pack2<T>(G.x * inverse.x, G.y * inverse.y);
+        *reinterpret_cast<uint32_t*>(record.outputs + at) =
+            pack2<T>(G.x * product.x * beta.x, G.y * product.y * beta.y);
       }
-      const int at = triangle_block(kStep, row, column) * kBlockBytes + lane * 4;
-      *reinterpret_cast<uint32_t*>(record.transform + at) = pack2<T>(transform[0], transform[1]);
-      *reinterpret_cast<uint32_t*>(record.outputs + at) = pack2<T>(output[0], output[1]);
     }
   }
 }
@@ -309,24 +330,29 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
   }
 }
 
-// Three blocks: as many as the shared memory of an A100's multiprocessor holds with up to 128 keys.
+// Blocks of a multiprocessor: what registers allow, and with more keys shared memory.
+constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
+
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads, 3) sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
-  constexpr int kStep = step_tokens(kKeys);
+__global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
+    sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   char* memory = dynamic_shared<char>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   PreparePlace place;
   if (!find_place(p, &place)) return;
   if (place.skipped) return write_zeros(p, place);
 
-  // Rows of keys and queries.
+  // Rows of keys and queries, and while they are on their way the first gates.
   const uint32_t tiles = smem_address(memory);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, p.K,
-                                            place.count, threadIdx.x);
-  copy_rows<kKeys, kChunk, kPrepareThreads>(tiles + kChunk * kKeys * 2,
-                                            row_at(p.q, place.b, place.token, place.key_head), p.q.token, p.K,
-                                            place.count, threadIdx.x);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.k.pieces, threadIdx.x)
+      .copy(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, place.count);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.q.pieces, threadIdx.x)
+      .copy(tiles + kChunk * kKeys * 2, row_at(p.q, place.b, place.token, place.key_head), p.q.token, place.count);
   cp_async_commit();
+  TokenGates gates{};
+  if (place.first_head + warp < place.last_head && warp < kHeadsAtOnce) {
+    gates = load_gates(p, place, place.first_head + warp);
+  }
   cp_async_wait<0>();
   __syncthreads();
   if (p.normal_q != nullptr || p.normal_k != nullptr) {
@@ -344,25 +370,28 @@ __global__ void __launch_bounds__(kPrepareThreads, 3) sm80_prepare_kernel(const 
   const bool wants_A = p.A.data != nullptr;
   multiply_rows<T, kKeys>(memory, wants_A);
   PrepareMemory& s = *reinterpret_cast<PrepareMemory*>(memory);
-  if (threadIdx.x < kChunk) s.ones[threadIdx.x] = 1.f;
-
+  if (p.decays != nullptr) __syncthreads();  // they want the diagonal of K K^T
+#pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
-    if (warp < heads) sum_gates<kStep>(p, place, first + warp, s.gates[warp]);
+    make_opaque(place.token);  // addresses of every tensor do not fit into the registers beside a substitution
+    if (warp < heads) {
+      if (first > place.first_head) gates = load_gates(p, place, first + warp);
+      sum_gates(p, place, first + warp, gates, s.kk, s.gates[warp]);
+    }
     __syncthreads();
-    const int slot = warp / 2, part = warp % 2 * 2;  // a warp's head, and the first of its blocks of columns
+    // A warp makes a block of columns, each half of it for a head of its own (or both for the last one).
+    const int slot = min(lane / kSide, heads - 1);
+    const float* beta = s.gates[slot].beta;
     if (wants_A) {
-      if (slot < heads) substitute(s.kk, s.gates[slot].beta, s.ones, s.inverse[slot], part, kSides, lane);
+      substitute<true>(s.kk, beta, s.inverse[slot], warp, kSides, lane % kSide);
       __syncthreads();
       for (int h = 0; h < heads; ++h) write_A(p, place, first + h, s.inverse[h]);
       __syncthreads();
     }
-    if (slot < heads) {
-      const int last = kStep == kChunk ? kSides : part + kSides / 2;
-      substitute(s.kk, s.ones, s.gates[slot].beta, s.inverse[slot], part, last, lane);
-    }
+    substitute<false>(s.kk, beta, s.inverse[slot], warp, (warp / 2 + 1) * 2, lane % kSide);
     __syncthreads();
-    for (int h = 0; h < heads; ++h) write_triangles<T, kStep>(p, s, place.chunk, first + h, h);
+    write_triangles<T>(p, s, place.chunk, first, heads);
     __syncthreads();
   }
 }

@@ -9,19 +9,21 @@ namespace flash_qla::cuda::sm80 {
 inline constexpr int64_t kCopyGrain = 8;   // 16-bit elements of one cp.async
 inline constexpr int64_t kStoreGrain = 4;  // of one store of outputs
 
-// Whether all rows of [B, T, heads, size] have their elements side by side and begin on a boundary of `grain` elements.
-// The stride of a dimension of one index means nothing.
-inline bool rows_begin_on(const Tensor& t, int64_t grain) {
+// Whether all rows of [B, T, heads, size] have their elements side by side, begin on a boundary of `grain` elements and
+// are a multiple of it long. The stride of a dimension of one index means nothing.
+inline bool rows_fit(const Tensor& t, int64_t grain) {
   for (int i = 0; i < 3; ++i) {
     if (t.shape[i] > 1 && t.stride[i] % grain != 0) return false;
   }
-  const bool side_by_side = t.shape[3] == 1 || t.stride[3] == 1;
-  return side_by_side && reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(grain * 2) == 0;
+  return t.stride[3] == 1 && t.shape[3] % grain == 0 &&
+         reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(grain * 2) == 0;
 }
 
-inline Rows rows_of(const Tensor& t) { return {t.data, t.stride[0], t.stride[1], t.stride[2]}; }
+inline Rows rows_of(const Tensor& t) {
+  return {t.data, t.stride[0], t.stride[1], t.stride[2], static_cast<int32_t>(t.shape[3] / kCopyGrain)};
+}
 
-// A [B, T, heads, size] copy of 16-bit elements in the workspace, rows of `row` elements.
+// A [B, T, heads, size] copy of 16-bit elements in the workspace, in rows of `row` elements.
 struct RowCopy {
   uint16_t* data = nullptr;
   int64_t heads = 0, size = 0, row = 0;
@@ -33,7 +35,9 @@ struct RowCopy {
   }
   bool used() const { return row > 0; }
   DeviceTensor tensor(const Problem& p) const { return workspace_tensor(data, p.dtype, p.B, p.T, heads, row); }
-  Rows rows(const Problem& p) const { return {data, p.T * heads * row, heads * row, row}; }
+  Rows rows(const Problem& p) const {
+    return {data, p.T * heads * row, heads * row, row, static_cast<int32_t>(row / kCopyGrain)};
+  }
 };
 
 }  // namespace flash_qla::cuda::sm80

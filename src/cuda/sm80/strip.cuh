@@ -79,38 +79,57 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
   walk.visit<kTiles>([&](int tile, int e, char* at) { walk.store(at, state.x[tile][e]); });
 }
 
+// The identity, whose value columns are keys.
+template <int kTiles>
+__device__ __forceinline__ void set_identity(Sums<kTiles>& state, const StripPlace& place) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int key = 8 * tile + place.lane % 4 * 2 + e % 2, column = place.column + place.lane / 4 + e / 2 * 8;
+      state.x[tile][e] = key == column ? 1.f : 0.f;
+    }
+  }
+}
+
 // Rows of O of a strip: eight bytes of a row a lane, so that the 32 bytes of a row are written at once.
 template <class T>
 class OutputRows {
  public:
   OutputRows() = default;
-  // `o`: the row of the first token; `columns` values in it.
-  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, const StripPlace& place)
+  // `o`: the row of token 0 of `count`; `columns` values in it. The rows that come first are those of token `first`,
+  // which may be below 0.
+  __device__ __forceinline__ OutputRows(const uint16_t* o, int64_t stride, int columns, int count, int first,
+                                        const StripPlace& place)
       : stride_(stride) {
-    const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4;
-    at_ = const_cast<uint16_t*>(o) + place.lane / 4 * stride + column;
+    const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4, row = place.lane / 4;
+    at_ = const_cast<uint16_t*>(o) + (row + first) * stride + column;
     // A lane whose columns are past the row's end has no tokens.
-    first_ = column < columns ? place.lane / 4 : INT32_MAX;
+    count_ = column < columns && row < count ? static_cast<uint32_t>(count - row) : 0u;
   }
-  // The next tokens, `left` of them or all.
+  // The next 8 kTiles tokens, from `first` on.
   template <int kTiles>
-  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int left) {
+  __device__ __forceinline__ void store(const Sums<kTiles>& sums, int first) {
     const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i, at_ += 8 * stride_) {
+    for (int i = 0; i < kTiles; ++i) {
       // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
       // beside them: an even lane gives its last for the neighbour's first.
-      const uint32_t first = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
-      const uint32_t last = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? first : last, 1);
-      if (first_ < left - 8 * i) *reinterpret_cast<uint2*>(at_) = odd ? make_uint2(got, last) : make_uint2(first, got);
+      const uint32_t low = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
+      const uint32_t high = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+      // One comparison: a token below 0 is a large number.
+      store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < count_, at_,
+                         odd ? make_uint2(got, high) : make_uint2(low, got));
+      at_ += 8 * stride_;
+      make_opaque(at_);  // multiples of the stride are not kept in registers
     }
   }
 
  private:
   uint16_t* at_;
   int64_t stride_;
-  int first_;
+  uint32_t count_;  // of the tokens whose row the lane has, those that are there
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -9,7 +9,8 @@ namespace flash_qla::cuda::sm80 {
 // A lower triangular [64 x 64] matrix in shared memory, by blocks of 16x16, those above the diagonal left out. A block
 // takes 16 floats more than it has: rows of neighbouring blocks lie in different banks.
 inline constexpr int kSide = 16, kSides = 4, kSideBlock = kSide * kSide + kSide;
-inline constexpr int kLowerFloats = kSides * (kSides + 1) / 2 * kSideBlock;
+// Two matrices one behind the other, too, lie half of the banks apart.
+inline constexpr int kLowerFloats = kSides * (kSides + 1) / 2 * kSideBlock + kSide;
 
 __device__ __forceinline__ int lower_block(int i, int j) { return (i * (i + 1) / 2 + j) * kSideBlock; }
 // Element (row, column), row >= column.
@@ -17,43 +18,56 @@ __device__ __forceinline__ int lower_index(int row, int column) {
   return lower_block(row / kSide, column / kSide) + row % kSide * kSide + column % kSide;
 }
 
-// Columns 16 first to 16 first + 31 of X = (I + diag(left) strict_lower(L) diag(right))^-1, rows of blocks [first,
-// last). By one warp, a lane a column. left, right: of 64 rows, in shared memory on 16-byte boundaries.
-__device__ inline void substitute(const float* lower, const float* left, const float* right, float* x, int first,
-                                  int last, int lane) {
-  const int block = first + lane / kSide, column = lane % kSide;  // the lane's block of columns
-  for (int I = first; I < last; ++I) {
-    float sum[kSide];  // rows of L diag(right) X, as far as X is known
+// Columns of block `block` of the inverse of I + L B (kBetaFirst: of I + B L), down to the rows of block last - 1, with
+// L = strict_lower(lower) and B = diag(beta). By 16 lanes, each a column, of which it reads back what it has written;
+// the other 16 lanes of the warp do it for another B. `beta`: of 64 rows, in shared memory on a 16-byte boundary.
+template <bool kBetaFirst>
+__device__ void substitute(const float* lower, const float* beta, float* x, int block, int last, int column) {
+  const auto four = [](const float* at) { return *reinterpret_cast<const float4*>(at); };
+#pragma unroll 1
+  for (int I = block; I < last; ++I) {
+    float sum[kSide];  // rows of L B X (of L X), as far as X is known
 #pragma unroll
     for (int i = 0; i < kSide; ++i) sum[i] = 0.f;
-    for (int J = first; J < I; ++J) {
-      float y[kSide];
+    float y[kSide];  // rows of B X (of X)
+#pragma unroll 1
+    for (int J = block; J < I; ++J) {
+      const float* known = x + lower_block(J, block) + column;
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        y[j] = J < block ? 0.f : right[J * kSide + j] * x[lower_block(J, block) + j * kSide + column];
+      for (int j = 0; j < kSide; j += 4) {
+        const float4 b = kBetaFirst ? make_float4(1.f, 1.f, 1.f, 1.f) : four(beta + J * kSide + j);
+        y[j] = b.x * known[j * kSide];
+        y[j + 1] = b.y * known[(j + 1) * kSide];
+        y[j + 2] = b.z * known[(j + 2) * kSide];
+        y[j + 3] = b.w * known[(j + 3) * kSide];
       }
       const float* rows = lower + lower_block(I, J);
 #pragma unroll
       for (int i = 0; i < kSide; ++i) {
 #pragma unroll
         for (int j = 0; j < kSide; j += 4) {
-          const float4 l = *reinterpret_cast<const float4*>(rows + i * kSide + j);
+          const float4 l = four(rows + i * kSide + j);
           sum[i] = fmaf(l.x, y[j], fmaf(l.y, y[j + 1], fmaf(l.z, y[j + 2], fmaf(l.w, y[j + 3], sum[i]))));
         }
       }
     }
     const float* rows = lower + lower_block(I, I);
-    float y[kSide];
+    float* to = x + lower_block(I, block) + column;
 #pragma unroll
     for (int i = 0; i < kSide; ++i) {
 #pragma unroll
-      for (int j = 0; j < i; ++j) sum[i] = fmaf(rows[i * kSide + j], y[j], sum[i]);
-      const float one = I == block && i == column ? 1.f : 0.f;
-      const float value = fmaf(-left[I * kSide + i], sum[i], one);
-      y[i] = right[I * kSide + i] * value;
-      if (I >= block) x[lower_block(I, block) + i * kSide + column] = value;
+      for (int j = 0; j < i; j += 4) {
+        const float4 l = four(rows + i * kSide + j);
+        sum[i] = fmaf(l.x, y[j], sum[i]);
+        if (j + 1 < i) sum[i] = fmaf(l.y, y[j + 1], sum[i]);
+        if (j + 2 < i) sum[i] = fmaf(l.z, y[j + 2], sum[i]);
+        if (j + 3 < i) sum[i] = fmaf(l.w, y[j + 3], sum[i]);
+      }
+      const float one = I == block && i == column ? 1.f : 0.f, b = beta[I * kSide + i];
+      const float value = kBetaFirst ? fmaf(-b, sum[i], one) : one - sum[i];
+      y[i] = kBetaFirst ? value : b * value;
+      to[i * kSide] = value;
     }
-    __syncwarp();
   }
 }
 

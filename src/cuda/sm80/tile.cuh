@@ -12,6 +12,10 @@ namespace flash_qla::cuda::sm80 {
 // What is computed from x behind this is computed where it stands: moved in front of a loop it would take registers
 // from the state.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+template <class T>
+__device__ __forceinline__ void make_opaque(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
 // banks. Rows of 192 bytes (96 keys) shift by half of the banks from row to row: two bits of every second row are
@@ -56,30 +60,57 @@ class BlockReader {
   uint32_t start_, flip_;
 };
 
-// Copies rows [0, kRows) of a tile, `count` of them from `from` on (elements); the others and pieces past the row's
-// `size` elements become zero. By `kThreads` threads, of which this is number `thread`.
+// Copies tiles of kRows rows of keys or queries by kThreads threads, of which this is number `thread`. Pieces past a
+// row's `pieces` become zero.
 template <int kKeys, int kRows, int kThreads>
-__device__ __forceinline__ void copy_rows(uint32_t tile, const uint16_t* from, int64_t stride, int size, int count,
-                                          int thread) {
-  constexpr int kPieces = kKeys / 8;
-  // After kPeriod rounds a thread is in the column where it began.
-  constexpr int kPeriod = kThreads % kPieces == 0 ? 1 : 3, kRowsOn = kThreads * kPeriod / kPieces;
-  static_assert(kThreads * kPeriod % kPieces == 0 && kRows % kRowsOn == 0);
+class TileCopier {
+ public:
+  __device__ __forceinline__ TileCopier(int pieces, int thread) : whole_(pieces == kPieces) {
 #pragma unroll
-  for (int b = 0; b < kPeriod; ++b) {
-    const int row = (b * kThreads + thread) / kPieces, piece = (b * kThreads + thread) % kPieces;
-    const int left = 2 * (size - 8 * piece), bytes = left < 0 ? 0 : left < 16 ? left : 16;
-    // A copy of nothing wants a legal address, too.
-    const uint16_t* at = from + row * stride + (bytes > 0 ? 8 * piece : 0);
-#pragma unroll
-    for (int a = 0; a < kRows / kRowsOn; ++a) {
-      const int r = row + a * kRowsOn;
-      const bool inside = r < count;
-      cp_async_16(tile + piece_offset<kKeys>(r, piece), inside ? at : from, inside ? bytes : 0);
-      at += kRowsOn * stride;
+    for (int b = 0; b < kPeriod; ++b) {
+      row_[b] = (b * kThreads + thread) / kPieces;
+      const int piece = (b * kThreads + thread) % kPieces;
+      first_[b] = piece_offset<kKeys>(row_[b], piece);
+      column_[b] = piece < pieces ? piece * 8 : -1;
     }
   }
-}
+  // `count` rows from `from` on, `stride` elements apart; those past them become zero.
+  __device__ __forceinline__ void copy(uint32_t tile, const uint16_t* from, int64_t stride, int count) const {
+    if (count == kRows && whole_) {
+      copy_pieces(tile, from, stride, [](uint32_t to, const uint16_t* at, int, int) { cp_async_16(to, at); });
+    } else {
+      copy_pieces(tile, from, stride, [&](uint32_t to, const uint16_t* at, int row, int column) {
+        const bool inside = row < count && column >= 0;
+        cp_async_16_or_zero(to, inside ? at : from, inside);  // a copy of nothing wants a legal address, too
+      });
+    }
+  }
+
+ private:
+  static constexpr int kPieces = kKeys / 8;
+  // After kPeriod rounds a thread is in the column where it began, kRowsOn rows further.
+  static constexpr int kPeriod = kThreads % kPieces == 0 ? 1 : 3, kRowsOn = kThreads * kPeriod / kPieces;
+  static_assert(kThreads * kPeriod % kPieces == 0 && kRows % kRowsOn == 0);
+
+  template <class Copy>
+  __device__ __forceinline__ void copy_pieces(uint32_t tile, const uint16_t* from, int64_t stride, Copy copy) const {
+#pragma unroll
+    for (int b = 0; b < kPeriod; ++b) {
+      const uint16_t* at = from + row_[b] * stride + column_[b];
+#pragma unroll
+      for (int a = 0; a < kRows / kRowsOn; ++a, at += kRowsOn * stride) {
+        // The rows before and those skipped share no bit, so that the places change in two steps.
+        const uint32_t to = tile + (first_[b] ^ static_cast<uint32_t>(piece_flip<kKeys>(a * kRowsOn) * 16)) +
+                            static_cast<uint32_t>(a * kRowsOn * kKeys * 2);
+        copy(to, at, row_[b] + a * kRowsOn, column_[b]);
+      }
+    }
+  }
+
+  int row_[kPeriod], column_[kPeriod];  // of a thread's first pieces; below 0: past the row's end
+  uint32_t first_[kPeriod];
+  bool whole_;
+};
 
 // V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
 __device__ __forceinline__ uint32_t value_offset(int row, int half) {
@@ -90,26 +121,29 @@ __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, i
   return static_cast<const uint16_t*>(rows.data) + b * rows.batch + token * rows.token + head * rows.head;
 }
 
-// Right operands that lie in shared memory as blocks one after another, taken in that order. Four blocks come with a
-// load, which is on its way while the four before it are used; the last load may reach past the last block.
-template <int kBlocks>
+// A triangular matrix of a step as right operands, block after block in the order in which they lie. Four blocks come
+// with a load, kAhead while the four before them are used; the last load may reach past the last block.
+template <bool kAhead>
 class BlockStream {
  public:
-  __device__ __forceinline__ BlockStream(uint32_t blocks, int lane) : at_(blocks + static_cast<uint32_t>(lane) * 16) {
-    load(0);
+  __device__ __forceinline__ void start(uint32_t blocks, int lane) {
+    at_ = blocks + static_cast<uint32_t>(lane) * 16;
+    if (kAhead) load(0);
   }
   // Block `number`: one more than that of the last call.
   __device__ __forceinline__ uint32_t take(int number) {
-    if (number % 4 == 0 && number + 4 < kBlocks) load(number / 4 + 1);
-    return r_[number / 4 % 2][number % 4];
+    const int quad = number / 4 + (kAhead ? 1 : 0);
+    if (number % 4 == 0 && quad * 4 < kTriangleBlocks) load(quad);
+    return r_[number / 4 % kBuffers][number % 4];
   }
 
  private:
+  static constexpr int kBuffers = kAhead ? 2 : 1;
   __device__ __forceinline__ void load(int quad) {
-    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % 2]);
+    load_matrix_x4(at_ + static_cast<uint32_t>(quad) * 4 * kBlockBytes, r_[quad % kBuffers]);
   }
   uint32_t at_;
-  uint32_t r_[2][4];
+  uint32_t r_[kBuffers][4];
 };
 
 }  // namespace flash_qla::cuda::sm80

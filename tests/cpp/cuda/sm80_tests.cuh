@@ -17,8 +17,10 @@ inline constexpr Oracle kDeviceOracle = {"cuda_reference", FLASH_QLA_CUDA}, kHos
 struct HeadDims {
   int64_t K, V;
 };
-inline constexpr HeadDims kSm80Dims[] = {{64, 64},   {96, 192},  {100, 60}, {128, 128}, {128, 256},
-                                         {192, 192}, {256, 256}, {16, 16},  {5, 3},     {80, 40}};
+inline constexpr HeadDims kSm80Dims[] = {{64, 64},   {96, 192}, {100, 60}, {128, 128}, {128, 256}, {192, 192},
+                                         {256, 256}, {16, 16},  {5, 3},    {80, 40},   {32, 16}};
+// In bf16 so few keys are left to another path.
+inline bool takes(const HeadDims& dims, DType type) { return dims.K >= 32 || type == DType::kFloat16; }
 
 inline const char* name_of(DType type) { return type == DType::kBFloat16 ? "bf16" : "fp16"; }
 inline DType draw_half(Random& random) { return random.chance(0.5) ? DType::kBFloat16 : DType::kFloat16; }
@@ -61,10 +63,87 @@ inline int64_t test_sm80_forward(const Settings& settings, Arena& arena, const O
   int64_t failures = 0;
   for (const HeadDims& dims : kSm80Dims) {
     for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-      failures += test_sm80_forward_of(settings, arena, oracle, type, dims);
+      if (takes(dims, type)) failures += test_sm80_forward_of(settings, arena, oracle, type, dims);
     }
   }
   return failures;
+}
+
+// Head by head gates that forget within a segment, slowly, or nothing.
+inline void mix_sm80_gates(ForwardCall& call, Random& random) {
+  static const std::vector<double> kFactors = {0.0, 0.01, 0.05, 0.3, 1.0};
+  if (!call.in.g.present() || call.in.features.gate) return;
+  std::vector<double> factors;
+  for (int64_t head = 0; head < call.in.shape.Hv; ++head) factors.push_back(random.pick(kFactors));
+  const Tensor t = call.in.g.host();
+  call.in.g.fill([&](int64_t b, int64_t j, int64_t head, int64_t) {
+    return factors[static_cast<size_t>(head)] * load(t, offset_of(t, b, j, head));
+  });
+}
+
+// Sequences that are cut: as exact as whole ones, but for a tenth and what may be dropped.
+inline int64_t test_sm80_split(const Settings& settings, Arena& arena, const Oracle& oracle) {
+  Checker checker("forward, sm80, cut", settings, arena, "sm80");
+  static const std::vector<HeadDims> kDims = {{64, 64}, {96, 48}, {100, 60}, {128, 32}, {192, 16}, {256, 48}};
+  const auto draw = [&](Random& random) {
+    const HeadDims dims = random.pick(kDims);
+    Shape s;
+    s.dtype = draw_half(random);
+    s.K = dims.K;
+    s.V = dims.V;
+    s.T = random.integer(250, 640);
+    s.Hv = random.integer(1, 2);
+    if (random.chance(0.6)) s.cu_seqlens = draw_offsets(s.T, random);
+    Features f = draw_features(s.dtype, random);
+    f.cp_mode = random.chance(0.5) ? FLASH_QLA_CP_AUTO : FLASH_QLA_CP_INVARIANT;
+    f.force_intra_cp = true;
+    ForwardCall call;
+    call.draw(s, f, draw_pool_features(false, !s.cu_seqlens.empty(), random), false, random);
+    mix_sm80_gates(call, random);
+    return call;
+  };
+  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const ForwardCall& call) {
+    ForwardCall whole = call;
+    whole.in.features.cp_mode = FLASH_QLA_CP_OFF;
+    checker.check(what, call, "sm80", oracle.path, oracle.device, {.plain = &whole, .emulation = true});
+  });
+  return checker.finish();
+}
+
+// The same as the library plans it: one long sequence of a few heads, and a short one beside it that stays whole.
+inline int64_t test_sm80_planned_split(const Settings& settings, Arena& arena, const Oracle& oracle) {
+  Checker checker("forward, sm80, planned to be cut", settings, arena, "sm80");
+  for (const flash_qla_cp_mode mode : {FLASH_QLA_CP_AUTO, FLASH_QLA_CP_INVARIANT}) {
+    for (const bool decays : {false, true}) {
+      Random random(19);
+      Shape s;
+      s.dtype = DType::kBFloat16;
+      s.K = 64;
+      s.V = 32;
+      const int64_t length = 6500;
+      s.cu_seqlens = {0, 70, length + 70};
+      s.T = length + 80;
+      Features f;
+      f.cp_mode = mode;
+      f.g = decays;
+      f.initial_state = f.final_state = true;
+      ForwardCall call;
+      call.draw(s, f, PoolFeatures{}, false, random);
+      ForwardCall whole = call, cut = call;
+      whole.in.features.cp_mode = FLASH_QLA_CP_OFF;
+      const std::string what = mode == FLASH_QLA_CP_AUTO ? "auto" : "by length";
+      checker.check(what, call, "sm80", oracle.path, oracle.device, {.plain = &whole});
+      checker.run(what, cut, "sm80");
+      checker.run(what, whole, "sm80");
+      if (!decays && same(cut.o, whole.o)) checker.fail(what, "sm80", "nothing was cut");
+      for (const auto& [begin, end] : {std::pair{int64_t{0}, int64_t{70}}, std::pair{length + 70, s.T}}) {
+        if (!same(cut.o.slice(1, begin, end), whole.o.slice(1, begin, end))) {
+          checker.fail(what, "sm80", "a sequence that is not cut has other bits");
+        }
+      }
+    }
+  }
+  return checker.finish();
 }
 
 inline int64_t test_sm80_invariance(const Settings& settings, Arena& arena) {
@@ -198,7 +277,9 @@ inline int64_t test_sm80_malformed(const Settings& settings, Arena& arena) {
     if (!settings.only_cases.empty() && settings.only_cases.count(i) == 0) continue;
     Random random(settings.seed * 1000003 + static_cast<uint64_t>(i));
     const HeadDims dims = kSm80Dims[random.integer(0, std::size(kSm80Dims) - 1)];
-    ForwardCall call = draw_sm80_forward(draw_half(random), {dims.K, std::min<int64_t>(dims.V, 64)}, random);
+    const DType type = takes(dims, DType::kBFloat16) ? draw_half(random) : DType::kFloat16;
+    ForwardCall call = draw_sm80_forward(type, {dims.K, std::min<int64_t>(dims.V, 64)}, random);
+    call.in.features.force_intra_cp = random.chance(0.5);
     const Shape& s = call.in.shape;
     const auto anywhere = [&](Buffer& x, int64_t end) {
       const double how = random.uniform();

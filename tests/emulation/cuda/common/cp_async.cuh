@@ -7,8 +7,9 @@
 
 namespace flash_qla::cuda {
 
-inline void cp_async_16(uint32_t smem, const void* global, int bytes) {
-  cuda_emulation::async_copy(smem, global, 16, static_cast<size_t>(bytes));
+inline void cp_async_16(uint32_t smem, const void* global) { cuda_emulation::async_copy(smem, global, 16, 16); }
+inline void cp_async_16_or_zero(uint32_t smem, const void* global, bool reads) {
+  cuda_emulation::async_copy(smem, global, 16, reads ? 16 : 0);
 }
 inline void cp_async_commit() { cuda_emulation::async_commit(); }
 template <int kGroups>

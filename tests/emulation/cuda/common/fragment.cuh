@@ -101,6 +101,10 @@ inline void store_shared_f2(uint32_t smem, float x, float y) {
 }
 inline void store_shared_u4(uint32_t smem, uint4 v) { cuda_emulation::shared<uint4>(smem, "a store") = v; }
 
+inline void store_global_u2_if(bool stores, void* global, uint2 v) {
+  if (stores) *static_cast<uint2*>(global) = v;
+}
+
 inline float log2_approx(float x) { return std::log2(x); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 

@@ -1,0 +1,91 @@
+// How path sm80 cuts calls into blocks and segments on cards of different sizes.
+#include <gtest/gtest.h>
+
+#include "cuda/sm80/plan.h"
+
+namespace flash_qla::cuda::sm80 {
+namespace {
+
+constexpr int kCards[] = {1, 46, 84, 108, 132, 170};
+
+struct Row {
+  int64_t heads, K, V;
+};
+
+Problem problem_of(const Row& row, int64_t sequences, int64_t length) {
+  Problem p;
+  p.dtype = DType::kBFloat16;
+  p.B = p.N = sequences;
+  p.T = length;
+  p.Hq = p.Hv = row.heads;
+  p.group = 1;
+  p.K = row.K;
+  p.V = row.V;
+  p.chunk_bound = sequences * ceil_div(length, kChunkSize);
+  return p;
+}
+
+SplitPlan plan_of(const Row& row, int64_t sequences, int64_t length, int multiprocessors, flash_qla_cp_mode mode) {
+  flash_qla_options options{};
+  options.cp_mode = mode;
+  return plan_split(problem_of(row, sequences, length), options, multiprocessors, false);
+}
+
+TEST(Sm80Plan, BlocksHaveOneTwoOrFourStrips) {
+  for (const int sms : kCards) {
+    for (const int64_t heads : {1, 8, 30, 64, 1000}) {
+      for (const int64_t V : {3, 16, 48, 128, 256}) {
+        const int strips = strips_of_a_block(heads, 128, V, sms);
+        EXPECT_TRUE(strips == 1 || strips == 2 || strips == 4) << strips;
+        EXPECT_LT(strips, 2 * ceil_div(V, kStrip) + (strips == 1)) << "strips beyond the head's last one";
+      }
+    }
+  }
+}
+
+TEST(Sm80Plan, FewStripsSpreadAndManyShare) {
+  EXPECT_EQ(strips_of_a_block(8, 128, 256, 132), 1);   // 128 strips for 132 multiprocessors
+  EXPECT_EQ(strips_of_a_block(32, 128, 128, 132), 2);  // 256
+  EXPECT_EQ(strips_of_a_block(30, 96, 192, 132), 4);   // 360: what they load would not come in time
+  EXPECT_EQ(strips_of_a_block(120, 96, 192, 132), 4);
+}
+
+TEST(Sm80Plan, CutsLongSequencesOfFewHeads) {
+  const auto cut = [](const Row& row, int64_t sequences, int64_t length) {
+    return plan_of(row, sequences, length, 132, FLASH_QLA_CP_AUTO).rule.least_chunks > 0;
+  };
+  EXPECT_TRUE(cut({8, 64, 64}, 1, 8192));
+  EXPECT_TRUE(cut({8, 96, 96}, 1, 8192));
+  EXPECT_TRUE(cut({1, 128, 128}, 1, 100000));
+  EXPECT_FALSE(cut({8, 64, 64}, 4, 2048));  // as short sequences as this are as fast whole
+  EXPECT_FALSE(cut({8, 96, 96}, 4, 2048));
+  EXPECT_FALSE(cut({32, 128, 128}, 1, 8192));
+  EXPECT_FALSE(cut({30, 96, 192}, 1, 8192));
+  EXPECT_FALSE(cut({1, 64, 64}, 1, 1024));
+}
+
+// Whatever the card, what a cut needs is room that the plan has counted, and it is expected to pay.
+TEST(Sm80Plan, SegmentsFitTheirRoom) {
+  for (const int sms : kCards) {
+    for (const Row& row : {Row{1, 64, 64}, Row{4, 128, 128}, Row{8, 96, 96}, Row{8, 256, 256}, Row{2, 100, 60}}) {
+      for (const int64_t length : {900, 3000, 8192, 50000}) {
+        for (const flash_qla_cp_mode mode : {FLASH_QLA_CP_AUTO, FLASH_QLA_CP_INVARIANT}) {
+          const SplitPlan plan = plan_of(row, 1, length, sms, mode);
+          if (plan.rule.least_chunks == 0) continue;
+          const int64_t chunks = ceil_div(length, kChunkSize), at_least = segment_chunks(plan.rule, chunks);
+          const int64_t segments = segments_of(plan.rule, chunks, at_least);
+          EXPECT_LE(segments, plan.rows);
+          EXPECT_LE(segments, plan.parts);
+          if (mode == FLASH_QLA_CP_INVARIANT) {
+            EXPECT_EQ(at_least, kInvariantChunks) << "whatever the card";
+          } else {
+            EXPECT_GE(segments, kLeastSegments);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flash_qla::cuda::sm80
