@@ -79,7 +79,26 @@ def cards_protocol(method: Method) -> str:
     )
 
 
+def layer_protocol(method: Method) -> str:
+    """Of `bench --mode layer`."""
+    graph = "replays of a CUDA graph" if method["device"] == "cuda" else "eager calls"
+    return (
+        "bfloat16, 8,192 tokens in one sequence, hidden 2048, 16 key and 32 value heads of 128, random weights; "
+        f"medians of {method['runs']}; conv_*, norm_*, layer_*, decode_*: {graph}, without the host's work; conv_forward: with "
+        "SiLU, the norm of q's and k's heads, and the gates; conv_backward: without that norm's derivative, which the "
+        "delta rule's backward makes; fla there: its convolution and its norm; decode_*: convolution, delta rule and "
+        "gated norm of one token of each sequence on float32 states; layer_training, model_training: forward + "
+        "backward by autograd without an optimiser; model_*: a model of 8 layers, three of four linear, eager, wall time; "
+        "model_decode: of one sequence behind a prompt of 128 tokens, prompt included; eager_step_host_us: host time "
+        "of one more call in a chain, 40 calls against 8, forward + backward of the delta rule, 2 key and 8 value heads, "
+        "8 x 1,024 tokens; checked before and after it is timed: operations against float64, layers and models against "
+        "the same weights in float32, where errors may be 1.1 times those of Transformers' own functions"
+    )
+
+
 def protocol(method: Method) -> str:
+    if method.get("layer"):
+        return layer_protocol(method)
     if method.get("cards"):
         return cards_protocol(method)
     return gpu_protocol(method) if method["device"] == "cuda" else cpu_protocol(method)

@@ -54,7 +54,8 @@ def _decline_convolution(x: Any, weight: Any, bias: Any, residual: Any, initial_
 
 
 def _decline_backward(x: Any, dy: Any, dht: Any, weight: Any = None, bias: Any = None, residual: Any = None,
-                      initial_state: Any = None, activation: Optional[str] = None, **rest: Any) -> Optional[str]:  # fmt: skip
+                      initial_state: Any = None, activation: Optional[str] = None,
+                      **rest: Any) -> Optional[str]:  # fmt: skip
     return _decline_any_convolution(x, weight, residual, initial_state, activation)
 
 
@@ -154,6 +155,7 @@ def causal_conv1d_bwd(
     wanted = [t is not None for t in inputs[:5]]
     found = iter(layer.compute("conv_backward", config.operation, tensors, (*config, *tensors, wanted)))
     dx, dweight, dbias, _, dinitial_state = (next(found) if want else None for want in wanted)
+    assert dx is not None
     return dx.reshape(x.shape), dweight, dbias, None if residual is None else dy, dinitial_state
 
 

@@ -1,8 +1,8 @@
 """The package causal_conv1d, for models that import it where it is not installed: Mamba, Jamba, LFM2, Zamba.
 
-install() makes `import causal_conv1d` give the two functions of this library that have its parameters. It is a module of
-this process alone; nothing is written to disk. What else the package has (its C++ functions, its Triton kernels) is not
-there: importing that fails as it would without the package."""
+install() makes `import causal_conv1d` give the two functions of this library that have its parameters. It is a module
+of this process alone; nothing is written to disk. What else the package has (its C++ functions, its Triton kernels) is
+not there: importing that fails as it would without the package."""
 
 from __future__ import annotations
 

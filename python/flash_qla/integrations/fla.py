@@ -284,9 +284,11 @@ def _add_layer(registry: ModuleType) -> List[str]:
     from ._fla_layer import ENTRIES
 
     if not hasattr(registry, "register"):
-        raise NotImplementedError(f"register_layer: fla must be 0.6 or newer ({registry.__name__} dispatches operations)")
+        raise NotImplementedError(
+            f"register_layer: fla must be 0.6 or newer ({registry.__name__} dispatches operations)"
+        )
 
-    class FlashQLALayerBackend(registry.BaseBackend):  # type: ignore[name-defined, misc]
+    class FlashQLALayerBackend(registry.BaseBackend):  # type: ignore[name-defined]
         backend_type = "flash_qla"
         package_name = "flash_qla"
         env_var = "FLA_FLASH_QLA"
