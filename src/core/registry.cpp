@@ -43,6 +43,7 @@ const std::vector<const BackwardPath*>& chunk_backward_paths() {
   static const std::vector<const BackwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
       &kSm90ChunkBackwardWithParts,
+      &kSm80ChunkBackwardWithParts,
       &kCudaGenericChunkBackwardWithParts,
       &kCudaOracleChunkBackwardWithParts,
 #endif

@@ -21,6 +21,7 @@ extern const ForwardPath kCudaOracleRecurrent;
 extern const BackwardPath kCudaOracleChunkBackward;
 
 extern const ForwardPath kSm80ChunkForward;
+extern const BackwardPath kSm80ChunkBackward;
 
 extern const ForwardPath kSm90ChunkForward;
 extern const BackwardPath kSm90ChunkBackward;
@@ -31,6 +32,7 @@ extern const ForwardPath kSm80ChunkForwardWithParts;
 extern const ForwardPath kCudaGenericChunkForwardWithParts;
 extern const ForwardPath kCudaOracleChunkForwardWithParts;
 extern const BackwardPath kSm90ChunkBackwardWithParts;
+extern const BackwardPath kSm80ChunkBackwardWithParts;
 extern const BackwardPath kCudaGenericChunkBackwardWithParts;
 extern const BackwardPath kCudaOracleChunkBackwardWithParts;
 

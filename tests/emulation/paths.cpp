@@ -23,7 +23,8 @@ const std::vector<const ForwardPath*>& recurrent_paths() {
 }
 
 const std::vector<const BackwardPath*>& chunk_backward_paths() {
-  static const std::vector<const BackwardPath*> paths = {&kCudaGenericChunkBackwardWithParts,
+  static const std::vector<const BackwardPath*> paths = {&kSm80ChunkBackwardWithParts,
+                                                         &kCudaGenericChunkBackwardWithParts,
                                                          &kCudaOracleChunkBackwardWithParts, &kReferenceChunkBackward};
   return paths;
 }

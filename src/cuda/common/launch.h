@@ -17,6 +17,12 @@ inline Status cuda_status(cudaError_t error, const char* what) {
                      cudaGetErrorString(error));
 }
 
+// 0 where it is not known.
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
+}
+
 // Makes a device current for as long as the object lives. Its context too: a thread that has made no call of the
 // runtime yet (a framework's own for the backward pass, say) has none, and the driver's encoder of tensor maps wants
 // one.

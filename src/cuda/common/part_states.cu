@@ -71,6 +71,7 @@ const ForwardPath kCudaOracleChunkForwardWithParts =
     cuda::with_parts<&kCudaOracleChunkForward, ForwardOfRows>("cuda_reference", true);
 
 const BackwardPath kSm90ChunkBackwardWithParts = cuda::with_parts<&kSm90ChunkBackward, BackwardOfRows>("sm90", false);
+const BackwardPath kSm80ChunkBackwardWithParts = cuda::with_parts<&kSm80ChunkBackward, BackwardOfRows>("sm80", false);
 const BackwardPath kCudaGenericChunkBackwardWithParts =
     cuda::with_parts<&kCudaGenericChunkBackward, BackwardOfRows>("cuda_generic", false);
 const BackwardPath kCudaOracleChunkBackwardWithParts =

@@ -151,6 +151,36 @@ __device__ __forceinline__ const StepRecord* record_at(const ForwardParams& p, i
   return p.records + ((first_chunk + step / kStepsPerChunk) * p.Hv + head) * kStepsPerChunk + step % kStepsPerChunk;
 }
 
+// Copies values of a step for a block's strips; a lane's column is the same in every row.
+template <int kKeys>
+class ValueCopier {
+  using Tr = Traits<kKeys>;
+
+ public:
+  // `column`: the block's first; without `values` all become zero.
+  __device__ __forceinline__ ValueCopier(const Rows& rows, int column, int strips, int lane, bool values) {
+    const int pieces = 2 * strips, piece_bits = 31 - __clz(pieces);  // of 16 bytes in a row; a power of two
+    piece_ = lane & (pieces - 1);
+    first_row_ = lane >> piece_bits;
+    rows_on_ = 32 >> piece_bits;
+    inside_ = values && column / 8 + piece_ < rows.pieces;
+  }
+  // `count` rows from `from` on, `stride` elements apart; those past them become zero.
+  __device__ __forceinline__ void copy(uint32_t values, const uint16_t* from, int64_t stride, int count) const {
+    values += static_cast<uint32_t>(piece_ / 2 * Tr::kValueBytes);
+    const uint16_t* at = from + first_row_ * stride + 8 * piece_;
+#pragma unroll 2
+    for (int row = first_row_; row < kStep; row += rows_on_, at += rows_on_ * stride) {
+      const bool inside = inside_ && row < count;
+      cp_async_16_or_zero(values + value_offset(row, piece_ % 2), inside ? at : from, inside);
+    }
+  }
+
+ private:
+  int piece_, first_row_, rows_on_;
+  bool inside_;
+};
+
 // The warp that loads: steps of a sequence into the ring.
 template <int kKeys, bool kOutputs>
 __device__ void load_steps(const ForwardParams& p, const Part& part, int head, int column, int lane,
@@ -162,12 +192,7 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, int head, i
   // A transition has no values: nothing is read of them.
   const uint16_t* v = row_at(p.v, part.b, part.begin, head) + (part.transition ? 0 : column);
   const TileCopier<kKeys, kStep, 32> copy_keys(p.k.pieces, lane), copy_queries(p.q.pieces, lane);
-  // V: a lane's column is the same in every row.
-  const int pieces = 2 * p.strips, piece_bits = 31 - __clz(pieces);  // of 16 bytes in a row; a power of two
-  const int piece = lane & (pieces - 1), first_row = lane >> piece_bits, rows_on = 32 >> piece_bits;
-  const bool has_values = !part.transition && column / 8 + piece < p.v.pieces;
-  const uint32_t values_at = Tr::kValuesAt + static_cast<uint32_t>(piece / 2 * Tr::kValueBytes);
-
+  const ValueCopier<kKeys> copy_values(p.v, column, p.strips, lane, !part.transition);
   const int steps = static_cast<int>(ceil_div(part.length, kStep));
   for (int step = 0; step < steps; ++step, ring.next()) {
     const int count = min(kStep, part.length - step * kStep);
@@ -181,12 +206,7 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, int head, i
       if (i + 32 > kRecordPieces && i + lane >= kRecordPieces) continue;
       cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((i + lane) * 16), record + i * 16);
     }
-    const uint16_t* from = v + first_row * p.v.token + 8 * piece;
-#pragma unroll 2
-    for (int row = first_row; row < kStep; row += rows_on, from += rows_on * p.v.token) {
-      const bool inside = has_values && row < count;
-      cp_async_16_or_zero(stage + values_at + value_offset(row, piece % 2), inside ? from : v, inside);
-    }
+    copy_values.copy(stage + Tr::kValuesAt, v, p.v.token, count);
     if (kOutputs) copy_queries.copy(stage + Tr::kQueriesAt, q, p.q.token, count);
     cp_async_arrive(ring.full());
     k += kStep * p.k.token;

@@ -17,18 +17,9 @@ namespace {
 
 using Arguments = flash_qla_forward_arguments;
 
-constexpr int64_t kLeastBf16Keys = 32;
-
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
-}
-
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
   if (p.K <= kFewKeys) return "needs more than 4 key dimensions";
-  // Keys of few dimensions lie along each other, and without decay every rounding stays: the outputs of heads of 16
-  // keys are off by 5.4e-3 in bf16, of 32 by 4.3e-3 (docs/numerics.md).
   if (p.dtype == DType::kBFloat16 && p.K < kLeastBf16Keys) return "needs at least 32 key dimensions in bf16";
   // Numbers of blocks are 32-bit.
   constexpr int64_t kMost = INT32_MAX;

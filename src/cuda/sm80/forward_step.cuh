@@ -74,7 +74,8 @@ class Step {
   }
 
   // From the state at the step's start to that at its end, both as sums and rounded. rows.store(sums, token): O of a
-  // group from that token on, `first` being the step's first one; that of the last group is left to finish().
+  // group from that token on, `first` being the step's first one; that of the last group is left to finish(). Without
+  // outputs, rows.keep(E of a group, rounded).
   template <class Rows>
   __device__ __forceinline__ void run(State& state, Packed<kKeyTiles>& packed, Rows& rows, int first) {
     errors_.clear();
@@ -90,14 +91,17 @@ class Step {
       if (group == 0) decay(state);
       if (group > 0) update(state, scaled, group - 1);
       add_triangle(transform_, errors_, keys_[group], w, group);
-      if (kOutputs && group > 0) {
-        add_outputs(plain, group - 1);
-        rows.store(queries_[group - 1], first + (group - 1) * 8 * kTiles);
+      if constexpr (kOutputs) {
+        if (group > 0) {
+          add_outputs(plain, group - 1);
+          rows.store(queries_[group - 1], first + (group - 1) * 8 * kTiles);
+        }
       }
       pack_errors(plain, scaled, group);
+      if constexpr (!kOutputs) rows.keep(plain);
     }
     constexpr int kLast = kGroups - 1;
-    if (kOutputs && !kAhead) {
+    if constexpr (kOutputs && !kAhead) {
       multiply(queries_[0], packed, Tr::kQueriesAt);
       outputs_.start(record_at(offsetof(StepRecord, outputs)), lane_);
       add_outputs(plain, kLast);
@@ -112,7 +116,7 @@ class Step {
   static constexpr int kRowsLater = kAhead ? 8 * kTiles : 0;
   template <class Rows>
   __device__ __forceinline__ void finish(Rows& rows, int next) const {
-    if (kOutputs && kAhead) rows.store(queries_[kGroups - 1], next - kRowsLater);
+    if constexpr (kOutputs && kAhead) rows.store(queries_[kGroups - 1], next - kRowsLater);
   }
 
  private:

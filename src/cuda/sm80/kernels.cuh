@@ -1,8 +1,11 @@
 // What each source of this folder's instantiations compiles.
 #pragma once
 
+#include "cuda/sm80/backward_prepare.cuh"
 #include "cuda/sm80/forward_pass.cuh"
+#include "cuda/sm80/gradients.cuh"
 #include "cuda/sm80/launch.h"
+#include "cuda/sm80/passes.cuh"
 #include "cuda/sm80/prepare.cuh"
 
 namespace flash_qla::cuda::sm80 {
@@ -24,7 +27,31 @@ Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t s
 }
 
 template <class T, int kKeys>
-inline constexpr Kernels kKernels = {launch_prepare<T, kKeys>, launch_forward<T, kKeys, true>,
-                                     launch_forward<T, kKeys, false>};
+Status launch_backward_prepare(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_backward_prepare", sm80_backward_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
+                prepare_shared_bytes<kKeys>(), stream, params);
+}
+
+template <class T, int kKeys>
+Status launch_passes(const PassesParams& given, int64_t blocks, cudaStream_t stream) {
+  using Tr = ReverseTraits<kKeys>;
+  PassesParams params = given;
+  const int strips = params.forward.strips;
+  params.forward.stages = Tr::stages(strips);
+  params.forward.stage_bytes = Tr::stage_bytes(strips);
+  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (strips + 1),
+                static_cast<size_t>(Tr::shared_bytes(strips)), stream, params);
+}
+
+template <class T, int kKeys>
+Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_gradients", sm80_gradients_kernel<T, kKeys>, blocks, kGradientsThreads,
+                gradients_shared_bytes<kKeys>(), stream, params);
+}
+
+template <class T, int kKeys>
+inline constexpr Kernels kKernels = {launch_prepare<T, kKeys>,        launch_forward<T, kKeys, true>,
+                                     launch_forward<T, kKeys, false>, launch_backward_prepare<T, kKeys>,
+                                     launch_passes<T, kKeys>,         launch_gradients<T, kKeys>};
 
 }  // namespace flash_qla::cuda::sm80

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "cuda/sm80/params.h"
+#include "cuda/sm80/backward_params.h"
 
 namespace flash_qla::cuda::sm80 {
 
@@ -12,6 +12,9 @@ struct Kernels {
   Status (*forward)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
   // The same without outputs: states alone.
   Status (*states)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
+  Status (*backward_prepare)(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream);
+  Status (*passes)(const PassesParams& params, int64_t blocks, cudaStream_t stream);
+  Status (*gradients)(const GradientsParams& params, int64_t blocks, cudaStream_t stream);
 };
 
 const Kernels& kernels_for(DType type, int64_t K);

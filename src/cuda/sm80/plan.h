@@ -47,6 +47,9 @@ inline int64_t prepared_heads(int64_t chunks, int64_t key_heads, int64_t group, 
   return group > kPair && chunks * key_heads < 2 * static_cast<int64_t>(multiprocessors) ? kPair : group;
 }
 
+// Scratch of the backward up to which all heads go through together; the tests take less.
+inline size_t most_scratch = size_t{768} << 20;
+
 // A call's split. Its arrays have room for any call of these sizes; with `smaller_too`, of no more tokens and
 // sequences.
 struct SplitPlan {

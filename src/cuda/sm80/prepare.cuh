@@ -330,6 +330,16 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
   }
 }
 
+// Keys and queries of the chunk's tokens on their way to tiles one behind the other.
+template <int kKeys>
+__device__ __forceinline__ void copy_tiles(const PrepareParams& p, const PreparePlace& place, uint32_t tiles) {
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.k.pieces, threadIdx.x)
+      .copy(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, place.count);
+  TileCopier<kKeys, kChunk, kPrepareThreads>(p.q.pieces, threadIdx.x)
+      .copy(tiles + kChunk * kKeys * 2, row_at(p.q, place.b, place.token, place.key_head), p.q.token, place.count);
+  cp_async_commit();
+}
+
 // Blocks of a multiprocessor: what registers allow, and with more keys shared memory.
 constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
 
@@ -343,12 +353,7 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
   if (place.skipped) return write_zeros(p, place);
 
   // Rows of keys and queries, and while they are on their way the first gates.
-  const uint32_t tiles = smem_address(memory);
-  TileCopier<kKeys, kChunk, kPrepareThreads>(p.k.pieces, threadIdx.x)
-      .copy(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, place.count);
-  TileCopier<kKeys, kChunk, kPrepareThreads>(p.q.pieces, threadIdx.x)
-      .copy(tiles + kChunk * kKeys * 2, row_at(p.q, place.b, place.token, place.key_head), p.q.token, place.count);
-  cp_async_commit();
+  copy_tiles<kKeys>(p, place, smem_address(memory));
   TokenGates gates{};
   if (place.first_head + warp < place.last_head && warp < kHeadsAtOnce) {
     gates = load_gates(p, place, place.first_head + warp);

@@ -92,6 +92,18 @@ __device__ __forceinline__ void set_identity(Sums<kTiles>& state, const StripPla
   }
 }
 
+// Rounded, as 8x8 blocks: those of the first eight value columns side by side from `to` on, those of the others
+// `row_bytes` behind them. A warp writes a block at once.
+template <int kTiles>
+__device__ __forceinline__ void store_blocks(const Packed<kTiles>& packed, char* to, int64_t row_bytes) {
+  uint32_t* at = reinterpret_cast<uint32_t*>(to) + threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i, at += kBlockBytes / 4) {
+    at[0] = packed.x[i / 2][i % 2 * 2];
+    at[row_bytes / 4] = packed.x[i / 2][i % 2 * 2 + 1];
+  }
+}
+
 // Rows of O of a strip: eight bytes of a row a lane, so that the 32 bytes of a row are written at once.
 template <class T>
 class OutputRows {
@@ -110,13 +122,19 @@ class OutputRows {
   // The next 8 kTiles tokens, from `first` on.
   template <int kTiles>
   __device__ __forceinline__ void store(const Sums<kTiles>& sums, int first) {
+    Packed<kTiles> packed;
+    pack<T>(sums, packed);
+    store(packed, first);
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void store(const Packed<kTiles>& packed, int first) {
     const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       // A lane has values 2 (l % 4) and the next of the first eight and of the last eight, and its neighbour those
       // beside them: an even lane gives its last for the neighbour's first.
-      const uint32_t low = transpose_8x8(pack2<T>(sums.x[i][0], sums.x[i][1]));
-      const uint32_t high = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
+      const uint32_t low = transpose_8x8(packed.x[i / 2][i % 2 * 2]);
+      const uint32_t high = transpose_8x8(packed.x[i / 2][i % 2 * 2 + 1]);
       const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
       // One comparison: a token below 0 is a large number.
       store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < count_, at_,
@@ -125,6 +143,9 @@ class OutputRows {
       make_opaque(at_);  // multiples of the stride are not kept in registers
     }
   }
+  // A pass for its states alone leaves nothing of its errors.
+  template <int kTiles>
+  __device__ __forceinline__ void keep(const Packed<kTiles>&) {}
 
  private:
   uint16_t* at_;

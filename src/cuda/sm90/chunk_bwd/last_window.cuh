@@ -1,21 +1,15 @@
 // Which of a sequence's last tokens want dbeta and dg in fp32 (last_tokens.cuh).
 #pragma once
 
+#include "cuda/common/few_tokens.h"
 #include "cuda/sm90/chunk_bwd/device.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
-constexpr int kWindow = 2 * kChunk;
+constexpr int kWindow = kLastTokens;
 
-// Tokens that the final state's gradient reaches, each counted by the square of its decay. The relative error of n such
-// inner products is 3.3e-3 (by emulation) over the root of the mean square of n normal numbers: past the bound only
-// where that is a fifth, which for six is one head in two thousand.
-constexpr float kFewReached = 6.0f;
-// A token with less of it, e^-5, is not among these, nor are those beyond a chunk's worth.
+// A token with less than e^-5 of the final state's gradient is not reached by it, nor are those beyond a chunk's worth.
 constexpr float kLeastReach = 6.7e-3f;
-// Decays of a token, likewise by their squares: dg is in proportion to them, and where they add up to so few it is that
-// of a few tokens.
-constexpr float kFewKept = kFewReached;
 
 struct WindowSums {  // by warps
   float reached[kWindow / 32], kept[kWindow / 32];

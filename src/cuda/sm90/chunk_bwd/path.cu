@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/common/few_tokens.h"
+#include "cuda/common/heads.h"
 #include "cuda/common/prepare.cuh"
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/launch.h"
@@ -37,18 +39,6 @@ bool is_hopper(int device) {
 // Chunks of a forced cut's segments: as many edges as there can be with chunks inside.
 constexpr int32_t kForcedSegment = 2;
 
-// Sequences of one pair of chunks, times value heads, up to which these take fp32 for dbeta and dg: two for each
-// multiprocessor, some 0.1 ms. A call whose sequences must not depend on what is computed beside them takes it always.
-constexpr int64_t kMostExactShort = 264;
-
-// dq and dk of one token have a single inner product of rounded operands for a factor, and a few percent of these are
-// past the bound. So calls of one chunk are left to float32: 0.11 ms on the device in place of 0.04 to 0.05, beside
-// about 0.07 that a call takes on the host. Not where a caller names this path, nor where a sequence's bits must not
-// depend on what is computed beside it.
-bool wants_float32(const Arguments& args, const Problem& p) {
-  return args.options.path == nullptr && args.options.cp_mode == FLASH_QLA_CP_AUTO && p.B * p.T <= kChunkSize;
-}
-
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.K != kHeadDim || p.V != kHeadDim) return "needs K = V = 128";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
@@ -62,7 +52,7 @@ std::string reject(const Arguments& args, const Problem& p) {
     if (present(*t) && !is_float(dtype(*t))) return "needs gates, states and their gradients in fp32, bf16 or fp16";
   }
   if (!is_hopper(args.options.device_index)) return "needs a GPU of compute capability 9.0";
-  if (wants_float32(args, p)) return "needs more than 64 tokens";
+  if (wants_float32(args.options, p)) return "needs more than 64 tokens";
   return {};
 }
 
@@ -96,7 +86,7 @@ Args make_params(const Arguments& args, const Problem& p) {
   params.may_be_exact = by_call && exact_dg;
   const auto dense_pairs = static_cast<int32_t>(ceil_div(p.T, 2 * kChunkSize));
   params.exact_by_sequence = !by_call && exact_dg && (p.varlen || wants_exact(dense_pairs));
-  params.exact_short = !by_call || p.N * p.Hv <= kMostExactShort;
+  params.exact_short = has_exact_short(args.options, p);
   if (p.varlen) {
     // Where only a size is asked for there may be no memory, but there are offsets all the same.
     static const char kSomewhere = 0;
@@ -257,7 +247,7 @@ class HeadsBackward {
   Status copy_norms(Tensor given, float* norms, cudaStream_t stream) const {
     if (!present(given) || dense(given)) return Status();
     // As rows of all heads, or of one where there are more than a row may have.
-    const bool rows = p_.Hq <= kDim;
+    const bool rows = p_.Hq <= kHeadDim;
     given.ndim = 4;
     given.shape[3] = rows ? p_.Hq : 1;
     given.stride[3] = given.stride[2];
@@ -319,35 +309,6 @@ class HeadsBackward {
   Args params_{};
   char* kernels_ = nullptr;
 };
-
-// Key heads [first, first + count) of a call, with the value heads of their groups.
-Arguments heads_of(const Arguments& args, const Problem& p, int64_t first, int64_t count) {
-  Arguments part = args;
-  const auto cut = [](Tensor* t, int dimension, int64_t begin, int64_t size) {
-    if (!present(*t)) return;
-    if (t->data != nullptr) {
-      t->data = static_cast<char*>(t->data) + begin * t->stride[dimension] * size_of(dtype(*t));
-    }
-    t->shape[dimension] = size;
-  };
-  for (Tensor* t : {&part.q, &part.k, &part.dq, &part.dk, &part.q_inverse_norm, &part.k_inverse_norm}) {
-    cut(t, 2, first, count);
-  }
-  const int64_t first_value = first * p.group, values = count * p.group;
-  for (Tensor* t : {&part.v, &part.A, &part.d_o, &part.dv, &part.g, &part.beta, &part.dg, &part.dbeta}) {
-    cut(t, 2, first_value, values);
-  }
-  for (Tensor* t : {&part.initial_state, &part.dht, &part.dh0}) cut(t, 1, first_value, values);
-  for (Tensor* t : {&part.A_log, &part.dt_bias, &part.dA_log, &part.ddt_bias}) cut(t, 0, first_value, values);
-  return part;
-}
-
-Problem problem_of(const Problem& p, int64_t key_heads) {
-  Problem part = p;
-  part.Hq = key_heads;
-  part.Hv = key_heads * p.group;
-  return part;
-}
 
 size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrapping, int64_t key_heads) {
   Workspace workspace(nullptr);

@@ -1,0 +1,327 @@
+// Path "sm80", chunked backward: bf16 and fp16, every head dimension from 5 on, on every GPU from compute capability
+// 8.0. Key heads go through in groups where all at once would take too much scratch.
+#include <algorithm>
+#include <string>
+
+#include "cuda/common/few_tokens.h"
+#include "cuda/common/heads.h"
+#include "cuda/common/prepare.cuh"
+#include "cuda/generic/last_tokens.cuh"
+#include "cuda/paths.h"
+#include "cuda/sm80/launch.h"
+#include "cuda/sm80/plan.h"
+#include "cuda/sm80/rows.h"
+
+namespace flash_qla {
+namespace cuda::sm80 {
+
+namespace {
+
+using Arguments = flash_qla_backward_arguments;
+
+std::string reject(const Arguments& args, const Problem& p) {
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
+  if (p.K <= kFewKeys) return "needs more than 4 key dimensions";
+  if (p.dtype == DType::kBFloat16 && p.K < kLeastBf16Keys) return "needs at least 32 key dimensions in bf16";
+  if (p.T == 0 || p.N == 0) return "needs tokens and sequences";
+  // Numbers of blocks and tokens are 32-bit.
+  constexpr int64_t kMost = INT32_MAX;
+  if (p.B * p.T > kMost || 2 * p.N * p.Hv > kMost / ceil_div(p.V, kStrip) || p.chunk_bound * p.Hv > kMost) {
+    return "needs fewer than 2^31 tokens, chunks times value heads, and sequences times value heads and an eighth of "
+           "the value columns";
+  }
+  for (const Tensor* t : {&args.g, &args.beta, &args.initial_state, &args.dht, &args.dh0, &args.dg, &args.dbeta}) {
+    if (present(*t) && !is_float(dtype(*t))) return "needs gates, states and their gradients in fp32, bf16 or fp16";
+  }
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, args.options.device_index) < 8) {
+    return "needs a GPU of compute capability 8.0 or newer";
+  }
+  if (wants_float32(args.options, p)) return "needs more than 64 tokens";
+  return {};
+}
+
+// The backward of some heads. The constructor lays out the workspace.
+class HeadsBackward {
+ public:
+  // `whole`: the call, which decides what is copied, so that all of its groups have the same scratch.
+  HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
+      : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
+    sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
+    strips_ = strips_of_a_block(2 * p.N * p.Hv, p.K, p.V, sms_);
+    for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
+      wants_parts_ |= present(*t);
+    }
+    sequences_ = take_sequences(p, workspace);
+    normalizes_ = args.options.use_qk_l2norm_in_kernel != 0;
+    const auto copy = [&](const Tensor& t, bool always, int64_t heads, int64_t size, int64_t grain) {
+      const bool needed = always || t.dtype != args.q.dtype || !rows_fit(t, grain);
+      return present(t) && needed ? RowCopy(p, heads, size, grain, workspace) : RowCopy();
+    };
+    q_ = copy(whole.q, normalizes_, p.Hq, p.K, kCopyGrain);
+    k_ = copy(whole.k, normalizes_, p.Hq, p.K, kCopyGrain);
+    v_ = copy(whole.v, false, p.Hv, p.V, kCopyGrain);
+    d_o_ = copy(whole.d_o, false, p.Hv, p.V, kCopyGrain);
+    dv_ = copy(whole.dv, false, p.Hv, p.V, kStoreGrain);
+
+    const int64_t items = p.chunk_bound * p.Hv;
+    const int64_t columns = ceil_div(p.V, kStrip) * kStrip;
+    records_ = workspace->take<StepRecord>(items * kStepsPerChunk);
+    reverse_records_ = workspace->take<ReverseRecord>(items * kStepsPerChunk);
+    gates_ = workspace->take<ChunkGates>(items);
+    if (!wants_parts_) return;
+    // Through the norm in place, or with more keys than a block has at once from fp32 parts.
+    const bool by_parts = (normalizes_ || present(whole.q_inverse_norm)) && padded_keys(p.K) > kMostKeysAtOnce;
+    const auto take_rows = [&](const Tensor& t, RowCopy* rows, float** parts) {
+      if (!by_parts) *rows = copy(t, false, p.Hq, p.K, kPairGrain);
+      if (by_parts && present(t)) *parts = workspace->take<float>(p.B * p.T * p.Hq * p.K);
+    };
+    take_rows(whole.dq, &dq_, &dq_parts_);
+    take_rows(whole.dk, &dk_, &dk_parts_);
+    if (normalizes_ && !by_parts) {
+      q_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
+      k_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
+    }
+    for (char** states : {&states_, &gradients_})
+      *states = workspace->take<char>(items * padded_keys(p.K) * columns * 2);
+    for (char** errors : {&errors_, &d_errors_}) *errors = workspace->take<char>(items * kChunkSize * columns * 2);
+    d_log_decay_ = workspace->take<float>(p.B * p.T * p.Hv);
+    d_beta_ = workspace->take<float>(p.B * p.T * p.Hv);
+    gate_sums_ = workspace->take<double>(gate_sum_scratch(p));
+    if (has_last_tokens(p, args.dht)) last_tokens_ = workspace->take<float>(last_tokens_scratch(p));
+  }
+
+  Status run(cudaStream_t stream) const {
+    FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
+    Rows q, k, v, d_o{};
+    FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.q, q_, q_inverse_norms_, &q, stream));
+    FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.k, k_, k_inverse_norms_, &k, stream));
+    FLASH_QLA_RETURN_IF_ERROR(take_values(args_.v, v_, &v, stream));
+    if (present(args_.d_o)) FLASH_QLA_RETURN_IF_ERROR(take_values(args_.d_o, d_o_, &d_o, stream));
+
+    BackwardPrepareParams prepare{};
+    prepare.common.sequences = sequences_;
+    prepare.common.q = q;
+    prepare.common.k = k;
+    prepare.common.gates = device_gates(args_, args_.g_is_cumsum != 0);
+    prepare.common.records = records_;
+    prepare.common.scale = static_cast<float>(p_.scale);
+    set_sizes(&prepare.common);
+    prepare.common.Hq = static_cast<int32_t>(p_.Hq);
+    prepare.common.heads_per_block = static_cast<int32_t>(prepared_heads(p_.chunk_bound, p_.Hq, p_.group, sms_));
+    prepare.reverse_records = reverse_records_;
+    prepare.gates = gates_;
+    const int64_t blocks_per_chunk = p_.Hq * ceil_div(p_.group, prepare.common.heads_per_block);
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
+    FLASH_QLA_RETURN_IF_ERROR(run_passes(q, k, v, d_o, stream));
+    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(q, k, d_o, stream));
+    if (last_tokens_ != nullptr) FLASH_QLA_RETURN_IF_ERROR(run_last_tokens(stream));
+    return finish(stream);
+  }
+
+ private:
+  static constexpr int64_t kPairGrain = 2;  // elements of one store of dq and dk
+  static constexpr int64_t kMostKeysAtOnce = 128;
+
+  template <class Params>
+  void set_sizes(Params* params) const {
+    params->K = static_cast<int32_t>(p_.K);
+    params->Hv = static_cast<int32_t>(p_.Hv);
+    params->group = static_cast<int32_t>(p_.group);
+  }
+
+  // Rows of q or k as the kernels read them.
+  Status take_keys(const Tensor& t, const RowCopy& copy, float* inverse_norms, Rows* rows, cudaStream_t stream) const {
+    *rows = copy.used() ? copy.rows(p_) : rows_of(t);
+    if (!copy.used()) return Status();
+    return normalizes_ ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), inverse_norms, stream, copy.row)
+                       : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream, copy.row);
+  }
+  Status take_values(const Tensor& t, const RowCopy& copy, Rows* rows, cudaStream_t stream) const {
+    *rows = copy.used() ? copy.rows(p_) : rows_of(t);
+    return copy.used() ? launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(t), copy.tensor(p_), stream, copy.row)
+                       : Status();
+  }
+  // Of rows that the caller has normalised, or this call.
+  InverseNorms norms_of(const Tensor& given, const float* own) const {
+    if (!present(given)) return {own, p_.T * p_.Hq, p_.Hq, 1};
+    return {static_cast<const float*>(given.data), given.stride[0], given.stride[1], given.stride[2]};
+  }
+  // Where a gradient's rows are stored.
+  Rows place_of(const Tensor& t, const RowCopy& copy) const {
+    return copy.used() ? copy.rows(p_) : present(t) ? rows_of(t) : Rows{};
+  }
+
+  Status run_passes(const Rows& q, const Rows& k, const Rows& v, const Rows& d_o, cudaStream_t stream) const {
+    const bool v_first = args_.options.state_v_first != 0;
+    PassesParams params{};
+    ForwardParams& forward = params.forward;
+    forward.sequences = sequences_;
+    forward.q = q;
+    forward.k = k;
+    forward.v = v;
+    forward.records = records_;
+    forward.initial_state = device_states(args_.initial_state, v_first);
+    set_sizes(&forward);
+    forward.V = static_cast<int32_t>(p_.V);
+    const int64_t blocks_per_head = ceil_div(p_.V, kStrip * strips_);
+    forward.strips = strips_;
+    forward.blocks_per_head = static_cast<int32_t>(blocks_per_head);
+    params.reverse_records = reverse_records_;
+    params.d_o = d_o;
+    params.dv = place_of(args_.dv, dv_);
+    params.states = states_;
+    params.errors = errors_;
+    params.gradients = gradients_;
+    params.d_errors = d_errors_;
+    params.dht = device_states(args_.dht, v_first);
+    params.dh0 = device_states(args_.dh0, v_first);
+    params.dv_columns = static_cast<int32_t>(dv_.used() ? dv_.row : p_.V);
+    const int64_t blocks = p_.N * p_.Hv * blocks_per_head;
+    params.reverse_blocks = static_cast<uint32_t>(blocks);
+    return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
+  }
+
+  Status run_gradients(const Rows& q, const Rows& k, const Rows& d_o, cudaStream_t stream) const {
+    GradientsParams params{};
+    params.sequences = sequences_;
+    params.q = q;
+    params.k = k;
+    params.d_o = d_o;
+    if (dq_parts_ == nullptr) params.dq = place_of(args_.dq, dq_);
+    if (dk_parts_ == nullptr) params.dk = place_of(args_.dk, dk_);
+    params.states = states_;
+    params.gradients = gradients_;
+    params.errors = errors_;
+    params.d_errors = d_errors_;
+    params.gates = gates_;
+    params.q_inverse_norms = norms_of(args_.q_inverse_norm, q_inverse_norms_);
+    params.k_inverse_norms = norms_of(args_.k_inverse_norm, k_inverse_norms_);
+    params.dq_parts = dq_parts_;
+    params.dk_parts = dk_parts_;
+    params.d_log_decay = d_log_decay_;
+    params.d_beta = d_beta_;
+    params.scale = static_cast<float>(p_.scale);
+    set_sizes(&params);
+    params.Hq = static_cast<int32_t>(p_.Hq);
+    params.value_blocks = static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8);
+    params.starts_from_zero = !present(args_.initial_state);
+    return kernels_.gradients(params, p_.chunk_bound * p_.Hq, stream);
+  }
+
+  Status run_last_tokens(cudaStream_t stream) const {
+    const bool v_first = args_.options.state_v_first != 0;
+    LastTokensParams params{};
+    params.sequences = sequences_;
+    params.q = q_.used() ? q_.tensor(p_) : device_tensor(args_.q);
+    params.k = k_.used() ? k_.tensor(p_) : device_tensor(args_.k);
+    params.v = device_tensor(args_.v);
+    params.d_o = device_tensor(args_.d_o);
+    params.gates = device_gates(args_, args_.g_is_cumsum != 0);
+    params.initial_state = device_states(args_.initial_state, v_first);
+    params.dht = device_states(args_.dht, v_first);
+    params.states = {reinterpret_cast<const uint16_t*>(states_),
+                     static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8), padded_keys(p_.K) / 8};
+    params.scratch = last_tokens_;
+    params.d_log_decay = d_log_decay_;
+    params.d_beta = d_beta_;
+    params.scale = static_cast<float>(p_.scale);
+    set_sizes(&params);
+    params.V = static_cast<int32_t>(p_.V);
+    params.type = static_cast<int32_t>(p_.dtype);
+    params.exact_short = has_exact_short(args_.options, p_);
+    return launch_last_tokens(p_, params, stream);
+  }
+
+  // Gradients to where and as the caller wants them.
+  Status finish(cudaStream_t stream) const {
+    const auto hand_out = [&](const Tensor& t, const RowCopy& copy, int64_t heads, int64_t size) {
+      const DeviceTensor out = device_tensor(t);
+      if (copy.used()) FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p_, heads, size, copy.tensor(p_), out, stream));
+      return launch_zero_outside(p_, sequences_, out, heads, size, stream);
+    };
+    FLASH_QLA_RETURN_IF_ERROR(hand_out(args_.dv, dv_, p_.Hv, p_.V));
+    if (!wants_parts_) return Status();
+    Problem keys = p_;  // the sums over a group are there already
+    keys.Hv = p_.Hq;
+    keys.group = 1;
+    const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x,
+                                 const Tensor& norm) {
+      if (parts == nullptr) return hand_out(t, copy, p_.Hq, p_.K);
+      return launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), normalizes_, device_tensor(norm),
+                                       device_tensor(t), stream);
+    };
+    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dq, dq_, dq_parts_, args_.q, args_.q_inverse_norm));
+    FLASH_QLA_RETURN_IF_ERROR(finish_keys(args_.dk, dk_, dk_parts_, args_.k, args_.k_inverse_norm));
+    const GateGradients gradients{device_tensor(args_.dg), device_tensor(args_.dbeta), device_tensor(args_.dA_log),
+                                  device_tensor(args_.ddt_bias)};
+    return launch_finish_gates<float>(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), d_log_decay_,
+                                      d_beta_, gradients, gate_sums_, stream);
+  }
+
+  const Arguments& args_;
+  const Problem& p_;
+  const Kernels& kernels_;
+  int sms_, strips_;
+  bool wants_parts_ = false, normalizes_;
+  SequenceTable sequences_;
+  RowCopy q_, k_, v_, d_o_, dq_, dk_, dv_;  // not used: the caller's rows
+  StepRecord* records_;
+  ReverseRecord* reverse_records_;
+  ChunkGates* gates_;
+  char *states_ = nullptr, *gradients_ = nullptr, *errors_ = nullptr, *d_errors_ = nullptr;
+  float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr, *dq_parts_ = nullptr, *dk_parts_ = nullptr;
+  float *d_log_decay_ = nullptr, *d_beta_ = nullptr;
+  double* gate_sums_ = nullptr;
+  float* last_tokens_ = nullptr;
+};
+
+size_t bytes_for(const Arguments& args, const Problem& p, int64_t key_heads) {
+  Workspace workspace(nullptr);
+  const Arguments part = heads_of(args, p, 0, key_heads);
+  const Problem of_part = problem_of(p, key_heads);
+  HeadsBackward(args, part, of_part, &workspace);
+  return workspace.bytes();
+}
+
+// Where all heads together would take more scratch than that they go in groups, one after another in the same scratch,
+// of as many key heads as fit, but of no fewer than give both passes of one sequence 256 strips together.
+constexpr int64_t kLeastStrips = 128;
+
+int64_t least_heads(const Problem& p) {
+  return std::min(p.Hq, ceil_div(kLeastStrips, p.group * ceil_div(p.V, kStrip)));
+}
+
+int64_t heads_at_once(const Arguments& args, const Problem& p) {
+  if (bytes_for(args, p, p.Hq) <= most_scratch) return p.Hq;
+  int64_t heads = least_heads(p);
+  while (heads < p.Hq && bytes_for(args, p, heads + 1) <= most_scratch) ++heads;
+  return ceil_div(p.Hq, ceil_div(p.Hq, heads));  // groups alike
+}
+
+size_t workspace_size(const Arguments& args, const Problem& p) {
+  const size_t all = bytes_for(args, p, p.Hq);
+  // Not less than a smaller call that takes more of its heads together.
+  return all <= most_scratch ? all : std::max(most_scratch, bytes_for(args, p, least_heads(p)));
+}
+
+Status run(const Arguments& args, const Problem& p, void* memory, void* stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  const int64_t at_once = heads_at_once(args, p);
+  for (int64_t first = 0; first < p.Hq; first += at_once) {
+    const int64_t count = std::min(at_once, p.Hq - first);
+    const Arguments part = heads_of(args, p, first, count);
+    const Problem of_part = problem_of(p, count);
+    Workspace workspace(memory);
+    FLASH_QLA_RETURN_IF_ERROR(HeadsBackward(args, part, of_part, &workspace).run(static_cast<cudaStream_t>(stream)));
+  }
+  return Status();
+}
+
+}  // namespace
+}  // namespace cuda::sm80
+
+const BackwardPath kSm80ChunkBackward = {
+    "sm80", FLASH_QLA_CUDA, false, cuda::sm80::reject, cuda::sm80::workspace_size, cuda::sm80::run};
+
+}  // namespace flash_qla

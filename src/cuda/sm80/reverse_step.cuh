@@ -1,0 +1,223 @@
+// One step of the reverse pass for a strip of 16 value columns, by one warp (docs/kernels/sm80.md has the equations).
+// Tiles are transposed as in the forward: rows are value columns.
+#pragma once
+
+#include "cuda/sm80/backward_params.h"
+#include "cuda/sm80/forward_step.cuh"
+
+namespace flash_qla::cuda::sm80 {
+
+// A stage of the reverse pass: as the forward's, with another record and dO in the place of V. The forward pass beside
+// it takes stages of the same size.
+template <int kKeys>
+struct ReverseTraits {
+  using Tr = Traits<kKeys>;
+  static_assert(sizeof(ReverseRecord) >= sizeof(StepRecord));
+  static constexpr int kValuesAt = Tr::kRecordAt + static_cast<int>(sizeof(ReverseRecord));
+  static constexpr int stage_bytes(int strips) { return kValuesAt + strips * Tr::kValueBytes; }
+  static constexpr int stages(int strips) {
+    return Tr::kStagesAt + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
+  }
+  static constexpr int shared_bytes(int strips) { return Tr::kStagesAt + stages(strips) * stage_bytes(strips); }
+  static_assert(shared_bytes(kMostStrips) <= static_cast<int>(kMostSharedBytes));
+};
+
+// What numbers of T are multiplied by before they are rounded, and after the product: powers of two. fp16 has its full
+// precision down to 6e-5 alone, and a gradient that has decayed is soon below.
+template <class T>
+struct Range {
+  static constexpr bool kNarrow = std::is_same_v<T, __half>;
+  float up = 1.f, down = 1.f;
+
+  Range() = default;
+  // For a warp's numbers: the largest comes to 2^14, half of the way to the largest of fp16 or more.
+  template <int kTiles>
+  __device__ __forceinline__ explicit Range(const Sums<kTiles>& sums) {
+    if constexpr (kNarrow) {
+      float most = 0.f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) most = fmaxf(most, fabsf(sums.x[i][e]));
+      }
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+      }
+      constexpr int kBias = 127, kTop = 14, kMost = 60, kInfinity = 255;
+      const int exponent = static_cast<int>(__float_as_uint(most) >> 23);
+      const int power = exponent == kInfinity ? 0 : min(kTop + kBias - exponent, kMost);
+      up = __uint_as_float(static_cast<uint32_t>(kBias + power) << 23);
+      down = __uint_as_float(static_cast<uint32_t>(kBias - power) << 23);
+    }
+  }
+};
+
+template <int kTiles>
+__device__ __forceinline__ void multiply_all(Sums<kTiles>& sums, float factor) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums.x[i][e] *= factor;
+  }
+}
+
+// Products that do not wait for each other stand one behind the other: of a pair of tiles of tokens what waits for one
+// sum has the products of another in between.
+template <class T, int kKeys>
+class ReverseStep {
+ public:
+  using Tr = Traits<kKeys>;
+  static constexpr int kTokenTiles = Tr::kTokenTiles, kKeyTiles = Tr::kKeyTiles, kPairs = kTokenTiles / 2;
+  using State = Sums<kKeyTiles>;
+  using Tokens = Sums<kTokenTiles>;
+  using PackedTokens = Packed<kTokenTiles>;
+  using Blocks = BlockStream<kKeys <= 192>;  // with 256 keys there are no registers for more
+
+  // `stage`: shared address of the step's stage; `values`: of this strip's dO in it.
+  __device__ __forceinline__ ReverseStep(uint32_t stage, uint32_t values, int lane)
+      : stage_(stage), values_(values), lane_(lane) {}
+
+  // dV' = diag(gamma_C / gamma) K dS1 + P^T dO, rounded as well; dS becomes gamma_C dS1 + Q^T diag(scale gamma) dO in
+  // the range of scaled dO. `packed`: dS1 rounded in its range.
+  __device__ __forceinline__ void begin(State& state, const Packed<kKeyTiles>& packed, const Range<T>& of_state,
+                                        Tokens& sums, PackedTokens& rounded, Range<T>& of_d_o,
+                                        Range<T>& of_sums) const {
+    sums.clear();
+    const BlockReader<kKeys> keys(stage_ + Tr::kKeysAt, lane_, Order::kRightOperand);
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) {
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        uint32_t b[4];
+        load_matrix_x4(keys.at(pair, k), b);
+        multiply(sums.x[2 * pair], packed.x[k], b[0], b[1]);
+        multiply(sums.x[2 * pair + 1], packed.x[k], b[2], b[3]);
+      }
+    }
+    PackedTokens scaled;
+    of_d_o = scale_d_o(scaled);
+    multiply_all(state, load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down * of_d_o.up);
+    Blocks blocks;
+    blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) {
+      multiply_tokens(sums, pair, offsetof(ReverseRecord, to_end), of_state.down);
+#pragma unroll
+      for (int row = pair; row < kPairs; ++row) {
+        uint32_t d_o[4];
+        load_d_o(row, d_o);
+        multiply_triangle(blocks, sums, d_o, row, pair);
+      }
+      add_rows(state, scaled.x[pair], Tr::kQueriesAt, pair);
+    }
+    of_sums = pack_in_range(sums, rounded);
+  }
+
+  // Z = dV' + strict(G o A)^T dV'.
+  __device__ __forceinline__ void solve(Tokens& sums, const PackedTokens& rounded, const Range<T>& of_sums) const {
+    Blocks blocks;
+    blocks.start(record_at(offsetof(ReverseRecord, inverse)), lane_);
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) {
+#pragma unroll
+      for (int row = pair; row < kPairs; ++row) multiply_triangle(blocks, sums, rounded.x[row], row, pair);
+    }
+    if (Range<T>::kNarrow) multiply_all(sums, of_sums.down);
+  }
+
+  // dV = B Z, rounded; dS0 = dS - K^T diag(gamma) dV.
+  __device__ __forceinline__ void finish(State& state, Tokens& sums, PackedTokens& d_v, const Range<T>& of_d_o) const {
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(ReverseRecord, beta));
+    pack<T>(sums, d_v);
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(ReverseRecord, minus_gamma));
+    PackedTokens left;
+    const Range<T> range = pack_in_range(sums, left);
+    if (Range<T>::kNarrow) multiply_all(state, of_d_o.down * range.up);
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) add_rows(state, left.x[pair], Tr::kKeysAt, pair);
+    if (Range<T>::kNarrow) multiply_all(state, range.down);
+  }
+
+  // Rounded in the range that is returned; the sums are left in it.
+  template <int kTiles>
+  static __device__ __forceinline__ Range<T> pack_in_range(Sums<kTiles>& sums, Packed<kTiles>& packed) {
+    const Range<T> range(sums);
+    if (Range<T>::kNarrow) multiply_all(sums, range.up);
+    pack<T>(sums, packed);
+    return range;
+  }
+
+ private:
+  // Two tiles of dO^T.
+  __device__ __forceinline__ void load_d_o(int pair, uint32_t (&d_o)[4]) const {
+    const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
+    const uint32_t at = values_ + value_offset(row, matrix & 1) + static_cast<uint32_t>(pair * 16 * 32);
+    load_matrix_x4_trans(at, d_o[0], d_o[1], d_o[2], d_o[3]);
+  }
+  // scale gamma dO, rounded in the range that is returned.
+  __device__ __forceinline__ Range<T> scale_d_o(PackedTokens& scaled) const {
+    Tokens sums;
+#pragma unroll
+    for (int pair = kPairs - 1; pair >= 0; --pair) {
+      uint32_t d_o[4];
+      load_d_o(pair, d_o);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack2<T>(d_o[i]);
+        sums.x[2 * pair + i / 2][i % 2 * 2] = x.x;
+        sums.x[2 * pair + i / 2][i % 2 * 2 + 1] = x.y;
+      }
+      multiply_tokens(sums, pair, offsetof(ReverseRecord, scaled_gamma));
+    }
+    return pack_in_range(sums, scaled);
+  }
+
+  // Columns of two tiles by a number of each token.
+  __device__ __forceinline__ void multiply_tokens(Tokens& sums, int pair, size_t vector, float factor = 1.f) const {
+#pragma unroll
+    for (int i = 2 * pair; i < 2 * pair + 2; ++i) {
+      const float2 by = token_pair(record_at(vector), i, lane_);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.x[i][e] *= (e % 2 == 0 ? by.x : by.y) * factor;
+    }
+  }
+
+  // sums += left M of two tiles of columns, for a pair of block rows of a triangular matrix M of the record.
+  __device__ __forceinline__ void multiply_triangle(Blocks& blocks, Tokens& sums, const uint32_t (&left)[4], int row,
+                                                    int pair) const {
+#pragma unroll
+    for (int column = 2 * pair; column < 2 * pair + 2; ++column) {
+      const bool above = row == pair && column % 2 == 1;
+      const uint32_t upper = above ? 0u : blocks.take(transposed_block(2 * row, column));
+      const uint32_t lower = blocks.take(transposed_block(2 * row + 1, column));
+      multiply(sums.x[column], left, upper, lower);
+    }
+  }
+
+  // dS^T += left X for the rows X of keys or queries of a pair of tiles of tokens.
+  __device__ __forceinline__ void add_rows(State& state, const uint32_t (&left)[4], int rows_at, int pair) const {
+    const BlockReader<kKeys> rows(stage_ + static_cast<uint32_t>(rows_at), lane_, Order::kLeftOperand);
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; tile += 2) {
+      uint32_t b[4];
+      load_matrix_x4_trans(rows.at(pair, tile / 2), b[0], b[1], b[2], b[3]);
+      multiply(state.x[tile], left, b[0], b[1]);
+      multiply(state.x[tile + 1], left, b[2], b[3]);
+    }
+  }
+
+  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_m16n8k16<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
+  }
+  __device__ __forceinline__ uint32_t record_at(size_t offset) const {
+    return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
+  }
+
+  uint32_t stage_, values_;
+  int lane_;
+};
+
+}  // namespace flash_qla::cuda::sm80

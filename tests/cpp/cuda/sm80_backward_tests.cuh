@@ -1,0 +1,230 @@
+// Groups of tests about the backward of path sm80: of cuda_generic_test on a GPU, and of cuda_emulation_test on the
+// CPU.
+#pragma once
+
+#include "sm80_tests.cuh"
+
+namespace flash_qla::testing {
+
+inline BackwardCall draw_sm80_backward(DType type, const HeadDims& dims, Random& random) {
+  static const std::vector<int64_t> kLengths = {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200};
+  Shape s;
+  s.dtype = type;
+  s.K = dims.K;
+  s.V = dims.V;
+  s.T = random.pick(kLengths);
+  s.Hq = random.integer(1, 2);
+  s.Hv = s.Hq * (s.K * s.V > 128 * 128 ? random.integer(1, 2) : random.integer(1, 3));
+  if (random.chance(0.5)) {
+    s.cu_seqlens = draw_offsets(s.T, random);
+  } else {
+    s.B = random.integer(1, 2);
+  }
+  Features f = draw_features(type, random);
+  f.any_length = random.chance(0.3);
+  const bool cumsum = f.g && !f.gate && random.chance(0.3);
+  BackwardCall call;
+  call.draw(s, f, cumsum, random.chance(0.9), random.chance(0.5), random);
+  if (random.chance(0.2)) {  // any gradient may be unwanted
+    for (auto [name, buffer] : call.outputs()) {
+      if (random.chance(0.5)) *buffer = Buffer();
+    }
+  }
+  return call;
+}
+
+// Fewer keys are left to float32 in bf16.
+inline bool takes(DType type, const HeadDims& dims) { return type != DType::kBFloat16 || dims.K >= 32; }
+
+// Every option and gradient, drawn.
+inline int64_t test_sm80_backward_of(const Settings& settings, Arena& arena, const Oracle& oracle, DType type,
+                                     const HeadDims& dims) {
+  char name[80];
+  std::snprintf(name, sizeof(name), "backward, sm80, K %lld V %lld %s", static_cast<long long>(dims.K),
+                static_cast<long long>(dims.V), name_of(type));
+  Checker checker(name, settings, arena, "sm80");
+  const auto draw = [&](Random& r) { return draw_sm80_backward(type, dims, r); };
+  for_each_case(settings, settings.cases, draw, [&](const std::string& what, const BackwardCall& call) {
+    checker.check(what, call, "sm80", oracle.path, oracle.device);
+  });
+  return checker.finish();
+}
+inline int64_t test_sm80_backward(const Settings& settings, Arena& arena, const Oracle& oracle) {
+  int64_t failures = 0;
+  for (const HeadDims& dims : kSm80Dims) {
+    for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
+      if (takes(type, dims)) failures += test_sm80_backward_of(settings, arena, oracle, type, dims);
+    }
+  }
+  return failures;
+}
+
+// Buffers of a backward call that have a row for each token, and those that have one for each sequence.
+using BackwardBuffers = std::vector<Buffer*>;
+inline BackwardBuffers token_buffers(BackwardCall& c) {
+  return {&c.in.q, &c.in.k, &c.in.v, &c.in.g, &c.in.beta, &c.d_o, &c.dq, &c.dk, &c.dv, &c.dg, &c.dbeta};
+}
+inline BackwardBuffers state_buffers(BackwardCall& c) { return {&c.in.initial_state, &c.dht, &c.dh0}; }
+
+// Checks that the gradients of `part` are those of `whole` in [from, to) of a dimension: of tokens, or of key heads.
+inline void check_part(Checker& checker, const std::string& what, BackwardCall part, BackwardCall& whole, int64_t from,
+                       int64_t to, int64_t sequence, bool heads) {
+  const int64_t group = whole.in.shape.Hv / whole.in.shape.Hq;
+  const NamedBuffers got = part.outputs();
+  NamedBuffers all = whole.outputs();
+  for (size_t i = 0; i < got.size(); ++i) {
+    const std::string& name = got[i].first;
+    if (!got[i].second->present()) continue;
+    const bool of_keys = name == "dq" || name == "dk";
+    const int64_t scale = heads && !of_keys ? group : 1;
+    const Buffer expected = name == "dh0" ? all[i].second->slice(heads ? 1 : 0, heads ? from * scale : sequence,
+                                                                 heads ? to * scale : sequence + 1)
+                                          : all[i].second->slice(heads ? 2 : 1, from * scale, to * scale);
+    if (!same(*got[i].second, expected)) checker.fail(what, "sm80", name + " differs");
+  }
+}
+
+// The bits of a sequence depend on nothing but the sequence, those of a key head on nothing but its heads.
+inline int64_t test_sm80_backward_invariance(const Settings& settings, Arena& arena) {
+  Checker checker("backward: bits depend on the sequence and the heads alone, sm80", settings, arena, "sm80");
+  Random random(13);
+  for (const HeadDims& dims : {HeadDims{64, 48}, HeadDims{192, 32}}) {
+    Shape s;
+    s.dtype = draw_half(random);
+    s.T = 300;
+    s.Hq = 2;
+    s.Hv = 4;
+    s.K = dims.K;
+    s.V = dims.V;
+    s.cu_seqlens = {0, 17, 17, 209, 300};
+    Features f;
+    f.initial_state = f.l2norm = true;
+    f.cp_mode = FLASH_QLA_CP_OFF;
+    BackwardCall batch;
+    batch.draw(s, f, false, true, true, random);
+    BackwardCall whole = batch;
+    checker.run("batch", whole, "sm80");
+    for (int64_t n = 0; n < s.N(); ++n) {
+      const int64_t begin = s.cu_seqlens[static_cast<size_t>(n)], end = s.cu_seqlens[static_cast<size_t>(n) + 1];
+      if (begin == end) continue;
+      BackwardCall alone = batch;
+      for (Buffer* x : token_buffers(alone)) *x = x->slice(1, begin, end);
+      for (Buffer* x : state_buffers(alone)) *x = x->slice(0, n, n + 1);
+      alone.in.shape.T = end - begin;
+      alone.in.shape.cu_seqlens.clear();
+      alone.in.cu_seqlens = Buffer();
+      checker.run("alone", alone, "sm80");
+      check_part(checker, "sequence " + std::to_string(n), alone, whole, begin, end, n, false);
+    }
+    for (int64_t head = 0; head < s.Hq; ++head) {
+      BackwardCall alone = batch;
+      const int64_t group = s.Hv / s.Hq;
+      for (Buffer* x : token_buffers(alone)) {
+        const bool of_keys = x == &alone.in.q || x == &alone.in.k || x == &alone.dq || x == &alone.dk;
+        *x = of_keys ? x->slice(2, head, head + 1) : x->slice(2, head * group, (head + 1) * group);
+      }
+      for (Buffer* x : state_buffers(alone)) *x = x->slice(1, head * group, (head + 1) * group);
+      alone.in.shape.Hq = 1;
+      alone.in.shape.Hv = group;
+      checker.run("head", alone, "sm80");
+      check_part(checker, "key head " + std::to_string(head), alone, whole, head, head + 1, 0, true);
+    }
+  }
+  return checker.finish();
+}
+
+// Other numbers, NaN or infinity in one sequence leave all others as they are, bit for bit.
+inline int64_t test_sm80_backward_neighbours(const Settings& settings, Arena& arena) {
+  Checker checker("backward: neighbours, sm80", settings, arena, "sm80");
+  Random random(7);
+  for (const HeadDims& dims : {HeadDims{64, 64}, HeadDims{100, 60}, HeadDims{192, 32}}) {
+    for (const double bad : {0.25, static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+      Shape s;
+      s.dtype = draw_half(random);
+      s.T = 337;
+      s.Hv = 2;
+      s.K = dims.K;
+      s.V = dims.V;
+      s.cu_seqlens = {0, 70, 133, 260, 261, 333};
+      Features f;
+      f.initial_state = true;
+      BackwardCall clean;
+      clean.draw(s, f, false, true, random.chance(0.5), random);
+      BackwardCall dirty = clean;
+      // Sequences 1 and 3: the first, one in the middle and the last token of one, the only token of the other.
+      for (Buffer* x : {&dirty.in.q, &dirty.in.k, &dirty.in.v, &dirty.in.g, &dirty.in.beta, &dirty.d_o}) {
+        const Tensor t = x->host();
+        x->fill([&](int64_t i, int64_t j, int64_t k, int64_t l) {
+          return j == 70 || j == 100 || j == 132 || j == 260 ? bad : load(t, offset_of(t, i, j, k, l));
+        });
+      }
+      for (BackwardCall* call : {&clean, &dirty}) checker.run("backward", *call, "sm80");
+      const NamedBuffers before = clean.outputs(), after = dirty.outputs();
+      for (size_t i = 0; i < before.size(); ++i) {
+        const auto& [name, buffer] = before[i];
+        if (!buffer->present()) continue;
+        for (int64_t n = 0; n < s.N(); ++n) {
+          const int64_t begin = name == "dh0" ? n : s.cu_seqlens[static_cast<size_t>(n)],
+                        end = name == "dh0" ? n + 1 : s.cu_seqlens[static_cast<size_t>(n) + 1];
+          const int dim = name == "dh0" ? 0 : 1;
+          const bool differs = !same(buffer->slice(dim, begin, end), after[i].second->slice(dim, begin, end));
+          if (differs != (n == 1 || n == 3)) checker.fail("sequence " + std::to_string(n), "sm80", name);
+        }
+      }
+    }
+  }
+  return checker.finish();
+}
+
+inline void check_same(Checker& checker, const std::string& what, BackwardCall& a, BackwardCall& b) {
+  const NamedBuffers got = a.outputs(), wanted = b.outputs();
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (got[i].second->present() && !same(*got[i].second, *wanted[i].second)) {
+      checker.fail(what, "sm80", "other bits of " + got[i].first);
+    }
+  }
+}
+
+// Offsets that lead anywhere, and numbers of every kind: nothing but the outputs is written, and a well-formed call
+// behind it has the right bits.
+inline int64_t test_sm80_backward_malformed(const Settings& settings, Arena& arena) {
+  Checker checker("backward: malformed device data, sm80", settings, arena, "sm80");
+  Random probe_random(97);
+  const BackwardCall probe = draw_sm80_backward(DType::kBFloat16, {64, 64}, probe_random);
+  BackwardCall right = probe;
+  checker.run("well-formed", right, "sm80");
+  for (int64_t i = 0; i < settings.cases; ++i) {
+    if (!settings.only_cases.empty() && settings.only_cases.count(i) == 0) continue;
+    Random random(settings.seed * 1000003 + static_cast<uint64_t>(i));
+    const HeadDims drawn = kSm80Dims[random.integer(0, std::size(kSm80Dims) - 1)];
+    const HeadDims dims = {std::max(drawn.K, int64_t{32}), std::min<int64_t>(drawn.V, 64)};
+    BackwardCall call = draw_sm80_backward(draw_half(random), dims, random);
+    const int64_t T = call.in.shape.T;
+    if (call.in.cu_seqlens.present() && random.chance(0.8)) {
+      const bool inside = random.chance(0.4);
+      call.in.cu_seqlens.fill([&](int64_t, int64_t, int64_t, int64_t) {
+        const double kind = inside ? 0.0 : random.uniform();
+        if (kind < 0.6) return static_cast<double>(random.integer(0, T));
+        if (kind < 0.8) return static_cast<double>(random.chance(0.5) ? -random.integer(1, 3) : T + 1);
+        return random.chance(0.5) ? -2147483648.0 : 2147483647.0;
+      });
+    }
+    for (Buffer* x : {&call.in.q, &call.in.k, &call.in.v, &call.in.g, &call.in.beta, &call.in.initial_state, &call.d_o,
+                      &call.dht}) {
+      if (!x->present() || random.chance(0.7)) continue;
+      static const std::vector<double> kBad = {NAN, INFINITY, -INFINITY, 1e30, -1e4, 88.0};
+      const double bad = random.pick(kBad);
+      const Tensor t = x->host();
+      x->fill([&](int64_t b, int64_t j, int64_t k, int64_t l) {
+        return random.chance(0.05) ? bad : load(t, offset_of(t, b, j, k, l));
+      });
+    }
+    checker.run("case " + std::to_string(i), call, "sm80");
+    BackwardCall again = probe;
+    checker.run("well-formed, behind case " + std::to_string(i), again, "sm80");
+    check_same(checker, "well-formed, behind case " + std::to_string(i), again, right);
+  }
+  return checker.finish();
+}
+
+}  // namespace flash_qla::testing
