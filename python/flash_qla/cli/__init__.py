@@ -102,7 +102,16 @@ def bench(
     if mode == "layer":
         from . import bench_layer
 
-        layer = bench_layer.Options(runs=runs, only=[row for row in rows.split(",") if row], merge=merge, out=out)
+        layer = bench_layer.Options(
+            runs=runs,
+            only=[row for row in rows.split(",") if row],
+            peers=[item for item in peers.split(",") if item],
+            cpu=cpu,
+            merge=merge,
+            out=out,
+            **({"sizes": bench_layer.SMALL} if cpu else {}),  # type: ignore[arg-type]
+            **({} if seconds is None else {"seconds": seconds}),  # type: ignore[arg-type]
+        )
         raise typer.Exit(bench_layer.run(layer))
     if cpu:
         from .bench_cpu import run

@@ -1,25 +1,24 @@
-"""The rows of `bench --mode layer`: what each calls, and what it is checked against."""
+"""The rows of `bench --mode layer` that are operations: what each calls, and what it is checked against. Those of whole
+layers and models are in bench_layer_models.py, the calls of fla in bench_layer_fla.py."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 
 import flash_qla
 
+from . import bench_layer_fla
 from .check import ORACLES
 
 Tensors = Dict[str, torch.Tensor]
 
 # Relative L2 against float64: a rounding to bfloat16 at the end, and for the delta rule some within.
 _ROUNDED, _DELTA_RULE = 2e-3, 8e-3
-# What an error may be in those that Transformers' own functions have on the same weights, against float32.
-_OF_THEIRS = 1.1
 
 WIDTH = 4  # of the convolution
 
@@ -36,7 +35,7 @@ class Sizes:
     layers: int = 8
     prompt: int = 128
     decoded: int = 32
-    batches: Tuple[int, ...] = (1, 16, 256)
+    batches: Tuple[int, ...] = (1, 16, 64, 256)
     sequences: Tuple[int, int] = (8, 1024)  # of the chain of calls, how many and of what length
     chain_heads: Tuple[int, int] = (2, 8)
     chain: Tuple[int, int] = (8, 40)  # calls of the two chains whose difference counts
@@ -50,10 +49,15 @@ class Sizes:
         return 2 * self.keys + self.value_heads * self.dim
 
 
+# What a CPU takes seconds for: it shows that every row runs and is right, its times say little.
+SMALL = Sizes(tokens=192, hidden=256, key_heads=1, value_heads=2, layers=4, prompt=16, decoded=4, batches=(1, 64),
+              sequences=(2, 64), chain_heads=(1, 2), chain=(2, 6))  # fmt: skip
+
+
 @dataclasses.dataclass
 class Case:
-    """A row. `how`: "graph" (a CUDA graph), "wall" (eager) or "host" (the host's time of one more call in a chain, of
-    which `run` makes one and `chain` as many as it is given)."""
+    """A row. `how`: "graph" (a CUDA graph), "wall" (eager) or "host" (the host's time of one more call in a chain).
+    What is timed is `run` or, of "host", `chain`, of as many calls as it is given."""
 
     name: str
     unit: str
@@ -63,8 +67,12 @@ class Case:
     bound: float  # of the errors; of_theirs: times those of the peer "transformers"
     of_theirs: bool = False
     peers: Dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    # Makes fla's call. What that returns by names of `exact` is compared as well.
+    fla: Optional[Callable[[], Callable[..., Any]]] = None
     chain: Optional[Callable[[int], Any]] = None
-    restore: Callable[[], Any] = lambda: None  # puts back what a run changes in place
+    around: Callable[[], ContextManager[Any]] = contextlib.nullcontext  # what ours is called in
+    around_theirs: Callable[[], ContextManager[Any]] = contextlib.nullcontext  # what `peers` are called in
+    before: Callable[[], Any] = lambda: None  # comes in front of every call of ours and of theirs, and is not timed
     calls: int = 1  # in a run: the value is of one of them
 
 
@@ -88,33 +96,22 @@ def relative_l2(found: torch.Tensor, exact: torch.Tensor) -> float:
     return (difference / torch.linalg.vector_norm(exact.double())).item()
 
 
-def _convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Of [B, T, C] with SiLU, in x's dtype, by torch alone."""
     padded = F.pad(x, (0, 0, WIDTH - 1, 0))
     return F.silu(sum(weight[:, j] * padded[:, j : j + x.shape[1]] for j in range(WIDTH)))  # type: ignore[arg-type]
 
 
-def _normalised(x: torch.Tensor) -> torch.Tensor:
+def normalised(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _finished_gates(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> Tuple[Any, Any]:
+def finished_gates(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> Tuple[Any, Any]:
     return -A_log.exp() * F.softplus(a + dt_bias), b.sigmoid()
 
 
-def _normed(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight * F.silu(z)
-
-
-def _fla() -> Any:
-    """fla's modules, or None where fla cannot be imported."""
-    try:
-        import fla.modules.causal_conv1d
-        import fla.modules.fused_norm_gate
-        import fla.modules.l2norm
-    except (ImportError, RuntimeError):
-        return None
-    return fla.modules
+def normed(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight * F.silu(z)
 
 
 def _conv_cases(bench: Bench) -> List[Case]:
@@ -135,10 +132,10 @@ def _conv_cases(bench: Bench) -> List[Case]:
         return {"y": y, "g": g, "beta": beta}
 
     def exact_forward() -> Tensors:
-        y = _convolution(x.double(), weight.double())
+        y = convolution(x.double(), weight.double())
         rows = y[..., : 2 * s.keys].unflatten(-1, (-1, s.dim))
-        y[..., : 2 * s.keys] = _normalised(rows).flatten(-2)
-        g, beta = _finished_gates(a.double(), b.double(), A_log.double(), dt_bias.double())
+        y[..., : 2 * s.keys] = normalised(rows).flatten(-2)
+        g, beta = finished_gates(a.double(), b.double(), A_log.double(), dt_bias.double())
         return {"y": y, "g": g, "beta": beta}
 
     dy = bench.normal(1, s.tokens, s.channels, seed=4)
@@ -152,21 +149,14 @@ def _conv_cases(bench: Bench) -> List[Case]:
 
     def exact_backward() -> Tensors:
         leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
-        return dict(zip(("dx", "dweight"), torch.autograd.grad(_convolution(*leaves), leaves, dy.double())))
+        return dict(zip(("dx", "dweight"), torch.autograd.grad(convolution(*leaves), leaves, dy.double())))
 
     ours = [
         Case("conv_forward", "ms", "graph", forward, exact_forward, _ROUNDED),
         Case("conv_backward", "ms", "graph", backward, exact_backward, _ROUNDED),
     ]
-    fla = _fla()
-    if fla is not None:
-
-        def their_forward() -> Any:
-            y, _ = fla.causal_conv1d.causal_conv1d_fwd(x, weight, None, None, None, False, "silu")
-            return fla.l2norm.l2norm_fwd(y[..., : 2 * s.keys].reshape(-1, s.dim)), y
-
-        ours[0].peers["fla"] = their_forward
-        ours[1].peers["fla"] = lambda: fla.causal_conv1d.causal_conv1d_bwd(x, dy, None, weight, activation="silu")
+    ours[0].fla = lambda: bench_layer_fla.conv_forward(x, weight, 2 * s.keys, s.dim)
+    ours[1].fla = lambda: bench_layer_fla.conv_backward(x, weight, dy)
     return ours
 
 
@@ -190,133 +180,17 @@ def _norm_cases(bench: Bench) -> List[Case]:
 
     def exact_backward() -> Tensors:
         leaves = [t.double().requires_grad_() for t in (x, z, weight)]
-        return dict(zip(("dx", "dz", "dweight"), torch.autograd.grad(_normed(*leaves), leaves, dy.double())))
+        y = normed(leaves[0], leaves[1], leaves[2])
+        return dict(zip(("dx", "dz", "dweight"), torch.autograd.grad(y, leaves, dy.double())))
 
-    exact = lambda: {"y": _normed(x.double(), z.double(), weight.double())}  # noqa: E731
+    exact = lambda: {"y": normed(x.double(), z.double(), weight.double())}  # noqa: E731
     ours = [
         Case("norm_forward", "ms", "graph", forward, exact, _ROUNDED),
         Case("norm_backward", "ms", "graph", backward, exact_backward, _ROUNDED),
     ]
-    fla = _fla()
-    if fla is not None:
-        named = dict(activation="swish", eps=1e-6, is_rms_norm=True)
-        norm = fla.fused_norm_gate
-        rstd = norm.layer_norm_gated_fwd(x, z, weight, None, **named)[2]
-        ours[0].peers["fla"] = lambda: norm.layer_norm_gated_fwd(x, z, weight, None, **named)
-        ours[1].peers["fla"] = lambda: norm.layer_norm_gated_bwd(dy, x, z, weight, None, rstd=rstd, **named)
+    ours[0].fla = lambda: bench_layer_fla.norm_forward(x, z, weight)
+    ours[1].fla = lambda: bench_layer_fla.norm_backward(x, z, weight, dy)
     return ours
-
-
-@contextlib.contextmanager
-def patched(use: bool) -> Iterator[None]:
-    from ..integrations import transformers as integration
-
-    integration.patch() if use else integration.unpatch()
-    try:
-        yield
-    finally:
-        integration.unpatch()
-
-
-def _both(function: Callable[[], Any]) -> Tuple[Callable[[], Any], Callable[[], Any]]:
-    """A call with this library's functions and forwards in place, and with Transformers' own."""
-
-    def call(use: bool) -> Any:
-        with patched(use):
-            return function()
-
-    return lambda: call(True), lambda: call(False)
-
-
-def _config(bench: Bench, layers: int) -> Any:
-    from transformers import Qwen3_5TextConfig
-
-    s = bench.sizes
-    return Qwen3_5TextConfig(
-        vocab_size=256,
-        hidden_size=s.hidden,
-        intermediate_size=2 * s.hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(s.hidden // 128, 1),
-        num_key_value_heads=max(s.hidden // 512, 1),
-        head_dim=128,
-        linear_num_key_heads=s.key_heads,
-        linear_num_value_heads=s.value_heads,
-        linear_key_head_dim=s.dim,
-        linear_value_head_dim=s.dim,
-        attention_dropout=0.0,
-    )
-
-
-def _gradient(output: torch.Tensor, leaves: List[torch.Tensor], do: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """All gradients as one vector."""
-    return torch.cat([g.flatten() for g in torch.autograd.grad(output, leaves, do)])
-
-
-def _layer_cases(bench: Bench) -> List[Case]:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
-
-    torch.manual_seed(0)
-    layer = Qwen3_5GatedDeltaNet(_config(bench, 4), 0).to(bench.device, bench.dtype)
-    exact_layer = copy.deepcopy(layer).float()
-    hidden, do = (bench.normal(1, bench.sizes.tokens, bench.sizes.hidden, seed=seed) for seed in (9, 10))
-
-    @torch.inference_mode()
-    def forward(module: Any = layer) -> Tensors:
-        return {"o": module(hidden.to(module.out_proj.weight.dtype))}
-
-    def training(module: Any = layer) -> Tensors:
-        leaf = hidden.to(module.out_proj.weight.dtype).detach().requires_grad_()
-        o = module(leaf)
-        return {"o": o.detach(), "gradients": _gradient(o, [leaf, *module.parameters()], do.to(o.dtype))}
-
-    cases = []
-    for name, function in (("layer_forward", forward), ("layer_training", training)):
-        ours, theirs = _both(function)
-        exact = _both(lambda function=function: function(exact_layer))[1]  # type: ignore[misc]
-        cases.append(Case(name, "ms", "graph", ours, exact, _OF_THEIRS, True, {"transformers": theirs}))
-    return cases
-
-
-def _model_cases(bench: Bench) -> List[Case]:
-    from transformers import Qwen3_5ForCausalLM
-
-    s = bench.sizes
-    torch.manual_seed(0)
-    model: Any = Qwen3_5ForCausalLM(_config(bench, s.layers)).to(bench.dtype).eval()
-    model.to(bench.device)
-    exact_model = copy.deepcopy(model).float()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 256, (1, s.tokens), generator=generator).to(bench.device)
-
-    @torch.inference_mode()
-    def prefill(module: Any = model) -> Tensors:
-        return {"logits": module(ids, use_cache=True).logits}
-
-    def training(module: Any = model) -> Tensors:
-        loss = module(ids, labels=ids, use_cache=False).loss
-        return {"gradients": _gradient(loss, list(module.parameters()))}
-
-    @torch.inference_mode()
-    def decode(module: Any = model) -> Tensors:
-        out = module(ids[:, : s.prompt], use_cache=True)
-        logits = []
-        for t in range(s.prompt, s.prompt + s.decoded):
-            out = module(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-            logits.append(out.logits)
-        return {"logits": torch.cat(logits, dim=1)}
-
-    cases = []
-    for name, unit, function in (
-        ("model_prefill", "ms", prefill),
-        ("model_training", "ms", training),
-        ("model_decode", "ms a token", decode),
-    ):
-        ours, theirs = _both(function)
-        exact = _both(lambda function=function: function(exact_model))[1]  # type: ignore[misc]
-        cases.append(Case(name, unit, "wall", ours, exact, _OF_THEIRS, True, {"transformers": theirs}))
-    cases[-1].calls = s.decoded
-    return cases
 
 
 def _chain_cases(bench: Bench) -> List[Case]:
@@ -328,22 +202,26 @@ def _chain_cases(bench: Bench) -> List[Case]:
     v, do = (bench.normal(1, tokens, hv, s.dim, seed=seed) for seed in (13, 14))
     g = F.logsigmoid(bench.normal(1, tokens, hv, seed=15).float())
     beta = bench.normal(1, tokens, hv, seed=16).float().sigmoid()
-    offsets = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=bench.device)
+    offsets = torch.arange(0, tokens + 1, length, device=bench.device)
 
-    def step(calls: int, *given: torch.Tensor) -> Tensors:
+    def step(calls: int, *given: torch.Tensor, of: Callable[..., Any] = flash_qla.chunk_gated_delta_rule) -> Tensors:
         leaves = [t.detach().requires_grad_() for t in given or (q, k, v, g, beta)]
         o = leaves[2]
         for _ in range(calls):
-            o, _ = flash_qla.chunk_gated_delta_rule(leaves[0], leaves[1], o, leaves[3], leaves[4], cu_seqlens=offsets)
+            o, _ = of(leaves[0], leaves[1], o, leaves[3], leaves[4], cu_seqlens=offsets)
         gradients = torch.autograd.grad(o, leaves, do.to(o.dtype))
         return {"o": o.detach(), **dict(zip(("dq", "dk", "dv", "dg", "dbeta"), gradients))}
+
+    def fla() -> Callable[[int], Tensors]:
+        function = bench_layer_fla.chunk_gated_delta_rule()
+        return lambda calls: step(calls, of=function)
 
     def exact() -> Tensors:
         with flash_qla.use_path(ORACLES[bench.device]):
             return step(1, *(t.double() for t in (q, k, v, g, beta)))
 
     name = "eager_step_host_us"
-    return [Case(name, "us", "host", lambda: step(1), exact, _DELTA_RULE, chain=lambda calls: step(calls))]
+    return [Case(name, "us", "host", lambda: step(1), exact, _DELTA_RULE, chain=lambda calls: step(calls), fla=fla)]
 
 
 def _decode_case(bench: Bench, batch: int) -> Case:
@@ -378,27 +256,42 @@ def _decode_case(bench: Bench, batch: int) -> Case:
         y = F.silu((shifted * weight.double()).sum(-1)).to(bench.dtype).double()  # rounded where it is stored
         q, k, v = split(y)
         group = s.value_heads // s.key_heads
-        q, k = (_normalised(t).repeat_interleave(group, dim=1) for t in (q, k))
-        g, beta = _finished_gates(*(t.double() for t in (a[:, 0], b[:, 0], A_log, dt_bias)))
+        q, k = (normalised(t).repeat_interleave(group, dim=1) for t in (q, k))
+        g, beta = finished_gates(*(t.double() for t in (a[:, 0], b[:, 0], A_log, dt_bias)))
         state = states_before.double() * g.exp()[..., None, None]
         u = beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, state))
         state = state + k[..., None] * u[..., None, :]
         o = torch.einsum("bhk,bhkv->bhv", q, state) * s.dim**-0.5
-        return {"y": _normed(o[:, None], z.double(), norm.double()), "conv_state": shifted, "state": state}
+        return {"y": normed(o[:, None], z.double(), norm.double()), "conv_state": shifted, "state": state}
 
     def restore() -> None:
         window.copy_(before)
         states.copy_(states_before)
 
-    return Case(f"decode_{batch}_us", "us", "graph", run, exact, _DELTA_RULE, restore=restore)
+    def fla() -> Callable[[], Tensors]:
+        return bench_layer_fla.decode(x, weight, a, b, A_log, dt_bias, z, norm, before.clone(), states_before, split)
+
+    return Case(f"decode_{batch}_us", "us", "graph", run, exact, _DELTA_RULE, before=restore, fla=fla)
 
 
-def cases_of(bench: Bench) -> Iterator[Tuple[str, Callable[[], List[Case]]]]:
-    """Groups of rows by what they share, each made when its turn comes."""
-    yield "convolution", lambda: _conv_cases(bench)
-    yield "norm", lambda: _norm_cases(bench)
-    yield "layer", lambda: _layer_cases(bench)
-    yield "model", lambda: _model_cases(bench)
-    yield "chain", lambda: _chain_cases(bench)
-    for batch in bench.sizes.batches:
-        yield f"decode {batch}", lambda batch=batch: [_decode_case(bench, batch)]  # type: ignore[misc]
+def groups(sizes: Sizes) -> Dict[str, Tuple[Tuple[str, ...], Callable[[Bench], List[Case]]]]:
+    """The table: names of the rows that share what they are made of, and how they are made."""
+    from .bench_layer_models import layer_cases, model_cases
+
+    decode = {
+        f"decode {batch}": ((f"decode_{batch}_us",), lambda bench, batch=batch: [_decode_case(bench, batch)])
+        for batch in sizes.batches
+    }
+    return {
+        "convolution": (("conv_forward", "conv_backward"), _conv_cases),
+        "norm": (("norm_forward", "norm_backward"), _norm_cases),
+        **decode,
+        "chain": (("eager_step_host_us",), _chain_cases),
+        "layer": (("layer_forward", "layer_training"), layer_cases),
+        "model": (("model_prefill", "model_training", "model_decode"), model_cases),
+    }
+
+
+def names(sizes: Sizes) -> List[str]:
+    """Of all rows, in the order in which they are measured."""
+    return [name for of_group, _ in groups(sizes).values() for name in of_group]
