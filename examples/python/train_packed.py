@@ -98,6 +98,7 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate at the start (default 1e-3)")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions are in float32 too
     (first,) = rows(1, arguments.tokens, arguments.device)
     print(f"Qwen3.5, 4 layers, {arguments.steps} steps of {arguments.tokens} bytes of {TEXT.name}, float32 on "
           f"{arguments.device}; the first step packs documents of {', '.join(str(len(part)) for part in first)} bytes; "

@@ -10,12 +10,12 @@ pytest.importorskip("transformers.models.qwen3_5")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "python" / "train_packed.py"
 
 
-def run(change="pass", steps=8):
+def run(change="pass", steps=10):
     """The example, with `change` to its module first."""
     if not EXAMPLE.exists():
         pytest.skip("the examples are not beside the tests")
     # One thread: so little work to a step that a team of them mostly waits for one another.
-    arguments = ["train_packed.py", "--device", helpers.settings.device, "--steps", str(steps), "--tokens", "400", "--lr", "4e-3"]
+    arguments = ["train_packed.py", "--device", helpers.settings.device, "--steps", str(steps)]
     code = f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); sys.argv = {arguments!r}; import train_packed; {change}; "
     return helpers.in_subprocess(code + "sys.exit(train_packed.main())", OMP_NUM_THREADS="1")
 
