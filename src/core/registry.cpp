@@ -76,11 +76,9 @@ const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
 const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
   static const std::vector<const ChunkSummaryPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kCudaGenericChunkSummary,
-      &kCudaOracleChunkSummary,
+      &kSm90ChunkSummary, &kSm80ChunkSummary,      &kCudaGenericChunkSummary, &kCudaOracleChunkSummary,
 #endif
-      &kCpuChunkSummary,
-      &kReferenceChunkSummary,
+      &kCpuChunkSummary,  &kReferenceChunkSummary,
   };
   return paths;
 }
@@ -88,11 +86,10 @@ const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
 const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
   static const std::vector<const ChunkSummaryBackwardPath*> paths = {
 #ifdef FLASH_QLA_WITH_CUDA
-      &kCudaGenericChunkSummaryBackward,
-      &kCudaOracleChunkSummaryBackward,
+      &kSm90ChunkSummaryBackward,        &kSm80ChunkSummaryBackward,
+      &kCudaGenericChunkSummaryBackward, &kCudaOracleChunkSummaryBackward,
 #endif
-      &kCpuChunkSummaryBackward,
-      &kReferenceChunkSummaryBackward,
+      &kCpuChunkSummaryBackward,         &kReferenceChunkSummaryBackward,
   };
   return paths;
 }

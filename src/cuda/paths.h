@@ -37,8 +37,12 @@ extern const BackwardPath kCudaGenericChunkBackwardWithParts;
 extern const BackwardPath kCudaOracleChunkBackwardWithParts;
 
 extern const SequenceCutPath kCudaSequenceCut;
+extern const ChunkSummaryPath kSm90ChunkSummary;
+extern const ChunkSummaryPath kSm80ChunkSummary;
 extern const ChunkSummaryPath kCudaGenericChunkSummary;
 extern const ChunkSummaryPath kCudaOracleChunkSummary;
+extern const ChunkSummaryBackwardPath kSm90ChunkSummaryBackward;
+extern const ChunkSummaryBackwardPath kSm80ChunkSummaryBackward;
 extern const ChunkSummaryBackwardPath kCudaGenericChunkSummaryBackward;
 extern const ChunkSummaryBackwardPath kCudaOracleChunkSummaryBackward;
 extern const SummaryCombinePath kCudaGenericSummaryCombine;

@@ -41,14 +41,15 @@ const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
 }
 
 const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
-  static const std::vector<const ChunkSummaryPath*> paths = {&kCudaGenericChunkSummary, &kCudaOracleChunkSummary,
-                                                             &kReferenceChunkSummary};
+  static const std::vector<const ChunkSummaryPath*> paths = {&kSm80ChunkSummary, &kCudaGenericChunkSummary,
+                                                             &kCudaOracleChunkSummary, &kReferenceChunkSummary};
   return paths;
 }
 
 const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
   static const std::vector<const ChunkSummaryBackwardPath*> paths = {
-      &kCudaGenericChunkSummaryBackward, &kCudaOracleChunkSummaryBackward, &kReferenceChunkSummaryBackward};
+      &kSm80ChunkSummaryBackward, &kCudaGenericChunkSummaryBackward, &kCudaOracleChunkSummaryBackward,
+      &kReferenceChunkSummaryBackward};
   return paths;
 }
 

@@ -48,26 +48,38 @@ def test_every_cut_gives_the_results_of_one_rank(name, dtype, all_rows):
     cards.check(x, world, all_rows=all_rows, **cut)
 
 
+def check_random_cut(rng, draw, dtype, K, V, longest):
+    """One draw of lengths, ranks and cuts, held to the token recurrence."""
+    world = int(rng.integers(1, 5)) + 1
+    layout = str(rng.choice(["contiguous", "zigzag"]))
+    lengths = [0 if rng.random() < 0.2 else int(rng.integers(0, longest)) for _ in range(int(rng.integers(1, 5)))]
+    padding = int(rng.integers(0, 9)) if rng.random() < 0.3 else 0
+    borders = np.concatenate([[0], np.cumsum(lengths)])
+    parts = cards.draw_cut(rng, int(borders[-1]) + padding, world if layout == "contiguous" else 2 * world, borders)
+    x = helpers.make_inputs(Hq=1, Hv=int(rng.integers(1, 3)), K=K, V=V, seqlens=lengths, padding=padding, dtype=dtype, seed=draw,
+                            state=bool(rng.integers(2)), auto_cp=[True, False, "invariant"][int(rng.integers(3))])
+    try:
+        cards.check(x, world, layout=layout, rank_tokens=cards.rank_tokens(parts, world, layout), all_rows=bool(rng.integers(2)))
+    except AssertionError as error:
+        raise AssertionError(f"draw {draw}: {lengths} + {padding} over {layout} {parts}: {error}") from error
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=helpers.dtype_name)
 def test_random_cuts(dtype, device):
     if dtype not in helpers.DEVICE_DTYPES[device]:
         pytest.skip("fp64 is for the CPU")
     rng = np.random.default_rng(11)
     for draw in range(60):
-        world = int(rng.integers(1, 5)) + 1
-        layout = str(rng.choice(["contiguous", "zigzag"]))
-        lengths = [0 if rng.random() < 0.2 else int(rng.integers(0, 140)) for _ in range(int(rng.integers(1, 5)))]
-        padding = int(rng.integers(0, 9)) if rng.random() < 0.3 else 0
-        borders = np.concatenate([[0], np.cumsum(lengths)])
-        parts = cards.draw_cut(rng, int(borders[-1]) + padding, world if layout == "contiguous" else 2 * world, borders)
-        x = helpers.make_inputs(Hq=1, Hv=int(rng.integers(1, 3)), K=int(rng.choice([3, 8])), V=int(rng.choice([1, 5])),
-                                seqlens=lengths, padding=padding, dtype=dtype, seed=draw, state=bool(rng.integers(2)),
-                                auto_cp=[True, False, "invariant"][int(rng.integers(3))])
-        try:
-            cards.check(x, world, layout=layout, rank_tokens=cards.rank_tokens(parts, world, layout),
-                        all_rows=bool(rng.integers(2)))
-        except AssertionError as error:
-            raise AssertionError(f"draw {draw}: {lengths} + {padding} over {layout} {parts}: {error}") from error
+        check_random_cut(rng, draw, dtype, int(rng.choice([3, 8])), int(rng.choice([1, 5])), 140)
+
+
+@pytest.mark.parametrize("K, V", [(64, 96), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=helpers.dtype_name)
+def test_random_cuts_of_16_bits(dtype, K, V, device):
+    """On a GPU links and calls are those of paths sm80 and sm90: parts of more than a chunk, heads that forget and that do not."""
+    rng = np.random.default_rng(K)
+    for draw in range(8):
+        check_random_cut(rng, draw, dtype, K, V, 700 if device == "cuda" else 150)
 
 
 @pytest.mark.parametrize("B, rank_tokens", [(1, None), (3, None), (2, [70, 0, 1, 49]), (2, [0, 40, 80, 0])], ids=str)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-from figures import benchmarks_page, ladder, markdown, reports  # noqa: E402
+from figures import benchmarks_page, ladder, markdown, peer_tests_page, reports  # noqa: E402
 
 REPORT = {
     "machine": "a card",
@@ -143,3 +143,15 @@ def test_words_go_between_the_marks_of_their_name():
 def test_records_without_timings_are_passed_over(tmp_path):
     (tmp_path / "record.json").write_text('{"cases": 3}')
     assert reports.load(tmp_path) == {}
+
+
+def test_runs_of_other_packages_tests_are_a_table_with_what_failed():
+    run = {"binding": "low_level", "gpu": "a card, sm_90", "commit": "abc", "wrong": None, "failed": {},
+           "files": {"a.py": {"passed": 2, "failed": 0, "skipped": 1}, "b.py": {"passed": 3, "failed": 0, "skipped": 0}},
+           "calls": {"fwd sm90 bfloat16": 4, "bwd sm90 bfloat16": 1, "fwd cpu float32": 2}}  # fmt: skip
+    bad = {**run, "wrong": "this library was not called", "failed": {"a.py::test": "it broke"}, "calls": {}}
+    text = peer_tests_page.table([run, bad])
+    assert "| `low_level` | a card | abc | 5 | 0 | 1 | cpu 2, sm90 5 | yes |" in text
+    assert "| none | no: this library was not called |" in text
+    assert text.endswith("- `low_level`, a.py::test: it broke\n")
+    assert peer_tests_page.table([]) == "No run has been recorded yet.\n"

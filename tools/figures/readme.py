@@ -54,7 +54,7 @@ def speed(reports: dict) -> str:
     ]
     if not rows:
         return NOTHING
-    header = ["what", "machine", "times as fast", "least to most", "calls", "as the fastest, call by call, of", "table"]
+    header = ["what", "machine", "speed-up", "least to most", "calls", "over the fastest of, call by call", "table"]
     text = table(header, rows)
     told = notes(text)
     return f"{text}\nBelow 1 ours takes longer. {told}\nEvery row, with machine, commit and protocol: {PAGE}.\n".replace(". \n", ".\n")

@@ -1,0 +1,207 @@
+// Links of parts by calls of path "sm80", on the CPU: against the recurrence in double ("cuda_reference"), and with the
+// kinds of the recurrence in float32.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "flash_qla/flash_qla.hpp"
+
+namespace flash_qla {
+namespace {
+
+// Relative to the norm of a head's whole tensor. Operands of products are rounded to 16 bits, as in every call of the
+// path.
+constexpr double kBound = 8e-3;
+
+struct Links {
+  std::vector<float> S, M, kind;
+};
+
+struct LinkProblem {
+  int64_t B, T, Hq, Hv, K, V, P;
+  std::vector<int64_t> offsets, rows;  // offsets: empty for rows of a batch
+  std::vector<uint8_t> crosses, through;
+  std::vector<BFloat16> q, k, v;  // v: or the gradient of o
+  std::vector<float> g, beta, given;
+
+  int64_t sequences() const { return offsets.empty() ? B : static_cast<int64_t>(offsets.size()) - 1; }
+};
+
+template <class Op, class Arguments>
+void run_on(const char* path, Arguments* args) {
+  args->options.path = path;
+  args->set_device(DeviceType::kCuda);
+  size_t bytes = 0;
+  Status status = Op::workspace_size(*args, &bytes);
+  ASSERT_TRUE(status.ok()) << status.message();
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  const std::unique_ptr<void, Free> memory(std::aligned_alloc(256, (bytes + 256) / 256 * 256));
+  std::memset(memory.get(), 0xff, bytes);
+  status = Op::run(*args, memory.get(), bytes);
+  ASSERT_TRUE(status.ok()) << status.message();
+}
+
+template <class Arguments>
+void fill(const LinkProblem& p, Arguments* args) {
+  args->k = tensor(p.k.data(), DType::kBFloat16, {p.B, p.T, p.Hq, p.K});
+  args->g = tensor(p.g.data(), DType::kFloat32, {p.B, p.T, p.Hv});
+  args->beta = tensor(p.beta.data(), DType::kFloat32, {p.B, p.T, p.Hv});
+  if (!p.offsets.empty()) {
+    args->cu_seqlens = tensor(p.offsets.data(), DType::kInt64, {static_cast<int64_t>(p.offsets.size())});
+  }
+  args->rows = tensor(p.rows.data(), DType::kInt64, {p.P, 2});
+  args->through = tensor(p.through.data(), DType::kBool, {p.P});
+  args->options.scale = 0.3f;
+}
+
+Links empty_links(const LinkProblem& p) {
+  const float poison = std::numeric_limits<float>::quiet_NaN();
+  return {std::vector<float>(p.P * p.Hv * p.K * p.V, poison), std::vector<float>(p.P * p.Hv * p.K * p.K, poison),
+          std::vector<float>(p.P * p.Hv, poison)};
+}
+
+Links forward(const LinkProblem& p, const char* path) {
+  Links links = empty_links(p);
+  ChunkSummaryArguments args;
+  fill(p, &args);
+  args.v = tensor(p.v.data(), DType::kBFloat16, {p.B, p.T, p.Hv, p.V});
+  args.initial_state = tensor(p.given.data(), DType::kFloat32, {p.sequences(), p.Hv, p.K, p.V});
+  args.leaves = tensor(p.crosses.data(), DType::kBool, {p.P});
+  args.S = tensor(links.S.data(), DType::kFloat32, {p.P, p.Hv, p.K, p.V});
+  args.M = tensor(links.M.data(), DType::kFloat32, {p.P, p.Hv, p.K, p.K});
+  args.kind = tensor(links.kind.data(), DType::kFloat32, {p.P, p.Hv});
+  run_on<ChunkSummary>(path, &args);
+  return links;
+}
+
+Links backward(const LinkProblem& p, const std::vector<float>& forward_kind, const char* path) {
+  Links links = empty_links(p);
+  ChunkSummaryBackwardArguments args;
+  fill(p, &args);
+  args.q = tensor(p.q.data(), DType::kBFloat16, {p.B, p.T, p.Hq, p.K});
+  args.d_o = tensor(p.v.data(), DType::kBFloat16, {p.B, p.T, p.Hv, p.V});
+  args.dht = tensor(p.given.data(), DType::kFloat32, {p.sequences(), p.Hv, p.K, p.V});
+  args.enters = tensor(p.crosses.data(), DType::kBool, {p.P});
+  args.forward_kind = tensor(forward_kind.data(), DType::kFloat32, {p.P, p.Hv});
+  args.R = tensor(links.S.data(), DType::kFloat32, {p.P, p.Hv, p.K, p.V});
+  args.kind = tensor(links.kind.data(), DType::kFloat32, {p.P, p.Hv});
+  run_on<ChunkSummaryBackward>(path, &args);
+  return links;
+}
+
+// What a head's matrix is off by, beside the larger of its own norm and `least`.
+void expect_close(const std::vector<float>& found, const std::vector<float>& wanted, int64_t size, double least,
+                  const std::string& what) {
+  for (size_t first = 0; first < wanted.size(); first += static_cast<size_t>(size)) {
+    double difference = 0.0, norm = 0.0;
+    for (size_t i = first; i < first + static_cast<size_t>(size); ++i) {
+      ASSERT_FALSE(std::isnan(found[i])) << what << ": every element is written";
+      difference += (static_cast<double>(found[i]) - wanted[i]) * (static_cast<double>(found[i]) - wanted[i]);
+      norm += static_cast<double>(wanted[i]) * wanted[i];
+    }
+    EXPECT_LE(std::sqrt(difference), kBound * std::max(std::sqrt(norm), least))
+        << what << ", matrix " << first / static_cast<size_t>(size);
+  }
+}
+
+class LinkCallsEmulated : public ::testing::Test {
+ protected:
+  double normal() { return std::normal_distribution<double>()(random_); }
+  double uniform() { return std::uniform_real_distribution<double>()(random_); }
+
+  LinkProblem draw(int64_t B, int64_t T, std::vector<int64_t> offsets, std::vector<int64_t> rows, int64_t K,
+                   int64_t V) {
+    LinkProblem p{
+        B,  T,  1,  3,  K,  V, static_cast<int64_t>(rows.size()) / 2, std::move(offsets), std::move(rows), {}, {},
+        {}, {}, {}, {}, {}, {}};
+    for (std::vector<BFloat16>* rows_of : {&p.q, &p.k}) {
+      for (int64_t i = 0; i < B * T; ++i) {
+        std::vector<double> row(K);
+        double square = 0.0;
+        for (double& x : row) square += (x = normal()) * x;
+        for (double x : row) rows_of->push_back(to_bfloat16(static_cast<float>(x / std::sqrt(square))));
+      }
+    }
+    for (int64_t i = 0; i < B * T * p.Hv * V; ++i) p.v.push_back(to_bfloat16(static_cast<float>(normal())));
+    for (int64_t i = 0; i < B * T * p.Hv; ++i) {
+      // One head forgets within a chunk, one keeps everything, one decays slowly.
+      p.g.push_back(i % p.Hv == 0 ? -0.5f : i % p.Hv == 1 ? 0.f : static_cast<float>(-0.02 * uniform()));
+      p.beta.push_back(static_cast<float>(uniform()));
+    }
+    for (int64_t i = 0; i < p.sequences() * p.Hv * K * V; ++i) p.given.push_back(static_cast<float>(normal()));
+    for (int64_t i = 0; i < p.P; ++i) {
+      p.crosses.push_back(uniform() < 0.8);
+      p.through.push_back(p.crosses.back() && uniform() < 0.6);
+    }
+    return p;
+  }
+
+  // Links both ways, against the recurrence.
+  void check(const LinkProblem& p, const std::string& what) {
+    const Links found = forward(p, "sm80"), wanted = forward(p, "cuda_reference"), kinds = forward(p, "cuda_generic");
+    EXPECT_EQ(found.kind, kinds.kind) << what;
+    for (float kind : found.kind) ++kinds_[static_cast<int>(kind)];
+    expect_close(found.S, wanted.S, p.K * p.V, 1e-3, what + " S");
+    // A transition that is forgotten is zero, and at most e^-16 of the identity in the recurrence.
+    expect_close(found.M, wanted.M, p.K * p.K, 1e-3, what + " M");
+    const Links back = backward(p, found.kind, "sm80"), back_wanted = backward(p, wanted.kind, "cuda_reference");
+    EXPECT_EQ(back.kind, backward(p, kinds.kind, "cuda_generic").kind) << what;
+    expect_close(back.S, back_wanted.S, p.K * p.V, 1e-3, what + " R");
+  }
+
+  std::mt19937 random_{7};
+  int kinds_[3] = {0, 0, 0};
+};
+
+TEST_F(LinkCallsEmulated, PackedSequences) {
+  for (int round = 0; round < 8; ++round) {
+    const int64_t first = std::uniform_int_distribution<int64_t>(0, 150)(random_);
+    const int64_t second = std::uniform_int_distribution<int64_t>(0, 150)(random_);
+    const std::vector<int64_t> offsets = {0, first, first, first + second, first + second + 70};
+    // One part, of the first and the last row, and two parts, of which one may be without tokens.
+    check(draw(1, offsets.back() + 5, offsets, {0, 3}, 64, 48), "one part, round " + std::to_string(round));
+    check(draw(1, offsets.back() + 5, offsets, {0, 1, 2, 3}, 40, 64), "two parts, round " + std::to_string(round));
+  }
+  for (int kind = 0; kind < 3; ++kind) EXPECT_GT(kinds_[kind], 0) << "no link of kind " << kind;
+}
+
+TEST_F(LinkCallsEmulated, RowsOfABatch) { check(draw(2, 100, {}, {0, 0, 1, 1}, 64, 64), "batch"); }
+
+// The row numbers are device data: any value is harmless, and counts as no tokens.
+TEST_F(LinkCallsEmulated, RowsOutOfRange) {
+  LinkProblem p = draw(1, 130, {0, 130}, {-5, 9}, 64, 64);
+  p.crosses = {1};
+  for (float x : forward(p, "sm80").kind) EXPECT_EQ(x, FLASH_QLA_LINK_NONE);
+  check(p, "out of range");
+}
+
+TEST_F(LinkCallsEmulated, SaysWhatItDoesNotTake) {
+  const LinkProblem p = draw(1, 130, {0, 130}, {0, 0}, 64, 64);
+  std::vector<float> R(p.Hv * p.K * p.V), kind(p.Hv);
+  ChunkSummaryBackwardArguments args;
+  fill(p, &args);
+  args.q = tensor(p.q.data(), DType::kBFloat16, {p.B, p.T, p.Hq, p.K});
+  args.enters = tensor(p.crosses.data(), DType::kBool, {p.P});
+  args.forward_kind = tensor(kind.data(), DType::kFloat32, {p.P, p.Hv});
+  args.R = tensor(R.data(), DType::kFloat32, {p.P, p.Hv, p.K, p.V});
+  args.kind = tensor(kind.data(), DType::kFloat32, {p.P, p.Hv});
+  args.options.path = "sm80";
+  args.set_device(DeviceType::kCuda);
+  const Status status = ChunkSummaryBackward::can_implement(args);
+  ASSERT_FALSE(status.ok());
+  EXPECT_NE(std::string(status.message()).find("needs the gradient of o in the dtype of q"), std::string::npos)
+      << status.message();
+}
+
+}  // namespace
+}  // namespace flash_qla
