@@ -398,12 +398,12 @@ class NormConfig(NamedTuple):
     gate_first: bool
 
 
-def _norm_leading(config: NormConfig, x: Tensor) -> tuple:
+def norm_leading(config: NormConfig, x: Tensor) -> tuple:
     operation, path, eps, activation, gate_first = config
     return (operation, path, _threads(x), eps, activation, gate_first)
 
 
-def _contiguous_like(x: Tensor) -> Tensor:
+def contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -419,13 +419,13 @@ def _norm_gated(
     bias: Optional[Tensor],
 ) -> Tensor:
     config = NormConfig(operation, path, eps, activation, gate_first)
-    y = _contiguous_like(x)
-    _ffi.call("norm_gated", _allocator(x), (*_norm_leading(config, x), x, g, weight, bias, y, None))
+    y = contiguous_like(x)
+    _ffi.call("norm_gated", _allocator(x), (*norm_leading(config, x), x, g, weight, bias, y, None))
     return y
 
 
 def _norm_gated_fake(*arguments: Any) -> Tensor:
-    return _contiguous_like(arguments[5])
+    return contiguous_like(arguments[5])
 
 
 define(f"norm_gated({_NORM_CONFIG}, {_NORM_INPUTS}) -> Tensor", _norm_gated, _norm_gated_fake, NORM_NAMES)
@@ -435,7 +435,7 @@ define(f"norm_gated({_NORM_CONFIG}, {_NORM_INPUTS}) -> Tensor", _norm_gated, _no
 
 
 def _norm_gradients(inputs: Sequence[Optional[Tensor]], wanted: Sequence[bool]) -> Tuple[Optional[Tensor], ...]:
-    return tuple(_contiguous_like(t) if want and t is not None else None for t, want in zip(inputs, wanted))
+    return tuple(contiguous_like(t) if want and t is not None else None for t, want in zip(inputs, wanted))
 
 
 def _norm_gated_backward(
@@ -454,7 +454,7 @@ def _norm_gated_backward(
     config = NormConfig(operation, path, eps, activation, gate_first)
     gradients = _norm_gradients((x, g, weight, bias), wanted)
     _ffi.call(
-        "norm_gated_backward", _allocator(x), (*_norm_leading(config, x), x, g, weight, bias, dy, *gradients)
+        "norm_gated_backward", _allocator(x), (*norm_leading(config, x), x, g, weight, bias, dy, *gradients)
     )
     return _present(gradients)
 

@@ -123,7 +123,7 @@ def _norm(config: NodeConfig, o: Tensor, z: Tensor, weight: Optional[Tensor], ou
     _ffi.call("norm_gated", _allocator(o), (*leading, o, z, weight, None, out, None))
 
 
-def _prologue(config: NodeConfig, inputs: tuple, states: tuple, y: Tensor, made: tuple, update: bool = False) -> None:
+def prologue(config: NodeConfig, inputs: tuple, states: tuple, y: Tensor, made: tuple, update: bool = False) -> None:
     """The convolution into y, and (inverse_norms, g, beta), each if it is there."""
     x, k, v, _, a, b, weight, bias, A_log, dt_bias, _, cu_seqlens, seq_idx = inputs
     norms, g, beta = made
@@ -136,7 +136,7 @@ def _prologue(config: NodeConfig, inputs: tuple, states: tuple, y: Tensor, made:
     _ffi.call("conv", _allocator(x), arguments)
 
 
-def _made_like(config: NodeConfig, x: Tensor, saves: bool) -> Tuple[Tensor, Optional[Tensor], Tensor, Tensor]:
+def made_like(config: NodeConfig, x: Tensor, saves: bool) -> Tuple[Tensor, Optional[Tensor], Tensor, Tensor]:
     """y, inverse norms where they are saved, g and beta."""
     batch, tokens = x.shape[0], x.shape[1]
     wide = _accumulator(x)
@@ -157,8 +157,8 @@ def _layer_forward(*arguments: Any) -> Tuple[Tensor, ...]:
     config, inputs = NodeConfig(*arguments[:_COUNT]), arguments[_COUNT:]
     x, z, cu_seqlens = inputs[0], inputs[3], inputs[11]
     batch, tokens = x.shape[0], x.shape[1]
-    y, norms, g, beta = _made_like(config, x, True)
-    _prologue(config, inputs, (None, None), y, (norms, g, beta))
+    y, norms, g, beta = made_like(config, x, True)
+    prologue(config, inputs, (None, None), y, (norms, g, beta))
     o = x.new_empty((batch, tokens, config.num_v_heads, config.head_v_dim))
     A = x.new_empty((batch, tokens, config.num_v_heads, CHUNK_SIZE))
     delta = (*_parts(config, y), g, beta, None, None, cu_seqlens, None, *_NO_POOL, o, None, None, A, None)
@@ -172,7 +172,7 @@ def _layer_forward(*arguments: Any) -> Tuple[Tensor, ...]:
 
 def _layer_forward_fake(*arguments: Any) -> Tuple[Tensor, ...]:
     config, x = NodeConfig(*arguments[:_COUNT]), arguments[_COUNT]
-    y, norms, _, _ = _made_like(config, x, True)
+    y, norms, _, _ = made_like(config, x, True)
     o = x.new_empty((x.shape[0], x.shape[1], config.num_v_heads, config.head_v_dim))
     A = x.new_empty((x.shape[0], x.shape[1], config.num_v_heads, CHUNK_SIZE))
     return torch.empty_like(o), y, o, A, norms  # type: ignore[return-value]
@@ -214,7 +214,7 @@ def _layer_backward(*arguments: Any) -> List[Tensor]:
     threads, allocate = _threads(x), _allocator(x)
     if y is None:  # dropped: made again
         y = x.new_empty((x.shape[0], x.shape[1], config.channels))
-        _prologue(config, inputs, (None, None), y, (None, None, None))
+        prologue(config, inputs, (None, None), y, (None, None, None))
     gradients = _input_gradients(config, inputs)
     dx, dk, dv, dz, da, db, dweight, dbias, dA_log, ddt_bias, dnorm_weight = gradients
 
@@ -278,8 +278,8 @@ def _layer_step(*arguments: Any) -> Tensor:
     x, z, cu_seqlens = inputs[0], inputs[3], inputs[11]
     tokens = x.shape[1]
     single = tokens == 1 and cu_seqlens is None
-    y, _, g, beta = _made_like(config, x, False)
-    _prologue(config, inputs, (conv_state, conv_state), y, (None, g, beta), single)
+    y, _, g, beta = made_like(config, x, False)
+    prologue(config, inputs, (conv_state, conv_state), y, (None, g, beta), single)
     o = x.new_empty((x.shape[0], tokens, config.num_v_heads, config.head_v_dim))
     pool = (recurrent_state, _row_numbers(x, recurrent_state.shape[0]), None, None, None, -1, 0, None, None, None, None)
     delta = (*_parts(config, y), g, beta, None, None, cu_seqlens, None, *pool, o, *_NO_OUTPUTS)

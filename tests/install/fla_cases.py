@@ -189,6 +189,109 @@ def computed_calls():
     assert q.grad.abs().sum() > 0
 
 
+def pretend_layer():
+    """The CPU build passes for one with CUDA kernels."""
+    from flash_qla import _tools
+
+    pretend()
+    built = _tools.build_info
+    _tools.build_info = lambda: {**built(), "conv_forward": "cuda_layer cpu"}
+
+
+def layer():
+    """The convolution and the gated norm, as fla's autograd functions call their passes."""
+    from fla.modules.causal_conv1d import causal_conv1d_bwd, causal_conv1d_fwd, causal_conv1d_update
+    from fla.modules.norm.fused_norm_gate import layer_norm_gated_bwd, layer_norm_gated_fwd
+
+    import flash_qla
+    from flash_qla.integrations import fla as integration
+
+    x, residual, dy = (torch.randn(2, 9, 24) for _ in range(3))
+    weight, bias, state, dstate = torch.randn(24, 4), torch.randn(24), torch.randn(2, 24, 4), torch.randn(2, 24, 4)
+    assert causal_conv1d_fwd(x, weight, bias, None)[0] == "fla", "importing flash_qla hands over the delta rule alone"
+    try:
+        integration.register_layer()
+    except NotImplementedError as error:
+        assert "this build (of the CPU alone)" in str(error)
+    else:
+        raise AssertionError("registered kernels that are not built")
+    pretend_layer()
+    names = integration.register_layer()
+    assert len(names) == 5 and integration.register_layer() == names
+
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, residual, state)]
+    want = flash_qla.causal_conv1d(*leaves, output_final_state=True, activation="silu")
+    gradients = torch.autograd.grad(want, leaves, (dy, dstate))
+    for shape in ((2, 9, 24), (2, 9, 3, 8)):  # fla's callers may keep heads apart
+        shaped = [t.reshape(shape) for t in (x, residual, dy)]
+        found = causal_conv1d_fwd(shaped[0], weight, bias, shaped[1], state, True, "silu", chunk_size=64)
+        assert found[0].shape == shape and torch.equal(found[0].reshape(x.shape), want[0])
+        assert torch.equal(found[1], want[1])
+        back = causal_conv1d_bwd(x=shaped[0], dy=shaped[2], dht=dstate, weight=weight, bias=bias, residual=shaped[1],
+                                 initial_state=state, activation="silu")
+        assert back[0].shape == shape and all(torch.equal(a.reshape(b.shape), b) for a, b in zip(back, gradients))
+    assert causal_conv1d_fwd(x, weight, None, None)[1] is None
+    packed = dict(cu_seqlens=torch.tensor([0, 4, 9]))
+    found = causal_conv1d_fwd(x[:1], weight, None, None, None, True, **packed)
+    want = flash_qla.causal_conv1d(x[:1], weight, output_final_state=True, **packed)
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+    back = causal_conv1d_bwd(x[:1], dy[:1], None, weight, **packed)
+    assert back[0].shape == (1, 9, 24) and [t is None for t in back] == [False, False, True, True, True]
+
+    whole = flash_qla.causal_conv1d(x, weight, bias, None, state, activation="swish")[0]
+    for shape in ((2, 24), (1, 2, 24), (2, 1, 24)):
+        cache = state.clone()
+        y, left = causal_conv1d_update(x[:, 0].reshape(shape), cache, None, weight, bias, "swish")
+        assert left is cache and y.shape == shape and torch.equal(cache[..., -1], x[:, 0])
+        torch.testing.assert_close(y.reshape(2, 24), whole[:, 0], rtol=1e-6, atol=1e-6)
+
+    rows = [t.reshape(-1, 24) for t in (x, residual)]
+    leaves = [t.clone().requires_grad_() for t in (*rows, torch.rand(24), bias)]
+    want = flash_qla.rms_norm_gated(*leaves, activation="sigmoid", eps=1e-3)
+    gradients = torch.autograd.grad(want, leaves, dy.view(-1, 24))
+    named = dict(activation="sigmoid", eps=1e-3, is_rms_norm=True)
+    with torch.no_grad():
+        y, mean, rstd, kept = layer_norm_gated_fwd(*leaves, residual=None, residual_dtype=None, **named)
+    assert torch.equal(y, want) and mean is None and kept is leaves[0]
+    torch.testing.assert_close(rstd, (leaves[0].square().mean(-1) + 1e-3).rsqrt().detach())
+    back = layer_norm_gated_bwd(dy.view(-1, 24), *leaves, mean=None, rstd=rstd, x_dtype=x.dtype, **named)
+    assert len(back) == 5 and back[4] is None and all(torch.equal(a, b) for a, b in zip(back, gradients))
+
+    declined = [
+        lambda: causal_conv1d_fwd(x, weight.repeat(1, 3), bias, None),
+        lambda: causal_conv1d_fwd(x, weight, bias, None, activation="gelu"),
+        lambda: causal_conv1d_fwd(x, weight, bias, None, state[..., :3]),
+        lambda: causal_conv1d_fwd(x, weight, bias, residual.double()),
+        lambda: causal_conv1d_bwd(x, dy, None),
+        lambda: causal_conv1d_update(x[:, 0], state, x[:, 0], weight),
+        lambda: layer_norm_gated_fwd(*leaves, is_rms_norm=False),
+        lambda: layer_norm_gated_fwd(*leaves, residual=x, is_rms_norm=True),
+        lambda: layer_norm_gated_fwd(*leaves, out_dtype=torch.float64, is_rms_norm=True),
+        lambda: layer_norm_gated_fwd(*leaves, activation="tanh", is_rms_norm=True),
+        lambda: layer_norm_gated_bwd(dy, *leaves, recompute_output=True, is_rms_norm=True),
+        lambda: layer_norm_gated_bwd(dy, *leaves, has_residual=True, is_rms_norm=True),
+    ]
+    for call in declined:
+        assert call()[0] == "fla"
+    integration.unregister()
+    assert causal_conv1d_fwd(x, weight, bias, None)[0] == "fla"
+
+
+def layer_of_an_old_fla():
+    """0.5.2 hands over operations, not functions."""
+    import fla.ops.backends  # noqa: F401
+
+    from flash_qla.integrations import fla as integration
+
+    pretend_layer()
+    try:
+        integration.register_layer()
+    except NotImplementedError as error:
+        assert "fla must be 0.6 or newer" in str(error)
+    else:
+        raise AssertionError("registered with a registry of operations alone")
+
+
 def switched_off():
     """FLA_FLASH_QLA=0 or FLA_DISABLE_BACKEND_DISPATCH=1 is set by who starts this."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule

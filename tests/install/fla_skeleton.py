@@ -34,6 +34,21 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, out
     return "fla", None
 """
 
+# What 0.6 dispatches around the delta rule.
+DISPATCHED = """
+from fla.backends import dispatch
+"""
+FUNCTION = """
+
+@dispatch
+def {name}(*args, **kwargs):
+    return "fla", None
+"""
+LAYER = {
+    "fla/modules/causal_conv1d/__init__.py": ("causal_conv1d_fwd", "causal_conv1d_bwd", "causal_conv1d_update"),
+    "fla/modules/norm/fused_norm_gate.py": ("layer_norm_gated_fwd", "layer_norm_gated_bwd"),
+}
+
 BACKENDS = {
     "fla.backends": "from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend\n",
     "fla.ops.backends": """
@@ -59,6 +74,10 @@ def build(wheel, target):
     files["fla/ops/__init__.py"] = ""
     files["fla/ops/gated_delta_rule/__init__.py"] = OPERATION.format(registry=registry)
     files["fla/ops/gated_delta_rule/backends/__init__.py"] = BACKENDS[registry]
+    if registry == "fla.backends":
+        for name, functions in LAYER.items():
+            files[name] = DISPATCHED + "".join(FUNCTION.format(name=function) for function in functions)
+        files.update({"fla/modules/__init__.py": "", "fla/modules/norm/__init__.py": ""})
     for name, text in files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_text(text)

@@ -45,9 +45,13 @@ def test_registered_in_both_orders_of_import(packages, version, case):
     run_case(case, packages[version])
 
 
-@pytest.mark.parametrize("case", ["declines", "computed_calls"])
+@pytest.mark.parametrize("case", ["declines", "computed_calls", "layer"])
 def test_backend(packages, case):
     run_case(case, packages["0.6.0"])
+
+
+def test_the_layer_of_an_old_fla(packages):
+    run_case("layer_of_an_old_fla", packages["0.5.2"])
 
 
 @pytest.mark.parametrize("switch", [{"FLA_FLASH_QLA": "0"}, {"FLA_DISABLE_BACKEND_DISPATCH": "1"}], ids=str)

@@ -39,12 +39,13 @@ def bench(
     mode: str = typer.Option(
         "fwd",
         help="on a GPU: any of fwd,bwd,train,decode,options,portable_forward,portable_backward,prefill,steps,verify; "
-        "serving: the last three; or cp_fwd,cp_train",
+        "serving: the last three; or cp_fwd,cp_train; or layer",
     ),
     ranks: Optional[int] = typer.Option(None, min=1, help="of cp_fwd and cp_train: so many simulated ranks"),
     peer_results: str = typer.Option("", help="of cp_fwd and cp_train: folders of cli/bench_cards_peers.py"),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
+    rows: str = typer.Option("", help="of layer: only these rows, as conv_forward,layer_training"),
     short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, a minute in all"),
     peer_rows: bool = typer.Option(False, "--peer-rows", help="on a GPU: the rows chosen for peers that compile long"),
     gates: str = typer.Option("", help="on a GPU: any of mixed,none,strong,changing (decay)"),
@@ -98,6 +99,20 @@ def bench(
             **({} if seconds is None else {"seconds": seconds}),
         )
         raise typer.Exit(bench_cards.run(cards))
+    if mode == "layer":
+        from . import bench_layer
+
+        layer = bench_layer.Options(
+            runs=runs,
+            only=[row for row in rows.split(",") if row],
+            peers=[item for item in peers.split(",") if item],
+            cpu=cpu,
+            merge=merge,
+            out=out,
+            **({"sizes": bench_layer.SMALL} if cpu else {}),  # type: ignore[arg-type]
+            **({} if seconds is None else {"seconds": seconds}),  # type: ignore[arg-type]
+        )
+        raise typer.Exit(bench_layer.run(layer))
     if cpu:
         from .bench_cpu import run
 

@@ -79,7 +79,31 @@ def cards_protocol(method: Method) -> str:
     )
 
 
+def layer_protocol(method: Method) -> str:
+    """Of `bench --mode layer`."""
+    sizes = method["sizes"]
+    graph = "replays of a CUDA graph, without the host's work" if method["device"] == "cuda" else "eager calls"
+    (few, many), (count, length), (hq, hv) = sizes["chain"], sizes["sequences"], sizes["chain_heads"]
+    return (
+        f"bfloat16, {sizes['tokens']:,} tokens in one sequence, hidden {sizes['hidden']}, {sizes['key_heads']} key and "
+        f"{sizes['value_heads']} value heads of {sizes['dim']}, random weights; medians of {method['runs']}; conv_*, "
+        f"norm_*, layer_*, decode_*: {graph}; conv_forward: with SiLU, the norm of q's and k's heads, and the gates, "
+        "of fla its convolution and its norm of rows that lie together; conv_backward: without that norm's derivative, "
+        "which the delta rule's backward makes; decode_*: convolution, delta rule and gated norm of one token of each "
+        "sequence on float32 states; layer_*: a Qwen3.5 layer of Transformers, with its own functions and with ours, "
+        "of fla its layer of the same shape with weights of its own; layer_training, model_training: forward + "
+        f"backward by autograd without an optimiser; model_*: a model of {sizes['layers']} layers, three of four "
+        f"linear, eager, wall time; model_decode: {sizes['decoded']} tokens of one sequence behind a prompt of "
+        f"{sizes['prompt']}; eager_step_host_us: host time of one more call in a chain, {many} calls against {few}, "
+        f"forward + backward of the delta rule, {hq} key and {hv} value heads, {count} x {length:,} tokens; every "
+        "tensor checked against float64 in the same run, before it is timed and after; errors of layers and models may "
+        "be 1.1 times those of Transformers' own functions"
+    )
+
+
 def protocol(method: Method) -> str:
+    if method.get("layer"):
+        return layer_protocol(method)
     if method.get("cards"):
         return cards_protocol(method)
     return gpu_protocol(method) if method["device"] == "cuda" else cpu_protocol(method)

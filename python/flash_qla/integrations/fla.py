@@ -5,6 +5,9 @@ the library decides: calls that its fast kernels compute come here, with the gat
 computed in the kernel among them; all others stay with fla's own kernels. Importing flash_qla registers where fla is
 there already, and so does the first call on a GPU where fla came later; register() does it at a time of your choice.
 
+register_layer() does the same for what fla 0.6 dispatches around the delta rule, its short convolution and its gated
+norm. It is not done by an import: these kernels have not been timed beside fla's.
+
 FLA_FLASH_QLA=0 turns it off, and so does FLA_DISABLE_BACKEND_DISPATCH=1, which turns off all backends of fla."""
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import re
 import sys
 from types import ModuleType
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from .._identity import OFFERS_ITSELF
 
@@ -32,6 +35,10 @@ _logger = logging.getLogger("flash_qla")
 # Module of fla that holds the backend, once it does; and whether the backend takes calls.
 _holder: Optional[str] = None
 _active = False
+
+# The same of what stands around the delta rule: the functions that were handed over, and whether calls are taken.
+_layer_names: List[str] = []
+_layer_active = False
 
 # False once register_if_imported() has found fla: a call need not look for it any more.
 awaited = OFFERS_ITSELF
@@ -238,10 +245,72 @@ def register_if_imported(q: Any = None) -> None:
         _logger.info("flash_qla: fla's chunk_gated_delta_rule was not taken over: %s", error)
 
 
+def _layer_verifier(decline: Callable[..., Optional[str]]) -> Callable[..., Tuple[bool, Optional[str]]]:
+    def verifier(*args: Any, **kwargs: Any) -> Tuple[bool, Optional[str]]:
+        if not _layer_active:
+            return False, "was unregistered"
+        if _device_index(kwargs["x"] if "x" in kwargs else args[0]) is None:
+            return False, "needs CUDA tensors"
+        reason = decline(*args, **kwargs)
+        return reason is None, reason
+
+    return verifier
+
+
+def register_layer() -> List[str]:
+    """Makes the installed fla, 0.6 or newer, compute the convolution and the gated norm (without a mean) around the
+    delta rule by this library, on CUDA tensors, forward and backward. Calling it again changes nothing.
+
+    Returns:
+        The functions of fla that it hands over.
+
+    Raises:
+        ImportError: fla is not installed, or cannot be imported.
+        NotImplementedError: this fla does not dispatch these functions, or this build of the library has no CUDA
+            kernels for them.
+    """
+    global _layer_active, _layer_names
+    if not _layer_names:
+        from .._tools import build_info
+
+        if "cuda_layer" not in build_info()["conv_forward"].split():
+            raise NotImplementedError("register_layer: this build (of the CPU alone) must have the path cuda_layer")
+        _layer_names = _add_layer(_registry())
+    _layer_active = True
+    return list(_layer_names)
+
+
+def _add_layer(registry: ModuleType) -> List[str]:
+    from ._fla_layer import ENTRIES
+
+    if not hasattr(registry, "register"):
+        raise NotImplementedError(
+            f"register_layer: fla must be 0.6 or newer ({registry.__name__} dispatches operations)"
+        )
+
+    class FlashQLALayerBackend(registry.BaseBackend):  # type: ignore[name-defined]
+        backend_type = "flash_qla"
+        package_name = "flash_qla"
+        env_var = "FLA_FLASH_QLA"
+        priority = 3
+
+    try:
+        functions = {key: getattr(importlib.import_module(key[0]), key[1]) for key in ENTRIES}
+        for key, (implementation, decline) in ENTRIES.items():
+            verifier = _layer_verifier(decline)
+            registry.register(functions[key], backend=FlashQLALayerBackend, verifier=verifier)(implementation)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise NotImplementedError(
+            f"register_layer: fla must be a version that dispatches its convolution and gated norm, as 0.6 does "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return [".".join(key) for key in ENTRIES]
+
+
 def unregister() -> None:
-    """Makes the backend decline every call, so that fla's own kernels compute: fla's registry gives nothing back."""
-    global _active
-    _active = False
+    """Makes the backends decline every call, so that fla's own kernels compute: fla's registry gives nothing back."""
+    global _active, _layer_active
+    _active = _layer_active = False
 
 
 def status() -> Tuple[bool, str]:
