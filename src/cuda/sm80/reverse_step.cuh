@@ -1,5 +1,5 @@
-// One step of the reverse pass for a strip of 16 value columns, by one warp (docs/kernels/sm80_backward.md has the equations).
-// Tiles are transposed as in the forward: rows are value columns.
+// One step of the reverse pass for a strip of 16 value columns, by one warp (docs/kernels/sm80_backward.md has the
+// equations). Tiles are transposed as in the forward: rows are value columns.
 #pragma once
 
 #include "cuda/sm80/backward_params.h"
