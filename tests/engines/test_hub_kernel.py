@@ -23,15 +23,15 @@ hub_kernel = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(hub_kernel)
 
 
-def make_wheel(folder, name=NAME, extra=b""):
-    """A wheel of the package as it stands in the source tree; `extra` is appended to the native module."""
+def make_wheel(folder, name=NAME, module=lambda built: built):
+    """A wheel of the package as it stands in the source tree. `module`: the native module from the one that is built here."""
     package = ROOT / "python" / "flash_qla"
     with zipfile.ZipFile(folder / name, "w") as archive:
         archive.writestr("flash_qla_native-0.0.0.dist-info/METADATA", METADATA)
         for path in sorted(package.rglob("*")):
             if path.suffix in (".py", ".so", ".typed"):
-                content = path.read_bytes() + (extra if path.suffix == ".so" else b"")
-                archive.writestr("flash_qla/" + path.relative_to(package).as_posix(), content)
+                content = path.read_bytes()
+                archive.writestr("flash_qla/" + path.relative_to(package).as_posix(), module(content) if path.suffix == ".so" else content)
     return folder / name
 
 
@@ -52,14 +52,16 @@ def in_process(code, **environment):
     assert done.returncode == 0 and "done" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
-def test_names(kernel, tmp_path):
-    out, variant = kernel
+def test_names(tmp_path):
+    out = tmp_path / "out"
+    variant = hub_kernel.build(make_wheel(tmp_path, module=lambda _: b"code for the CPU"), out, 1, "13.0")
     assert variant == out / "build" / "tvm-ffi01-cpu-x86_64-linux"
     found = described(variant)
     assert (found["name"], found["version"], found["license"], found["python-depends"]) == ("flash-qla", 1, "MIT", ["tvm-ffi"])
     assert found["backend"] == {"type": "cpu"} and re.fullmatch(r"_flash_qla_cpu_[0-9a-f]{12}", found["id"])
     assert f'NAMESPACE = "{found["id"]}"' in (variant / "flash_qla" / "_identity.py").read_text()
-    cuda = hub_kernel.build(make_wheel(tmp_path, NAME.replace("x86_64", "aarch64"), b"\0.nv_fatbin\0"), tmp_path, 3, "12.8")
+    wheel = make_wheel(tmp_path, NAME.replace("x86_64", "aarch64"), module=lambda _: b"\0.nv_fatbin\0")
+    cuda = hub_kernel.build(wheel, tmp_path, 3, "12.8")
     assert cuda.name == "tvm-ffi01-cu128-aarch64-linux"
     assert described(cuda)["backend"] == {"type": "cuda", "archs": ["9.0a"]} and described(cuda)["version"] == 3
     assert described(cuda)["id"] != found["id"]
@@ -123,7 +125,7 @@ def load(variant):  # as `kernels` does
 
 
 def test_two_copies_and_the_package_in_one_process(kernel, tmp_path):
-    other = hub_kernel.build(make_wheel(tmp_path, extra=b"\n"), tmp_path / "other", 1, "13.0")
+    other = hub_kernel.build(make_wheel(tmp_path, module=lambda built: built + b"\n"), tmp_path / "other", 1, "13.0")
     in_process(LOAD + f"""
 first, second = load({str(kernel[1])!r}), load({str(other)!r})
 sys.path.insert(0, {str(ROOT / "python")!r})

@@ -16,23 +16,22 @@ __all__ = ["install", "uninstall"]
 
 _NAME = "causal_conv1d"
 _INTERFACE = f"{_NAME}.causal_conv1d_interface"
-_FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 # The version of causal_conv1d whose parameters these functions have: callers ask for 1.2 or newer at least.
 _VERSION = "1.6.1"
 
 
 def _module(name: str, is_package: bool) -> ModuleType:
-    import flash_qla
+    from .. import __version__, causal_conv1d_fn, causal_conv1d_update
 
-    module = ModuleType(name, f"{_NAME}, by flash_qla {flash_qla.__version__}")
+    module = ModuleType(name, f"{_NAME}, by flash_qla {__version__}")
     # Transformers and others ask importlib.util.find_spec() before they import: it answers from __spec__.
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin="flash_qla", is_package=is_package)
     if is_package:
         module.__path__ = []
         module.__version__ = _VERSION  # type: ignore[attr-defined]
-    for function in _FUNCTIONS:
-        setattr(module, function, getattr(flash_qla, function))
+    for function in (causal_conv1d_fn, causal_conv1d_update):
+        setattr(module, function.__name__, function)
     return module
 
 
