@@ -4,7 +4,7 @@
 #   tools/peer_tests.sh flashqla|fla FOLDER [options] [pytest options]
 #
 #   --package FOLDER   where fla is imported from (an unpacked release); without, from the checkout
-#   --binding NAME     of the three runs of fla, functions, backend and layers, this one alone
+#   --binding NAME     of the four runs of fla, functions, backend, layers and cards, this one alone
 #   --device cpu       on CPU tensors, where the files let that be chosen: for a look without a GPU
 #   --slow             FlashQLA's repetitions of 1000 as well
 #
@@ -59,6 +59,7 @@ else
     -k "not flash_qla and not prepare_wy and not blackwell and not test_gate" "$@"
   run backend "$folder/tests/ops/test_gdn.py" -k flash_qla "$@"
   run layers "$folder/tests/layers/test_gated_deltanet.py" "$folder/tests/models/test_modeling_gated_deltanet.py" "$@"
+  run cards "$folder/tests/context_parallel/test_cp_gdn.py" "$@"
 fi
 echo "the record: $out"
 exit $code

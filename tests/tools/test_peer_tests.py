@@ -138,6 +138,31 @@ def test_layer():
     assert chunk_gated_delta_rule(*inputs())[0].shape == (1, 5, 1, 16)
 """,
     "tests/models/test_modeling_gated_deltanet.py": "def test_model():\n    pass\n",
+    "fla/ops/cp.py": "build_cp_context = None\n",
+    # As FLA's file: processes of their own, which import it again.
+    "tests/context_parallel/test_cp_gdn.py": INPUTS + """
+import os
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fla.ops.cp import build_cp_context
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+def worker(rank, world_size, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    whole = inputs()
+    context = build_cp_context(torch.tensor([0, 5]), dist.group.WORLD, rank_tokens=[3, 2])
+    o, _ = chunk_gated_delta_rule(*(x[:, 3 * rank : 3 + 2 * rank] for x in whole), cp_context=context)
+    wanted = chunk_gated_delta_rule(*whole)[0][:, 3 * rank : 3 + 2 * rank]
+    dist.destroy_process_group()
+    assert torch.allclose(o, wanted, atol=1e-5) and "FAIL" not in os.environ
+
+def test_two_ranks(tmp_path):
+    mp.start_processes(worker, args=(2, str(tmp_path)), nprocs=2, join=True, start_method="spawn")
+
+def test_of_more_cards():
+    pytest.skip("At least 8 GPUs required")
+""",
 }
 FLA["fla/ops/gated_delta_rule/fused_recurrent.py"] += "\n\nfused_recurrent_gated_delta_rule = None\n"
 
@@ -199,7 +224,9 @@ def test_fla(tools, tmp_path):
     folder = checkout(FLA, tmp_path)
     code, output, runs = run(tools, "fla", folder)
     assert code == 0, output
-    assert list(runs) == ["functions", "backend", "layers"]
+    assert list(runs) == ["functions", "backend", "layers", "cards"]
+    assert runs["cards"]["files"] == {"tests/context_parallel/test_cp_gdn.py": {"passed": 1, "failed": 0, "skipped": 1}}
+    assert runs["cards"]["calls"] == {"chunk_gated_delta_rule cpu float32": 4}, "two by each of two processes"
     assert runs["functions"]["files"] == {"tests/ops/test_gdn.py": {"passed": 1, "failed": 0, "skipped": 0}}
     assert runs["functions"]["calls"] == {"chunk_gated_delta_rule cpu float32": 1, "fused_recurrent_gated_delta_rule cpu float32": 1}
     assert runs["backend"]["files"] == {"tests/ops/test_gdn.py": {"passed": 1, "failed": 0, "skipped": 0}}
@@ -211,6 +238,11 @@ def test_fla(tools, tmp_path):
     code, output, runs = run(tools, "fla", folder, "--binding", "functions", OWN="1")
     assert code == 1 and runs["functions"]["wrong"] == "fla's own kernels were called 1 times", output
     assert runs["backend"]["wrong"] is None, "the runs of other bindings stay"
+
+    code, output, runs = run(tools, "fla", folder, "--binding", "cards", FAIL="1")
+    assert code == 1 and list(runs["cards"]["failed"]) == ["tests/context_parallel/test_cp_gdn.py::test_two_ranks"], output
+    code, _, runs = run(tools, "fla", folder, "--binding", "cards", "-k", "more_cards")
+    assert code == 0 and runs["cards"]["wrong"] is None, "a machine has as many cards as it has"
 
 
 def test_usage(tools, tmp_path):
