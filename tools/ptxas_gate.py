@@ -76,11 +76,14 @@ def record(command: list) -> int:
 
 
 def objects(build_dir: Path) -> list:
-    """(source, object) of every gated source in the build's compile_commands.json."""
+    """(source, object) of every gated source that nvcc compiles, by the build's compile_commands.json. (For the tests that
+    run kernels on the CPU a C++ compiler takes the same files.)"""
     pairs = []
     for entry in json.loads((build_dir / "compile_commands.json").read_text()):
         if any(folder in entry["file"] for folder in GATED_SOURCES) and entry["file"].endswith(".cu"):
             words = shlex.split(entry["command"])
+            if not any(Path(word).name == "nvcc" for word in words):
+                continue
             pairs.append((entry["file"], Path(entry["directory"]) / words[words.index("-o") + 1]))
     return pairs
 

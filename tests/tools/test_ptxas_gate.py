@@ -53,6 +53,9 @@ def build_dir(tmp_path, report):
         entries.append({"directory": str(tmp_path), "command": command, "file": f"/repo/{source}"})
         if text is not None:
             (tmp_path / (obj + ptxas_gate.REPORT_SUFFIX)).write_text(text)
+    # The same source for the tests that run kernels on the CPU: no kernel comes of it, and no report.
+    emulated = {"directory": str(tmp_path), "command": "c++ -x c++ -c /repo/src/cuda/sm90/fwd/launch.cu -o emulated.o"}
+    entries.append({**emulated, "file": "/repo/src/cuda/sm90/fwd/launch.cu"})
     (tmp_path / "compile_commands.json").write_text(json.dumps(entries))
     return tmp_path
 

@@ -27,9 +27,12 @@ struct ReverseTraits {
 template <class T>
 struct Range {
   static constexpr bool kNarrow = std::is_same_v<T, __half>;
-  float up = 1.f, down = 1.f;
+  static constexpr int kBias = 127, kMantissaBits = 23;
+  int power = 0;  // of two. One number for both factors: with 256 keys each register counts
 
   Range() = default;
+  __device__ __forceinline__ float up() const { return __int_as_float((kBias + power) << kMantissaBits); }
+  __device__ __forceinline__ float down() const { return __int_as_float((kBias - power) << kMantissaBits); }
   // For a warp's numbers: the largest comes to 2^14, half of the way to the largest of fp16 or more.
   template <int kTiles>
   __device__ __forceinline__ explicit Range(const Sums<kTiles>& sums) {
@@ -44,11 +47,9 @@ struct Range {
       for (int distance = 1; distance < 32; distance *= 2) {
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
       }
-      constexpr int kBias = 127, kTop = 14, kMost = 60, kInfinity = 255;
-      const int exponent = static_cast<int>(__float_as_uint(most) >> 23);
-      const int power = exponent == kInfinity ? 0 : min(kTop + kBias - exponent, kMost);
-      up = __uint_as_float(static_cast<uint32_t>(kBias + power) << 23);
-      down = __uint_as_float(static_cast<uint32_t>(kBias - power) << 23);
+      constexpr int kTop = 14, kMost = 60, kInfinity = 255;
+      const int exponent = __float_as_int(most) >> kMantissaBits;
+      power = exponent == kInfinity ? 0 : min(kTop + kBias - exponent, kMost);
     }
   }
 };
@@ -95,14 +96,16 @@ class ReverseStep {
         multiply(sums.x[2 * pair + 1], packed.x[k], b[2], b[3]);
       }
     }
+    // Without it ptxas brings the loads of dO forward over the products, and with 256 keys it spills for them.
+    if (kKeys == 256) __syncwarp();
     PackedTokens scaled;
     of_d_o = scale_d_o(scaled);
-    multiply_all(state, load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down * of_d_o.up);
+    multiply_all(state, load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down() * of_d_o.up());
     Blocks blocks;
     blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
-      multiply_tokens(sums, pair, offsetof(ReverseRecord, to_end), of_state.down);
+      multiply_tokens(sums, pair, offsetof(ReverseRecord, to_end), of_state.down());
 #pragma unroll
       for (int row = pair; row < kPairs; ++row) {
         uint32_t d_o[4];
@@ -123,7 +126,7 @@ class ReverseStep {
 #pragma unroll
       for (int row = pair; row < kPairs; ++row) multiply_triangle(blocks, sums, rounded.x[row], row, pair);
     }
-    if (Range<T>::kNarrow) multiply_all(sums, of_sums.down);
+    if (Range<T>::kNarrow) multiply_all(sums, of_sums.down());
   }
 
   // dV = B Z, rounded; dS0 = dS - K^T diag(gamma) dV.
@@ -135,17 +138,17 @@ class ReverseStep {
     for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(ReverseRecord, minus_gamma));
     PackedTokens left;
     const Range<T> range = pack_in_range(sums, left);
-    if (Range<T>::kNarrow) multiply_all(state, of_d_o.down * range.up);
+    if (Range<T>::kNarrow) multiply_all(state, of_d_o.down() * range.up());
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) add_rows(state, left.x[pair], Tr::kKeysAt, pair);
-    if (Range<T>::kNarrow) multiply_all(state, range.down);
+    if (Range<T>::kNarrow) multiply_all(state, range.down());
   }
 
   // Rounded in the range that is returned; the sums are left in it.
   template <int kTiles>
   static __device__ __forceinline__ Range<T> pack_in_range(Sums<kTiles>& sums, Packed<kTiles>& packed) {
     const Range<T> range(sums);
-    if (Range<T>::kNarrow) multiply_all(sums, range.up);
+    if (Range<T>::kNarrow) multiply_all(sums, range.up());
     pack<T>(sums, packed);
     return range;
   }
