@@ -105,7 +105,8 @@ class OutputRows {
     const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4, row = place.lane / 4;
     at_ = const_cast<uint16_t*>(o) + (row + first) * stride + column;
     // A lane whose columns are past the row's end has no tokens.
-    count_ = column < columns && row < count ? static_cast<uint32_t>(count - row) : 0u;
+    count_ = column < columns && row < count ? count - row : 0;
+    make_opaque(count_);  // made once
   }
   // The next 8 kTiles tokens, from `first` on.
   template <int kTiles>
@@ -119,7 +120,7 @@ class OutputRows {
       const uint32_t high = transpose_8x8(pack2<T>(sums.x[i][2], sums.x[i][3]));
       const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
       // One comparison: a token below 0 is a large number.
-      store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < count_, at_,
+      store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < static_cast<uint32_t>(count_), at_,
                          odd ? make_uint2(got, high) : make_uint2(low, got));
       at_ += 8 * stride_;
       make_opaque(at_);  // multiples of the stride are not kept in registers
@@ -129,7 +130,7 @@ class OutputRows {
  private:
   uint16_t* at_;
   int64_t stride_;
-  uint32_t count_;  // of the tokens whose row the lane has, those that are there
+  int count_;  // of the tokens whose row the lane has, those that are there
 };
 
 }  // namespace flash_qla::cuda::sm80
