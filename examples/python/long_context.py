@@ -293,10 +293,10 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="compute the whole stream on rank 0 as well")
     arguments = parser.parse_args()
     device = prepare(arguments)
-    try:
-        return run(arguments, device)
-    finally:
-        distributed.destroy_process_group()
+    code = run(arguments, device)
+    distributed.barrier()  # the group's threads are done with all tensors when the interpreter ends
+    distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

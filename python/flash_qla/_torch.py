@@ -343,25 +343,60 @@ def refuse_second_derivatives(
     return [None if x is None else _NotDifferentiable.apply(message, False, x, *sources) for x in gradients]
 
 
+def _gradient_like(t: Optional[Tensor], need: bool) -> Optional[Tensor]:
+    return torch.empty_like(t, memory_format=torch.contiguous_format) if need and t is not None else None
+
+
 class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """o and final_state, differentiable in every floating-point input. Saved: the inputs and A."""
+    """o and final_state, differentiable in every floating-point input. Saved: the inputs and A.
+
+    An eager call of a small model costs the host what its Python costs, so both passes make the native call themselves
+    where nobody watches: no lists of results, which have to be aligned again, and one kind of allocation."""
 
     @staticmethod
     def forward(
         ctx: Any, options: Options, output_final_state: bool, *inputs: Optional[Tensor]
     ) -> Tuple[Optional[Tensor], ...]:
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        if not output_final_state and _nobody_watches(inputs):
+            q, v = inputs[0], inputs[2]
+            if fla.awaited and "fla" in sys.modules:
+                fla.register_if_imported(q)
+            try:
+                out = _output_like(q, v)  # type: ignore[arg-type]
+                A = v.new_empty(a_shape(v.shape))  # type: ignore[union-attr]
+                arguments = (False, *options, _threads(q), *inputs, *_NO_POOL, out, None, None, A, None)  # type: ignore[arg-type]
+                _ffi.forward(_allocator(q), arguments)  # type: ignore[arg-type]
+            except (RuntimeError, BufferError):
+                _refuse_without_memory(options.operation, INPUT_NAMES, inputs)
+                raise
+            ctx.save_for_backward(*inputs, A)
+            return out, None
         wanted = (True, output_final_state, False, True, False)
         found = _compute("chunk_forward", inputs, options, inputs, (*wanted[1:4], None))
         o, final_state, _, A, _ = _align(found, wanted)
         ctx.save_for_backward(*inputs, A)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, do: Optional[Tensor], dht: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        *inputs, A = ctx.saved_tensors
+        saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
+        if not torch.is_grad_enabled() and _nobody_watches((*saved, do, dht)):
+            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, A = saved
+            dq, dk, dv = _gradient_like(q, needs[0]), _gradient_like(k, needs[1]), _gradient_like(v, needs[2])
+            dg, dbeta = _gradient_like(g, needs[3]), _gradient_like(beta, needs[4])
+            dA_log, ddt_bias, dh0 = None, None, None
+            if A_log is not None:
+                dA_log, ddt_bias = _gradient_like(A_log, needs[5]), _gradient_like(dt_bias, needs[6])
+            if initial_state is not None:
+                dh0 = _gradient_like(initial_state, needs[8])
+            results = (dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias, None)
+            arguments = (*ctx.options, _threads(q), *saved[:9], False, A, None, do, dht, *results)
+            _ffi.backward(_allocator(q), arguments)
+            return None, None, dq, dk, dv, dg, dbeta, dA_log, ddt_bias, None, dh0
+        *inputs, A = saved
         wanted = (*needs[:7], needs[8])
         tensors = (*inputs, A, do, dht)
         found = _compute("chunk_backward", tensors, ctx.options, (*inputs,), (False, A, do, dht, False, wanted))

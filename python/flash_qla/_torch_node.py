@@ -109,7 +109,8 @@ def _gate_rows(config: NodeConfig, qkv: Tensor, z: Optional[Tensor]) -> Tensor:
     """z as rows of V: beside v in an interleaved qkv, else [B, T, Hv, V]."""
     if config.layout != INTERLEAVED:
         shape = (qkv.shape[0], qkv.shape[1], config.num_v_heads, config.head_v_dim)
-        return z if z.dim() == 4 else z.view(shape)  # type: ignore[union-attr]
+        assert z is not None  # _check() has seen to it
+        return z if z.dim() == 4 else z.view(shape)
     group = config.num_v_heads // config.num_k_heads
     pitch = 2 * config.head_k_dim + 2 * group * config.head_v_dim
     shape = (qkv.shape[0] * qkv.shape[1], config.num_k_heads, group, config.head_v_dim)
@@ -165,6 +166,7 @@ def _layer_forward(*arguments: Any) -> Tuple[Tensor, ...]:
     out = torch.empty_like(o)
     rows = _rows_of(config, o)
     _norm(config, rows, _gate_rows(config, x, z), inputs[10], out.view(rows.shape))
+    assert norms is not None  # made with y
     return out, y, o, A, norms
 
 
@@ -224,7 +226,9 @@ def _layer_backward(*arguments: Any) -> List[Tensor]:
     _ffi.call("norm_gated_backward", allocate, (*leading, *norm_inputs, *norm_gradients))
 
     raw = _raw_gates(config, a, b)
-    gate_gradients = (da, db) if config.layout != INTERLEAVED else tuple(torch.empty_like(t) for t in raw)
+    gate_gradients: Tuple[Any, ...] = (da, db)
+    if config.layout == INTERLEAVED:
+        gate_gradients = tuple(torch.empty_like(t) for t in raw if t is not None)
     dy = torch.empty_like(y)
     delta = (*_parts(config, y), *raw, A_log, dt_bias, cu_seqlens, None, False, A, None, do, None)
     delta_gradients = (*_parts(config, dy), *gate_gradients, None, dA_log, ddt_bias, norms)
@@ -334,6 +338,7 @@ def check_shapes(config: NodeConfig, inputs: Tuple[Optional[Tensor], ...], state
     rows = tuple(x.shape[:2])
     widths = {CHANNELS_LAST: 2 * keys + values, INTERLEAVED: 2 * keys + 2 * values, SEPARATE: keys}
     gates = config.num_v_heads * (2 if config.layout == INTERLEAVED else 1)
+    wanted: List[Tuple[str, Optional[Tensor], Tuple[int, ...]]]
     wanted = [("qkv", x, (widths[config.layout],)), ("a", a, (gates,))]
     if config.layout == SEPARATE:
         wanted += [("k", k, (keys,)), ("v", v, (values,))]
@@ -342,8 +347,8 @@ def check_shapes(config: NodeConfig, inputs: Tuple[Optional[Tensor], ...], state
         wanted += [("z", z, z_shape), ("b", b, (gates,))]
     for name, t, last in wanted:
         if tuple(t.shape) != (*rows, *last):  # type: ignore[union-attr]
-            given = tuple(t.shape)  # type: ignore[union-attr]
-            raise ValueError(f"{operation}: {name}.shape {given} must be {(*rows, *last)}")
+            shape = tuple(t.shape)  # type: ignore[union-attr]
+            raise ValueError(f"{operation}: {name}.shape {shape} must be {(*rows, *last)}")
     if inputs[6].dim() != 2:  # type: ignore[union-attr]
         raise ValueError(f"{operation}: conv_weight.ndim ({inputs[6].dim()}) must be 2")  # type: ignore[union-attr]
 

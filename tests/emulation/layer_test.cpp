@@ -261,7 +261,7 @@ struct ConvCall {
       part.dx = dx[i].view();
       part.dweight = dweight[i].view();
       part.dbias = dbias[i].view();
-      part.dresidual = dresidual[i].view();
+      if (draw.chance()) part.dresidual = dresidual[i].view();
       if (!pool) part.dinitial_state = dinitial[i].view();
     }
     if (varlen) args->cu_seqlens = indices(&offsets);

@@ -19,12 +19,18 @@ def inputs_of(case):
 
 
 def results(rank, case, cut, function="call"):
-    """This rank's share and results, of a call in `function`'s way."""
+    """This rank's share and results on the CPU, of a call in `function`'s way."""
     x = inputs_of(case)
     context = flash_qla.build_cp_context(x.cu_seqlens, rank.group, **cut)
     share = cards.share_of(context, x, cut.get("rank_tokens"))
     call = {"call": helpers.call, "compiled": compiled_call, "checkpointed": checkpointed_call}[function]
-    return share, helpers.run(cards.local_inputs(x, share), function=call, cp_context=context)
+    return brought(share, helpers.run(cards.local_inputs(x, share), function=call, cp_context=context))
+
+
+def brought(share, found):
+    """To the CPU: a pipe would hand over memory of a GPU, which ends with this process."""
+    share = cards.Share(share.tokens.cpu(), share.rows.cpu())
+    return share, {name: value.cpu() for name, value in found.items()}
 
 
 def compiled_call(x, **arguments):
@@ -50,10 +56,10 @@ def autocast_results(rank, case, cut):
     context = flash_qla.build_cp_context(x.cu_seqlens, rank.group, **cut)
     share = cards.share_of(context, x)
     local = cards.local_inputs(x, share)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    with torch.autocast(x.q.device.type, torch.bfloat16), torch.no_grad():
         o, _ = helpers.call(local.replace(v=local.v.bfloat16()), cp_context=context)
     assert o.dtype == torch.bfloat16
-    return share, {"o": o}
+    return brought(share, {"o": o})
 
 
 def gathers_of(rank, case, cut):
@@ -77,11 +83,12 @@ def gathers_of(rank, case, cut):
 def convolved(rank, lengths, cut, width, seed=0):
     """A causal convolution of a stream that is cut: this rank's tokens, results and gradients, and those of one rank."""
     generator = torch.Generator().manual_seed(seed)
-    offsets = helpers.offsets(lengths, device="cpu")
+    offsets = helpers.offsets(lengths)
     tokens = sum(lengths)
-    x = torch.randn(1, tokens, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    taps = torch.randn(3, width, generator=generator, dtype=torch.float64)
-    dy = torch.randn(1, tokens, 3, generator=generator, dtype=torch.float64)
+    x, taps, dy = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(offsets.device)
+        for shape in ((1, tokens, 3), (3, width), (1, tokens, 3)))
+    x.requires_grad_()
     y = convolution(x, taps, offsets.tolist())
     dx, = torch.autograd.grad(y, x, dy)
     context = flash_qla.build_cp_context(offsets, rank.group, width, **cut)
@@ -147,4 +154,4 @@ def fla_context(rank, case, fields):
     share = cards.share_of(own, x)
     names = [name for name in flash_qla.FLACPContext.__dataclass_fields__]
     context = SimpleNamespace(**{name: getattr(own, name) for name in names})
-    return share, helpers.run(cards.local_inputs(x, share), cp_context=context)
+    return brought(share, helpers.run(cards.local_inputs(x, share), cp_context=context))

@@ -1,4 +1,4 @@
-"""Processes with one torch.distributed group (gloo), to which tests give functions to run on every rank.
+"""Processes with one torch.distributed group (gloo, or NCCL with a GPU for each), to which tests give functions to run on every rank.
 
 They are started once for all tests of a module: each takes seconds to import torch. Groups of fewer ranks are made of the first
 ones. A function is named by its module and name, and gets a Rank and the arguments; what it returns goes back through a pipe.
@@ -15,6 +15,10 @@ import socket
 import sys
 import traceback
 from pathlib import Path
+
+import helpers
+import pytest
+import torch
 
 # Seconds after which a rank that waits for another gives up: the group's own time-out, and how long tests wait for an answer.
 GROUP_TIMEOUT = 20
@@ -47,12 +51,12 @@ class RemoteError(Exception):
 def _serve(rank, size, port, pipe, timeout, backend):
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    import torch
     import torch.distributed as distributed
 
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+        helpers.settings.device = "cuda"
     distributed.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))
     groups = {size: distributed.group.WORLD}
     for fewer in range(2, size):
@@ -75,9 +79,16 @@ def _serve(rank, size, port, pipe, timeout, backend):
 
 
 class Processes:
-    """`size` ranks. Use as a context."""
+    """`size` ranks, or as many as there are GPUs with --device cuda. Use as a context."""
 
-    def __init__(self, size, timeout=GROUP_TIMEOUT, backend="gloo"):
+    def __init__(self, size, timeout=GROUP_TIMEOUT):
+        self.backend = "gloo"
+        if helpers.settings.device == "cuda":
+            found = torch.cuda.device_count()
+            if found < 2:
+                pytest.skip(f"needs 2 GPUs (found {found})")
+            size, self.backend = min(size, found), "nccl"
+        self.size, backend = size, self.backend
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self.pipes, self.processes = [], []
@@ -116,7 +127,10 @@ class Processes:
         return self.pipes[rank].recv()
 
     def run(self, function, world, *arguments):
-        """Calls a function of a module on the first `world` ranks. Returns what each gave; raises the first error."""
+        """Calls a function of a module on the first `world` ranks. Returns what each gave; raises the first error. Skips the test
+        where there are not as many."""
+        if world > self.size:
+            pytest.skip(f"needs {world} GPUs (found {self.size})")
         answers = self.answers(function, world, *arguments)
         for kind, value in answers:
             if kind == "error":

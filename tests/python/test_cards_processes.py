@@ -1,4 +1,5 @@
-"""Streams of tokens cut over the ranks of torch.distributed groups: gloo processes on the CPU."""
+"""Streams of tokens cut over the ranks of torch.distributed groups: gloo processes on the CPU, and with --device cuda NCCL
+processes with a GPU each, as many as there are."""
 
 import time
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from test_cards import STREAMS
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.early]
+pytestmark = pytest.mark.early
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,24 @@ def ranks():
 CASE = dict(Hq=1, Hv=2, K=8, V=6)
 
 
+def whole(case):
+    """The whole stream on the CPU."""
+    return cards_on_ranks.inputs_of({**case, "device": "cpu"})
+
+
+def fitted(ranks, world, cut):
+    """The same stream on fewer ranks, where there are not as many: the last one has what the missing ones would."""
+    fewer, tokens = min(world, ranks.size), cut.get("rank_tokens")
+    if tokens is None or fewer == world:
+        return fewer, cut
+    rest = tokens[fewer - 1:]
+    return fewer, {**cut, "rank_tokens": [*tokens[:fewer - 1], sum(rest) if isinstance(rest[0], int) else tuple(map(sum, zip(*rest)))]}
+
+
 def held_to_one_rank(ranks, world, case, cut, function="call"):
+    world, cut = fitted(ranks, world, cut)
     found = ranks.run(cards_on_ranks.results, world, case, cut, function)
-    x = cards_on_ranks.inputs_of(case)
+    x = whole(case)
     got = cards.merge(x, *zip(*found))
     helpers.compare(got, helpers.reference(x), x.dtype)
     return got
@@ -42,6 +58,8 @@ def test_every_cut(ranks, name):
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=helpers.dtype_name)
 def test_dtypes_and_options(ranks, world, dtype):
+    if dtype not in helpers.DEVICE_DTYPES[helpers.settings.device]:
+        pytest.skip("no path on a GPU takes fp64")
     case = dict(CASE, seqlens=[100, 0, 140], dtype=dtype, raw=True, state_v_first=world % 2 == 0)
     held_to_one_rank(ranks, world, case, dict(layout="zigzag" if world == 3 else "contiguous"))
 
@@ -63,9 +81,9 @@ def test_rows_of_a_batch(ranks):
 
 def test_a_huge_initial_state(ranks):
     case = dict(CASE, seqlens=[300])
-    x = cards_on_ranks.inputs_of(case)
+    x = whole(case)
     assert x.initial_state.norm() < 100
-    found = ranks.run(huge_results, 4, case)
+    found = ranks.run(huge_results, ranks.size, case)
     x = huge(x)
     helpers.compare(cards.merge(x, *zip(*found)), helpers.reference(x), x.dtype)
 
@@ -81,7 +99,7 @@ def huge_results(rank, case):
     x = huge(cards_on_ranks.inputs_of(case))
     context = flash_qla.build_cp_context(x.cu_seqlens, rank.group)
     share = cards.share_of(context, x)
-    return share, helpers.run(cards.local_inputs(x, share), cp_context=context)
+    return cards_on_ranks.brought(share, helpers.run(cards.local_inputs(x, share), cp_context=context))
 
 
 @pytest.mark.parametrize("cut", [{}, dict(layout="zigzag"), dict(rank_tokens=[120, 20, 70])], ids=str)
@@ -103,7 +121,7 @@ def test_checkpointing(ranks):
 def test_autocast(ranks):
     case = dict(CASE, seqlens=[130, 80], grads=False)
     found = ranks.run(cards_on_ranks.autocast_results, 2, case, {})
-    x = cards_on_ranks.inputs_of(case)
+    x = whole(case)
     rounded = x.replace(q=x.q.bfloat16(), k=x.k.bfloat16(), v=x.v.bfloat16())
     helpers.compare(cards.merge(x, *zip(*found)), helpers.reference(rounded, False), torch.bfloat16, only=("o",))
 
@@ -119,16 +137,16 @@ def test_one_gather_each_way_and_none_where_nothing_crosses(ranks):
 def test_serial_exchange_has_the_bits_of_one_rank(ranks):
     case = dict(CASE, seqlens=[320, 64], auto_cp=False)
     got = held_to_one_rank(ranks, 3, case, dict(exchange="serial", rank_tokens=[128, 192, 64]))
-    whole = helpers.run(cards_on_ranks.inputs_of(case))
+    alone = helpers.run(cards_on_ranks.inputs_of(case))
     for name in ("o", "final_state", "dh0"):
-        helpers.assert_bitwise(name, got[name], whole[name])
+        helpers.assert_bitwise(name, got[name], alone[name].cpu())
 
 
 @pytest.mark.parametrize("fields", [{}, dict(layout="zigzag")], ids=["contiguous", "zigzag"])
 def test_contexts_of_fla_s_fields(ranks, fields):
     case = dict(CASE, seqlens=[70, 100, 70], state=False)
     found = ranks.run(cards_on_ranks.fla_context, 3, case, fields)
-    x = cards_on_ranks.inputs_of(case)
+    x = whole(case)
     helpers.compare(cards.merge(x, *zip(*found)), helpers.reference(x), x.dtype)
 
 
@@ -168,6 +186,7 @@ def test_a_check_lets_equal_calls_pass(ranks):
     assert ranks.run(cards_on_ranks.refused, 2, dict(CASE, seqlens=[90], grads=False), {}, "option", False) == [None, None]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("how", ["dies", "never comes"])
 def test_a_rank_that_fails_is_an_error_everywhere(how):
     """Within the group's own time-out; no clock of this library's."""

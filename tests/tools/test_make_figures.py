@@ -44,6 +44,12 @@ def test_spread_and_eager_times_have_columns_where_a_row_has_them():
     assert "Rows that were not measured, or whose check failed: fwd 2/8 5." in text
 
 
+def test_rows_over_several_cards_stand_beside_one_card():
+    row = {**REPORT["rows"][0], "mode": "cp_fwd", "options": {"cards": 2}, "one_card_ms": 3.0, "speedup": 1.5}
+    text = benchmarks_page.full({"h_several_cards": {**REPORT, "rows": [row]}}, {})
+    assert "| forward over cards | 2/8 | 2 x 64 | cards 2 | 2 | 3 (1.50x) | 3.0e-03 | 8 (4.00x) |" in text
+
+
 def test_summary_is_the_geometric_mean():
     text = benchmarks_page.summary({"card": REPORT})
     assert "| a card | card | forward | slow | 2 | 2.00x | 1.00 to 4.00 |" in text

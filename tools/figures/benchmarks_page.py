@@ -56,6 +56,7 @@ COLUMNS = {
     "flushed": lambda row: f"{row['flushed_ms']:.4g}" if "flushed_ms" in row else "",
     "eager, wall": lambda row: f"{row['eager_ms']:.4g}" if "eager_ms" in row else "",
     "eager, host (us)": lambda row: f"{row['eager_host_us']:.4g}" if "eager_host_us" in row else "",
+    "one card": lambda row: f"{row['one_card_ms']:.4g} ({row['speedup']:.2f}x)" if "speedup" in row else "",
     "of roofline": lambda row: "" if row.get("roofline") is None else f"{100 * row['roofline']:.0f} %",
     "largest error": largest_error,
 }

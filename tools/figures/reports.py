@@ -9,7 +9,8 @@ sys.path.insert(0, str(ROOT / "python" / "flash_qla" / "cli"))
 from results import geometric_mean  # noqa: E402, F401
 
 MODES = {"fwd": "forward", "bwd": "backward", "train": "forward + backward", "decode": "decode", "options": "forward",
-         "portable_forward": "forward", "portable_backward": "backward"}  # fmt: skip
+         "portable_forward": "forward", "portable_backward": "backward",
+         "cp_fwd": "forward over cards", "cp_train": "forward + backward over cards"}  # fmt: skip
 NOTHING = "No results have been recorded yet.\n"
 
 # Files that an earlier version of the bench, or of the record, has written: the protocol in them is no longer one that it writes.

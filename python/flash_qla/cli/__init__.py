@@ -39,8 +39,10 @@ def bench(
     mode: str = typer.Option(
         "fwd",
         help="on a GPU: any of fwd,bwd,train,decode,options,portable_forward,portable_backward,prefill,steps,verify; "
-        "serving: the last three",
+        "serving: the last three; or cp_fwd,cp_train",
     ),
+    ranks: Optional[int] = typer.Option(None, min=1, help="of cp_fwd and cp_train: so many simulated ranks"),
+    peer_results: str = typer.Option("", help="of cp_fwd and cp_train: folders of cli/bench_cards_peers.py"),
     heads: str = typer.Option("", help="on a GPU: only these, as 16x64,8x32"),
     seqs: str = typer.Option("", help="on a GPU: only these rows, as 8192x4,1x32768"),
     short: bool = typer.Option(False, "--short", help="on a GPU: a few rows of each mode, a minute in all"),
@@ -76,8 +78,26 @@ def bench(
 ) -> None:
     """Measure, each row after a correctness check; a row whose check fails is not written and the exit code is 1.
 
-    The results file is brought up to date after every row.
+    The results file is brought up to date after every row. cp_fwd and cp_train are about several cards: torchrun
+    starts a process for each, or --ranks simulates them.
     """
+    if mode.startswith("cp_"):
+        from . import bench_cards
+
+        cards = bench_cards.Options(
+            modes=mode.split(","),
+            heads=heads,
+            seqs=seqs,
+            gates=gates,
+            ranks=ranks,
+            cpu=cpu,
+            runs=runs,
+            peer_results=[Path(folder) for folder in peer_results.split(",") if folder],
+            merge=merge,
+            out=out,
+            **({} if seconds is None else {"seconds": seconds}),
+        )
+        raise typer.Exit(bench_cards.run(cards))
     if cpu:
         from .bench_cpu import run
 

@@ -6,7 +6,7 @@ import csv
 import itertools
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -243,9 +243,17 @@ def recorded_times(path: Path) -> Dict[Tuple[str, int, int, str], Dict[str, floa
         }
 
 
-def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dict[str, torch.Tensor]:
+def draw_still(hv: int, generator: torch.Generator) -> torch.Tensor:
+    """The value heads that do not decay under mixed gates."""
+    return torch.randperm(hv, generator=generator, device=generator.device)[: hv - math.ceil(_DECAYING_HEADS * hv)]
+
+
+def make_inputs(
+    row: Dict[str, Any], seed: int = 0, device: str = "cuda", still: Optional[torch.Tensor] = None
+) -> Dict[str, torch.Tensor]:
     """Tensors of a row, by default on the current GPU: q, k (normalised), v of its dtype; float32 g, beta; states of
-    its state_dtype. Of a serving mode: make_serving_inputs()."""
+    its state_dtype. Of a serving mode: make_serving_inputs(). `still`: the heads that do not decay; None: they are
+    drawn, too."""
     if row["mode"] in SERVING_LENGTHS:
         return make_serving_inputs(row, seed, device)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -258,7 +266,8 @@ def make_inputs(row: Dict[str, Any], seed: int = 0, device: str = "cuda") -> Dic
     tokens, count = sum(lengths), len(lengths)
     outer = (count, 1) if row["mode"] == "decode" else (1, tokens)
     g = F.logsigmoid(normal(*outer, hv))
-    still = torch.randperm(hv, generator=generator, device=device)[: hv - math.ceil(_DECAYING_HEADS * hv)]
+    if still is None:
+        still = draw_still(hv, generator)
     if row["gates"] == "strong":
         g *= _STRONG_DECAY
     else:

@@ -64,7 +64,24 @@ def gpu_protocol(method: Method) -> str:
     return "; ".join(parts)
 
 
+def cards_protocol(method: Method) -> str:
+    """Of `bench --mode cp_fwd,cp_train`."""
+    clock = "CUDA events around it" if method["device"] == "cuda" else "the host's clock around it"
+    return (
+        "one sequence in equal shares over the cards, without initial and final states; bfloat16 q, k (normalised), v; "
+        "float32 g, beta; a quarter of the heads without decay; cp_fwd: a forward, cp_train: forward + backward by "
+        f"autograd; medians of {method['runs']} eager calls behind others that are not timed, begun by all cards "
+        f"together, {clock}, of each call the slowest card's; simulated: ranks one after another on one card, the "
+        "slowest rank's, without the gather between cards; one_card: the whole sequence by the plain call in the same "
+        "run; checked against the fp64 oracle in the same run, of a sequence above 262,144 tokens two key heads with "
+        "their value heads; other packages: in processes of their own on the same cards and inputs, timed in the same "
+        "way"
+    )
+
+
 def protocol(method: Method) -> str:
+    if method.get("cards"):
+        return cards_protocol(method)
     return gpu_protocol(method) if method["device"] == "cuda" else cpu_protocol(method)
 
 

@@ -92,7 +92,7 @@ def norm_forward(original: Forward) -> Forward:
         )
         if not known:
             return original(self, hidden_states, gate)
-        return rms_norm_gated(hidden_states, gate, self.weight, activation=activation, eps=self.variance_epsilon)
+        return rms_norm_gated(hidden_states, gate, self.weight, activation=str(activation), eps=self.variance_epsilon)
 
     return forward
 
@@ -104,8 +104,11 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 def _is_known(layer: Any, kind: LayerKind, norm_class: Optional[type]) -> bool:
     """Whether an instance is made as its class was when this was written: its weights are then used directly."""
-    conv, norm = getattr(layer, "conv1d", None), getattr(layer, kind.norm, None)
-    if type(conv) is not torch.nn.Conv1d or norm_class is None or type(norm) is not norm_class:
+    conv: Any = getattr(layer, "conv1d", None)
+    norm: Any = getattr(layer, kind.norm, None)
+    if not isinstance(conv, torch.nn.Conv1d) or type(conv) is not torch.nn.Conv1d:
+        return False
+    if not isinstance(norm, torch.nn.Module) or type(norm) is not norm_class:
         return False
     names = (*kind.projections, kind.out_proj, "A_log", "dt_bias", "layer_idx", *_SIZES)
     if not all(hasattr(layer, name) for name in names):

@@ -21,8 +21,9 @@ bool takes_vectors(const Arguments& args, const ConvProblem& p) {
   for (int i = 0; i < args.num_parts; ++i) {
     const flash_qla_conv_backward_part& part = args.parts[i];
     if (!present(part.dy) || present(part.dfinal_state) || present(part.dinitial_state)) return false;
+    if (present(part.dresidual)) return false;
     if (present(part.initial_state) && dtype(part.initial_state) != p.dtype) return false;
-    for (const Tensor* t : {&part.x, &part.dy, &part.dx, &part.dresidual}) {
+    for (const Tensor* t : {&part.x, &part.dy, &part.dx}) {
       if (present(*t) && !allows_vectors(*t)) return false;
     }
   }

@@ -16,7 +16,7 @@ struct ConvBackwardRun {
   const int64_t b, first;
   const int tokens, beyond;  // of the run; and those of the row from its start on
   const T *x, *dy;
-  T *dx, *dresidual;       // dresidual or NULL
+  T* dx;
   const SharedBias* bias;  // or NULL
   SharedBias* dbias;       // sums, or NULL where they are not wanted
   float w[kW][kVector], dw[kW][kVector];
@@ -35,9 +35,6 @@ struct ConvBackwardRun {
       for (int c = 0; c < kVector; ++c) u[c] = fmaf(w[j][c], tap[c], u[c]);
     }
     unpack(load_packed(dy + i * part.dy.stride[1]), du);
-    if (dresidual != nullptr && i < tokens && place.active) {
-      store_packed(dresidual + i * part.dresidual.stride[1], skip ? zero_packed<T>() : pack<T>(du));
-    }
     if constexpr (kNorms) {
       if (part.l2norm) through_norm(u, du);
     }
@@ -77,6 +74,7 @@ struct ConvBackwardRun {
     }
     bool skip = begin(0, v);
     const int last = tokens + kW - 1;
+#pragma unroll 1
     for (int i = 0; i < last; ++i) {
       const bool inside = i < beyond;
       if constexpr (kStarts) {
@@ -191,8 +189,6 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 || kNorms ? 2 : 3
   of_run.x = static_cast<const T*>(part.x.data) + at(part.x);
   of_run.dy = static_cast<const T*>(part.dy.data) + at(part.dy);
   of_run.dx = part.dx.data == nullptr ? nullptr : static_cast<T*>(part.dx.data) + at(part.dx);
-  of_run.dresidual =
-      part.dresidual.data == nullptr ? nullptr : static_cast<T*>(part.dresidual.data) + at(part.dresidual);
   load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, of_run.w);
   __shared__ SharedBias s_bias, s_dbias;
   of_run.bias = part.bias.data == nullptr ? nullptr : &s_bias;

@@ -30,7 +30,7 @@ __device__ inline bool item_at(const ConvBackwardParams& p, int64_t units, ConvI
 }
 
 // du, and dresidual: dy where there is an output.
-__global__ void __launch_bounds__(kAnyThreads)
+__global__ void __launch_bounds__(kAnyThreads, 4)
     conv_du_kernel(const __grid_constant__ ConvBackwardParams p, int64_t units) {
   ConvItem item;
   if (!item_at(p, units, &item)) return;

@@ -44,29 +44,26 @@ struct LaneChannels {
 };
 
 // What a state's entries become, and the windows after draft tokens. All inputs are still there.
-template <int kPer, int kWidth>
+template <int kPer>
 __device__ inline void update_states(const ConvParams& p, const LaneChannels<kPer>& own, const ConvSpan& span,
-                                     const ConvSlots& slots, const float (&history)[kWidth][kPer], int width) {
+                                     const ConvSlots& slots, int width) {
   const ConvSequences& s = p.sequences;
   const ConvPart& part = own.part;
   const int64_t tokens = span.end - span.begin;
   const auto input = [&](int64_t t, int i) {
     return load<float>(part.x, offset_of(part.x, span.b, span.begin + t, own.unit.head, own.dim(i)));
   };
-  // The input at a position that may lie in the history.
+  // The input at a position that may lie before the sequence. An entry is read before it is written: each is made of
+  // a later one.
   const auto input_or_history = [&](int64_t t, int i) {
     if (t >= 0) return input(t, i);
-    float x = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      if (k == width - 1 + t) x = history[k][i];
-    }
-    return x;
+    if (slots.read < 0) return 0.0f;
+    const int64_t entry = entry_before(s, span.n, -t, width);
+    return load<float>(part.initial_state, offset_of(part.initial_state, slots.read, own.channel(i), entry));
   };
   if (p.drafts.data != nullptr) {
     const int64_t row = p.draft_rows.data == nullptr ? span.n : load_index(p.draft_rows, span.n);
     for (int64_t t = 0; row >= 0 && row < p.draft_count && t < tokens && t < p.draft_tokens; ++t) {
-#pragma unroll
       for (int i = 0; i < kPer; ++i) {
         for (int k = 0; own.has(i) && k < width - 1; ++k) {
           store<float>(p.drafts, offset_of(p.drafts, row, t, part.channel + own.channel(i), k),
@@ -90,7 +87,6 @@ __device__ inline void update_states(const ConvParams& p, const LaneChannels<kPe
     const int64_t start = entry_before(s, span.n, 0, width);
     for (int64_t l = 0; l < s.L; ++l) {
       const int64_t first = (l - start + s.L) % s.L;  // the first token that is written there
-#pragma unroll
       for (int i = 0; i < kPer; ++i) {
         if (own.has(i)) put(l, i, first < tokens ? input(first + (tokens - 1 - first) / s.L * s.L, i) : stays(l, i));
       }
@@ -115,7 +111,7 @@ __device__ inline void update_states(const ConvParams& p, const LaneChannels<kPe
 
 // kPer: channels of a lane; kWidth: weights of a channel, at most.
 template <int kPer, int kWidth>
-__global__ void __launch_bounds__(kUpdateThreads)
+__global__ void __launch_bounds__(kUpdateThreads, 4)
     conv_update_kernel(const __grid_constant__ ConvParams p, int64_t units, int64_t blocks) {
   if (blockIdx.x >= blocks) return gate_block(p.gates, blockIdx.x - blocks);
   const ConvSequences& s = p.sequences;
@@ -158,7 +154,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
   }
   const bool skip = slots.read == kSkipRow;
-  if (!skip) update_states<kPer, kWidth>(p, own, span, slots, window, width);
+  if (!skip) update_states<kPer>(p, own, span, slots, width);
 
   for (int64_t t = span.begin; t < span.end; ++t) {
     float u[kPer], sum = 0.0f;

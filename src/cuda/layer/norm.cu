@@ -78,23 +78,23 @@ int64_t backward_blocks(const NormProblem& p, int64_t rows_at_once) {
 
 struct BackwardPlan {
   bool is_long;
-  int64_t blocks, step = 0;
-  float *sums = nullptr, *rms = nullptr;
-
-  BackwardPlan(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p, int lanes,
-               Workspace* workspace)
-      : is_long(p.V > kLongestRow) {
-    step = std::max<int64_t>(1, ceil_div(p.rows, 256));  // rows of a part of long rows
-    blocks = is_long ? ceil_div(p.rows, step) : backward_blocks(p, kNormThreads / lanes);
-    if (!present(args.dweight) && !present(args.dbias)) return;
-    sums = workspace->take<float>(blocks * 2 * p.V);
-    if (is_long) rms = workspace->take<float>(p.rows);
-  }
+  int64_t blocks, step;  // parts of the sums over rows; rows of a part of long ones
+  float *sums, *rms;     // NULL: not wanted
 };
+
+BackwardPlan plan_backward(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p, int lanes,
+                           Workspace* workspace) {
+  const bool is_long = p.V > kLongestRow, wants_sums = present(args.dweight) || present(args.dbias);
+  const int64_t step = std::max<int64_t>(1, ceil_div(p.rows, 256));
+  const int64_t blocks = is_long ? ceil_div(p.rows, step) : backward_blocks(p, kNormThreads / lanes);
+  float* const sums = wants_sums ? workspace->take<float>(blocks * 2 * p.V) : nullptr;
+  float* const rms = wants_sums && is_long ? workspace->take<float>(p.rows) : nullptr;
+  return {is_long, blocks, step, sums, rms};
+}
 
 size_t workspace_size(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p) {
   Workspace workspace(nullptr);
-  BackwardPlan(args, p, common_params(args, p).lanes, &workspace);
+  plan_backward(args, p, common_params(args, p).lanes, &workspace);
   return workspace.bytes();
 }
 
@@ -127,7 +127,7 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
   params.dweight = device_tensor(args.dweight);
   params.dbias = device_tensor(args.dbias);
   Workspace workspace(memory);
-  const BackwardPlan plan(args, p, params.lanes, &workspace);
+  const BackwardPlan plan = plan_backward(args, p, params.lanes, &workspace);
   params.sums = plan.sums;
   params.blocks = plan.blocks;
   FLASH_QLA_RETURN_IF_ERROR(with_dtype(p.dtype, [&](auto value) {

@@ -257,7 +257,7 @@ class HeadsBackward {
   Status copy_norms(Tensor given, float* norms, cudaStream_t stream) const {
     if (!present(given) || dense(given)) return Status();
     // As rows of all heads, or of one where there are more than a row may have.
-    const bool rows = p_.Hq <= kDim;
+    const bool rows = p_.Hq <= kHeadDim;
     given.ndim = 4;
     given.shape[3] = rows ? p_.Hq : 1;
     given.stride[3] = given.stride[2];
