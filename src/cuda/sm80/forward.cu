@@ -45,7 +45,11 @@ std::string reject(const Arguments& args, const Problem& p) {
 class Call {
  public:
   Call(const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
+      : args_(args),
+        p_(p),
+        kernels_(kernels_for(p.dtype, p.K)),
+        keys_(padded_keys(p.K)),
+        columns_(ceil_div(p.V, kStrip) * kStrip) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
     // Without tensors a size is asked for that is to serve smaller calls as well.
     split_ = plan_split(p, args.options, sms_, args.q.data == nullptr);
@@ -54,8 +58,8 @@ class Call {
     records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
     if (split_.rule.least_chunks > 0) {
       decays_ = workspace->take<float>(p.chunk_bound * p.Hv);
-      starts_ = workspace->take<float>(split_.rows * p.Hv * p.V * p.K);
-      transitions_ = workspace->take<float>(split_.rows * p.Hv * p.K * p.K);
+      starts_ = workspace->take<float>(split_.rows * p.Hv * columns_ * keys_);
+      transitions_ = workspace->take<float>(split_.rows * p.Hv * keys_ * keys_);
     }
     listed_ = take_listed(args, p, workspace);
     const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
@@ -171,7 +175,7 @@ class Call {
     params.first_transition = INT64_MAX;
     if (split_.rule.least_chunks > 0) {
       params.rule = split_.rule;
-      params.starts = {starts_, p_.Hv * p_.V * p_.K, p_.V * p_.K, 1, p_.K, split_.rows, kFloat};
+      params.starts = {starts_, p_.Hv * columns_ * keys_, columns_ * keys_, 1, keys_, split_.rows, kFloat};
     }
     return params;
   }
@@ -179,17 +183,17 @@ class Call {
   // The parameters of the pass over segments for their states alone.
   ForwardParams for_segments(const ForwardParams& forward) const {
     ForwardParams params = forward;
-    params.transitions = {transitions_, p_.Hv * p_.K * p_.K, p_.K * p_.K, 1, p_.K, split_.rows, kFloat};
+    params.transitions = {transitions_, p_.Hv * keys_ * keys_, keys_ * keys_, 1, keys_, split_.rows, kFloat};
     params.decays = decays_;
     params.decay_threshold = decay_threshold(args_.options);
     params.strips = split_.state_strips;
     params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
-    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(p_.K, params.strips * kStrip));
+    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(keys_, params.strips * kStrip));
     params.first_transition = split_.parts * p_.Hv * params.blocks_per_head;
     params.h = params.checkpoints = params.listed_states = {};
     params.checkpoint_every = 0;
     params.listed = {};
-    params.keeps_states = true;  // the first segments' initial states
+    params.keeps_states = false;
     return params;
   }
 
@@ -213,6 +217,7 @@ class Call {
   const Arguments& args_;
   const Problem& p_;
   const Kernels& kernels_;
+  int64_t keys_, columns_;  // of states of segments: padded
   int sms_;
   int strips_;
   SplitPlan split_;

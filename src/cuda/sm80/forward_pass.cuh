@@ -21,11 +21,11 @@ inline constexpr bool kNumbersAnew = kKeys == 256;
 
 __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const BlockPlace& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
-          p.K, block.transition ? p.K : p.V};
+          p.K, p.V};
 }
 
 // What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
-template <class State>
+template <bool kOutputs, class State>
 __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shared_place, bool at_end, int tokens,
                                            const State& state) {
   const BlockPlace block = load_place(shared_place);
@@ -33,10 +33,15 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
   const int64_t chunk = block.first_chunk + tokens / kChunkSize;
   const int of_sequence = block.offset + tokens;
   const bool ends = at_end && block.last;
+  if constexpr (!kOutputs) {  // of segments
+    const DeviceStates& to = at_end && block.transition ? p.transitions : p.starts;
+    const int row = at_end ? block.end_row : tokens == 0 ? block.copy_row : -1;
+    if (row >= 0 && row < to.rows) store_padded(state, to, row, place);
+  }
   int32_t entry = !at_end && p.listed.first != nullptr ? p.listed.first[chunk] : -1;
   // In one loop: the code that stores is long.
 #pragma unroll 1
-  for (int kind = 0; kind < 6 || entry >= 0; ++kind) {
+  for (int kind = 0; kind < 4 || entry >= 0; ++kind) {
     DeviceStates to{};
     int64_t row = -1;
     if (kind == 0 && !at_end) {
@@ -52,13 +57,7 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
     } else if (kind == 3 && ends) {
       to = p.pool;
       row = write_slot(p.pool_indices, block.n, 0);
-    } else if (kind == 4 && at_end) {
-      to = block.transition ? p.transitions : p.starts;
-      row = block.end_row;
-    } else if (kind == 5 && tokens == 0 && !at_end) {
-      to = p.starts;
-      row = block.copy_row;
-    } else if (kind > 5) {
+    } else if (kind > 3) {
       to = p.listed_states;
       row = entry;
       entry = p.listed.next[entry];
@@ -82,7 +81,9 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     const StripPlace place = strip_place(p, block);
     DeviceStates from{};
     int64_t row = part.n;
-    if (part.start_row >= 0) {
+    if (kOutputs && part.start_row >= 0) {
+      load_padded(state, p.starts, part.start_row, place);
+    } else if (part.start_row >= 0) {
       from = p.starts;
       row = part.start_row;
     } else if (slot >= 0) {
@@ -104,8 +105,9 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   for (int number = 0;; ++number) {
     const int done = number * kStep;
     const bool at_end = done >= part.length;
-    if (at_end || (number % kStepsPerChunk == 0 && p.keeps_states != 0)) {
-      keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
+    // A segment's initial state is kept at its start alone.
+    if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
+      keep_state<kOutputs>(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
@@ -134,6 +136,15 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
   }
 }
 
+// A transition that leaves nothing, columns [column, column + size).
+template <int kKeys>
+__device__ inline void write_no_transition(const ForwardParams& p, int row, int head, int column, int size) {
+  float* to = static_cast<float*>(p.transitions.data) + row * p.transitions.row + head * p.transitions.head;
+  for (int i = 4 * threadIdx.x; i < size * kKeys; i += 4 * blockDim.x) {
+    *reinterpret_cast<float4*>(to + column * kKeys + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
+
 // A pass over sequences or segments with outputs; without, over what is computed for its states alone.
 template <class T, int kKeys, bool kOutputs>
 __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
@@ -141,13 +152,12 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
   const unsigned block = transition ? blockIdx.x - static_cast<unsigned>(p.first_transition) : blockIdx.x;
   const int blocks_per_head = transition ? p.transition_blocks_per_head : p.blocks_per_head;
-  const int columns = transition ? p.K : p.V;
+  const int columns = transition ? kKeys : p.V;
   const unsigned rest = block / blocks_per_head;
   const int head = static_cast<int>(rest % p.Hv),
             column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
   Part part;
   if (!find_part<!kOutputs>(p, rest / p.Hv, transition, &part)) return;
-  if (transition && forgets(p, part.first_chunk, part.length, head)) return;
   // Parts that start from `starts` are of sequences that are not skipped, but for segments.
   int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {
@@ -157,6 +167,10 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   if (!part.first || transition) slot = kNoSlot;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int strips = min(p.strips, (columns - column + kStrip - 1) / kStrip);  // of this block
+  if (transition && forgets(p, part.first_chunk, part.length, head)) {
+    write_no_transition<kKeys>(p, part.end_row, head, column, strips * kStrip);
+    return;
+  }
   const uint32_t barriers = smem_address(dynamic_shared<char>());
   if (threadIdx.x == 0) {
     Ring::init(barriers, p.stages, strips);
