@@ -53,7 +53,6 @@ class Call {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
     // Without tensors a size is asked for that is to serve smaller calls as well.
     split_ = plan_split(p, args.options, sms_, args.q.data == nullptr);
-    strips_ = strips_of_a_block(split_.parts * p.Hv, p.K, p.V, sms_);
     sequences_ = take_sequences(p, workspace);
     records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
     if (split_.rule.least_chunks > 0) {
@@ -80,7 +79,7 @@ class Call {
     const Call call(args, p, &workspace);
     const bool splits = call.split_.rule.least_chunks > 0;
     return "strips of 16 value columns: " + std::to_string(p.N * p.Hv * ceil_div(p.V, kStrip)) + ", " +
-           std::to_string(call.strips_) +
+           std::to_string(call.split_.strips) +
            " in a block\nsequence split: " + (splits ? "planned on the device" : "none") + " (" + call.split_.reason +
            ")\n";
   }
@@ -169,8 +168,8 @@ class Call {
     params.Hv = static_cast<int32_t>(p_.Hv);
     params.group = static_cast<int32_t>(p_.group);
     params.o_columns = static_cast<int32_t>(o_.used() ? o_.row : p_.V);
-    params.strips = strips_;
-    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, strips_ * kStrip));
+    params.strips = split_.strips;
+    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
     params.keeps_states = present(args_.h) || args_.checkpoint_every > 0 || listed_.entries > 0;
     params.first_transition = INT64_MAX;
     if (split_.rule.least_chunks > 0) {
@@ -219,7 +218,6 @@ class Call {
   const Kernels& kernels_;
   int64_t keys_, columns_;  // of states of segments: padded
   int sms_;
-  int strips_;
   SplitPlan split_;
   SequenceTable sequences_;
   StepRecord* records_;

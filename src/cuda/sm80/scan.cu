@@ -22,8 +22,7 @@ __device__ __forceinline__ void split_pair(float x, float y, uint32_t& high, uin
 template <int kKeys>
 struct ScanShape {
   static constexpr int kTiles = kKeys / 16, kThreads = 32 * kTiles;  // tiles of 16 keys
-  // Strips of a block: transitions are read once for all of them, and with many keys their bytes are what takes time.
-  static constexpr int kStrips = kKeys <= 128 ? 1 : 2;
+  static constexpr int kStrips = scan_strips(kKeys);
   // Sums that do not wait for each other.
   static constexpr int kChains = kStrips == 1 ? 3 : 1;
   // Tiles [16 columns x 16 keys] of a transition that a warp has on their way, as many as the shared memory holds: with
