@@ -35,7 +35,7 @@ TEST(Sm80Plan, BlocksHaveOneTwoOrFourStrips) {
   for (const int sms : kCards) {
     for (const int64_t heads : {1, 8, 30, 64, 1000}) {
       for (const int64_t V : {3, 16, 48, 128, 256}) {
-        const int strips = strips_of_a_block(heads, 128, V, sms);
+        const int strips = strips_for_outputs(problem_of({heads, 128, V}, 1, 8192), 1, sms).of_a_block;
         EXPECT_TRUE(strips == 1 || strips == 2 || strips == 4) << strips;
         EXPECT_LT(strips, 2 * ceil_div(V, kStrip) + (strips == 1)) << "strips beyond the head's last one";
       }
@@ -44,10 +44,12 @@ TEST(Sm80Plan, BlocksHaveOneTwoOrFourStrips) {
 }
 
 TEST(Sm80Plan, FewStripsSpreadAndManyShare) {
-  EXPECT_EQ(strips_of_a_block(8, 128, 256, 132), 1);   // 128 strips for 132 multiprocessors
-  EXPECT_EQ(strips_of_a_block(32, 128, 128, 132), 2);  // 256
-  EXPECT_EQ(strips_of_a_block(30, 96, 192, 132), 4);   // 360: what they load would not come in time
-  EXPECT_EQ(strips_of_a_block(120, 96, 192, 132), 4);
+  EXPECT_EQ(strips_for_outputs(problem_of({8, 128, 256}, 1, 8192), 1, 132).of_a_block,
+            1);  // 128 strips for 132 multiprocessors
+  EXPECT_EQ(strips_for_outputs(problem_of({32, 128, 128}, 1, 8192), 1, 132).of_a_block, 2);  // 256
+  EXPECT_EQ(strips_for_outputs(problem_of({30, 96, 192}, 1, 8192), 1, 132).of_a_block,
+            4);  // 360: what they load would not come in time
+  EXPECT_EQ(strips_for_outputs(problem_of({120, 96, 192}, 1, 8192), 1, 132).of_a_block, 4);
 }
 
 TEST(Sm80Plan, CutsLongSequencesOfFewHeads) {

@@ -182,7 +182,8 @@ class Call {
   // The parameters of the pass over segments for their states alone.
   ForwardParams for_segments(const ForwardParams& forward) const {
     ForwardParams params = forward;
-    params.transitions = {transitions_, p_.Hv * keys_ * keys_, keys_ * keys_, 1, keys_, split_.rows, kFloat};
+    // Those of a head one behind the other.
+    params.transitions = {transitions_, keys_ * keys_, split_.rows * keys_ * keys_, 1, keys_, split_.rows, kFloat};
     params.decays = decays_;
     params.decay_threshold = decay_threshold(args_.options);
     params.strips = split_.state_strips;

@@ -27,7 +27,7 @@ __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const 
 // What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
 template <bool kOutputs, class State>
 __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shared_place, bool at_end, int tokens,
-                                           const State& state) {
+                                           State& state) {
   const BlockPlace block = load_place(shared_place);
   const StripPlace place = strip_place(p, block);
   const int64_t chunk = block.first_chunk + tokens / kChunkSize;
@@ -36,7 +36,10 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
   if constexpr (!kOutputs) {  // of segments
     const DeviceStates& to = at_end && block.transition ? p.transitions : p.starts;
     const int row = at_end ? block.end_row : tokens == 0 ? block.copy_row : -1;
-    if (row >= 0 && row < to.rows) store_padded(state, to, row, place);
+    if (row >= 0 && row < to.rows) {
+      visit_padded(state, to, row, place,
+                   [](float2& to, float first, float second) { to = make_float2(first, second); });
+    }
   }
   int32_t entry = !at_end && p.listed.first != nullptr ? p.listed.first[chunk] : -1;
   // In one loop: the code that stores is long.
@@ -82,7 +85,10 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     DeviceStates from{};
     int64_t row = part.n;
     if (kOutputs && part.start_row >= 0) {
-      load_padded(state, p.starts, part.start_row, place);
+      visit_padded(state, p.starts, part.start_row, place, [](const float2& from, float& first, float& second) {
+        first = from.x;
+        second = from.y;
+      });
     } else if (part.start_row >= 0) {
       from = p.starts;
       row = part.start_row;
@@ -93,7 +99,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
       from = p.initial_state;
     }
     if (from.data != nullptr) load_state(state, from, row, place);
-    if (!kOutputs && part.transition) set_identity(state, place);
+    if (!kOutputs && part.transition && part.length > 0) set_identity(state, place);
     if (kOutputs) {
       const uint16_t* rows = row_at(p.o, part.b, part.begin, place.head);
       o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
@@ -136,15 +142,6 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
   }
 }
 
-// A transition that leaves nothing, columns [column, column + size).
-template <int kKeys>
-__device__ inline void write_no_transition(const ForwardParams& p, int row, int head, int column, int size) {
-  float* to = static_cast<float*>(p.transitions.data) + row * p.transitions.row + head * p.transitions.head;
-  for (int i = 4 * threadIdx.x; i < size * kKeys; i += 4 * blockDim.x) {
-    *reinterpret_cast<float4*>(to + column * kKeys + i) = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-}
-
 // A pass over sequences or segments with outputs; without, over what is computed for its states alone.
 template <class T, int kKeys, bool kOutputs>
 __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
@@ -158,6 +155,7 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
             column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
   Part part;
   if (!find_part<!kOutputs>(p, rest / p.Hv, transition, &part)) return;
+  if (transition && forgets(p, part.first_chunk, part.length, head)) part.length = 0;  // of which zeros are left
   // Parts that start from `starts` are of sequences that are not skipped, but for segments.
   int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {
@@ -167,10 +165,6 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   if (!part.first || transition) slot = kNoSlot;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int strips = min(p.strips, (columns - column + kStrip - 1) / kStrip);  // of this block
-  if (transition && forgets(p, part.first_chunk, part.length, head)) {
-    write_no_transition<kKeys>(p, part.end_row, head, column, strips * kStrip);
-    return;
-  }
   const uint32_t barriers = smem_address(dynamic_shared<char>());
   if (threadIdx.x == 0) {
     Ring::init(barriers, p.stages, strips);

@@ -13,7 +13,7 @@ namespace flash_qla::cuda::sm80 {
 // What a call costs, in clocks, by what was measured on an H100 (docs/kernels/sm80.md compares them).
 namespace cost {
 // A step of a strip that is alone on its multiprocessor waits for its own products.
-inline constexpr double kStep = 310, kStepPerKey = 7.9;
+inline constexpr double kOneStep = 310, kOneStepPerKey = 7.9;
 // What a multiprocessor gets of the L2 cache in a clock while all of them ask, and alone: bytes.
 inline constexpr double kLoadedBytes = 16, kLoadedBytesAlone = 48;
 // Of a step for states alone, in one with outputs: two products of three.
@@ -31,7 +31,7 @@ inline constexpr double kLeastGain = 0.1;
 
 // A step where `blocks` of `strips` strips work at a time: from three strips on a multiprocessor they wait for each
 // other in shared memory, and all of them wait for the L2 cache.
-inline double step_clocks(int64_t blocks, int strips, int64_t K, int multiprocessors, bool outputs = true) {
+inline double step_clocks(int64_t blocks, int strips, int64_t K, bool outputs, int multiprocessors) {
   const int64_t sms = std::max(multiprocessors, 1), keys = padded_keys(K);
   const int64_t on_one = ceil_div(blocks, sms) * strips;
   const double waiting = on_one <= 1   ? 1
@@ -42,43 +42,35 @@ inline double step_clocks(int64_t blocks, int strips, int64_t K, int multiproces
   const size_t record = outputs ? sizeof(StepRecord) : offsetof(StepRecord, scaled_gamma);
   const int64_t bytes = (outputs ? 2 : 1) * rows + static_cast<int64_t>(record) + values;
   return std::max(
-      (cost::kStep + cost::kStepPerKey * static_cast<double>(keys)) * waiting * (outputs ? 1 : cost::kStates),
+      (cost::kOneStep + cost::kOneStepPerKey * static_cast<double>(keys)) * waiting * (outputs ? 1 : cost::kStates),
       static_cast<double>(blocks * bytes) / (cost::kLoadedBytes * static_cast<double>(sms)));
 }
 
-// Strips of a block share what it loads, but all of them are on one multiprocessor. What takes the fewest clocks a
-// step, which are left in `clocks`; blocks_of(strips): how many blocks there are then, of heads of `most` strips.
-template <class Blocks>
-int best_strips(Blocks blocks_of, int64_t most, int64_t K, int multiprocessors, bool outputs, double* clocks) {
-  int best = 1;
-  *clocks = step_clocks(blocks_of(1), 1, K, multiprocessors, outputs);
-  for (int strips = 2; strips <= kMostStrips && strips < 2 * most; strips *= 2) {
-    const double with = step_clocks(blocks_of(strips), strips, K, multiprocessors, outputs);
-    if (with > *clocks) continue;
-    best = strips;
-    *clocks = with;
+struct Strips {
+  int of_a_block;
+  double step;  // clocks
+};
+
+// Strips of a block share what it loads, but all of them are on one multiprocessor. A pass over `heads` parts and value
+// heads, and over as many transitions (`outputs` false) as there are.
+inline Strips best_strips(const Problem& p, int64_t heads, int64_t transitions, bool outputs, int multiprocessors) {
+  const int64_t of_values = ceil_div(p.V, kStrip), of_keys = transitions > 0 ? padded_keys(p.K) / kStrip : 0;
+  Strips best{};
+  for (int strips = 1; strips <= kMostStrips && strips < 2 * std::max(of_values, of_keys); strips *= 2) {
+    const int64_t blocks = heads * ceil_div(of_values, strips) + transitions * ceil_div(of_keys, strips);
+    const double step = step_clocks(blocks, strips, p.K, outputs, multiprocessors);
+    if (strips == 1 || step <= best.step) best = {strips, step};
   }
   return best;
 }
 
-inline int strips_of_a_block(int64_t heads, int64_t K, int64_t V, int multiprocessors, double* clocks = nullptr) {
-  const int64_t of_a_head = ceil_div(V, kStrip);
-  double ignored;
-  return best_strips([&](int strips) { return heads * ceil_div(of_a_head, strips); }, of_a_head, K, multiprocessors,
-                     true, clocks != nullptr ? clocks : &ignored);
+// Of the pass with outputs over sequences (one segment each) or segments, and of that for states: the ends of all
+// segments but the last one, and the transitions of all but it and the first one.
+inline Strips strips_for_outputs(const Problem& p, int64_t segments, int multiprocessors) {
+  return best_strips(p, p.N * p.Hv * segments, 0, true, multiprocessors);
 }
-
-// The same of the pass for states of `heads` sequences' heads in `segments` segments: the ends of all but the last one,
-// and the transitions of all but it and the first one.
-inline int strips_for_states(int64_t heads, int64_t segments, int64_t K, int64_t V, int multiprocessors,
-                             double* clocks = nullptr) {
-  const int64_t of_values = ceil_div(V, kStrip), of_keys = padded_keys(K) / kStrip;
-  double ignored;
-  return best_strips(
-      [&](int strips) {
-        return heads * ((segments - 1) * ceil_div(of_values, strips) + (segments - 2) * ceil_div(of_keys, strips));
-      },
-      std::max(of_values, of_keys), K, multiprocessors, false, clocks != nullptr ? clocks : &ignored);
+inline Strips strips_for_states(const Problem& p, int64_t segments, int multiprocessors) {
+  return best_strips(p, p.N * p.Hv * (segments - 1), p.N * p.Hv * (segments - 2), false, multiprocessors);
 }
 
 // Value heads of a group that one block of `prepare` takes: all of them, which then share the products of keys and
@@ -102,18 +94,15 @@ struct SplitPlan {
 // `segments`.
 inline double pass_clocks(const Problem& p, int64_t chunks, int64_t segments, int multiprocessors) {
   const double steps = static_cast<double>(ceil_div(chunks, segments) * kStepsPerChunk);
-  double step;
-  strips_of_a_block(p.N * p.Hv * segments, p.K, p.V, multiprocessors, &step);
-  const double outputs = steps * step;
+  const double outputs = steps * strips_for_outputs(p, segments, multiprocessors).step;
   if (segments == 1) return outputs;
-  strips_for_states(p.N * p.Hv, segments, p.K, p.V, multiprocessors, &step);
-  const double states = cost::kCut + steps * step;
+  const double states = steps * strips_for_states(p, segments, multiprocessors).step;
   const int keys = padded_keys(p.K);
   const double blocks = static_cast<double>(p.N * p.Hv * ceil_div(p.V, scan_strips(keys) * kStrip));
   const double bytes = 4.0 * keys * keys, sms = std::max(multiprocessors, 1);
   const double segment = std::max({cost::kSegment + cost::kSegmentPerKey * keys, bytes / cost::kLoadedBytesAlone,
                                    blocks * bytes / (cost::kLoadedBytes * sms)});
-  return outputs + states + cost::kScan + segment * static_cast<double>(segments - 2);
+  return outputs + states + cost::kCut + cost::kScan + segment * static_cast<double>(segments - 2);
 }
 
 inline double prepare_clocks(const Problem& p, int multiprocessors) {
@@ -125,7 +114,7 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
   SplitPlan plan;
   const auto none = [&](const char* reason) {
     plan.parts = p.N;
-    plan.strips = strips_of_a_block(p.N * p.Hv, p.K, p.V, multiprocessors);
+    plan.strips = strips_for_outputs(p, 1, multiprocessors).of_a_block;
     plan.reason = reason;
     return plan;
   };
@@ -162,8 +151,8 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
   plan.rows = rows + 1;
   plan.parts = p.N + rows;
   const int64_t segments = segments_of(rule, chunks, segment_chunks(rule, p.chunk_bound));
-  plan.strips = strips_of_a_block(p.N * p.Hv * segments, p.K, p.V, multiprocessors);
-  plan.state_strips = strips_for_states(p.N * p.Hv, std::max<int64_t>(segments, 2), p.K, p.V, multiprocessors);
+  plan.strips = strips_for_outputs(p, segments, multiprocessors).of_a_block;
+  plan.state_strips = strips_for_states(p, std::max<int64_t>(segments, 2), multiprocessors).of_a_block;
   plan.reason = forced ? "forced" : by_length ? "long sequences" : "few heads and long sequences";
   return plan;
 }

@@ -18,14 +18,11 @@ __device__ __forceinline__ void split_pair(float x, float y, uint32_t& high, uin
   low = pack2<Piece>(x - kept.x, y - kept.y);
 }
 
-// Shapes of a block, with all keys beside each other: a warp to 16 of them.
+// Shapes of a block: a warp to 16 keys.
 template <int kKeys>
 struct ScanShape {
-  static constexpr int kTiles = kKeys / 16, kThreads = 32 * kTiles;  // tiles of 16 keys
-  static constexpr int kStrips = scan_strips(kKeys);
-  // Sums that do not wait for each other.
-  static constexpr int kChains = kStrips == 1 ? 3 : 1;
-  // Tiles [16 columns x 16 keys] of a transition that a warp has on their way, as many as the shared memory holds: with
+  static constexpr int kTiles = kKeys / 16, kThreads = 32 * kTiles, kStrips = scan_strips(kKeys);
+  // Tiles [16 columns x 16 keys] of transitions that a warp has on their way, as many as the shared memory holds: with
   // 64 keys those of two segments, with 128 those of one.
   static constexpr int kAhead = kKeys <= 128 ? 8 : kKeys == 192 ? 6 : 4;
   static constexpr int kTileBytes = 16 * 16 * 4, kPieceBytes = 32 * 16, kStripBytes = 2 * kPieceBytes;
@@ -34,19 +31,19 @@ struct ScanShape {
   static_assert(kSharedBytes <= kMostSharedBytes);
 };
 
-// A warp's tiles of the transitions of one segment after another, from the second one on. In a tile, row 4 q + r is
-// where lanes with lane % 4 = q read, all of them two keys at a time: rows of one r lie behind each other, and their
-// 16-byte pieces change places, for the sake of the banks.
+// A warp's tiles of the transitions of one segment after another. In a tile, row 4 q + r is where lanes with
+// lane % 4 = q read, all of them two keys at a time: rows of one r lie behind each other, and their 16-byte pieces
+// change places, for the sake of the banks.
 template <int kKeys>
 class TransitionTiles {
  public:
   using Shape = ScanShape<kKeys>;
-  // `from`: the warp's 16 keys in column 0 of the first transition, `row` elements before the next one.
-  __device__ __forceinline__ TransitionTiles(uint32_t ring, const float* from, int64_t row, int segments)
-      : ring_(ring), left_(segments * Shape::kTiles), next_(row - (kKeys - 16) * kKeys) {
-    const int lane = threadIdx.x % 32, down = lane / 4, piece = lane % 4, q = lane % 4, pair = lane / 4;
-    from_ = from + down * kKeys + 4 * piece;
-    to_ = static_cast<uint32_t>((down % 4 * 4 + down / 4) * 64 + piece * 16);
+  // `from`: the warp's 16 keys in column 0 of the first transition, behind whose columns the next one's lie.
+  __device__ __forceinline__ TransitionTiles(uint32_t ring, const float* from, int segments)
+      : ring_(ring), left_(segments * Shape::kTiles) {
+    const int lane = threadIdx.x % 32, row = lane / 4, piece = lane % 4, q = lane % 4, pair = lane / 4;
+    from_ = from + row * kKeys + 4 * piece;
+    to_ = static_cast<uint32_t>((row % 4 * 4 + row / 4) * 64 + piece * 16);
     read_ = static_cast<uint32_t>(q * 64 + ((pair / 2) ^ (q & 2)) * 16 + pair % 2 * 8);
 #pragma unroll
     for (int i = 0; i < Shape::kAhead; ++i) start_copy(ring_ + i * Shape::kTileBytes);
@@ -65,24 +62,16 @@ class TransitionTiles {
 
  private:
   __device__ __forceinline__ void start_copy(uint32_t tile) {
-    if (left_ > 0) {
+    if (left_-- > 0) {
       cp_async_16(tile + to_, from_);
       cp_async_16(tile + (to_ ^ 32) + 128, from_ + 8 * kKeys);
-      if (++column_tile_ == Shape::kTiles) {
-        column_tile_ = 0;
-        from_ += next_;
-      } else {
-        from_ += 16 * kKeys;
-      }
-      --left_;
     }
     cp_async_commit();  // an empty one behind the last: groups are counted
+    from_ += 16 * kKeys;
   }
   const float* from_;
   uint32_t ring_, to_, read_, at_ = 0;
   int left_;
-  int64_t next_;
-  int column_tile_ = 0;
 };
 
 // S(j + 1) = M(j) S(j) + what is already in its place, of a strip or two of a sequence and head. A warp makes 16 keys
@@ -95,102 +84,90 @@ template <int kKeys>
 __global__ void __launch_bounds__(ScanShape<kKeys>::kThreads)
     sm80_scan_kernel(const __grid_constant__ ForwardParams p) {
   using Shape = ScanShape<kKeys>;
-  constexpr int kTiles = Shape::kTiles, kStrips = Shape::kStrips, kChains = Shape::kChains;
+  constexpr int kTiles = Shape::kTiles, kStrips = Shape::kStrips;
   const int strips_of_head = (p.V + kStrip - 1) / kStrip, blocks_of_head = (strips_of_head + kStrips - 1) / kStrips;
   const unsigned rest = blockIdx.x / blocks_of_head;
   const int64_t n = rest / p.Hv;
   const int head = static_cast<int>(rest % p.Hv), strip = static_cast<int>(blockIdx.x % blocks_of_head) * kStrips;
-  const int strips = min(kStrips, strips_of_head - strip);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int strips = min(kStrips, strips_of_head - strip), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const DeviceSequence sequence = sequence_at(p.sequences, n);
   const int64_t at_least = segment_chunks(p.rule, total_chunks(p.sequences));
   const int64_t segments = segments_of(p.rule, ceil_div(sequence.length, kChunkSize), at_least);
   if (segments <= 2) return;
-  const int64_t first_row = sequence.first_chunk / at_least + 1;
+  const int64_t row = sequence.first_chunk / at_least + 1;
   const uint32_t memory = smem_address(dynamic_shared<char>());
-  TransitionTiles<kKeys> transitions(memory + Shape::kRingsAt + warp * Shape::kAhead * Shape::kTileBytes,
-                                     static_cast<const float*>(p.transitions.data) + first_row * p.transitions.row +
-                                         head * p.transitions.head + 16 * warp,
-                                     p.transitions.row, static_cast<int>(segments - 2));
+  TransitionTiles<kKeys> transitions(
+      memory + Shape::kRingsAt + warp * Shape::kAhead * Shape::kTileBytes,
+      static_cast<const float*>(p.transitions.data) + row * p.transitions.row + head * p.transitions.head + 16 * warp,
+      static_cast<int>(segments - 2));
 
-  using Four = float4[kStrips][2];  // of rows lane / 4 and + 8 of each strip
-  float* start = static_cast<float*>(p.starts.data) + first_row * p.starts.row + head * p.starts.head +
+  float* start = static_cast<float*>(p.starts.data) + row * p.starts.row + head * p.starts.head +
                  (strip * kStrip + lane / 4) * kKeys + 16 * warp + lane % 4 * 4;
-  const auto load_start = [&](const float* from, Four& to) {
+  struct Sums {
+    float x[kStrips][2][4];  // by strip, and as two products have them
+  } own = {}, sums;
+  const auto load_own = [&](const float* from) {
 #pragma unroll
-    for (int s = 0; s < kStrips; ++s) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        to[s][half] = s < strips ? *reinterpret_cast<const float4*>(from + (s * kStrip + half * 8) * kKeys)
-                                 : make_float4(0.f, 0.f, 0.f, 0.f);
-      }
+    for (int i = 0; i < 2 * kStrips; ++i) {
+      if (i / 2 >= strips) break;
+      const float4 four = *reinterpret_cast<const float4*>(from + 8 * i * kKeys);
+      float (&x)[2][4] = own.x[i / 2];
+      const int e = i % 2 * 2;
+      x[0][e] = four.x, x[1][e] = four.y, x[0][e + 1] = four.z, x[1][e + 1] = four.w;
     }
   };
   // S(j) as left operands: high and low pieces, a lane's numbers of a tile and strip together.
   const auto left_at = [&](int tile, int s) {
     return memory + static_cast<uint32_t>((tile * kStrips + s) * Shape::kStripBytes + lane * 16);
   };
-  Four state, own;
-  load_start(start, state);
-  load_start(start + p.starts.row, own);
+  load_own(start);
+  sums = own;
+  load_own(start + p.starts.row);
   for (int64_t j = segments - 2; j > 0; --j) {
 #pragma unroll
     for (int s = 0; s < kStrips; ++s) {
-      const float4 &upper = state[s][0], &lower = state[s][1];
+      const float (&x)[2][4] = sums.x[s];
       uint4 high, low;
-      split_pair(upper.x, upper.y, high.x, low.x);
-      split_pair(lower.x, lower.y, high.y, low.y);
-      split_pair(upper.z, upper.w, high.z, low.z);
-      split_pair(lower.z, lower.w, high.w, low.w);
+      split_pair(x[0][0], x[1][0], high.x, low.x);
+      split_pair(x[0][2], x[1][2], high.y, low.y);
+      split_pair(x[0][1], x[1][1], high.z, low.z);
+      split_pair(x[0][3], x[1][3], high.w, low.w);
       store_shared_u4(left_at(warp, s), high);
       store_shared_u4(left_at(warp, s) + Shape::kPieceBytes, low);
-      state[s][0] = own[s][0];
-      state[s][1] = own[s][1];
     }
+    sums = own;
     start += p.starts.row;
-    if (j > 1) load_start(start + p.starts.row, own);
+    if (j > 1) load_own(start + p.starts.row);
     __syncthreads();
-    float sums[kStrips][kChains][2][4] = {};
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       float2 m[4];
       transitions.take(m);
       uint32_t high[2][2], low[2][2];
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        split_pair(m[2 * pair].x, m[2 * pair + 1].x, high[0][pair], low[0][pair]);
-        split_pair(m[2 * pair].y, m[2 * pair + 1].y, high[1][pair], low[1][pair]);
+      for (int i = 0; i < 2; ++i) {
+        split_pair(m[2 * i].x, m[2 * i + 1].x, high[0][i], low[0][i]);
+        split_pair(m[2 * i].y, m[2 * i + 1].y, high[1][i], low[1][i]);
       }
 #pragma unroll
       for (int s = 0; s < kStrips; ++s) {
         const uint4 left = load_shared_u4(left_at(tile, s));
         const uint4 left_low = load_shared_u4(left_at(tile, s) + Shape::kPieceBytes);
+        const auto add = [&](const uint4& a, const uint32_t (&b)[2][2]) {
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const auto multiply = [&](int chain, const uint4& a, const uint32_t (&b)[2]) {
-            mma_m16n8k16<Piece>(sums[s][chain % kChains][t], a.x, a.y, a.z, a.w, b[0], b[1]);
-          };
-          multiply(0, left, high[t]);
-          multiply(1, left, low[t]);
-          multiply(2, left_low, high[t]);
-        }
+          for (int t = 0; t < 2; ++t) mma_m16n8k16<Piece>(sums.x[s][t], a.x, a.y, a.z, a.w, b[t][0], b[t][1]);
+        };
+        add(left_low, high);
+        add(left, low);
+        add(left, high);
       }
     }
 #pragma unroll
-    for (int s = 0; s < kStrips; ++s) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float4& x = state[s][half];
-#pragma unroll
-        for (int chain = kChains - 1; chain >= 0; --chain) {  // the small ones first
-          const float (&sum)[2][4] = sums[s][chain];
-          x.x += sum[0][2 * half];
-          x.y += sum[1][2 * half];
-          x.z += sum[0][2 * half + 1];
-          x.w += sum[1][2 * half + 1];
-        }
-        if (s < strips) *reinterpret_cast<float4*>(start + (s * kStrip + half * 8) * kKeys) = x;
-      }
+    for (int i = 0; i < 2 * kStrips; ++i) {
+      const float (&x)[2][4] = sums.x[i / 2];
+      const int e = i % 2 * 2;
+      const float4 end = make_float4(x[0][e], x[1][e], x[0][e + 1], x[1][e + 1]);
+      if (i / 2 < strips) *reinterpret_cast<float4*>(start + 8 * i * kKeys) = end;
     }
     __syncthreads();  // the state before has been read
   }

@@ -80,39 +80,17 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
 }
 
 // The same for states that the kernels of a split leave for each other: fp32, keys beside each other, and with all of a
-// strip's columns and padded keys, so that pairs of keys are read and written without a question.
-template <int kTiles>
-__device__ __forceinline__ float* padded_state(const DeviceStates& t, int64_t row, const StripPlace& place) {
-  return static_cast<float*>(t.data) + row * t.row + place.head * t.head +
-         (place.column + place.lane / 4) * (8 * kTiles) + place.lane % 4 * 2;
-}
-
-template <int kTiles>
-__device__ __forceinline__ void load_padded(Sums<kTiles>& state, const DeviceStates& from, int64_t row,
-                                            const StripPlace& place) {
-  const float* at = padded_state<kTiles>(from, row, place);
+// strip's columns and padded keys, so that pairs of keys are read and written without a question. visit(pair, first,
+// second): the pair, and the state's elements.
+template <int kTiles, class Visit>
+__device__ __forceinline__ void visit_padded(Sums<kTiles>& state, const DeviceStates& t, int64_t row,
+                                             const StripPlace& place, Visit visit) {
+  float* at = static_cast<float*>(t.data) + row * t.row + place.head * t.head +
+              (place.column + place.lane / 4) * (8 * kTiles) + place.lane % 4 * 2;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 x = *reinterpret_cast<const float2*>(at + 8 * tile + half * 64 * kTiles);
-      state.x[tile][2 * half] = x.x;
-      state.x[tile][2 * half + 1] = x.y;
-    }
-  }
-}
-
-template <int kTiles>
-__device__ __forceinline__ void store_padded(const Sums<kTiles>& state, const DeviceStates& to, int64_t row,
-                                             const StripPlace& place) {
-  float* at = padded_state<kTiles>(to, row, place);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(at + 8 * tile + half * 64 * kTiles) =
-          make_float2(state.x[tile][2 * half], state.x[tile][2 * half + 1]);
-    }
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    float* const x = &state.x[i / 2][i % 2 * 2];
+    visit(*reinterpret_cast<float2*>(at + 8 * (i / 2) + i % 2 * 64 * kTiles), x[0], x[1]);
   }
 }
 
