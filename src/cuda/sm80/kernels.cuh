@@ -9,8 +9,8 @@ namespace flash_qla::cuda::sm80 {
 
 template <class T, int kKeys>
 Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t stream) {
-  return launch("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads, prepare_shared_bytes<kKeys>(),
-                stream, params);
+  return launch("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
+                prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
 template <class T, int kKeys, bool kOutputs>
