@@ -14,6 +14,8 @@ namespace flash_qla::cuda::sm80 {
 namespace cost {
 // A step of a strip that is alone on its multiprocessor waits for its own products.
 inline constexpr double kOneStep = 310, kOneStepPerKey = 7.9;
+// How much longer two and four of them on one take: the more, the fewer keys (64: 2.2).
+inline constexpr double kTwo = 1.05, kFour = 1.5, kFourOfFewKeys = 2.9, kFourPerKey = 0.011;
 // What a multiprocessor gets of the L2 cache in a clock while all of them ask, and alone: bytes.
 inline constexpr double kLoadedBytes = 16, kLoadedBytesAlone = 48;
 // Of a step for states alone, in one with outputs: two products of three.
@@ -34,10 +36,11 @@ inline constexpr double kLeastGain = 0.1;
 inline double step_clocks(int64_t blocks, int strips, int64_t K, bool outputs, int multiprocessors) {
   const int64_t sms = std::max(multiprocessors, 1), keys = padded_keys(K);
   const int64_t on_one = ceil_div(blocks, sms) * strips;
+  const double four = std::max(cost::kFour, cost::kFourOfFewKeys - cost::kFourPerKey * static_cast<double>(keys));
   const double waiting = on_one <= 1   ? 1
-                         : on_one == 2 ? 1.05
-                         : on_one == 3 ? 1.25
-                                       : 1.5 / 4 * static_cast<double>(on_one);
+                         : on_one == 2 ? cost::kTwo
+                         : on_one == 3 ? (cost::kTwo + four) / 2
+                                       : four / 4 * static_cast<double>(on_one);
   const int64_t rows = kStep * keys * 2, values = strips * kStep * kStrip * 2;
   const size_t record = outputs ? sizeof(StepRecord) : offsetof(StepRecord, scaled_gamma);
   const int64_t bytes = (outputs ? 2 : 1) * rows + static_cast<int64_t>(record) + values;
@@ -134,12 +137,20 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
     rule.strips = static_cast<int32_t>(std::min<int64_t>(strips, INT32_MAX));
     rule.quarters = static_cast<int32_t>(quarters);
     if (rule.least_segments * strips > quarters) return none("the heads of a sequence keep the GPU busy");
-    const int64_t segments = segments_of(rule, chunks, segment_chunks(rule, p.chunk_bound));
+    const int64_t most = segments_of(rule, chunks, segment_chunks(rule, p.chunk_bound));
     if (!smaller_too) {
-      if (segments == 1) return none("not long enough for its heads");
+      if (most == 1) return none("not long enough for its heads");
       const double whole = pass_clocks(p, chunks, 1, multiprocessors);
-      const double saved = whole - pass_clocks(p, chunks, segments, multiprocessors);
-      if (saved < cost::kLeastGain * (whole + prepare_clocks(p, multiprocessors))) return none("would not gain enough");
+      double least = whole;
+      for (int64_t segments = most; segments >= rule.least_segments; segments /= 2) {
+        const double cut = pass_clocks(p, chunks, segments, multiprocessors);
+        if (cut >= least) continue;
+        least = cut;
+        rule.least_chunks = static_cast<int32_t>(std::max<int64_t>(kLeastChunks, chunks / segments));
+      }
+      if (whole - least < cost::kLeastGain * (whole + prepare_clocks(p, multiprocessors))) {
+        return none("would not gain enough");
+      }
     }
   }
   // Without offsets the number of chunks is known, with them only that there are no more.
