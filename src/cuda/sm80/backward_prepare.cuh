@@ -56,7 +56,7 @@ __device__ void write_transforms(const PrepareParams& p, const PrepareMemory& s,
       float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float T_ij = s.inverse[h][lower_index(i, j) + e];
+        const float T_ij = s.inverse(h)[lower_index(i, j) + e];
         x[e] = j + e < i ? decay_between(s.gates[h], i, j + e) * T_ij : 0.f;
       }
       char* to = record_at(p, chunk, first + h, step)->transform + triangle_block(row, column) * kBlockBytes;
@@ -77,8 +77,8 @@ __device__ void write_transposed(const BackwardPrepareParams& p, const PrepareMe
       for (int e = 0; e < 2; ++e) {
         const float G = decay_between(s.gates[h], i + e, j);
         const int element = lower_index(i + e, j);
-        inverse[e] = j < i + e ? G * s.inverse[h][element] : 0.f;
-        score[e] = j <= i + e ? p.common.scale * G * s.qk[element] : 0.f;
+        inverse[e] = j < i + e ? G * s.inverse(h)[element] : 0.f;
+        score[e] = j <= i + e ? p.common.scale * G * s.qk()[element] : 0.f;
       }
       ReverseRecord& record = p.reverse_records[(chunk * p.common.Hv + first + h) * kStepsPerChunk + step];
       *reinterpret_cast<uint32_t*>(record.inverse + at) = pack2<T>(inverse[0], inverse[1]);
@@ -90,31 +90,32 @@ __device__ void write_transposed(const BackwardPrepareParams& p, const PrepareMe
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
     sm80_backward_prepare_kernel(const __grid_constant__ BackwardPrepareParams p) {
-  char* memory = dynamic_shared<char>();
+  const PrepareMemory s(dynamic_shared<char>(), false);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  PreparePlace place;
-  if (!find_place(p.common, &place)) return;
-  copy_tiles<kKeys>(p.common, place, smem_address(memory));
-  cp_async_wait<0>();
+  if (threadIdx.x == 0 && !find_place(p.common, s.place)) s.place->count = 0;
   __syncthreads();
-  multiply_rows<T, kKeys>(memory, false);
-  PrepareMemory& s = *reinterpret_cast<PrepareMemory*>(memory);
+  const PreparePlace& place = *s.place;
+  if (place.count == 0) return;
+  copy_tiles<kKeys>(p.common, place, smem_address(s.tiles));
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
-    if (warp < heads) {
-      sum_gates(p.common, place, first + warp, load_gates(p.common, place, first + warp), s.kk, s.gates[warp]);
+    if (warp < heads) sum_gates(p.common, place, first + warp, s.gates[warp]);
+    if (first == place.first_head) {
+      cp_async_wait<0>();
+      __syncthreads();
+      multiply_rows<T, kKeys>(s, false);
     }
     __syncthreads();
     static_assert(kPrepareThreads == kHeadsAtOnce * kChunk);
     const int of = threadIdx.x / kChunk;
     if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
     const int slot = min(lane / kSide, heads - 1), last = (warp / 2 + 1) * 2;
-    substitute<false>(s.kk, s.gates[slot].beta, s.inverse[slot], warp, last, lane % kSide);
+    substitute<false>(s.kk(), s.gates[slot].beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();
     write_transforms<T>(p.common, s, place.chunk, first, heads);
     __syncthreads();
-    substitute<true>(s.kk, s.gates[slot].beta, s.inverse[slot], warp, last, lane % kSide);
+    substitute<true>(s.kk(), s.gates[slot].beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();
     write_transposed<T>(p, s, place.chunk, first, heads);
     __syncthreads();

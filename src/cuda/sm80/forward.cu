@@ -36,17 +36,20 @@ std::string reject(const Arguments& args, const Problem& p) {
 class Call {
  public:
   Call(const Arguments& args, const Problem& p, Workspace* workspace)
-      : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
+      : args_(args),
+        p_(p),
+        kernels_(kernels_for(p.dtype, p.K)),
+        keys_(padded_keys(p.K)),
+        columns_(ceil_div(p.V, kStrip) * kStrip) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
     // Without tensors a size is asked for that is to serve smaller calls as well.
     split_ = plan_split(p, args.options, sms_, args.q.data == nullptr);
-    strips_ = strips_of_a_block(split_.parts * p.Hv, p.K, p.V, sms_);
     sequences_ = take_sequences(p, workspace);
     records_ = workspace->take<StepRecord>(p.chunk_bound * p.Hv * kStepsPerChunk);
     if (split_.rule.least_chunks > 0) {
       decays_ = workspace->take<float>(p.chunk_bound * p.Hv);
-      starts_ = workspace->take<float>(split_.rows * p.Hv * p.V * p.K);
-      transitions_ = workspace->take<float>(split_.rows * p.Hv * p.K * p.K);
+      starts_ = workspace->take<float>(split_.rows * p.Hv * columns_ * keys_);
+      transitions_ = workspace->take<float>(split_.rows * p.Hv * keys_ * keys_);
     }
     listed_ = take_listed(args, p, workspace);
     const bool normalizes = args.options.use_qk_l2norm_in_kernel != 0;
@@ -67,7 +70,7 @@ class Call {
     const Call call(args, p, &workspace);
     const bool splits = call.split_.rule.least_chunks > 0;
     return "strips of 16 value columns: " + std::to_string(p.N * p.Hv * ceil_div(p.V, kStrip)) + ", " +
-           std::to_string(call.strips_) +
+           std::to_string(call.split_.strips) +
            " in a block\nsequence split: " + (splits ? "planned on the device" : "none") + " (" + call.split_.reason +
            ")\n";
   }
@@ -156,13 +159,13 @@ class Call {
     params.Hv = static_cast<int32_t>(p_.Hv);
     params.group = static_cast<int32_t>(p_.group);
     params.o_columns = static_cast<int32_t>(o_.used() ? o_.row : p_.V);
-    params.strips = strips_;
-    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, strips_ * kStrip));
+    params.strips = split_.strips;
+    params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
     params.keeps_states = present(args_.h) || args_.checkpoint_every > 0 || listed_.entries > 0;
     params.first_transition = INT64_MAX;
     if (split_.rule.least_chunks > 0) {
       params.rule = split_.rule;
-      params.starts = {starts_, p_.Hv * p_.V * p_.K, p_.V * p_.K, 1, p_.K, split_.rows, kFloat};
+      params.starts = {starts_, p_.Hv * columns_ * keys_, columns_ * keys_, 1, keys_, split_.rows, kFloat};
     }
     return params;
   }
@@ -170,17 +173,18 @@ class Call {
   // The parameters of the pass over segments for their states alone.
   ForwardParams for_segments(const ForwardParams& forward) const {
     ForwardParams params = forward;
-    params.transitions = {transitions_, p_.Hv * p_.K * p_.K, p_.K * p_.K, 1, p_.K, split_.rows, kFloat};
+    // Those of a head one behind the other.
+    params.transitions = {transitions_, keys_ * keys_, split_.rows * keys_ * keys_, 1, keys_, split_.rows, kFloat};
     params.decays = decays_;
     params.decay_threshold = decay_threshold(args_.options);
     params.strips = split_.state_strips;
     params.blocks_per_head = static_cast<int32_t>(ceil_div(p_.V, params.strips * kStrip));
-    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(p_.K, params.strips * kStrip));
+    params.transition_blocks_per_head = static_cast<int32_t>(ceil_div(keys_, params.strips * kStrip));
     params.first_transition = split_.parts * p_.Hv * params.blocks_per_head;
     params.h = params.checkpoints = params.listed_states = {};
     params.checkpoint_every = 0;
     params.listed = {};
-    params.keeps_states = true;  // the first segments' initial states
+    params.keeps_states = false;
     return params;
   }
 
@@ -204,8 +208,8 @@ class Call {
   const Arguments& args_;
   const Problem& p_;
   const Kernels& kernels_;
+  int64_t keys_, columns_;  // of states of segments: padded
   int sms_;
-  int strips_;
   SplitPlan split_;
   SequenceTable sequences_;
   StepRecord* records_;

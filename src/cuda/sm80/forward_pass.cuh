@@ -9,24 +9,42 @@
 
 namespace flash_qla::cuda::sm80 {
 
+// With 256 keys a strip needs every register. What is made from a thread's number anew in each step takes none; but for
+// compute capability 12.0 ptxas 13.0 spills one with it, and none without.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <int kKeys>
+inline constexpr bool kNumbersAnew = false;
+#else
+template <int kKeys>
+inline constexpr bool kNumbersAnew = kKeys == 256;
+#endif
+
 __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const BlockPlace& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
-          p.K, block.transition ? p.K : p.V};
+          p.K, p.V};
 }
 
 // What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
-template <class State>
+template <bool kOutputs, class State>
 __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shared_place, bool at_end, int tokens,
-                                           const State& state) {
+                                           State& state) {
   const BlockPlace block = load_place(shared_place);
   const StripPlace place = strip_place(p, block);
   const int64_t chunk = block.first_chunk + tokens / kChunkSize;
   const int of_sequence = block.offset + tokens;
   const bool ends = at_end && block.last;
+  if constexpr (!kOutputs) {  // of segments
+    const DeviceStates& to = at_end && block.transition ? p.transitions : p.starts;
+    const int row = at_end ? block.end_row : tokens == 0 ? block.copy_row : -1;
+    if (row >= 0 && row < to.rows) {
+      visit_padded(state, to, row, place,
+                   [](float2& to, float first, float second) { to = make_float2(first, second); });
+    }
+  }
   int32_t entry = !at_end && p.listed.first != nullptr ? p.listed.first[chunk] : -1;
   // In one loop: the code that stores is long.
 #pragma unroll 1
-  for (int kind = 0; kind < 6 || entry >= 0; ++kind) {
+  for (int kind = 0; kind < 4 || entry >= 0; ++kind) {
     DeviceStates to{};
     int64_t row = -1;
     if (kind == 0 && !at_end) {
@@ -42,13 +60,7 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
     } else if (kind == 3 && ends) {
       to = p.pool;
       row = write_slot(p.pool_indices, block.n, 0);
-    } else if (kind == 4 && at_end) {
-      to = block.transition ? p.transitions : p.starts;
-      row = block.end_row;
-    } else if (kind == 5 && tokens == 0 && !at_end) {
-      to = p.starts;
-      row = block.copy_row;
-    } else if (kind > 5) {
+    } else if (kind > 3) {
       to = p.listed_states;
       row = entry;
       entry = p.listed.next[entry];
@@ -72,7 +84,12 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     const StripPlace place = strip_place(p, block);
     DeviceStates from{};
     int64_t row = part.n;
-    if (part.start_row >= 0) {
+    if (kOutputs && part.start_row >= 0) {
+      visit_padded(state, p.starts, part.start_row, place, [](const float2& from, float& first, float& second) {
+        first = from.x;
+        second = from.y;
+      });
+    } else if (part.start_row >= 0) {
       from = p.starts;
       row = part.start_row;
     } else if (slot >= 0) {
@@ -82,7 +99,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
       from = p.initial_state;
     }
     if (from.data != nullptr) load_state(state, from, row, place);
-    if (!kOutputs && part.transition) set_identity(state, place);
+    if (!kOutputs && part.transition && part.length > 0) set_identity(state, place);
     if (kOutputs) {
       const uint16_t* rows = row_at(p.o, part.b, part.begin, place.head);
       o = OutputRows<T>(rows, p.o.token, p.o_columns, part.length, -Step<T, kKeys, kOutputs>::kRowsLater, place);
@@ -94,12 +111,13 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   for (int number = 0;; ++number) {
     const int done = number * kStep;
     const bool at_end = done >= part.length;
-    if (at_end || (number % kStepsPerChunk == 0 && p.keeps_states != 0)) {
-      keep_state(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
+    // A segment's initial state is kept at its start alone.
+    if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
+      keep_state<kOutputs>(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-    if (kKeys == 256) make_opaque(thread);
+    if (kNumbersAnew<kKeys>) make_opaque(thread);
     if (kTwoStages) ring.set_of_two(number);
     const int lane = thread % 32;
     ring.wait_full();
@@ -131,13 +149,13 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
   const unsigned block = transition ? blockIdx.x - static_cast<unsigned>(p.first_transition) : blockIdx.x;
   const int blocks_per_head = transition ? p.transition_blocks_per_head : p.blocks_per_head;
-  const int columns = transition ? p.K : p.V;
+  const int columns = transition ? kKeys : p.V;
   const unsigned rest = block / blocks_per_head;
   const int head = static_cast<int>(rest % p.Hv),
             column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
   Part part;
   if (!find_part<!kOutputs>(p, rest / p.Hv, transition, &part)) return;
-  if (transition && forgets(p, part.first_chunk, part.length, head)) return;
+  if (transition && forgets(p, part.first_chunk, part.length, head)) part.length = 0;  // of which zeros are left
   // Parts that start from `starts` are of sequences that are not skipped, but for segments.
   int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {

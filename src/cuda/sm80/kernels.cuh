@@ -12,8 +12,8 @@ namespace flash_qla::cuda::sm80 {
 
 template <class T, int kKeys>
 Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t stream) {
-  return launch("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads, prepare_shared_bytes<kKeys>(),
-                stream, params);
+  return launch("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
+                prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
 template <class T, int kKeys, bool kOutputs>
@@ -29,7 +29,7 @@ Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t s
 template <class T, int kKeys>
 Status launch_backward_prepare(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream) {
   return launch("sm80_backward_prepare", sm80_backward_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
-                prepare_shared_bytes<kKeys>(), stream, params);
+                prepare_shared_bytes<kKeys>(false), stream, params);
 }
 
 template <class T, int kKeys>

@@ -67,7 +67,8 @@ struct ForwardParams {
   ChunkLists listed;           // chunks of which the state at the start is wanted
   DeviceStates listed_states;  // [entries, Hv, K, V]
 
-  // Of segments: states at their starts [rows, Hv, K, V], transitions [rows, Hv, K, K], and what is as good as none.
+  // Of segments: states at their starts [rows, Hv, V, K] and transitions [Hv, rows, K, K], both fp32 with K padded as
+  // the kernels have it and V to whole strips; and what is as good as no transition.
   DeviceStates starts, transitions;
   const float* decays;  // [chunks, Hv]
   float decay_threshold;

@@ -10,34 +10,70 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// Clocks that a step of the serial pass takes where `blocks` of `strips` strips work at a time, by what was measured on
-// an H100 (docs/kernels/sm80.md): a strip alone on its multiprocessor waits for its own products; from three strips on
-// they wait for each other in shared memory; and all of them wait for the L2 cache, which gives a multiprocessor about
-// 16 bytes a clock.
-inline double step_clocks(int64_t blocks, int strips, int64_t K, int multiprocessors) {
-  constexpr double kLoadedBytes = 16;
+// What a call costs, in clocks, by what was measured on an H100 (docs/kernels/sm80.md compares them).
+namespace cost {
+// A step of a strip that is alone on its multiprocessor waits for its own products.
+inline constexpr double kOneStep = 310, kOneStepPerKey = 7.9;
+// How much longer two and four of them on one take: the more, the fewer keys (64: 2.2).
+inline constexpr double kTwo = 1.05, kFour = 1.5, kFourOfFewKeys = 2.9, kFourPerKey = 0.011;
+// What a multiprocessor gets of the L2 cache in a clock while all of them ask, and alone: bytes.
+inline constexpr double kLoadedBytes = 16, kLoadedBytesAlone = 48;
+// Of a step for states alone, in one with outputs: two products of three.
+inline constexpr double kStates = 0.65;
+// Of two passes over segments, whatever their length, beyond what one pass over whole sequences takes: a launch,
+// finding a block's segment, the first loads, states on their way out and in.
+inline constexpr double kCut = 24000;
+// Of the scan, and of a segment in it, where it does not wait for bytes: counted in its instructions, not measured.
+inline constexpr double kScan = 6000, kSegment = 650, kSegmentPerKey = 5;
+// A block of `prepare`, of which each multiprocessor works on several: its share of them, for a pair of value heads.
+inline constexpr double kPrepare = 1800, kPreparePerKey = 44;
+// A cut has to save this part of a call: the numbers above are right to about as much.
+inline constexpr double kLeastGain = 0.1;
+}  // namespace cost
+
+// A step where `blocks` of `strips` strips work at a time: from three strips on a multiprocessor they wait for each
+// other in shared memory, and all of them wait for the L2 cache.
+inline double step_clocks(int64_t blocks, int strips, int64_t K, bool outputs, int multiprocessors) {
   const int64_t sms = std::max(multiprocessors, 1), keys = padded_keys(K);
   const int64_t on_one = ceil_div(blocks, sms) * strips;
+  const double four = std::max(cost::kFour, cost::kFourOfFewKeys - cost::kFourPerKey * static_cast<double>(keys));
   const double waiting = on_one <= 1   ? 1
-                         : on_one == 2 ? 1.05
-                         : on_one == 3 ? 1.25
-                                       : 1.5 / 4 * static_cast<double>(on_one);
-  const int64_t bytes = 2 * kStep * keys * 2 + static_cast<int64_t>(sizeof(StepRecord)) + strips * kStep * kStrip * 2;
-  return std::max((310 + 7.9 * static_cast<double>(keys)) * waiting,
-                  static_cast<double>(blocks * bytes) / (kLoadedBytes * static_cast<double>(sms)));
+                         : on_one == 2 ? cost::kTwo
+                         : on_one == 3 ? (cost::kTwo + four) / 2
+                                       : four / 4 * static_cast<double>(on_one);
+  const int64_t rows = kStep * keys * 2, values = strips * kStep * kStrip * 2;
+  const size_t record = outputs ? sizeof(StepRecord) : offsetof(StepRecord, scaled_gamma);
+  const int64_t bytes = (outputs ? 2 : 1) * rows + static_cast<int64_t>(record) + values;
+  return std::max(
+      (cost::kOneStep + cost::kOneStepPerKey * static_cast<double>(keys)) * waiting * (outputs ? 1 : cost::kStates),
+      static_cast<double>(blocks * bytes) / (cost::kLoadedBytes * static_cast<double>(sms)));
 }
 
-// Strips of a block share what it loads, but all of them are on one multiprocessor.
-inline int strips_of_a_block(int64_t heads, int64_t K, int64_t V, int multiprocessors) {
-  const int64_t of_a_head = ceil_div(V, kStrip);
-  const auto clocks = [&](int strips) {
-    return step_clocks(heads * ceil_div(of_a_head, strips), strips, K, multiprocessors);
-  };
-  int best = 1;
-  for (int strips = 2; strips <= kMostStrips && strips < 2 * of_a_head; strips *= 2) {
-    if (clocks(strips) <= clocks(best)) best = strips;
+struct Strips {
+  int of_a_block;
+  double step;  // clocks
+};
+
+// Strips of a block share what it loads, but all of them are on one multiprocessor. A pass over `heads` parts and value
+// heads, and over as many transitions (`outputs` false) as there are.
+inline Strips best_strips(const Problem& p, int64_t heads, int64_t transitions, bool outputs, int multiprocessors) {
+  const int64_t of_values = ceil_div(p.V, kStrip), of_keys = transitions > 0 ? padded_keys(p.K) / kStrip : 0;
+  Strips best{};
+  for (int strips = 1; strips <= kMostStrips && strips < 2 * std::max(of_values, of_keys); strips *= 2) {
+    const int64_t blocks = heads * ceil_div(of_values, strips) + transitions * ceil_div(of_keys, strips);
+    const double step = step_clocks(blocks, strips, p.K, outputs, multiprocessors);
+    if (strips == 1 || step <= best.step) best = {strips, step};
   }
   return best;
+}
+
+// Of the pass with outputs over sequences (one segment each) or segments, and of that for states: the ends of all
+// segments but the last one, and the transitions of all but it and the first one.
+inline Strips strips_for_outputs(const Problem& p, int64_t segments, int multiprocessors) {
+  return best_strips(p, p.N * p.Hv * segments, 0, true, multiprocessors);
+}
+inline Strips strips_for_states(const Problem& p, int64_t segments, int multiprocessors) {
+  return best_strips(p, p.N * p.Hv * (segments - 1), p.N * p.Hv * (segments - 2), false, multiprocessors);
 }
 
 // Value heads of a group that one block of `prepare` takes: all of them, which then share the products of keys and
@@ -53,35 +89,38 @@ inline size_t most_scratch = size_t{768} << 20;
 // A call's split. Its arrays have room for any call of these sizes; with `smaller_too`, of no more tokens and
 // sequences.
 struct SplitPlan {
-  SegmentRule rule{};    // least_chunks 0: none
-  int64_t parts = 0;     // numbers of segments, with gaps: at most
-  int64_t rows = 0;      // of states at segments' starts
-  int state_strips = 1;  // of a block of the pass for states
+  SegmentRule rule{};                // least_chunks 0: none
+  int64_t parts = 0;                 // numbers of segments, with gaps: at most
+  int64_t rows = 0;                  // of states at segments' starts
+  int strips = 1, state_strips = 1;  // of a block of the pass with outputs, and of that for states
   const char* reason = "";
 };
 
-// Clocks of the serial passes of N sequences of `chunks` chunks that are cut into `segments`.
-inline double pass_clocks(const Problem& p, int64_t N, double chunks, int64_t segments, int multiprocessors) {
-  // Of a pass for states alone, in a step of one with outputs: two products of three.
-  constexpr double kStates = 0.65;
-  // Two launches more; and of the scan, a segment.
-  constexpr double kLaunches = 10000, kScan = 1500;
-  const auto step = [&](int64_t heads, int64_t columns) {
-    const int strips = strips_of_a_block(heads, p.K, columns, multiprocessors);
-    return step_clocks(heads * ceil_div(ceil_div(columns, kStrip), strips), strips, p.K, multiprocessors);
-  };
-  const double steps = chunks / static_cast<double>(segments) * kStepsPerChunk;
-  const double outputs = steps * step(N * p.Hv * segments, p.V);
+// Clocks of the serial passes, and of the scan between them, where each sequence has `chunks` chunks and is cut into
+// `segments`.
+inline double pass_clocks(const Problem& p, int64_t chunks, int64_t segments, int multiprocessors) {
+  const double steps = static_cast<double>(ceil_div(chunks, segments) * kStepsPerChunk);
+  const double outputs = steps * strips_for_outputs(p, segments, multiprocessors).step;
   if (segments == 1) return outputs;
-  // Ends of all segments but the last one, transitions of all but it and the first one.
-  const double states = steps * kStates * step(N * p.Hv, p.V * (segments - 1) + p.K * (segments - 2));
-  return outputs + states + kLaunches + kScan * static_cast<double>(segments - 2);
+  const double states = steps * strips_for_states(p, segments, multiprocessors).step;
+  const int keys = padded_keys(p.K);
+  const double blocks = static_cast<double>(p.N * p.Hv * ceil_div(p.V, scan_strips(keys) * kStrip));
+  const double bytes = 4.0 * keys * keys, sms = std::max(multiprocessors, 1);
+  const double segment = std::max({cost::kSegment + cost::kSegmentPerKey * keys, bytes / cost::kLoadedBytesAlone,
+                                   blocks * bytes / (cost::kLoadedBytes * sms)});
+  return outputs + states + cost::kCut + cost::kScan + segment * static_cast<double>(segments - 2);
+}
+
+inline double prepare_clocks(const Problem& p, int multiprocessors) {
+  const double pairs = static_cast<double>(p.chunk_bound * p.Hq * ceil_div(p.group, 2));
+  return pairs / std::max(multiprocessors, 1) * (cost::kPrepare + cost::kPreparePerKey * padded_keys(p.K));
 }
 
 inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, int multiprocessors, bool smaller_too) {
   SplitPlan plan;
   const auto none = [&](const char* reason) {
     plan.parts = p.N;
+    plan.strips = strips_for_outputs(p, 1, multiprocessors).of_a_block;
     plan.reason = reason;
     return plan;
   };
@@ -90,6 +129,8 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
   const bool forced = options.force_intra_cp != 0, by_length = options.cp_mode == FLASH_QLA_CP_INVARIANT;
   // No sequence has more chunks.
   const int64_t longest = ceil_div(p.T, kChunkSize);
+  // Lengths are on the device: time is counted as if all sequences were equally long.
+  const int64_t chunks = ceil_div(p.chunk_bound, std::max<int64_t>(p.N, 1));
   SegmentRule rule{kLeastChunks, kLeastSegments, 0, 0};
   if (forced) {
     rule.least_chunks = rule.least_segments = 2;
@@ -99,14 +140,20 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
     rule.strips = static_cast<int32_t>(std::min<int64_t>(strips, INT32_MAX));
     rule.quarters = static_cast<int32_t>(quarters);
     if (rule.least_segments * strips > quarters) return none("the heads of a sequence keep the GPU busy");
-    // Lengths are on the device: as if all sequences were equally long.
-    constexpr double kLeastGain = 1.25;
-    const int64_t segments = std::min(p.chunk_bound / kLeastChunks, quarters / strips) / std::max<int64_t>(p.N, 1);
-    const double chunks = static_cast<double>(p.chunk_bound) / static_cast<double>(std::max<int64_t>(p.N, 1));
-    if (!smaller_too &&
-        (segments < rule.least_segments || pass_clocks(p, p.N, chunks, 1, multiprocessors) <
-                                               kLeastGain * pass_clocks(p, p.N, chunks, segments, multiprocessors))) {
-      return none("not long enough for its heads");
+    const int64_t most = segments_of(rule, chunks, segment_chunks(rule, p.chunk_bound));
+    if (!smaller_too) {
+      if (most == 1) return none("not long enough for its heads");
+      const double whole = pass_clocks(p, chunks, 1, multiprocessors);
+      double least = whole;
+      for (int64_t segments = most; segments >= rule.least_segments; segments /= 2) {
+        const double cut = pass_clocks(p, chunks, segments, multiprocessors);
+        if (cut >= least) continue;
+        least = cut;
+        rule.least_chunks = static_cast<int32_t>(std::max<int64_t>(kLeastChunks, chunks / segments));
+      }
+      if (whole - least < cost::kLeastGain * (whole + prepare_clocks(p, multiprocessors))) {
+        return none("would not gain enough");
+      }
     }
   }
   // Without offsets the number of chunks is known, with them only that there are no more.
@@ -117,7 +164,9 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
   if (rule.quarters > 0) rows = std::min(rows, quarters / strips);  // segments grow with the number of chunks
   plan.rows = rows + 1;
   plan.parts = p.N + rows;
-  plan.state_strips = strips_of_a_block(plan.rows * p.Hv, p.K, p.V + p.K, multiprocessors);
+  const int64_t segments = segments_of(rule, chunks, segment_chunks(rule, p.chunk_bound));
+  plan.strips = strips_for_outputs(p, segments, multiprocessors).of_a_block;
+  plan.state_strips = strips_for_states(p, std::max<int64_t>(segments, 2), multiprocessors).of_a_block;
   plan.reason = forced ? "forced" : by_length ? "long sequences" : "few heads and long sequences";
   return plan;
 }

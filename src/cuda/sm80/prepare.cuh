@@ -15,34 +15,46 @@ inline constexpr int kPrepareWarps = 4, kPrepareThreads = 32 * kPrepareWarps;
 // Value heads at a time: a warp makes the same columns of the inverses of both.
 inline constexpr int kHeadsAtOnce = 2;
 
-struct HeadGates {
+struct alignas(128) HeadGates {
   float high[kChunk], low[kChunk];  // c from the step's start, in powers of two, as a sum of two floats
   float beta[kChunk];
+  float total;  // sum of g
 };
 
-// In the place of the tiles of keys and queries, once these are multiplied.
-struct PrepareMemory {
-  float kk[kLowerFloats];  // K K^T
-  float qk[kLowerFloats];  // Q K^T
-  float inverse[kHeadsAtOnce][kLowerFloats];
-  HeadGates gates[kHeadsAtOnce];
-};
-static_assert(sizeof(PrepareMemory) <= 48 * 1024);  // two blocks of it fit into the smallest multiprocessor
-
-template <int kKeys>
-constexpr size_t prepare_shared_bytes() {
-  constexpr size_t kTiles = 2 * kChunk * kKeys * 2;
-  return kTiles > sizeof(PrepareMemory) ? kTiles : sizeof(PrepareMemory);
-}
-
-// Where a block works.
-struct PreparePlace {
+// Where a block works. In shared memory, where it takes no registers in between.
+struct alignas(128) PreparePlace {
   int b, token, chunk;  // the chunk's first token in its batch row, and its number
   int count;            // tokens
   int key_head, first_head, last_head;
   bool writes_rows;  // of several blocks to a group one writes the normalised rows
   bool skipped;      // the sequence is
 };
+
+// A block's shared memory: its place, gates, and behind them the tiles of keys and queries and, once these are
+// multiplied, matrices in their place.
+struct PrepareMemory {
+  PreparePlace* place;
+  HeadGates* gates;  // of kHeadsAtOnce heads
+  char* tiles;
+  int matrix;  // floats of one
+
+  __device__ __forceinline__ PrepareMemory(char* memory, bool whole)
+      : place(reinterpret_cast<PreparePlace*>(memory)),
+        gates(reinterpret_cast<HeadGates*>(memory + sizeof(PreparePlace))),
+        tiles(memory + sizeof(PreparePlace) + kHeadsAtOnce * sizeof(HeadGates)),
+        matrix(lower_floats(whole)) {}
+  __device__ __forceinline__ float* kk() const { return reinterpret_cast<float*>(tiles); }  // K K^T
+  __device__ __forceinline__ float* qk() const { return kk() + matrix; }                    // Q K^T
+  __device__ __forceinline__ float* inverse(int head) const { return kk() + (2 + head) * matrix; }
+};
+
+// `whole`: matrices have blocks between steps, which A has.
+template <int kKeys>
+constexpr size_t prepare_shared_bytes(bool whole) {
+  const size_t tiles = 2 * kChunk * kKeys * 2;
+  const size_t matrices = (2 + kHeadsAtOnce) * static_cast<size_t>(lower_floats(whole)) * sizeof(float);
+  return sizeof(PreparePlace) + kHeadsAtOnce * sizeof(HeadGates) + (tiles > matrices ? tiles : matrices);
+}
 
 __device__ inline bool find_place(const PrepareParams& p, PreparePlace* place) {
   const unsigned parts = (p.group + p.heads_per_block - 1) / p.heads_per_block;
@@ -119,15 +131,16 @@ __device__ void normalize_rows(char* tile, uint16_t* out, int64_t out_stride, in
 // step. The inverse of the whole chunk also wants K K^T between the steps (`whole`), of which two warps make a row
 // each.
 template <class T, int kKeys>
-__device__ void multiply_rows(char* memory, bool whole) {
+__device__ void multiply_rows(const PrepareMemory& s, bool whole) {
   static_assert(kStepsPerChunk == 2 && kStep == 2 * kSide && kPrepareWarps == kSides);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32, step = row / 2;
   const bool lower = row % 2 != 0;  // the second row of its step: two blocks
-  const uint32_t keys = smem_address(memory), queries = keys + kChunk * kKeys * 2;
+  const uint32_t keys = smem_address(s.tiles), queries = keys + kChunk * kKeys * 2;
   const BlockReader<kKeys> left_keys(keys, lane, Order::kLeftOperand), left_queries(queries, lane, Order::kLeftOperand);
   const BlockReader<kKeys> right(keys, lane, Order::kRightOperand);
   using Sums = float[8];
-  Sums kk[2] = {}, qk[2] = {}, between[2] = {};
+  Sums kk = {}, qk = {};
+  Sums more[2] = {};  // of lower rows their second blocks, of the others what is between the steps
   const auto multiply = [](Sums& sums, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     mma_m16n8k16<T>(sums, a[0], a[1], a[2], a[3], b[0], b[1]);
     mma_m16n8k16<T>(sums + 4, a[0], a[1], a[2], a[3], b[2], b[3]);
@@ -138,12 +151,12 @@ __device__ void multiply_rows(char* memory, bool whole) {
     load_matrix_x4(left_keys.at(row, k), a);
     load_matrix_x4(left_queries.at(row, k), of_queries);
     load_matrix_x4(right.at(2 * step, k), b);
-    multiply(kk[0], a, b);
-    multiply(qk[0], of_queries, b);
+    multiply(kk, a, b);
+    multiply(qk, of_queries, b);
     if (!lower) continue;
     load_matrix_x4(right.at(2 * step + 1, k), b);
-    multiply(kk[1], a, b);
-    multiply(qk[1], of_queries, b);
+    multiply(more[0], a, b);
+    multiply(more[1], of_queries, b);
   }
   if (whole && !lower) {
 #pragma unroll 2
@@ -153,12 +166,11 @@ __device__ void multiply_rows(char* memory, bool whole) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         load_matrix_x4(right.at(j, k), b);
-        multiply(between[j], a, b);
+        multiply(more[j], a, b);
       }
     }
   }
   __syncthreads();  // the tiles have been read: the products take their place
-  PrepareMemory& s = *reinterpret_cast<PrepareMemory*>(memory);
   const auto keep = [&](float* matrix, int i, int j, const Sums& sums) {
     float* to = matrix + lower_block(i, j) + lane / 4 * kSide + lane % 4 * 2;
 #pragma unroll
@@ -167,11 +179,14 @@ __device__ void multiply_rows(char* memory, bool whole) {
       *reinterpret_cast<float2*>(to + 8 * kSide + 8 * half) = make_float2(sums[4 * half + 2], sums[4 * half + 3]);
     }
   };
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    if (j == 0 || lower) keep(s.kk, row, 2 * step + j, kk[j]);
-    if (j == 0 || lower) keep(s.qk, row, 2 * step + j, qk[j]);
-    if (whole && !lower) keep(s.kk, 2 + step, j, between[j]);
+  keep(s.kk(), row, 2 * step, kk);
+  keep(s.qk(), row, 2 * step, qk);
+  if (lower) {
+    keep(s.kk(), row, 2 * step + 1, more[0]);
+    keep(s.qk(), row, 2 * step + 1, more[1]);
+  } else if (whole) {
+    keep(s.kk(), 2 + step, 0, more[0]);
+    keep(s.kk(), 2 + step, 1, more[1]);
   }
 }
 
@@ -179,31 +194,20 @@ __device__ __forceinline__ StepRecord* record_at(const PrepareParams& p, int64_t
   return p.records + (chunk * p.Hv + head) * kStepsPerChunk + step;
 }
 
-// The log decays and betas of a lane's two tokens.
-struct TokenGates {
-  float g[2], beta[2];
-};
-
-__device__ __forceinline__ TokenGates load_gates(const PrepareParams& p, const PreparePlace& place, int head) {
-  TokenGates gates{};
-  const int lane = threadIdx.x % 32;
+// The gates of a value head, by one warp: sums in double, in shared memory and in the records.
+__device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, HeadGates& s) {
+  constexpr int kLanesPerStep = kStep / 2;
+  constexpr double kLog2E = 1.4426950408889634;
+  const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
+  float g[2] = {}, beta[2] = {};  // of a lane's two tokens
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int t = 2 * lane + e;
     if (t >= place.count) continue;
-    gates.g[e] = clamp_log_decay(log_decay<float>(p.gates, place.b, place.token + t, head, t == 0));
-    gates.beta[e] = effective_beta<float>(p.gates, place.b, place.token + t, head);
+    g[e] = clamp_log_decay(log_decay<float>(p.gates, place.b, place.token + t, head, t == 0));
+    beta[e] = effective_beta<float>(p.gates, place.b, place.token + t, head);
   }
-  return gates;
-}
-
-// The gates of a value head, by one warp: sums in double, in shared memory and in the records. `kk`: K K^T.
-__device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, const TokenGates& gates,
-                                 const float* kk, HeadGates& s) {
-  constexpr int kLanesPerStep = kStep / 2;
-  constexpr double kLog2E = 1.4426950408889634;
-  const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
-  double sum = static_cast<double>(gates.g[0]) + static_cast<double>(gates.g[1]);
+  double sum = static_cast<double>(g[0]) + static_cast<double>(g[1]);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const double other = __shfl_up_sync(0xffffffffu, sum, distance);
@@ -215,7 +219,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const double of_chunk = __shfl_sync(0xffffffffu, sum, 31);
   const double start = step == 0 ? 0.0 : of_first_step;
   const double end = ((step == 0 ? of_first_step : of_chunk) - start) * kLog2E;
-  const double c[2] = {before + static_cast<double>(gates.g[0]), sum};
+  const double c[2] = {before + static_cast<double>(g[0]), sum};
   StepRecord& record = *record_at(p, place.chunk, head, step);
   const int at = 2 * (lane % kLanesPerStep);
   float high[2], low[2], gamma[2], update[2];
@@ -225,7 +229,7 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
     high[e] = static_cast<float>(local);
     low[e] = static_cast<float>(local - static_cast<double>(high[e]));
     gamma[e] = exp2_approx(high[e]);
-    update[e] = gates.beta[e] * exp2_approx(static_cast<float>(end - local));
+    update[e] = beta[e] * exp2_approx(static_cast<float>(end - local));
     const int t = 2 * lane + e;
     if (p.g_cumsum.data != nullptr && t < place.count) {
       store<float>(p.g_cumsum, offset_of(p.g_cumsum, place.b, place.token + t, head), static_cast<float>(c[e]));
@@ -234,24 +238,27 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const auto keep = [](float* to, const float (&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
   keep(s.high + 2 * lane, high);
   keep(s.low + 2 * lane, low);
-  keep(s.beta + 2 * lane, gates.beta);
+  keep(s.beta + 2 * lane, beta);
   keep(record.gamma + at, gamma);
   keep(record.update + at, update);
   const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
   keep(record.scaled_gamma + at, scaled);
-  if (p.decays != nullptr) {
-    // A token multiplies a state by e^g (I - beta k k^T), whose norm is at most e^g max(1, |1 - beta |k|^2|).
-    float bound = 0.f;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int t = 2 * lane + e;
-      bound += gates.g[e] + __logf(fmaxf(1.f, fabsf(1.f - gates.beta[e] * kk[lower_index(t, t)])));
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, distance);
-    if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = bound;
-  }
+  if (lane == 0) s.total = static_cast<float>(of_chunk);
   if (lane % kLanesPerStep < 4) record.decay[lane % kLanesPerStep] = exp2_approx(static_cast<float>(end));
+}
+
+// A token multiplies a state by e^g (I - beta k k^T), whose norm is at most e^g max(1, |1 - beta |k|^2|).
+__device__ inline void write_decay(const PrepareParams& p, const PreparePlace& place, int head, const HeadGates& s,
+                                   const float* kk) {
+  const int lane = threadIdx.x % 32;
+  float bound = 0.f;
+#pragma unroll
+  for (int t = lane; t < kChunk; t += 32) {
+    bound += __logf(fmaxf(1.f, fabsf(1.f - s.beta[t] * kk[lower_index(t, t)])));
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, distance);
+  if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = s.total + bound;
 }
 
 // strict(G o T) and P B of value heads from `first` on, by all warps: a warp writes a block of 128 bytes at once. It
@@ -269,7 +276,7 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
     for (int column = 0; column <= row; ++column) {
       const int j = step * kStep + 8 * column + lane % 4 * 2, element = lower_index(i, j);
       const int at = triangle_block(row, column) * kBlockBytes + lane * 4;
-      float2 product = pair(s.qk + element);
+      float2 product = pair(s.qk() + element);
       product.x *= p.scale;
       product.y *= p.scale;
       // Above the diagonal nothing is multiplied, not even by 0: exponents may be large, and products anything.
@@ -281,7 +288,7 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
         const HeadGates& gates = s.gates[h];
         const float high = gates.high[i], low = gates.low[i];
         const float2 high_j = pair(gates.high + j), low_j = pair(gates.low + j), beta = pair(gates.beta + j);
-        float2 inverse = pair(s.inverse[h] + element);
+        float2 inverse = pair(s.inverse(h) + element);
         if (j >= i) inverse.x = 0.f;
         if (j + 1 >= i) inverse.y = 0.f;
         // The first difference is exact where it is small, as the two sums are near each other then.
@@ -330,34 +337,31 @@ __device__ inline void write_zeros(const PrepareParams& p, const PreparePlace& p
   }
 }
 
+// Blocks of a multiprocessor: what registers allow, and with more keys shared memory. Of compute capability 12.0 it
+// holds no more than three whatever the keys, and ptxas 13.0 spills for a fourth.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int prepare_blocks(int) { return 3; }
+#else
+constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
+#endif
+
 // Keys and queries of the chunk's tokens on their way to tiles one behind the other.
 template <int kKeys>
 __device__ __forceinline__ void copy_tiles(const PrepareParams& p, const PreparePlace& place, uint32_t tiles) {
-  TileCopier<kKeys, kChunk, kPrepareThreads>(p.k.pieces, threadIdx.x)
-      .copy(tiles, row_at(p.k, place.b, place.token, place.key_head), p.k.token, place.count);
-  TileCopier<kKeys, kChunk, kPrepareThreads>(p.q.pieces, threadIdx.x)
-      .copy(tiles + kChunk * kKeys * 2, row_at(p.q, place.b, place.token, place.key_head), p.q.token, place.count);
+  const TileCopier<kKeys, kChunk, kPrepareThreads> copier(p.k.pieces, threadIdx.x);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Rows rows = i == 0 ? p.k : p.q;
+    copier.copy(tiles + i * kChunk * kKeys * 2, row_at(rows, place.b, place.token, place.key_head), rows.token,
+                place.count);
+  }
   cp_async_commit();
 }
 
-// Blocks of a multiprocessor: what registers allow, and with more keys shared memory.
-constexpr int prepare_blocks(int keys) { return keys <= 128 ? 4 : 3; }
-
+// Once the tiles are there: their products in their place, and before it the rows' norms taken out.
 template <class T, int kKeys>
-__global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
-    sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
-  char* memory = dynamic_shared<char>();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  PreparePlace place;
-  if (!find_place(p, &place)) return;
-  if (place.skipped) return write_zeros(p, place);
-
-  // Rows of keys and queries, and while they are on their way the first gates.
-  copy_tiles<kKeys>(p, place, smem_address(memory));
-  TokenGates gates{};
-  if (place.first_head + warp < place.last_head && warp < kHeadsAtOnce) {
-    gates = load_gates(p, place, place.first_head + warp);
-  }
+__device__ __forceinline__ void multiply_tiles(const PrepareParams& p, const PreparePlace& place,
+                                               const PrepareMemory& s, bool whole) {
   cp_async_wait<0>();
   __syncthreads();
   if (p.normal_q != nullptr || p.normal_k != nullptr) {
@@ -367,34 +371,43 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
       if (out == nullptr) return;
       normalize_rows<T, kKeys>(tile, place.writes_rows ? out + at : nullptr, stride, p.K, place.count);
     };
-    normalize(memory, p.normal_k);
-    normalize(memory + kChunk * kKeys * 2, p.normal_q);
+    normalize(s.tiles, p.normal_k);
+    normalize(s.tiles + kChunk * kKeys * 2, p.normal_q);
     __syncthreads();
   }
+  multiply_rows<T, kKeys>(s, whole);
+}
 
+template <class T, int kKeys>
+__global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
+    sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
   const bool wants_A = p.A.data != nullptr;
-  multiply_rows<T, kKeys>(memory, wants_A);
-  PrepareMemory& s = *reinterpret_cast<PrepareMemory*>(memory);
-  if (p.decays != nullptr) __syncthreads();  // they want the diagonal of K K^T
+  const PrepareMemory s(dynamic_shared<char>(), wants_A);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0 && !find_place(p, s.place)) s.place->count = 0;
+  __syncthreads();
+  const PreparePlace& place = *s.place;
+  if (place.count == 0) return;
+  if (place.skipped) return write_zeros(p, place);
+
+  copy_tiles<kKeys>(p, place, smem_address(s.tiles));  // and while they are on their way the first gates
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
-    make_opaque(place.token);  // addresses of every tensor do not fit into the registers beside a substitution
-    if (warp < heads) {
-      if (first > place.first_head) gates = load_gates(p, place, first + warp);
-      sum_gates(p, place, first + warp, gates, s.kk, s.gates[warp]);
-    }
+    if (warp < heads) sum_gates(p, place, first + warp, s.gates[warp]);
+    if (first == place.first_head) multiply_tiles<T, kKeys>(p, place, s, wants_A);
     __syncthreads();
+    if (p.decays != nullptr && warp < heads) write_decay(p, place, first + warp, s.gates[warp], s.kk());
     // A warp makes a block of columns, each half of it for a head of its own (or both for the last one).
     const int slot = min(lane / kSide, heads - 1);
     const float* beta = s.gates[slot].beta;
     if (wants_A) {
-      substitute<true>(s.kk, beta, s.inverse[slot], warp, kSides, lane % kSide);
+      substitute<true>(s.kk(), beta, s.inverse(slot), warp, kSides, lane % kSide);
       __syncthreads();
-      for (int h = 0; h < heads; ++h) write_A(p, place, first + h, s.inverse[h]);
+      for (int h = 0; h < heads; ++h) write_A(p, place, first + h, s.inverse(h));
       __syncthreads();
     }
-    substitute<false>(s.kk, beta, s.inverse[slot], warp, (warp / 2 + 1) * 2, lane % kSide);
+    substitute<false>(s.kk(), beta, s.inverse(slot), warp, (warp / 2 + 1) * 2, lane % kSide);
     __syncthreads();
     write_triangles<T>(p, s, place.chunk, first, heads);
     __syncthreads();

@@ -1,118 +1,200 @@
 #include "cuda/sm80/scan.h"
 
+#include "cuda/common/dynamic_shared.cuh"
+#include "cuda/common/fragment.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/sm80/block.cuh"
 
 namespace flash_qla::cuda::sm80 {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-// Value columns of a block: few, so that many multiprocessors take part.
-constexpr int kColumns = 8;
-// Elements of a transition that a thread loads at once, so that it waits for memory once a segment up to 128 keys.
-constexpr int kBatch = 32;
+// A number as a sum of two of 16 bits: 2^-17 of it is left, and no range is lost. Of a product of two such sums three
+// of four terms are made, so that 2^-16 of it is lost; operands of the pass itself lose 2^-9 (bf16) or 2^-12 (fp16).
+using Piece = __nv_bfloat16;
 
-// A block takes kColumns value columns of a sequence and head: S(j + 1) = M(j) S(j) + what is already in its place.
-// A thread sums over a part of the columns of M for one key.
-template <int kKeyThreads>
-__global__ void __launch_bounds__(kThreads) sm80_scan_kernel(const __grid_constant__ ForwardParams p) {
-  constexpr int kParts = kThreads / kKeyThreads, kOwn = kKeyThreads / kParts;  // of the sum
-  constexpr int kLoads = kOwn < kBatch ? kOwn : kBatch, kElements = kKeyThreads * kColumns / kThreads;
-  __shared__ float4 s_state[kKeyThreads][kColumns / 4];  // S(j), a row a key
-  __shared__ float s_sums[kParts][kColumns][kKeyThreads];
-  __shared__ bool s_forgets[kWarps];
-  const int column_blocks = (p.V + kColumns - 1) / kColumns;
-  const unsigned rest = blockIdx.x / column_blocks;
+__device__ __forceinline__ void split_pair(float x, float y, uint32_t& high, uint32_t& low) {
+  high = pack2<Piece>(x, y);
+  const float2 kept = unpack2<Piece>(high);
+  low = pack2<Piece>(x - kept.x, y - kept.y);
+}
+
+// Shapes of a block: a warp to 16 keys.
+template <int kKeys>
+struct ScanShape {
+  static constexpr int kTiles = kKeys / 16, kThreads = 32 * kTiles, kStrips = scan_strips(kKeys);
+  // Tiles [16 columns x 16 keys] of transitions that a warp has on their way, as many as the shared memory holds: with
+  // 64 keys those of two segments, with 128 those of one.
+  static constexpr int kAhead = kKeys <= 128 ? 8 : kKeys == 192 ? 6 : 4;
+  static constexpr int kTileBytes = 16 * 16 * 4, kPieceBytes = 32 * 16, kStripBytes = 2 * kPieceBytes;
+  static constexpr int kRingsAt = kTiles * kStrips * kStripBytes;
+  static constexpr size_t kSharedBytes = kRingsAt + kTiles * kAhead * kTileBytes;
+  static_assert(kSharedBytes <= kMostSharedBytes);
+};
+
+// A warp's tiles of the transitions of one segment after another. In a tile, row 4 q + r is where lanes with
+// lane % 4 = q read, all of them two keys at a time: rows of one r lie behind each other, and their 16-byte pieces
+// change places, for the sake of the banks.
+template <int kKeys>
+class TransitionTiles {
+ public:
+  using Shape = ScanShape<kKeys>;
+  // `from`: the warp's 16 keys in column 0 of the first transition, behind whose columns the next one's lie.
+  __device__ __forceinline__ TransitionTiles(uint32_t ring, const float* from, int segments)
+      : ring_(ring), left_(segments * Shape::kTiles) {
+    const int lane = threadIdx.x % 32, row = lane / 4, piece = lane % 4, q = lane % 4, pair = lane / 4;
+    from_ = from + row * kKeys + 4 * piece;
+    to_ = static_cast<uint32_t>((row % 4 * 4 + row / 4) * 64 + piece * 16);
+    read_ = static_cast<uint32_t>(q * 64 + ((pair / 2) ^ (q & 2)) * 16 + pair % 2 * 8);
+#pragma unroll
+    for (int i = 0; i < Shape::kAhead; ++i) start_copy(ring_ + i * Shape::kTileBytes);
+  }
+  // The next tile: of columns 4 q to 4 q + 3 the lane's two keys.
+  __device__ __forceinline__ void take(float2 (&m)[4]) {
+    cp_async_wait<Shape::kAhead - 1>();
+    __syncwarp();
+    const uint32_t tile = ring_ + at_;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) m[r] = load_shared_f2(tile + read_ + r * 256);
+    __syncwarp();  // all lanes have read
+    start_copy(tile);
+    at_ = at_ == (Shape::kAhead - 1) * Shape::kTileBytes ? 0 : at_ + Shape::kTileBytes;
+  }
+
+ private:
+  __device__ __forceinline__ void start_copy(uint32_t tile) {
+    if (left_-- > 0) {
+      cp_async_16(tile + to_, from_);
+      cp_async_16(tile + (to_ ^ 32) + 128, from_ + 8 * kKeys);
+    }
+    cp_async_commit();  // an empty one behind the last: groups are counted
+    from_ += 16 * kKeys;
+  }
+  const float* from_;
+  uint32_t ring_, to_, read_, at_ = 0;
+  int left_;
+};
+
+// S(j + 1) = M(j) S(j) + what is already in its place, of a strip or two of a sequence and head. A warp makes 16 keys
+// of all S(j + 1), so that a block reads M(j) once; what it needs of the next segments is on its way meanwhile.
+//
+// A lane's four keys of a tile lie beside each other in memory. Of an instruction's 16 left columns, 2 q, 2 q + 1 of
+// the left eight are keys 4 q, 4 q + 1, and those of the right eight 4 q + 2, 4 q + 3, q = lane % 4; of results, column
+// i of product t is key 2 i + t.
+template <int kKeys>
+__global__ void __launch_bounds__(ScanShape<kKeys>::kThreads)
+    sm80_scan_kernel(const __grid_constant__ ForwardParams p) {
+  using Shape = ScanShape<kKeys>;
+  constexpr int kTiles = Shape::kTiles, kStrips = Shape::kStrips;
+  const int strips_of_head = (p.V + kStrip - 1) / kStrip, blocks_of_head = (strips_of_head + kStrips - 1) / kStrips;
+  const unsigned rest = blockIdx.x / blocks_of_head;
   const int64_t n = rest / p.Hv;
-  const int head = static_cast<int>(rest % p.Hv), column = static_cast<int>(blockIdx.x % column_blocks) * kColumns;
-  const int thread = threadIdx.x, warp = thread / 32;
-  const int key = thread % kKeyThreads, part = thread / kKeyThreads;
+  const int head = static_cast<int>(rest % p.Hv), strip = static_cast<int>(blockIdx.x % blocks_of_head) * kStrips;
+  const int strips = min(kStrips, strips_of_head - strip), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const DeviceSequence sequence = sequence_at(p.sequences, n);
   const int64_t at_least = segment_chunks(p.rule, total_chunks(p.sequences));
-  const int64_t chunks = ceil_div(sequence.length, kChunkSize), segments = segments_of(p.rule, chunks, at_least);
-  if (segments == 1) return;
-  const int64_t first_row = sequence.first_chunk / at_least;
-  // Elements of S that a thread stores; null: past K or V.
-  const auto start = [&](int64_t segment, int i) -> float* {
-    const int column_of = column + (thread + i * kThreads) / kKeyThreads;  // the key is `key`
-    if (key >= p.K || column_of >= p.V) return nullptr;
-    return static_cast<float*>(p.starts.data) + (first_row + segment) * p.starts.row + head * p.starts.head +
-           key * p.starts.key + column_of * p.starts.value;
-  };
-  const auto load_start = [&](int64_t segment, int i) {
-    const float* at = start(segment, i);
-    return at != nullptr ? *at : 0.f;
-  };
-  const auto keep = [&](int i, float x) {
-    reinterpret_cast<float*>(s_state[key])[(thread + i * kThreads) / kKeyThreads] = key < p.K ? x : 0.f;
-  };
+  const int64_t segments = segments_of(p.rule, ceil_div(sequence.length, kChunkSize), at_least);
+  if (segments <= 2) return;
+  const int64_t row = sequence.first_chunk / at_least + 1;
+  const uint32_t memory = smem_address(dynamic_shared<char>());
+  TransitionTiles<kKeys> transitions(
+      memory + Shape::kRingsAt + warp * Shape::kAhead * Shape::kTileBytes,
+      static_cast<const float*>(p.transitions.data) + row * p.transitions.row + head * p.transitions.head + 16 * warp,
+      static_cast<int>(segments - 2));
+
+  float* start = static_cast<float*>(p.starts.data) + row * p.starts.row + head * p.starts.head +
+                 (strip * kStrip + lane / 4) * kKeys + 16 * warp + lane % 4 * 4;
+  struct Sums {
+    float x[kStrips][2][4];  // by strip, and as two products have them
+  } own = {}, sums;
+  const auto load_own = [&](const float* from) {
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) keep(i, load_start(1, i));
-  for (int64_t j = 1; j < segments - 1; ++j) {
-    if ((j - 1) % kWarps == 0) {  // a warp a segment
-      __syncthreads();
-      const int64_t other = j + warp;
-      if (other < segments - 1) {
-        const int64_t begin = other * chunks / segments, end = (other + 1) * chunks / segments;
-        const bool nothing = forgets(p, static_cast<int>(sequence.first_chunk + begin),
-                                     static_cast<int>((end - begin) * kChunkSize), head);
-        if (thread % 32 == 0) s_forgets[warp] = nothing;
-      }
-      __syncthreads();
+    for (int i = 0; i < 2 * kStrips; ++i) {
+      if (i / 2 >= strips) break;
+      const float4 four = *reinterpret_cast<const float4*>(from + 8 * i * kKeys);
+      float (&x)[2][4] = own.x[i / 2];
+      const int e = i % 2 * 2;
+      x[0][e] = four.x, x[1][e] = four.y, x[0][e + 1] = four.z, x[1][e + 1] = four.w;
     }
-    float own[kElements];  // of the state at the end, what the segment itself leaves
+  };
+  // S(j) as left operands: high and low pieces, a lane's numbers of a tile and strip together.
+  const auto left_at = [&](int tile, int s) {
+    return memory + static_cast<uint32_t>((tile * kStrips + s) * Shape::kStripBytes + lane * 16);
+  };
+  load_own(start);
+  sums = own;
+  load_own(start + p.starts.row);
+  for (int64_t j = segments - 2; j > 0; --j) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) own[i] = load_start(j + 1, i);
-    const bool nothing = s_forgets[(j - 1) % kWarps];  // then the end is right as it is
-    if (!nothing) {
-      const float* transition = static_cast<const float*>(p.transitions.data) + (first_row + j) * p.transitions.row +
-                                head * p.transitions.head + min(key, p.K - 1) * p.transitions.key;
-      float x[kColumns] = {};
-#pragma unroll 1
-      for (int first = part * kOwn; first < (part + 1) * kOwn; first += kLoads) {
-        float m[kLoads];
+    for (int s = 0; s < kStrips; ++s) {
+      const float (&x)[2][4] = sums.x[s];
+      uint4 high, low;
+      split_pair(x[0][0], x[1][0], high.x, low.x);
+      split_pair(x[0][2], x[1][2], high.y, low.y);
+      split_pair(x[0][1], x[1][1], high.z, low.z);
+      split_pair(x[0][3], x[1][3], high.w, low.w);
+      store_shared_u4(left_at(warp, s), high);
+      store_shared_u4(left_at(warp, s) + Shape::kPieceBytes, low);
+    }
+    sums = own;
+    start += p.starts.row;
+    if (j > 1) load_own(start + p.starts.row);
+    __syncthreads();
 #pragma unroll
-        for (int c = 0; c < kLoads; ++c) {
-          m[c] = transition[min(first + c, p.K - 1) * p.transitions.value];  // past the last: times zero
-        }
-        if (first == part * kOwn) __syncthreads();  // the state is there: what is loaded does not wait for it
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float2 m[4];
+      transitions.take(m);
+      uint32_t high[2][2], low[2][2];
 #pragma unroll
-        for (int c = 0; c < kLoads; ++c) {
-#pragma unroll
-          for (int i = 0; i < kColumns; i += 4) {
-            const float4 s = s_state[first + c][i / 4];
-            x[i] = fmaf(m[c], s.x, x[i]);
-            x[i + 1] = fmaf(m[c], s.y, x[i + 1]);
-            x[i + 2] = fmaf(m[c], s.z, x[i + 2]);
-            x[i + 3] = fmaf(m[c], s.w, x[i + 3]);
-          }
-        }
+      for (int i = 0; i < 2; ++i) {
+        split_pair(m[2 * i].x, m[2 * i + 1].x, high[0][i], low[0][i]);
+        split_pair(m[2 * i].y, m[2 * i + 1].y, high[1][i], low[1][i]);
       }
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) s_sums[part][i][key] = x[i];
-    }
-    __syncthreads();  // sums are there, and the state before has been read
+      for (int s = 0; s < kStrips; ++s) {
+        const uint4 left = load_shared_u4(left_at(tile, s));
+        const uint4 left_low = load_shared_u4(left_at(tile, s) + Shape::kPieceBytes);
+        const auto add = [&](const uint4& a, const uint32_t (&b)[2][2]) {
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (!nothing) {
-#pragma unroll
-        for (int other = 0; other < kParts; ++other) {
-          own[i] += s_sums[other][(thread + i * kThreads) / kKeyThreads][key];
-        }
-        float* at = start(j + 1, i);
-        if (at != nullptr) *at = own[i];
+          for (int t = 0; t < 2; ++t) mma_m16n8k16<Piece>(sums.x[s][t], a.x, a.y, a.z, a.w, b[t][0], b[t][1]);
+        };
+        add(left_low, high);
+        add(left, low);
+        add(left, high);
       }
-      keep(i, own[i]);
     }
+#pragma unroll
+    for (int i = 0; i < 2 * kStrips; ++i) {
+      const float (&x)[2][4] = sums.x[i / 2];
+      const int e = i % 2 * 2;
+      const float4 end = make_float4(x[0][e], x[1][e], x[0][e + 1], x[1][e + 1]);
+      if (i / 2 < strips) *reinterpret_cast<float4*>(start + 8 * i * kKeys) = end;
+    }
+    __syncthreads();  // the state before has been read
   }
+}
+
+template <int kKeys>
+Status launch_of(const Problem& p, const ForwardParams& params, cudaStream_t stream) {
+  using Shape = ScanShape<kKeys>;
+  const int64_t blocks = p.N * p.Hv * ceil_div(p.V, Shape::kStrips * kStrip);
+  return launch("sm80_scan", sm80_scan_kernel<kKeys>, blocks, Shape::kThreads, Shape::kSharedBytes, stream, params);
 }
 
 }  // namespace
 
 Status launch_scan(const Problem& p, const ForwardParams& params, cudaStream_t stream) {
-  const int64_t blocks = p.N * p.Hv * ceil_div(p.V, kColumns);
-  const auto kernel = p.K <= 64 ? sm80_scan_kernel<64> : p.K <= 128 ? sm80_scan_kernel<128> : sm80_scan_kernel<256>;
-  return launch("sm80_scan", kernel, blocks, kThreads, 0, stream, params);
+  switch (padded_keys(p.K)) {
+    case 64:
+      return launch_of<64>(p, params, stream);
+    case 96:
+      return launch_of<96>(p, params, stream);
+    case 128:
+      return launch_of<128>(p, params, stream);
+    case 192:
+      return launch_of<192>(p, params, stream);
+    default:
+      return launch_of<256>(p, params, stream);
+  }
 }
 
 }  // namespace flash_qla::cuda::sm80

@@ -79,6 +79,21 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
   walk.visit<kTiles>([&](int tile, int e, char* at) { walk.store(at, state.x[tile][e]); });
 }
 
+// The same for states that the kernels of a split leave for each other: fp32, keys beside each other, and with all of a
+// strip's columns and padded keys, so that pairs of keys are read and written without a question. visit(pair, first,
+// second): the pair, and the state's elements.
+template <int kTiles, class Visit>
+__device__ __forceinline__ void visit_padded(Sums<kTiles>& state, const DeviceStates& t, int64_t row,
+                                             const StripPlace& place, Visit visit) {
+  float* at = static_cast<float*>(t.data) + row * t.row + place.head * t.head +
+              (place.column + place.lane / 4) * (8 * kTiles) + place.lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    float* const x = &state.x[i / 2][i % 2 * 2];
+    visit(*reinterpret_cast<float2*>(at + 8 * (i / 2) + i % 2 * 64 * kTiles), x[0], x[1]);
+  }
+}
+
 // The identity, whose value columns are keys.
 template <int kTiles>
 __device__ __forceinline__ void set_identity(Sums<kTiles>& state, const StripPlace& place) {
@@ -117,7 +132,8 @@ class OutputRows {
     const int column = place.column + place.lane % 2 * 8 + place.lane % 4 / 2 * 4, row = place.lane / 4;
     at_ = const_cast<uint16_t*>(o) + (row + first) * stride + column;
     // A lane whose columns are past the row's end has no tokens.
-    count_ = column < columns && row < count ? static_cast<uint32_t>(count - row) : 0u;
+    count_ = column < columns && row < count ? count - row : 0;
+    make_opaque(count_);  // made once
   }
   // The next 8 kTiles tokens, from `first` on.
   template <int kTiles>
@@ -137,7 +153,7 @@ class OutputRows {
       const uint32_t high = transpose_8x8(packed.x[i / 2][i % 2 * 2 + 1]);
       const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
       // One comparison: a token below 0 is a large number.
-      store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < count_, at_,
+      store_global_u2_if(static_cast<uint32_t>(first + 8 * i) < static_cast<uint32_t>(count_), at_,
                          odd ? make_uint2(got, high) : make_uint2(low, got));
       at_ += 8 * stride_;
       make_opaque(at_);  // multiples of the stride are not kept in registers
@@ -150,7 +166,7 @@ class OutputRows {
  private:
   uint16_t* at_;
   int64_t stride_;
-  uint32_t count_;  // of the tokens whose row the lane has, those that are there
+  int count_;  // of the tokens whose row the lane has, those that are there
 };
 
 }  // namespace flash_qla::cuda::sm80

@@ -9,10 +9,14 @@ namespace flash_qla::cuda::sm80 {
 // A lower triangular [64 x 64] matrix in shared memory, by blocks of 16x16, those above the diagonal left out. A block
 // takes 16 floats more than it has: rows of neighbouring blocks lie in different banks.
 inline constexpr int kSide = 16, kSides = 4, kSideBlock = kSide * kSide + kSide;
-// Two matrices one behind the other, too, lie half of the banks apart.
-inline constexpr int kLowerFloats = kSides * (kSides + 1) / 2 * kSideBlock + kSide;
+// Blocks within the two steps come first; without those between them a matrix is shorter. Two matrices one behind the
+// other, too, lie half of the banks apart.
+inline constexpr int kStepBlocks = 3;
+constexpr int lower_floats(bool whole) { return (whole ? 10 : 2 * kStepBlocks) * kSideBlock + kSide; }
 
-__device__ __forceinline__ int lower_block(int i, int j) { return (i * (i + 1) / 2 + j) * kSideBlock; }
+__device__ __forceinline__ int lower_block(int i, int j) {
+  return (i / 2 == j / 2 ? i / 2 * kStepBlocks + i % 2 + j % 2 : 2 * kStepBlocks + (i - 2) * 2 + j) * kSideBlock;
+}
 // Element (row, column), row >= column.
 __device__ __forceinline__ int lower_index(int row, int column) {
   return lower_block(row / kSide, column / kSide) + row % kSide * kSide + column % kSide;

@@ -120,7 +120,7 @@ inline int64_t test_sm80_planned_split(const Settings& settings, Arena& arena, c
       s.dtype = DType::kBFloat16;
       s.K = 64;
       s.V = 32;
-      const int64_t length = 6500;
+      const int64_t length = 8200;
       s.cu_seqlens = {0, 70, length + 70};
       s.T = length + 80;
       Features f;
