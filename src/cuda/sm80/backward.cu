@@ -47,7 +47,7 @@ class HeadsBackward {
   HeadsBackward(const Arguments& whole, const Arguments& args, const Problem& p, Workspace* workspace)
       : args_(args), p_(p), kernels_(kernels_for(p.dtype, p.K)) {
     sms_ = device_attribute(cudaDevAttrMultiProcessorCount, args.options.device_index);
-    strips_ = strips_of_a_block(2 * p.N * p.Hv, p.K, p.V, sms_);
+    strips_ = best_strips(p, 2 * p.N * p.Hv, 0, true, sms_).of_a_block;
     for (const Tensor* t : {&args.dq, &args.dk, &args.dg, &args.dbeta, &args.dA_log, &args.ddt_bias}) {
       wants_parts_ |= present(*t);
     }
