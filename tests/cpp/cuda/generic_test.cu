@@ -19,6 +19,7 @@
 #include "launches.h"
 #include "malformed_tests.cuh"
 #include "order_tests.cuh"
+#include "sm80_backward_tests.cuh"
 #include "sm80_tests.cuh"
 #include "sm90_backward_tests.cuh"
 #include "sm90_lengths_tests.cuh"
@@ -239,6 +240,10 @@ int run(const Settings& settings) {
       {"sm80 forward, neighbours", false, [&] { return test_sm80_neighbours(settings, arena); }},
       {"sm80 forward, listed", false, [&] { return test_sm80_listed(settings, arena); }},
       {"sm80 forward, malformed", false, [&] { return test_sm80_malformed(settings, arena); }},
+      {"sm80 backward, drawn", false, [&] { return test_sm80_backward(settings, arena, kDeviceOracle); }},
+      {"sm80 backward, invariance", false, [&] { return test_sm80_backward_invariance(settings, arena); }},
+      {"sm80 backward, neighbours", false, [&] { return test_sm80_backward_neighbours(settings, arena); }},
+      {"sm80 backward, malformed", false, [&] { return test_sm80_backward_malformed(settings, arena); }},
       {"sm90 forward, drawn", true, [&] { return test_sm90_forward(settings, arena); }},
       {"sm90 forward, single tokens", true, [&] { return test_sm90_single_tokens(settings, arena); }},
       {"sm90 forward, few tokens", true, [&] { return test_sm90_few_tokens(settings, arena); }},
