@@ -374,6 +374,7 @@ struct NormCall {
       shape.push_back(1 + draw.below(7));
       rows *= shape.back();
     }
+    if (!shape.empty() && draw.chance(8)) rows = shape[0] = 0;  // sums over no rows are zero
     shape.push_back(V);
     auto* random = &draw.random;
     x = Memory(type, shape, random, 1.0, shape.size() > 1 && draw.chance() ? 8 : 0);

@@ -70,10 +70,10 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
 }
 
 // Blocks of the backward, each of which leaves a part of the sums: from shapes alone, so that bits are the same on
-// every GPU; eight for each multiprocessor of a large one.
+// every GPU; eight for each multiprocessor of a large one. Without rows one block leaves sums of zero.
 int64_t backward_blocks(const NormProblem& p, int64_t rows_at_once) {
   constexpr int64_t kMost = 1056;
-  return std::min(kMost, ceil_div(p.rows, rows_at_once));
+  return std::clamp(ceil_div(p.rows, rows_at_once), int64_t{1}, kMost);
 }
 
 struct BackwardPlan {
@@ -86,7 +86,8 @@ BackwardPlan plan_backward(const flash_qla_norm_gated_backward_arguments& args, 
                            Workspace* workspace) {
   const bool is_long = p.V > kLongestRow, wants_sums = present(args.dweight) || present(args.dbias);
   const int64_t step = std::max<int64_t>(1, ceil_div(p.rows, 256));
-  const int64_t blocks = is_long ? ceil_div(p.rows, step) : backward_blocks(p, kNormThreads / lanes);
+  const int64_t blocks =
+      is_long ? std::max<int64_t>(1, ceil_div(p.rows, step)) : backward_blocks(p, kNormThreads / lanes);
   float* const sums = wants_sums ? workspace->take<float>(blocks * 2 * p.V) : nullptr;
   float* const rms = wants_sums && is_long ? workspace->take<float>(p.rows) : nullptr;
   return {is_long, blocks, step, sums, rms};
