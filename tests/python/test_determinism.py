@@ -18,6 +18,8 @@ every_dtype = pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dty
 low_precision = pytest.mark.parametrize("dtype", helpers.LOW, ids=helpers.dtype_name)
 SMALL = dict(lengths=[130, 0, 65, 200], K=64)
 LONG = dict(lengths=[4200, 0, 65, 6200], K=128)  # "invariant" cuts from 4,096 tokens on
+# True plans by sizes alone, as if sequences were equally long: two of 4,096 tokens and 2/8 heads pay (split_plan_test.cpp).
+PLANNED = dict(lengths=[8127, 65], K=128)
 
 
 def cases(modes):
@@ -28,12 +30,13 @@ def cases(modes):
             found.append(pytest.param(mode, *SMALL.values(), dtype, id=f"{mode}-any-{helpers.dtype_name(dtype)}"))
         for dtype in helpers.LOW:
             mark = pytest.mark.path("sm90", planned=mode is not False)
-            found.append(pytest.param(mode, *LONG.values(), dtype, id=f"{mode}-hopper-{helpers.dtype_name(dtype)}", marks=mark))
+            long = PLANNED if mode is True else LONG
+            found.append(pytest.param(mode, *long.values(), dtype, id=f"{mode}-hopper-{helpers.dtype_name(dtype)}", marks=mark))
     return pytest.mark.parametrize("mode, lengths, K, dtype", found)
 
 
-def inputs(lengths, K, dtype, Hq=2, Hv=4):
-    return make_inputs(seqlens=lengths, Hq=Hq, Hv=Hv, K=K, dtype=dtype)
+def inputs(lengths, K, dtype):
+    return make_inputs(seqlens=lengths, Hq=2, Hv=8 if lengths == PLANNED["lengths"] else 4, K=K, dtype=dtype)
 
 
 def tokens_of(lengths, n):

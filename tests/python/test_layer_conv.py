@@ -5,7 +5,7 @@ import layer_oracle as oracle
 import pytest
 import torch
 from helpers import assert_bitwise, assert_close, dtype_name, settings, to_numpy
-from layer_helpers import BOUNDS, Conv, bound_of, drawn, dtypes
+from layer_helpers import BOUNDS, SUM_NAMES, Conv, bound_of, drawn, dtypes
 
 import flash_qla
 
@@ -119,9 +119,12 @@ def test_seq_idx_of_whole_sequences_is_cu_seqlens():
     lengths = [5, 9, 3, 260]
     packed = Conv(C=24, seqlens=lengths)
     indexed = Conv(B=1, T=sum(lengths), C=24, seq_idx=[[n for n, length in enumerate(lengths) for _ in range(length)]])
+    got = indexed.run()
     for name, value in packed.run().items():
-        if value is not None:
-            assert_bitwise(name, indexed.run()[name], value)
+        if name in SUM_NAMES:  # over other runs of tokens, where the two are computed by other kernels
+            assert_close(name, got[name], to_numpy(value), bound_of(name, value))
+        elif value is not None:
+            assert_bitwise(name, got[name], value)
 
 
 def test_any_strides():
