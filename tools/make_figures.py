@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from figures import peer_tests_page, plot, readme  # noqa: E402
+from figures import layer_page, peer_tests_page, plot, readme  # noqa: E402
 from figures.benchmarks_page import full  # noqa: E402
 from figures.markdown import between  # noqa: E402
 from figures.reports import ROOT, load  # noqa: E402
@@ -35,7 +35,7 @@ def main() -> int:
     wanted = {
         peer_tests: between(peer_tests.read_text(), "peer tests", runs),
         ROOT / "README.md": text,
-        ROOT / "docs" / "benchmarks.md": full(reports, records),
+        ROOT / "docs" / "benchmarks.md": full(reports, records, layer_page.load(results)),
         ROOT / "docs" / "images" / plot.NAME: plot.draw(reports),
         ROOT / "docs" / "sanitizers.md": page(records.get("h200_reliability", {}), Sources()),
     }

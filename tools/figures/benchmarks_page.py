@@ -1,5 +1,8 @@
 """docs/benchmarks.md: a summary of each file, then every row."""
 
+from typing import Optional
+
+from figures import layer_page
 from figures.ladder import ladder
 from figures.markdown import table
 from figures.reports import (
@@ -157,9 +160,10 @@ Times are medians in milliseconds; the ratio beside a peer's time is how many ti
 """
 
 
-def full(reports: dict, records: dict) -> str:
-    """The page."""
+def full(reports: dict, records: dict, layers: Optional[dict] = None) -> str:
+    """The page. `layers`: reports of the layer (layer_page.py)."""
     parts = [HEAD, f"## In short\n\n{summary(reports)}"]
     for name, report in reports.items():
         parts.append(f"## {name}\n\n{where(name, report)}{times(report['rows'])}{accuracy(report)}")
+    parts += [layer_page.section(name, report) for name, report in (layers or {}).items()]
     return "\n".join([*parts, ladder(records)])

@@ -10,6 +10,7 @@ from results import geometric_mean  # noqa: E402, F401
 
 MODES = {"fwd": "forward", "bwd": "backward", "train": "forward + backward", "decode": "decode", "options": "forward",
          "portable_forward": "forward", "portable_backward": "backward",
+         "prefill": "prefill", "steps": "decode step", "verify": "verification",
          "cp_fwd": "forward over cards", "cp_train": "forward + backward over cards"}  # fmt: skip
 NOTHING = "No results have been recorded yet.\n"
 
