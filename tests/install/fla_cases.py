@@ -189,13 +189,18 @@ def computed_calls():
     assert q.grad.abs().sum() > 0
 
 
-def pretend_layer():
-    """The CPU build passes for one with CUDA kernels."""
+def pretend_built(paths):
+    """The build passes for one whose convolution has these paths."""
     from flash_qla import _tools
 
-    pretend()
     built = _tools.build_info
-    _tools.build_info = lambda: {**built(), "conv_forward": "cuda_layer cpu"}
+    _tools.build_info = lambda: {**built(), "conv_forward": paths}
+
+
+def pretend_layer():
+    """The build passes for one with CUDA kernels."""
+    pretend()
+    pretend_built("cuda_layer cpu")
 
 
 def layer():
@@ -209,6 +214,7 @@ def layer():
     x, residual, dy = (torch.randn(2, 9, 24) for _ in range(3))
     weight, bias, state, dstate = torch.randn(24, 4), torch.randn(24), torch.randn(2, 24, 4), torch.randn(2, 24, 4)
     assert causal_conv1d_fwd(x, weight, bias, None)[0] == "fla", "importing flash_qla hands over the delta rule alone"
+    pretend_built("cpu")
     try:
         integration.register_layer()
     except NotImplementedError as error:
@@ -284,6 +290,7 @@ def layer_of_an_old_fla():
     from flash_qla.integrations import fla as integration
 
     pretend_layer()
+    pretend_built("cpu")
     try:
         integration.register_layer()
     except NotImplementedError as error:

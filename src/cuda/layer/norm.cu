@@ -15,7 +15,20 @@ constexpr int kLongestRow = 32 * kVector;  // that stays in a group's registers
 NormRows norm_rows(const Tensor& t, const NormProblem& p) {
   if (!present(t)) return {};
   const RowView view = row_view(t);
-  return {t.data, view.outer, view.middle, view.inner, view.column, allows_vectors(t) && p.V % kVector == 0};
+  NormRows rows{t.data,      view.outer, view.middle, view.inner,
+                view.column, 0,          1,           allows_vectors(t) && p.V % kVector == 0};
+  // From the inside outwards: the step is that of the first dimension with several rows, and the others continue it.
+  int64_t inside = 1;
+  const auto add = [&](int64_t extent, int64_t stride) {
+    if (extent == 1) return;
+    if (inside == 1) rows.step = stride;
+    if (stride != inside * rows.step) rows.is_even = 0;
+    inside *= extent;
+  };
+  add(view.shape.inner, view.inner);
+  add(view.shape.middle, view.middle);
+  add(view.shape.outer, view.outer);
+  return rows;
 }
 
 template <class Arguments>
