@@ -10,12 +10,16 @@
 #   ./run.sh test         tests/python on the GPU
 #   ./run.sh check        python -m flash_qla check: all sets but profile
 #   ./run.sh suite        all tests, soaks and sizes that take minutes among them, and a short training run: at most
-#                         SUITE_SECONDS (112)
+#                         SUITE_SECONDS (300)
 #   ./run.sh sanitize     the four compute-sanitizer tools on every kernel (tools/sanitize.sh): two minutes
 #   ./run.sh bench        the four result files, h200_forward.json and so on, the most telling rows first: six minutes, or
 #                         at most BENCH_SECONDS (340) after decode's 60; a file that lacks rows names them
-#   ./run.sh all          suite, sanitize, check, bench
+#   ./run.sh tables       h100_layer.json, h100_portable_forward.json and _backward.json, h100_serving.json: five minutes
+#   ./run.sh cards        tests, table and example of several GPUs (tools/several_cards.sh)
+#   ./run.sh wheel        the wheel in wheels/, in an environment of its own, with the oldest tvm-ffi (FLASH_QLA_WHEEL below)
+#   ./run.sh all          suite, sanitize, check, bench, tables, and wheel where there is one
 #
+# FLASH_QLA_WHEEL: a wheel (tools/wheel.sh cuda) that goes along, with the oldest tvm-ffi that it takes.
 # FLASH_QLA_REMOTE_PYTHON (3.12) is the other machine's Python, FLASH_QLA_CMAKE_FLAGS is passed on to CMake, and
 # FLASH_QLA_REMOTE_BUILD names another build folder to use than build/remote.
 set -euo pipefail
@@ -30,16 +34,20 @@ stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 mkdir -p "$folder" "$stage"/{repository/benchmarks,site,peers/fla,bin} build/remote_wheels
 
-# fetch FOLDER PACKAGE...: wheels for the other machine's Python, unpacked. Wheels that are here already are not fetched again.
+# download FOLDER PACKAGE: the path of its wheel for the other machine's Python, which is not fetched again where it is there.
+download() {
+  local name=${2%%==*}
+  mkdir -p "$1"
+  compgen -G "$1/${name//-/_}-*.whl" >/dev/null || python3 -m pip download --quiet --no-deps --only-binary=:all: \
+    --python-version "$version" --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+    --dest "$1" "$2" >&2
+  compgen -G "$1/${name//-/_}-*.whl" | head -n 1
+}
+# fetch FOLDER PACKAGE...: unpacks them there.
 fetch() {
-  local into=$1 package wheels=build/remote_wheels/$version
-  mkdir -p "$wheels"
+  local package
   for package in "${@:2}"; do
-    local name=${package%%==*}
-    compgen -G "$wheels/${name//-/_}-*.whl" >/dev/null || python3 -m pip download --quiet --no-deps --only-binary=:all: \
-      --python-version "$version" --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
-      --dest "$wheels" "$package"
-    python3 -m zipfile -e "$(compgen -G "$wheels/${name//-/_}-*.whl" | head -n 1)" "$into"
+    python3 -m zipfile -e "$(download "build/remote_wheels/$version" "$package")" "$1"
   done
 }
 # typer 0.20 is the last that does without a compiled package.
@@ -51,6 +59,11 @@ sed -i '/^__version__/!d' "$stage/peers/fla/fla/__init__.py"
 : >"$stage/peers/fla/fla/ops/__init__.py"
 echo "two of its files, which only import the others, are emptied" >"$stage/peers/fla/bench_note.txt"  # for the results' protocol
 
+if [[ -n ${FLASH_QLA_WHEEL:-} ]]; then
+  mkdir -p "$stage/wheels"
+  floor=$(sed -n 's/^dependencies.*apache-tvm-ffi>=\([0-9.]*\).*/\1/p' pyproject.toml)
+  cp "$FLASH_QLA_WHEEL" "$(download "build/remote_wheels/$version/floor" "apache-tvm-ffi==$floor")" "$stage/wheels"
+fi
 cp -r python tests tools docs examples README.md CHANGELOG.md pyproject.toml "$stage/repository"
 cp -r benchmarks/recorded "$stage/repository/benchmarks"
 strip "$stage/repository/python/flash_qla/_lib/flash_qla_ffi.so"

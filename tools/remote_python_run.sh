@@ -46,8 +46,8 @@ run_sanitizers() {
   cat "$out/sanitizers.txt"
 }
 run_suite() {
-  step "${SUITE_SECONDS:-112}" train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
-  run_tests "${SUITE_SECONDS:-112}" "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer'
+  step "${SUITE_SECONDS:-300}" train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
+  run_tests "${SUITE_SECONDS:-300}" "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer'
   wait
 }
 run_bench() {
@@ -59,6 +59,27 @@ run_bench() {
   step "$((seconds + 20))" bench.txt python3 -m flash_qla bench --mode fwd,bwd,train "${recorded[@]}" --seconds "$seconds" --out "$out/{machine}_{mode}.json"
   grep -hE '^(FAIL|decode:|fwd:|bwd:|train:)' "$out"/bench*.txt | cut -c 1-250
 }
+# Tables in which one mode's rows never wait for other packages that compile.
+run_tables() {
+  step 130 bench_layer.txt python3 -m flash_qla bench --mode layer --seconds 80 --out "$out/{machine}_layer.json"
+  step 80 bench_portable.txt python3 -m flash_qla bench --mode portable_forward,portable_backward --seconds 60 --out "$out/{machine}_{mode}.json"
+  step 110 bench_serving.txt python3 -m flash_qla bench --mode serving --seconds 90 --out "$out/{machine}_serving.json"
+  grep -hE '^FAIL' "$out"/bench_{layer,portable,serving}.txt | cut -c 1-250
+}
+run_cards() {
+  step 420 cards_suite.txt env OUT="$out/cards" tools/several_cards.sh suite
+  step 420 cards_table.txt env OUT="$out/cards" tools/several_cards.sh table
+  step 420 cards_example.txt env OUT="$out/cards" tools/several_cards.sh example
+}
+# An environment of its own has the wheel and the oldest tvm-ffi, and of this machine's packages what these do not bring.
+run_wheel() {
+  local environment=$package/environment site
+  python3 -m venv --without-pip "$environment" || return
+  site=$(echo "$environment"/lib/python*/site-packages)
+  for wheel in "$package"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+  python3 -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' >"$site/machine.pth"
+  step 100 wheel.txt env PYTHONPATH= "$environment/bin/python" tools/wheel_program.py --torch --device cuda
+}
 
 case "${1:-all}" in
   test) run_tests 300 "$cores" ;;
@@ -66,8 +87,14 @@ case "${1:-all}" in
   suite) run_suite ;;
   sanitize) run_sanitizers ;;
   bench) run_bench ;;
-  all) run_suite; run_sanitizers; run_check; run_bench ;;
-  *) echo "usage: run.sh [test|check|suite|sanitize|bench|all]" >&2; exit 2 ;;
+  tables) run_tables ;;
+  cards) run_cards ;;
+  wheel) run_wheel ;;
+  all)
+    run_suite; run_sanitizers; run_check; run_bench; run_tables
+    if [[ -d $package/wheels ]]; then run_wheel; fi
+    ;;
+  *) echo "usage: run.sh [test|check|suite|sanitize|bench|tables|cards|wheel|all]" >&2; exit 2 ;;
 esac
 if [[ -e $out/failed ]]; then
   echo "$(wc -l <"$out/failed") steps failed"
