@@ -6,11 +6,10 @@ from typing import Any, Dict, Literal, Union
 
 __all__ = ["determinism"]
 
-# By auto_cp. docs/determinism.md says which test holds each line. With "invariant" the bits of a head do not depend on
-# the others either, by its design; that line is declared once its test has passed on a Hopper GPU.
+# By auto_cp. docs/determinism.md says which test holds each line.
 _PROMISES: Dict[Any, Dict[str, bool]] = {
     True: {"repeatable": True, "batch_invariant": False, "head_invariant": False, "prefix_invariant": False},
-    "invariant": {"repeatable": True, "batch_invariant": True, "head_invariant": False, "prefix_invariant": False},
+    "invariant": {"repeatable": True, "batch_invariant": True, "head_invariant": True, "prefix_invariant": False},
     False: {"repeatable": True, "batch_invariant": True, "head_invariant": True, "prefix_invariant": True},
 }
 

@@ -35,8 +35,8 @@ def cases(modes):
     return pytest.mark.parametrize("mode, lengths, K, dtype", found)
 
 
-def inputs(lengths, K, dtype):
-    return make_inputs(seqlens=lengths, Hq=2, Hv=8 if lengths == PLANNED["lengths"] else 4, K=K, dtype=dtype)
+def inputs(lengths, K, dtype, Hq=2, Hv=None):
+    return make_inputs(seqlens=lengths, Hq=Hq, Hv=Hv or (8 if lengths == PLANNED["lengths"] else 4), K=K, dtype=dtype)
 
 
 def tokens_of(lengths, n):
