@@ -108,6 +108,21 @@ __device__ __forceinline__ BlockPlace load_place(uint32_t shared) {
           static_cast<int>(b.z), (b.w & 1) != 0,        (b.w & 2) != 0};
 }
 
+// The tokens of a block's part, as in Part, behind that.
+struct TokenPlace {
+  int b, begin, length;
+};
+inline constexpr int kTokenPlaceAt = 32;
+
+__device__ __forceinline__ void store_token_place(uint32_t shared, const TokenPlace& place) {
+  store_shared_u4(shared + kTokenPlaceAt, make_uint4(static_cast<uint32_t>(place.b), static_cast<uint32_t>(place.begin),
+                                                     static_cast<uint32_t>(place.length), 0));
+}
+__device__ __forceinline__ TokenPlace load_token_place(uint32_t shared) {
+  const uint4 x = load_shared_u4(shared + kTokenPlaceAt);
+  return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z)};
+}
+
 // The stages of a block's ring, and where a warp is in it.
 class Ring {
  public:

@@ -138,8 +138,9 @@ __device__ void carry_back(const PassesParams& p, const Part& part, uint32_t bar
     ring.next();
     if (p.dv.data != nullptr) {
       const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-      const uint16_t* first = row_at(p.dv, part.b, part.begin + number * kStep, block.head);
-      OutputRows<T>(first, p.dv.token, p.dv_columns, part.length - number * kStep, 0, strip_place(p.forward, block))
+      const TokenPlace tokens = load_token_place(barriers + Tr::kPlaceAt);
+      const uint16_t* first = row_at(p.dv, tokens.b, tokens.begin + number * kStep, block.head);
+      OutputRows<T>(first, p.dv.token, p.dv_columns, tokens.length - number * kStep, 0, strip_place(p.forward, block))
           .store(rows, 0);
     }
   }
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_passes_kernel(const 
   if (threadIdx.x == 0) {
     Ring::init(barriers, f.stages, strips);
     store_place(barriers + Tr::kPlaceAt, {part.n, head, column, part.first_chunk, 0, -1, -1, true, false});
+    store_token_place(barriers + Tr::kPlaceAt, {part.b, part.begin, part.length});
   }
   __syncthreads();
   const Ring ring(barriers, f.stages, f.stage_bytes);

@@ -72,8 +72,8 @@ struct Traits {
                        kValuesAt = kRecordAt + kRecordBytes;
   static constexpr int stage_bytes(int strips) { return kValuesAt + strips * kValueBytes; }
 
-  // In front of the stages: barriers (full and free, a pair a stage), and what the block works on.
-  static constexpr int kMostStages = 3, kPlaceAt = 16 * kMostStages, kStagesAt = kPlaceAt + 32;
+  // In front of the stages: barriers (full and free, a pair a stage), BlockPlace and TokenPlace.
+  static constexpr int kMostStages = 3, kPlaceAt = 16 * kMostStages, kStagesAt = kPlaceAt + 32 + 16;
   static_assert(kRecordBytes % 16 == 0 && kStateRecordBytes % 16 == 0);
   // A third stage took 5 to 10 % off a step where it fits.
   static constexpr int stages(int strips) {
