@@ -55,6 +55,8 @@ def _serve(rank, size, port, pipe, timeout, backend):
 
     torch.set_num_threads(1)
     if backend == "nccl":
+        # A rank that waits for one that is gone ends by the group's time-out, and not up to a minute later, once it has told what it waited for.
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
         torch.cuda.set_device(rank)
         helpers.settings.device = "cuda"
     distributed.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))
