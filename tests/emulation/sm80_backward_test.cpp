@@ -29,7 +29,7 @@ TEST_P(Sm80Backward, Drawn) {
   cuda_emulation::counters() = {};
   const Settings settings = settings_for(dims.K * dims.V >= 128 * 128 ? 5 : 8);
   for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-    if (takes(type, dims)) EXPECT_EQ(test_sm80_backward_of(settings, arena, kHostOracle, type, dims), 0);
+    if (takes(dims, type)) EXPECT_EQ(test_sm80_backward_of(settings, arena, kHostOracle, type, dims), 0);
   }
   EXPECT_GT(cuda_emulation::counters().products, 0);
   EXPECT_EQ(cuda_emulation::counters().bank_conflicts, 0);

@@ -69,6 +69,7 @@ def test_the_table():
         assert flash_qla.determinism(mode)["repeatable"] is True
     assert flash_qla.determinism() == flash_qla.determinism(True)
     assert all(flash_qla.determinism(False).values())
+    assert [name for name, is_so in flash_qla.determinism("invariant").items() if is_so] == names[:3]
     assert not any(flash_qla.determinism(True)[name] for name in names[1:])
     for given in (2, None, "always", 1.0):
         with pytest.raises(ValueError, match=r"^determinism: auto_cp \("):

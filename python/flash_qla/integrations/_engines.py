@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from typing import Any, Dict, Iterable, Literal, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Literal, Mapping, Optional, Sequence, Set, Tuple, Union
 
 logger = logging.getLogger("flash_qla")
 
@@ -31,6 +31,42 @@ def say_once(level: int, message: str) -> None:
     if (level, message) not in _said:
         _said.add((level, message))
         logger.log(level, message)
+
+
+def attempt(engine: str, register: Callable[[], None]) -> None:
+    """Runs an entry point's work. Never raises: an exception there would end the engine."""
+    try:
+        register()
+    except Exception as error:
+        say_once(logging.WARNING, f"flash_qla: {engine} was left as it is: {type(error).__name__}: {error}")
+
+
+def setting_of(switch: str) -> str:
+    """What an environment variable says, in small letters; empty without it."""
+    return os.environ.get(switch, "").strip().lower()
+
+
+def setting_of_known(
+    engine: str, switch: str, own: str, version: Callable[[], str], known: Sequence[str]
+) -> Optional[str]:
+    """The switch of an engine (0, 1, its `own` word or nothing), or None where the engine is left alone, which is then
+    said: it is switched off, or its version is not known and 1 does not ask for it all the same.
+
+    Raises:
+        ValueError: another word, or a wrong FLASH_QLA_AUTO_CP, which is told now and not by a first call.
+    """
+    setting = setting_of(switch)
+    if setting == "0":
+        say_once(logging.INFO, f"flash_qla: switched off for {engine} by {switch}=0")
+        return None
+    if setting not in ("", "1", own):
+        raise ValueError(f"{switch} ({setting}) must be 0, 1 or {own}")
+    auto_cp()
+    reason = None if setting == "1" else unknown_version(engine, version(), known, switch)
+    if reason is not None:
+        say_once(logging.WARNING, f"flash_qla: left alone: {reason}")
+        return None
+    return setting
 
 
 def version_of(distribution: str) -> Optional[str]:

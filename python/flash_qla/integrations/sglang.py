@@ -43,27 +43,19 @@ _hooked: Any = None
 
 def register() -> None:
     """The entry point. Never raises. Calling it again changes nothing."""
-    try:
-        _register()
-    except Exception as error:
-        _engines.say_once(logging.WARNING, f"flash_qla: SGLang was left as it is: {type(error).__name__}: {error}")
-
-
-def _setting() -> str:
-    return os.environ.get(SWITCH, "").strip().lower()
+    _engines.attempt("SGLang", _register)
 
 
 def _register() -> None:
-    setting = _setting()
-    if setting == "0":
-        return _engines.say_once(logging.INFO, f"flash_qla: switched off for SGLang by {SWITCH}=0")
-    if setting not in ("", "1", "verify"):
-        raise ValueError(f"{SWITCH} ({setting}) must be 0, 1 or verify")
-    _engines.auto_cp()  # a wrong value is told now, and not by the first prefill
-    version = _engines.version_of("sglang") or str(importlib.import_module("sglang").__version__)
-    reason = None if setting == "1" else _engines.unknown_version("SGLang", version, KNOWN_VERSIONS, SWITCH)
-    if reason is not None:
-        return _engines.say_once(logging.WARNING, f"flash_qla: left alone: {reason}")
+    setting = _engines.setting_of_known(
+        "SGLang",
+        SWITCH,
+        "verify",
+        lambda: _engines.version_of("sglang") or str(importlib.import_module("sglang").__version__),
+        KNOWN_VERSIONS,
+    )
+    if setting is None:
+        return
     _hook_dispatcher()
     choices = importlib.import_module(_CHOICES)
     if NAME not in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
@@ -89,7 +81,7 @@ def _asked() -> Tuple[bool, bool, bool]:
     return (
         (mamba.linear_attn_prefill_backend or base) == NAME,
         (mamba.linear_attn_decode_backend or base) == NAME,
-        verify == NAME or (verify is None and _setting() == "verify"),
+        verify == NAME or (verify is None and _engines.setting_of(SWITCH) == "verify"),
     )
 
 
@@ -402,9 +394,9 @@ def status() -> Tuple[bool, str]:
     version = _engines.version_of("sglang")
     if version is None:
         return False, "not installed"
-    if _setting() == "0":
+    if _engines.setting_of(SWITCH) == "0":
         return False, f"{SWITCH}=0"
-    if _setting() != "1":
+    if _engines.setting_of(SWITCH) != "1":
         reason = _engines.unknown_version("SGLang", version, KNOWN_VERSIONS, SWITCH)
         if reason is not None:
             return False, reason

@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import os
 from types import ModuleType
 from typing import Any, Dict, Optional, Tuple
 
@@ -85,27 +84,19 @@ _LAYER_PARAMETERS = ("self", "mixed_qkv", "b", "a", "core_attn_out")
 
 def register() -> None:
     """The entry point. Never raises: an exception here would end the engine. Calling it again changes nothing."""
-    try:
-        _register()
-    except Exception as error:
-        _engines.say_once(logging.WARNING, f"flash_qla: vLLM was left as it is: {type(error).__name__}: {error}")
-
-
-def _setting() -> str:
-    return os.environ.get(SWITCH, "").strip().lower()
+    _engines.attempt("vLLM", _register)
 
 
 def _register() -> None:
-    setting = _setting()
-    if setting == "0":
-        return _engines.say_once(logging.INFO, f"flash_qla: switched off for vLLM by {SWITCH}=0")
-    if setting not in ("", "1", "operation"):
-        raise ValueError(f"{SWITCH} ({setting}) must be 0, 1 or operation")
-    _engines.auto_cp()  # a wrong value is told now, and not by a layer's first call
-    version = str(importlib.import_module("vllm").__version__)
-    reason = None if setting == "1" else _engines.unknown_version("vLLM", version, KNOWN_VERSIONS, SWITCH)
-    if reason is not None:
-        return _engines.say_once(logging.WARNING, f"flash_qla: left alone: {reason}")
+    setting = _engines.setting_of_known(
+        "vLLM",
+        SWITCH,
+        "operation",
+        lambda: str(importlib.import_module("vllm").__version__),
+        KNOWN_VERSIONS,
+    )
+    if setting is None:
+        return
     registry = importlib.import_module("vllm.model_executor.custom_op")
     if _OPERATION in registry.op_registry_oot:
         return _engines.say_once(logging.INFO, f"flash_qla: vLLM's {_OPERATION} has been taken over already")
@@ -413,9 +404,9 @@ def status() -> Tuple[bool, str]:
     version = _engines.version_of("vllm")
     if version is None:
         return False, "not installed"
-    if _setting() == "0":
+    if _engines.setting_of(SWITCH) == "0":
         return False, f"{SWITCH}=0"
-    if _setting() != "1":
+    if _engines.setting_of(SWITCH) != "1":
         reason = _engines.unknown_version("vLLM", version, KNOWN_VERSIONS, SWITCH)
         if reason is not None:
             return False, reason

@@ -17,34 +17,13 @@ bool forgets(const Arguments& args, const SummaryProblem& p, bool oracle) {
   return !in_double(p, oracle) && may_forget(args.options, p.dtype);
 }
 
-void fill_direction(const ForwardArguments& args, LinkParams* params) {
-  params->crosses = device_tensor(args.leaves);
-  params->through = device_tensor(args.through);
-  params->given = device_states(args.initial_state, args.options.state_v_first != 0);
-  params->kind = device_tensor(args.kind);
-  params->S = device_states(args.S, false);
-  params->M = device_states(args.M, false);
-}
-
-void fill_direction(const BackwardArguments& args, LinkParams* params) {
-  params->crosses = device_tensor(args.enters);
-  params->through = device_tensor(args.through);
-  params->forward_kind = device_tensor(args.forward_kind);
-  params->given = device_states(args.dht, args.options.state_v_first != 0);
-  params->kind = device_tensor(args.kind);
-  params->S = device_states(args.R, false);
-}
-
-const Tensor& values_of(const ForwardArguments& args) { return args.v; }
-const Tensor& values_of(const BackwardArguments& args) { return args.d_o; }
-
 template <class Real, class Arguments>
 Status run_in(const Arguments& args, const SummaryProblem& p, bool oracle, void* memory, cudaStream_t stream) {
   constexpr bool kBackward = std::is_same_v<Arguments, BackwardArguments>;
   Workspace workspace(memory);
   const LinkCall<Real> call(args, p, forgets(args, p, oracle), &workspace);
   LinkParams params{};
-  fill_direction(args, &params);
+  fill_link_params(args, &params);
   FLASH_QLA_RETURN_IF_ERROR(call.prepare(values_of(args), args.rows, &params, stream));
   FLASH_QLA_RETURN_IF_ERROR(launch_plan_links(p, params, kBackward, stream));
   if constexpr (std::is_same_v<Real, double>) {

@@ -110,22 +110,6 @@ Tensor flat(Tensor t) {
   return t;
 }
 
-void fill(const ForwardLinks& args, LinkParams* params) {
-  params->crosses = device_tensor(args.leaves);
-  params->given = device_states(args.initial_state, args.options.state_v_first != 0);
-  params->S = device_states(args.S, false);
-  params->M = device_states(args.M, false);
-}
-void fill(const BackwardLinks& args, LinkParams* params) {
-  params->crosses = device_tensor(args.enters);
-  params->forward_kind = device_tensor(args.forward_kind);
-  params->given = device_states(args.dht, args.options.state_v_first != 0);
-  params->S = device_states(args.R, false);
-}
-
-const Tensor& values_of(const ForwardLinks& args) { return args.v; }
-const Tensor& values_of(const BackwardLinks& args) { return args.d_o; }
-
 // One call of either operation by calls of kPath; the constructor lays out the workspace.
 template <const auto* kPath, class Arguments>
 class LinkCalls {
@@ -170,9 +154,7 @@ class LinkCalls {
 
   Status run(cudaStream_t stream) const {
     LinkParams params{};
-    fill(args_, &params);
-    params.through = device_tensor(args_.through);
-    params.kind = device_tensor(args_.kind);
+    fill_link_params(args_, &params);
     FLASH_QLA_RETURN_IF_ERROR(plan_.prepare(values_of(args_), args_.rows, &params, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_plan_links(p_, params, kBackward, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch("link_offsets", link_offsets_kernel, ceil_div(p_.P, kThreads), kThreads, 0, stream,

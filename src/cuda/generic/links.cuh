@@ -62,6 +62,27 @@ inline LinkInputs link_inputs(const flash_qla_chunk_summary_backward_arguments& 
   return {a.options, a.q, a.k, a.g, a.beta, a.A_log, a.dt_bias, a.cu_seqlens};
 }
 
+inline void fill_link_params(const flash_qla_chunk_summary_arguments& args, LinkParams* params) {
+  params->crosses = device_tensor(args.leaves);
+  params->through = device_tensor(args.through);
+  params->given = device_states(args.initial_state, args.options.state_v_first != 0);
+  params->kind = device_tensor(args.kind);
+  params->S = device_states(args.S, false);
+  params->M = device_states(args.M, false);
+}
+inline void fill_link_params(const flash_qla_chunk_summary_backward_arguments& args, LinkParams* params) {
+  params->crosses = device_tensor(args.enters);
+  params->through = device_tensor(args.through);
+  params->forward_kind = device_tensor(args.forward_kind);
+  params->given = device_states(args.dht, args.options.state_v_first != 0);
+  params->kind = device_tensor(args.kind);
+  params->S = device_states(args.R, false);
+}
+
+// What the recurrence takes beside keys, forward and backward.
+inline const Tensor& values_of(const flash_qla_chunk_summary_arguments& args) { return args.v; }
+inline const Tensor& values_of(const flash_qla_chunk_summary_backward_arguments& args) { return args.d_o; }
+
 // One call of either operation; the constructor lays out the workspace. Real: what it is computed in.
 template <class Real>
 class LinkCall {

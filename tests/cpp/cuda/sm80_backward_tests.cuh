@@ -33,9 +33,6 @@ inline BackwardCall draw_sm80_backward(DType type, const HeadDims& dims, Random&
   return call;
 }
 
-// Fewer keys are left to float32 in bf16.
-inline bool takes(DType type, const HeadDims& dims) { return type != DType::kBFloat16 || dims.K >= 32; }
-
 // Every option and gradient, drawn.
 inline int64_t test_sm80_backward_of(const Settings& settings, Arena& arena, const Oracle& oracle, DType type,
                                      const HeadDims& dims) {
@@ -53,7 +50,7 @@ inline int64_t test_sm80_backward(const Settings& settings, Arena& arena, const 
   int64_t failures = 0;
   for (const HeadDims& dims : kSm80Dims) {
     for (const DType type : {DType::kBFloat16, DType::kFloat16}) {
-      if (takes(type, dims)) failures += test_sm80_backward_of(settings, arena, oracle, type, dims);
+      if (takes(dims, type)) failures += test_sm80_backward_of(settings, arena, oracle, type, dims);
     }
   }
   return failures;
