@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flash_qla
-from flash_qla import distributed
+from flash_qla import _ffi, distributed
 
 NONE, CONSTANT, AFFINE = 0, 1, 2
 
@@ -352,3 +352,18 @@ def test_a_gathered_buffer_is_read_in_place(device):
     _, want, _ = oracle.forward(*(helpers.to_numpy(t)[:, :64] for t in (x.q, x.k, x.v, x.g, x.beta)),
                                 initial_state=helpers.to_numpy(x.initial_state))
     helpers.assert_close("state", state[0, 0], want[0], 1e-5, 0)
+
+
+@pytest.mark.parametrize("K, dtype, on_hopper", [
+    (128, torch.bfloat16, "sm90"), (128, torch.float16, "sm90"), (64, torch.bfloat16, "sm80"), (64, torch.float32, "cuda_generic")],
+    ids=str)
+def test_the_fastest_path_makes_the_links(K, dtype, on_hopper, device):
+    """No result would tell: kernels that step through tokens make the same links."""
+    x = helpers.make_inputs(T=130, Hq=1, Hv=2, K=K, dtype=dtype)
+    rows, crosses = torch.tensor([[0, 0]], device=device), torch.tensor([True], device=device)
+    with _ffi.explaining() as texts:
+        links = distributed.chunk_summary(x.k, x.v, x.g, x.beta, rows, crosses, crosses)
+        distributed.chunk_summary_backward(x.q, x.k, x.g, x.beta, x.do, rows, crosses, crosses, links)
+    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    expected = "cpu" if device == "cpu" else on_hopper if hopper else on_hopper.replace("sm90", "sm80")
+    assert [text.splitlines()[0] for text in texts] == [f"path: {expected}"] * 2
