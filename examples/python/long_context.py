@@ -294,9 +294,11 @@ def main() -> int:
     arguments = parser.parse_args()
     device = prepare(arguments)
     code = run(arguments, device)
-    distributed.barrier()  # the group's threads are done with all tensors when the interpreter ends
+    distributed.barrier()
     distributed.destroy_process_group()
-    return code
+    sys.stdout.flush()
+    # Not by the interpreter's own end: gloo's threads may still let go of tensors, which would abort it.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -312,9 +312,7 @@ def run(options: Options) -> int:
     if ranks is None:
         console.print(f"bench: {trouble}")
         return 2
-    code = _run(options, ranks, end, console)
-    ranks.end()
-    return code
+    return ranks.end(_run(options, ranks, end, console))
 
 
 def _run(options: Options, ranks: Ranks, end: float, console: Console) -> int:

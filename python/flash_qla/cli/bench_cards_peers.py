@@ -78,7 +78,7 @@ def main(package: str, modes: str, heads: str, lengths: str, gates: str, runs: s
         if ranks.rank == 0:
             (folder / f"{package}_{ranks.size}.json").write_text(json.dumps(answers))
             print(json.dumps({name: value for name, value in answers[-1].items() if name != "row"}), flush=True)
-    ranks.end()
+    ranks.end(0)
 
 
 if __name__ == "__main__":

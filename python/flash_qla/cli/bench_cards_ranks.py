@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -37,12 +38,16 @@ class Ranks:
         if self.size > 1:
             distributed.init_process_group("gloo" if cpu else "nccl")
 
-    def end(self) -> None:
-        if self.size > 1:
-            # gloo's threads let go of the last collective's tensors meanwhile. After the interpreter has begun to end
-            # that would abort the process.
-            distributed.barrier()
-            distributed.destroy_process_group()
+    def end(self, code: int) -> int:
+        """Ends the group, and with more than one rank the process: gloo's threads let go of the last collective's
+        tensors meanwhile, and that aborts an interpreter which has begun to end."""
+        if self.size == 1:
+            return code
+        distributed.barrier()
+        distributed.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def worst(self, values: List[float]) -> List[float]:
         """The largest of the ranks' values, one by one."""
