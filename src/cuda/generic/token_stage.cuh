@@ -3,24 +3,11 @@
 #pragma once
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/divisor.cuh"
 #include "cuda/common/gates.cuh"
 #include "cuda/generic/state_vectors.cuh"
 
 namespace flash_qla::cuda {
-
-// Division of numbers below 2^31 by one that the host knows, in three instructions: a warp that has nothing else to do
-// waits for every one of a division's twenty.
-struct Divisor {
-  uint32_t divisor, multiplier, shift;
-
-  static Divisor by(int64_t divisor) {
-    Divisor d{static_cast<uint32_t>(divisor), 0, 0};
-    while ((int64_t{1} << d.shift) < divisor) ++d.shift;
-    d.multiplier = static_cast<uint32_t>((((uint64_t{1} << d.shift) - d.divisor) << 32) / d.divisor + 1);
-    return d;
-  }
-  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
-};
 
 // Where a thread finds what it reads first, apart from the row's slot that the states' addresses still lack. A kernel
 // works this out while it waits for those before it.
@@ -85,8 +72,7 @@ __device__ uint64_t state_address(const DeviceStates& states, int head, int64_t 
   return reinterpret_cast<uint64_t>(static_cast<State*>(states.data) + head * states.head + place);
 }
 
-// Before the first access to memory: waits for the kernels that came before in the stream, where this one was allowed
-// to start beside their end, and then allows as much to the next.
+// begin_after_predecessors() with the addresses worked out in front of the wait.
 __device__ inline void begin_after_predecessors([[maybe_unused]] const FirstAddresses& at) {
 #if __CUDA_ARCH__ >= 900
   // No address has all its bits set. Asking makes the compiler work them out before the wait and not behind it.
@@ -94,9 +80,8 @@ __device__ inline void begin_after_predecessors([[maybe_unused]] const FirstAddr
       ~uint64_t{0}) {
     __trap();
   }
-  wait_for_predecessors();
-  launch_dependents();
 #endif
+  begin_after_predecessors();
 }
 
 // A token in shared memory, with the options applied.

@@ -9,26 +9,36 @@
 namespace flash_qla::cuda {
 
 constexpr int kAnyThreads = 128;
-constexpr int kLaneChannels = FLASH_QLA_MAX_HEAD_DIM / 32;
+constexpr int kUnitChannels = FLASH_QLA_MAX_HEAD_DIM;  // of a warp
+constexpr int kLaneChannels = kUnitChannels / 32;
 
-// Channels [first, first + count) of a head: all of one that is normalised, else at most 256.
+// Channels [first, first + count) of a head: all of one that is normalised, else at most kMost.
 struct ConvUnit {
   int part, head, first, count;
 };
 
-template <class Part>
-__host__ __device__ inline int64_t units_of(const Part& part) {
-  const int64_t of_head = part.l2norm ? 1 : (part.dim + FLASH_QLA_MAX_HEAD_DIM - 1) / FLASH_QLA_MAX_HEAD_DIM;
-  return part.heads * of_head;
+template <int kMost, class Part>
+__host__ __device__ inline int units_of_head(const Part& part) {
+  return part.l2norm ? 1 : (part.dim + kMost - 1) / kMost;
 }
 
-template <class Part>
-__device__ inline ConvUnit unit_at(const Part* parts, int num_parts, int64_t unit) {
-  int i = 0;
-  while (i + 1 < num_parts && unit >= units_of(parts[i])) unit -= units_of(parts[i++]);
-  const int64_t of_head = units_of(parts[i]) / parts[i].heads;
-  const int first = static_cast<int>(unit % of_head) * FLASH_QLA_MAX_HEAD_DIM, rest = parts[i].dim - first;
-  return {i, static_cast<int>(unit / of_head), first, rest < FLASH_QLA_MAX_HEAD_DIM ? rest : FLASH_QLA_MAX_HEAD_DIM};
+// Of all parts.
+template <int kMost, class Part>
+int32_t units_of(const Part* parts, int num_parts) {
+  int32_t units = 0;
+  for (int i = 0; i < num_parts; ++i) units += parts[i].heads * units_of_head<kMost>(parts[i]);
+  return units;
+}
+
+template <int kMost, class Part>
+__device__ inline ConvUnit unit_at(const Part* parts, int num_parts, int unit) {
+  int i = 0, of_head = units_of_head<kMost>(parts[0]);
+  while (i + 1 < num_parts && unit >= parts[i].heads * of_head) {
+    unit -= parts[i].heads * of_head;
+    of_head = units_of_head<kMost>(parts[++i]);
+  }
+  const int head = unit / of_head, first = (unit - head * of_head) * kMost, rest = parts[i].dim - first;
+  return {i, head, first, parts[i].l2norm || rest < kMost ? rest : kMost};
 }
 
 __device__ inline float warp_total(float x) {

@@ -68,12 +68,9 @@ size_t workspace_size(const Arguments& args, const ConvProblem& p) {
 }
 
 Status run_any(const ConvBackwardParams& params, const ConvProblem& p, const Plan& plan, cudaStream_t stream) {
-  int64_t units = 0;
-  bool states = false;
-  for (int i = 0; i < params.num_parts; ++i) {
-    units += units_of(params.parts[i]);
-    states |= params.parts[i].dinitial_state.data != nullptr;
-  }
+  const int32_t units = units_of<kUnitChannels>(params.parts, params.num_parts);
+  const bool states = std::any_of(params.parts, params.parts + params.num_parts,
+                                  [](const auto& part) { return part.dinitial_state.data != nullptr; });
   const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32), columns = ceil_div(p.channels, kSumThreads);
   FLASH_QLA_RETURN_IF_ERROR(launch("conv_du", conv_du_kernel, blocks, kAnyThreads, 0, stream, params, units));
   FLASH_QLA_RETURN_IF_ERROR(launch("conv_dx_any", conv_dx_any_kernel, blocks, kAnyThreads, 0, stream, params, units));

@@ -20,18 +20,19 @@ struct ConvItem {
   ConvUnit unit;
 };
 
-__device__ inline bool item_at(const ConvBackwardParams& p, int64_t units, ConvItem* item) {
+__device__ inline bool item_at(const ConvBackwardParams& p, int32_t units, ConvItem* item) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * (kAnyThreads / 32) + threadIdx.x / 32;
   if (i >= p.sequences.B * p.sequences.T * units) return false;
-  item->b = i / units / p.sequences.T;
-  item->t = i / units % p.sequences.T;
-  item->unit = unit_at(p.parts, p.num_parts, i % units);
+  const int64_t token = i / units;
+  item->b = token / p.sequences.T;
+  item->t = token - item->b * p.sequences.T;
+  item->unit = unit_at<kUnitChannels>(p.parts, p.num_parts, static_cast<int>(i - token * units));
   return true;
 }
 
 // du, and dresidual: dy where there is an output.
 __global__ void __launch_bounds__(kAnyThreads, 4)
-    conv_du_kernel(const __grid_constant__ ConvBackwardParams p, int64_t units) {
+    conv_du_kernel(const __grid_constant__ ConvBackwardParams p, int32_t units) {
   ConvItem item;
   if (!item_at(p, units, &item)) return;
   const ConvBackwardPart& part = p.parts[item.unit.part];
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kAnyThreads, 4)
 
 // dx of a token is made of du of the W tokens from it on, as far as they are of its sequence.
 __global__ void __launch_bounds__(kAnyThreads)
-    conv_dx_any_kernel(const __grid_constant__ ConvBackwardParams p, int64_t units) {
+    conv_dx_any_kernel(const __grid_constant__ ConvBackwardParams p, int32_t units) {
   ConvItem item;
   if (!item_at(p, units, &item)) return;
   const ConvSequences& s = p.sequences;

@@ -44,8 +44,7 @@ Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t str
                                                            : launch_conv_forward<float>;
     FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, grid, grid.blocks + of_gates, stream));
   } else {
-    int64_t units = 0;
-    for (int i = 0; i < params.num_parts; ++i) units += units_of(params.parts[i]);
+    const int32_t units = units_of<kUnitChannels>(params.parts, params.num_parts);
     const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32);
     FLASH_QLA_RETURN_IF_ERROR(launch("conv_forward_any", conv_forward_any_kernel, blocks + of_gates, kAnyThreads, 0,
                                      stream, params, units, blocks));
@@ -55,9 +54,6 @@ Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t str
   return launch("conv_states", conv_states_kernel, p.N * blocks, kStateThreads, 0, stream, params, p.channels, blocks);
 }
 
-std::string reject(const Arguments&, const ConvProblem& p) {
-  return p.dtype == DType::kFloat64 ? "needs fp32, bf16 or fp16" : "";
-}
 size_t no_workspace(const Arguments&, const ConvProblem&) { return 0; }
 
 Status run(const Arguments& args, const ConvProblem& p, void*, void* stream) {
@@ -69,6 +65,6 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* stream) {
 }  // namespace
 }  // namespace cuda
 
-const ConvPath kCudaConvForward = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject, cuda::no_workspace, cuda::run};
+const ConvPath kCudaConvForward = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject_conv, cuda::no_workspace, cuda::run};
 
 }  // namespace flash_qla

@@ -6,13 +6,13 @@
 namespace flash_qla::cuda {
 
 __global__ void __launch_bounds__(kAnyThreads)
-    conv_forward_any_kernel(const __grid_constant__ ConvParams p, int64_t units, int64_t blocks) {
+    conv_forward_any_kernel(const __grid_constant__ ConvParams p, int32_t units, int64_t blocks) {
   if (blockIdx.x >= blocks) return gate_block(p.gates, blockIdx.x - blocks);
   constexpr int kWarps = kAnyThreads / 32;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (item >= p.sequences.B * p.sequences.T * units) return;
   const int64_t token = item / units, b = token / p.sequences.T, t = token % p.sequences.T;
-  const ConvUnit unit = unit_at(p.parts, p.num_parts, item % units);
+  const ConvUnit unit = unit_at<kUnitChannels>(p.parts, p.num_parts, static_cast<int>(item - token * units));
   const ConvPart& part = p.parts[unit.part];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const ConvSpan span = span_at(p.sequences, b, t);

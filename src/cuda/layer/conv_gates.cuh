@@ -14,16 +14,17 @@ inline int64_t gate_blocks(const ConvGates& gates) {
   return wanted ? ceil_div(gates.tokens * gates.heads, kGateElements) : 0;
 }
 
-__device__ inline int64_t raw_offset(const int64_t (&strides)[4], int64_t group, int64_t b, int64_t t, int64_t h) {
+__device__ inline int64_t raw_offset(const int64_t (&strides)[4], uint32_t group, int64_t b, int64_t t, uint32_t h) {
   return b * strides[0] + t * strides[1] + h / group * strides[2] + h % group * strides[3];
 }
 
 __device__ inline void gate_block(const ConvGates& gates, int64_t block) {
-  const int64_t last = gates.tokens * gates.heads;
+  // Below 2^32: reject_conv() sees to it. A division of 64 bits takes longer than the rest of an element.
+  const uint32_t heads = gates.heads, T = gates.T, last = gates.tokens * heads;
   for (int i = static_cast<int>(threadIdx.x); i < kGateElements; i += static_cast<int>(blockDim.x)) {
-    const int64_t element = block * kGateElements + i;
+    const uint32_t element = block * kGateElements + i;
     if (element >= last) return;
-    const int64_t h = element % gates.heads, token = element / gates.heads, b = token / gates.T, t = token % gates.T;
+    const uint32_t token = element / heads, h = element - token * heads, b = token / T, t = token - b * T;
     if (gates.g.data != nullptr) {
       const float raw = load<float>(gates.a, raw_offset(gates.a_strides, gates.a_group, b, t, h));
       const float bias = gates.dt_bias.data == nullptr ? 0.0f : load<float>(gates.dt_bias, offset_of(gates.dt_bias, h));

@@ -13,6 +13,11 @@ void set_gate(const GateView& view, int64_t (&strides)[4], int64_t* group) {
 
 }  // namespace
 
+std::string reject_conv(const flash_qla_conv_arguments&, const ConvProblem& p) {
+  if (p.dtype == DType::kFloat64) return "needs fp32, bf16 or fp16";
+  return p.B * p.T * p.gate_heads < int64_t{1} << 32 ? "" : "needs fewer than 2^32 gates";
+}
+
 ConvParams conv_params_of(const flash_qla_conv_arguments& args, const ConvProblem& p) {
   ConvParams params{};
   params.num_parts = args.num_parts;

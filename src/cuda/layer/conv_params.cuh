@@ -20,6 +20,9 @@ ConvSequences conv_sequences_of(const Arguments& args, const ConvProblem& p) {
   return s;
 }
 
+// Why no kernel here takes a forward call or an update; empty: they do.
+std::string reject_conv(const flash_qla_conv_arguments& args, const ConvProblem& p);
+
 ConvParams conv_params_of(const flash_qla_conv_arguments& args, const ConvProblem& p);
 ConvBackwardParams conv_backward_params_of(const flash_qla_conv_backward_arguments& args, const ConvProblem& p);
 

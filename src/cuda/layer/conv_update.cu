@@ -12,18 +12,6 @@ namespace {
 
 using Arguments = flash_qla_conv_arguments;
 
-template <int kPer>
-auto kernel_for(int width) {
-  return width == 1   ? conv_update_kernel<kPer, 1>
-         : width == 2 ? conv_update_kernel<kPer, 2>
-         : width == 3 ? conv_update_kernel<kPer, 3>
-         : width == 4 ? conv_update_kernel<kPer, 4>
-                      : conv_update_kernel<kPer, FLASH_QLA_MAX_CONV_WIDTH>;
-}
-
-std::string reject(const Arguments&, const ConvProblem& p) {
-  return p.dtype == DType::kFloat64 ? "needs fp32, bf16 or fp16" : "";
-}
 size_t no_workspace(const Arguments&, const ConvProblem&) { return 0; }
 
 Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream) {
@@ -31,27 +19,30 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream)
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const auto stream = static_cast<cudaStream_t>(raw_stream);
   const ConvParams params = conv_params_of(args, p);
-  int64_t units = 0;
+  const int32_t units = units_of<kUpdateChannels>(params.parts, params.num_parts);
+  const bool is_short = p.W <= kShortWindow && p.L <= kShortWindow && !present(args.num_accepted_tokens) &&
+                  !present(args.cache_seqlens) && !present(args.draft_states);
   int most = 0;  // channels of a unit
   for (int i = 0; i < params.num_parts; ++i) {
     const ConvPart& part = params.parts[i];
-    units += update_units_of(part);
     most = std::max(most, part.l2norm ? part.dim : std::min(part.dim, kUpdateChannels));
   }
-  const int64_t blocks = ceil_div(p.N * units, kUpdateThreads / 32);
-  const auto kernel = most <= 64    ? kernel_for<2>(params.width)
-                      : most <= 128 ? kernel_for<4>(params.width)
-                                    : kernel_for<8>(params.width);
-  FLASH_QLA_RETURN_IF_ERROR(launch("conv_update", kernel, blocks + gate_blocks(params.gates), kUpdateThreads, 0, stream,
-                                   params, units, blocks));
+  const auto blocks_of = [&](int64_t rows) { return ceil_div(rows * units, kUpdateThreads / 32); };
+  const int64_t blocks = blocks_of(p.N);
+  const bool is_narrow = most <= kUpdateChannels;
+  const auto kernel = is_short && is_narrow                ? conv_update_kernel<4, kShortWindow, true>
+                      : is_short                           ? conv_update_kernel<8, kShortWindow, true>
+                      : is_narrow && p.W <= kShortWindow   ? conv_update_kernel<4, kShortWindow, false>
+                                                           : conv_update_kernel<8, FLASH_QLA_MAX_CONV_WIDTH, false>;
+  FLASH_QLA_RETURN_IF_ERROR(launch_kernel("conv_update", kernel, blocks + gate_blocks(params.gates), kUpdateThreads, 0,
+                                          stream, allows_overlap(args.options.device_index), params, units, blocks));
   if (!p.varlen) return Status();
-  return launch("conv_zero_outside", conv_zero_outside_kernel, ceil_div(p.T * units, kStateThreads / 32), kStateThreads,
-                0, stream, params, units, int64_t{0});
+  return launch("conv_zero_outside", conv_zero_outside_kernel, blocks_of(p.T), kUpdateThreads, 0, stream, params, units);
 }
 
 }  // namespace
 }  // namespace cuda
 
-const ConvPath kCudaConvUpdate = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject, cuda::no_workspace, cuda::run};
+const ConvPath kCudaConvUpdate = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject_conv, cuda::no_workspace, cuda::run};
 
 }  // namespace flash_qla
