@@ -50,6 +50,13 @@ class Memory {
     return t;
   }
 
+  // The last dimension becomes the outer one of the last two: channels of a state side by side.
+  void transpose() {
+    const size_t last = shape_.size() - 1;
+    strides_[last] = shape_[last - 1];
+    strides_[last - 1] = 1;
+  }
+
   bool intact() const {
     const size_t guard = static_cast<size_t>(kGuard * size_of(type_));
     for (size_t i = 0; i < guard; ++i) {
@@ -208,6 +215,9 @@ struct ConvCall {
       if (states) dinitial[i] = Memory(DType::kFloat32, {N, heads[i] * dims[i], L}, nullptr);
       if (!l2norm[i]) dresidual[i] = Memory(type, shape, nullptr);
     }
+    if (states && draw.chance(3)) {
+      for (int i = 0; i < parts; ++i) initial_state[i].transpose();
+    }
   }
 
   void fill(ConvArguments* args) {
@@ -356,6 +366,81 @@ TEST(Layer, DrawnConvBackward) {
   }
 }
 
+// Packed sequences that begin and end around the borders of runs (16 tokens in calls as small) and inside what a thread
+// has under way, with empty ones between: one part of vectors, its first sequence from a state.
+struct Borders {
+  std::mt19937 random;
+  std::vector<int32_t> offsets{2, 3, 3, 5, 15, 16, 17, 19, 19, 31, 34, 48, 48, 63, 65};
+  const int64_t T = 67, N = static_cast<int64_t>(offsets.size()) - 1, H = 2, D = 24;
+  Memory x, weight, bias, state, y, norm, dy, dx, dweight, dbias;
+  bool l2norm;
+
+  Borders(DType type, int64_t W, bool normalised) : random(static_cast<uint32_t>(W)), l2norm(normalised) {
+    x = Memory(type, {1, T, H, D}, &random, 1.0, 8);
+    weight = Memory(type, {H * D, W}, &random, 0.6);
+    if (W % 2 == 0) bias = Memory(DType::kFloat32, {H * D}, &random);
+    state = Memory(type, {N, H * D, std::max<int64_t>(1, W - 1)}, &random);
+    y = Memory(type, {1, T, H, D}, nullptr);
+    norm = Memory(DType::kFloat32, {1, T, H}, nullptr);
+    dy = Memory(type, {1, T, H, D}, &random);
+    dx = Memory(type, {1, T, H, D}, nullptr);
+    dweight = Memory(DType::kFloat32, {H * D, W}, nullptr);
+    dbias = Memory(DType::kFloat32, {H * D}, nullptr);
+  }
+
+  template <class Arguments>
+  void fill(Arguments* args) {
+    args->num_parts = 1;
+    args->activation = FLASH_QLA_ACTIVATION_SILU;
+    args->cu_seqlens = indices(&offsets);
+    auto& part = args->parts[0];
+    part.x = x.view();
+    part.weight = weight.view();
+    part.bias = bias.view();
+    part.initial_state = state.view();
+    part.l2norm = l2norm;
+  }
+};
+
+TEST(Layer, SequencesAroundBordersOfRuns) {
+  for (const DType type : {DType::kBFloat16, DType::kFloat32}) {
+    for (int64_t W = 1; W <= 4; ++W) {
+      for (const bool l2norm : {false, true}) {
+        SCOPED_TRACE(testing::Message() << "W " << W << ", l2norm " << l2norm << ", dtype " << static_cast<int>(type));
+        Borders call(type, W, l2norm), reference(type, W, l2norm);
+        ConvArguments args, wanted;
+        ConvBackwardArguments back, wanted_back;
+        for (auto& [of, to, to_back] :
+             {std::tuple{&call, &args, &back}, std::tuple{&reference, &wanted, &wanted_back}}) {
+          of->fill(to);
+          to->parts[0].y = of->y.view();
+          if (l2norm) to->parts[0].inverse_norm = of->norm.view();
+          of->fill(to_back);
+          to_back->parts[0].dy = of->dy.view();
+          to_back->parts[0].dx = of->dx.view();
+          to_back->parts[0].dweight = of->dweight.view();
+          to_back->parts[0].dbias = of->dbias.view();
+        }
+        run_on<ConvForward>(&args, "cuda_layer", DeviceType::kCuda);
+        run_on<ConvForward>(&wanted, "reference", DeviceType::kCpu);
+        run_on<ConvBackward>(&back, "cuda_layer", DeviceType::kCuda);
+        run_on<ConvBackward>(&wanted_back, "reference", DeviceType::kCpu);
+        if (HasFatalFailure()) return;
+        EXPECT_LE(difference(args.parts[0].y, wanted.parts[0].y), bound(type));
+        if (l2norm) EXPECT_LE(difference(args.parts[0].inverse_norm, wanted.parts[0].inverse_norm), 1e-6);
+        const auto &got = back.parts[0], &want = wanted_back.parts[0];
+        const double sums = type == DType::kFloat32 ? 1e-5 : 1e-4;
+        EXPECT_LE(difference(got.dx, want.dx), bound(type));
+        EXPECT_LE(difference(got.dweight, want.dweight), sums);
+        EXPECT_LE(difference(got.dbias, want.dbias), sums);
+        for (Memory* memory : {&call.y, &call.norm, &call.dx, &call.dweight, &call.dbias}) {
+          EXPECT_TRUE(memory->intact());
+        }
+      }
+    }
+  }
+}
+
 // One norm, drawn.
 struct NormCall {
   Drawn draw;
@@ -364,10 +449,9 @@ struct NormCall {
   int activation;
   bool gate_first;
 
-  explicit NormCall(uint32_t seed) : draw(seed) {
+  explicit NormCall(uint32_t seed, std::vector<int64_t> fixed = {}) : draw(seed) {
     type = draw.dtype();
-    const int64_t V =
-        std::vector<int64_t>{1, 7, 16, 64, 96, 128, 200, 256, 300, 1000}[static_cast<size_t>(draw.below(10))];
+    int64_t V = std::vector<int64_t>{1, 7, 16, 64, 96, 128, 200, 256, 300, 1000}[static_cast<size_t>(draw.below(10))];
     std::vector<int64_t> shape;
     int64_t rows = 1;
     for (int64_t i = draw.below(4); i > 0; --i) {
@@ -376,6 +460,11 @@ struct NormCall {
     }
     if (!shape.empty() && draw.chance(8)) rows = shape[0] = 0;  // sums over no rows are zero
     shape.push_back(V);
+    if (!fixed.empty()) {
+      shape = fixed;
+      rows = shape[0];
+      V = shape[1];
+    }
     auto* random = &draw.random;
     x = Memory(type, shape, random, 1.0, shape.size() > 1 && draw.chance() ? 8 : 0);
     if (!draw.chance(4)) z = Memory(type, shape, random, 2.0, shape.size() > 1 && draw.chance() ? 3 : 0);
@@ -404,40 +493,52 @@ struct NormCall {
   }
 };
 
+void check_norm(uint32_t seed, const std::vector<int64_t>& fixed = {}) {
+  NormCall call(seed, fixed), reference(seed, fixed);
+  NormGatedArguments args, wanted;
+  for (auto& [of, to] : {std::pair{&call, &args}, std::pair{&reference, &wanted}}) {
+    of->fill(to);
+    to->y = of->y.view();
+    to->inverse_rms = of->r.view();
+  }
+  run_on<NormGated>(&args, "cuda_layer", DeviceType::kCuda);
+  run_on<NormGated>(&wanted, "reference", DeviceType::kCpu);
+  EXPECT_LE(difference(args.y, wanted.y), bound(call.type));
+  EXPECT_LE(difference(args.inverse_rms, wanted.inverse_rms), 1e-6);
+  EXPECT_TRUE(call.y.intact() && call.r.intact());
+  NormGatedBackwardArguments back, wanted_back;
+  for (auto& [of, to] : {std::pair{&call, &back}, std::pair{&reference, &wanted_back}}) {
+    of->fill(to);
+    to->dy = of->dy.view();
+    to->dx = of->dx.view();
+    if (to->z.ndim != 0) to->dz = of->dz.view();
+    to->dweight = of->dweight.view();
+    to->dbias = of->dbias.view();
+  }
+  run_on<NormGatedBackward>(&back, "cuda_layer", DeviceType::kCuda);
+  run_on<NormGatedBackward>(&wanted_back, "reference", DeviceType::kCpu);
+  const double sums = call.type == DType::kFloat32 ? 1e-5 : 1e-4;
+  if (back.x.shape[back.x.ndim - 1] > 1) EXPECT_LE(difference(back.dx, wanted_back.dx), 2 * bound(call.type));
+  if (back.z.ndim != 0 && back.x.shape[back.x.ndim - 1] > 1) {
+    EXPECT_LE(difference(back.dz, wanted_back.dz), bound(call.type));
+  }
+  EXPECT_LE(difference(back.dweight, wanted_back.dweight), sums);
+  EXPECT_LE(difference(back.dbias, wanted_back.dbias), sums);
+  EXPECT_TRUE(call.dx.intact() && call.dz.intact() && call.dweight.intact() && call.dbias.intact());
+}
+
 TEST(Layer, DrawnNorm) {
   for (uint32_t seed = 0; seed < 2 * kCases && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    NormCall call(seed), reference(seed);
-    NormGatedArguments args, wanted;
-    for (auto& [of, to] : {std::pair{&call, &args}, std::pair{&reference, &wanted}}) {
-      of->fill(to);
-      to->y = of->y.view();
-      to->inverse_rms = of->r.view();
-    }
-    run_on<NormGated>(&args, "cuda_layer", DeviceType::kCuda);
-    run_on<NormGated>(&wanted, "reference", DeviceType::kCpu);
-    EXPECT_LE(difference(args.y, wanted.y), bound(call.type));
-    EXPECT_LE(difference(args.inverse_rms, wanted.inverse_rms), 1e-6);
-    EXPECT_TRUE(call.y.intact() && call.r.intact());
-    NormGatedBackwardArguments back, wanted_back;
-    for (auto& [of, to] : {std::pair{&call, &back}, std::pair{&reference, &wanted_back}}) {
-      of->fill(to);
-      to->dy = of->dy.view();
-      to->dx = of->dx.view();
-      if (to->z.ndim != 0) to->dz = of->dz.view();
-      to->dweight = of->dweight.view();
-      to->dbias = of->dbias.view();
-    }
-    run_on<NormGatedBackward>(&back, "cuda_layer", DeviceType::kCuda);
-    run_on<NormGatedBackward>(&wanted_back, "reference", DeviceType::kCpu);
-    const double sums = call.type == DType::kFloat32 ? 1e-5 : 1e-4;
-    if (back.x.shape[back.x.ndim - 1] > 1) EXPECT_LE(difference(back.dx, wanted_back.dx), 2 * bound(call.type));
-    if (back.z.ndim != 0 && back.x.shape[back.x.ndim - 1] > 1) {
-      EXPECT_LE(difference(back.dz, wanted_back.dz), bound(call.type));
-    }
-    EXPECT_LE(difference(back.dweight, wanted_back.dweight), sums);
-    EXPECT_LE(difference(back.dbias, wanted_back.dbias), sums);
-    EXPECT_TRUE(call.dx.intact() && call.dz.intact() && call.dweight.intact() && call.dbias.intact());
+    check_norm(seed);
+  }
+}
+
+// More rows than the blocks of the backward take in one round (528 of at most four groups of two), and a rest.
+TEST(Layer, NormOfManyRows) {
+  for (uint32_t seed = 0; seed < 6 && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    check_norm(seed, {4611, 256});
   }
 }
 

@@ -24,18 +24,18 @@ bool takes_vectors(const Arguments& args, const ConvProblem& p) {
     if (present(part.dresidual)) return false;
     if (present(part.initial_state) && dtype(part.initial_state) != p.dtype) return false;
     for (const Tensor* t : {&part.x, &part.dy, &part.dx}) {
-      if (present(*t) && !allows_vectors(*t)) return false;
+      if (present(*t) && !allows_token_vectors(*t)) return false;
     }
   }
   return true;
 }
 
-// Tokens of a run, from shapes alone: sums over runs have the same bits on every GPU. About 400 blocks, three for each
-// multiprocessor of a large GPU, of at most 60 tokens: their W - 1 neighbours have bits beside them.
+// Tokens of a run, from shapes alone: sums over runs have the same bits on every GPU. So many that three blocks for
+// each multiprocessor of a large GPU go through a call of usual length in one round; of long ones each sum ends after
+// kMost.
 int32_t backward_tokens(const ConvProblem& p, int64_t columns) {
-  constexpr int64_t kBlocks = 400, kLeast = 16, kMost = kMostRunTokens - 4;
-  const int64_t runs = std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, p.B * columns));
-  return static_cast<int32_t>(std::clamp(ceil_div(p.T, runs), kLeast, kMost));
+  constexpr int64_t kBlocks = 3 * 132, kLeast = 16, kMost = 1024;
+  return static_cast<int32_t>(std::clamp(ceil_div(p.B * p.T * columns, kBlocks), kLeast, kMost));
 }
 
 // The call's scratch and how it is computed.
@@ -71,13 +71,13 @@ Status run_any(const ConvBackwardParams& params, const ConvProblem& p, const Pla
   const int32_t units = units_of<kUnitChannels>(params.parts, params.num_parts);
   const bool states = std::any_of(params.parts, params.parts + params.num_parts,
                                   [](const auto& part) { return part.dinitial_state.data != nullptr; });
-  const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32), columns = ceil_div(p.channels, kSumThreads);
+  const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32), columns = ceil_div(p.channels, kStateThreads);
   FLASH_QLA_RETURN_IF_ERROR(launch("conv_du", conv_du_kernel, blocks, kAnyThreads, 0, stream, params, units));
   FLASH_QLA_RETURN_IF_ERROR(launch("conv_dx_any", conv_dx_any_kernel, blocks, kAnyThreads, 0, stream, params, units));
-  FLASH_QLA_RETURN_IF_ERROR(launch("conv_sums_any", conv_sums_any_kernel, plan.runs * columns, kSumThreads, 0, stream,
+  FLASH_QLA_RETURN_IF_ERROR(launch("conv_sums_any", conv_sums_any_kernel, plan.runs * columns, kStateThreads, 0, stream,
                                    params, columns, plan.runs_of_row));
   if (!states) return Status();
-  return launch("conv_dinitial", conv_dinitial_kernel, p.N * columns, kSumThreads, 0, stream, params, columns);
+  return launch("conv_dinitial", conv_dinitial_kernel, p.N * columns, kStateThreads, 0, stream, params, columns);
 }
 
 Status run(const Arguments& args, const ConvProblem& p, void* memory, void* raw_stream) {
@@ -94,19 +94,20 @@ Status run(const Arguments& args, const ConvProblem& p, void* memory, void* raw_
     for (int i = 0; i < args.num_parts; ++i) {
       if (has_vector_weights(args.parts[i].weight, p.dtype)) plan.grid.vector_weights |= 1 << i;
     }
-    plan.grid.blocks = plan.runs * plan.grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
     const auto launch_typed = p.dtype == DType::kBFloat16  ? launch_conv_backward<__nv_bfloat16>
                               : p.dtype == DType::kFloat16 ? launch_conv_backward<__half>
                                                            : launch_conv_backward<float>;
-    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, plan.grid, stream));
+    FLASH_QLA_RETURN_IF_ERROR(
+        launch_typed(params, plan.grid, plan.runs * plan.grid.first_column[FLASH_QLA_MAX_CONV_PARTS], stream));
   } else {
     FLASH_QLA_RETURN_IF_ERROR(run_any(params, p, plan, stream));
   }
   const bool sums = std::any_of(args.parts, args.parts + args.num_parts,
                                 [](const auto& part) { return present(part.dweight) || present(part.dbias); });
   if (!sums) return Status();
-  const int64_t blocks = ceil_div(p.channels * (p.W + 1), kSumThreads);
-  return launch("conv_add_sums", conv_add_sums_kernel, blocks, kSumThreads, 0, stream, params);
+  const int64_t blocks = ceil_div(p.channels * (p.W + 1), kSumColumns);
+  return launch_kernel("conv_add_sums", conv_add_sums_kernel, blocks, kSumThreads, 0, stream,
+                       allows_overlap(args.options.device_index), params);
 }
 
 }  // namespace

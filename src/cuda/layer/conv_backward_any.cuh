@@ -4,10 +4,10 @@
 
 #include "cuda/layer/conv_any.cuh"
 #include "cuda/layer/conv_channel.cuh"
+#include "cuda/layer/sums.cuh"
 
 namespace flash_qla::cuda {
 
-constexpr int kSumThreads = 128;
 constexpr int64_t kSumTokens = 256;  // of a run whose terms one thread adds
 
 __device__ inline int64_t du_offset(const ConvBackwardParams& p, int64_t b, int64_t t, int64_t channel) {
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(kAnyThreads)
 }
 
 // The terms of a run of tokens in the gradients of weights and bias, a thread for each channel.
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kStateThreads)
     conv_sums_any_kernel(const __grid_constant__ ConvBackwardParams p, int64_t columns, int64_t runs_of_row) {
   const ConvSequences& s = p.sequences;
   const int64_t run = blockIdx.x / columns, b = run / runs_of_row, first = run % runs_of_row * kSumTokens;
   const int64_t last = first + kSumTokens < s.T ? first + kSumTokens : s.T;
-  const int64_t number = blockIdx.x % columns * kSumThreads + threadIdx.x;
+  const int64_t number = blockIdx.x % columns * kStateThreads + threadIdx.x;
   const bool active = number < p.channels;
   const ConvChannel c = channel_at(p.parts, p.num_parts, active ? number : 0);
   const ConvBackwardPart& part = p.parts[c.part];
@@ -144,33 +144,31 @@ __global__ void __launch_bounds__(kSumThreads)
     sums[FLASH_QLA_MAX_CONV_WIDTH] += du;
   }
   if (!active) return;
-  float* out = p.sums + (run * p.channels + number) * (p.width + 1);
+  float* out = p.sums + run * (p.width + 1) * p.channels + number;
 #pragma unroll
   for (int j = 0; j < FLASH_QLA_MAX_CONV_WIDTH; ++j) {
-    if (j < p.width) out[j] = sums[j];
+    if (j < p.width) out[j * p.channels] = sums[j];
   }
-  out[p.width] = sums[FLASH_QLA_MAX_CONV_WIDTH];
+  out[p.width * p.channels] = sums[FLASH_QLA_MAX_CONV_WIDTH];
 }
 
-// Gradients of weights and bias from the runs' parts: added in their order, in double, rounded once.
+// Gradients of weights and bias from the runs' parts.
 __global__ void __launch_bounds__(kSumThreads) conv_add_sums_kernel(const __grid_constant__ ConvBackwardParams p) {
-  const int64_t of_channel = p.width + 1, item = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
-  if (item >= p.channels * of_channel) return;
-  const int64_t j = item % of_channel;
-  const ConvChannel c = channel_at(p.parts, p.num_parts, item / of_channel);
-  const ConvBackwardPart& part = p.parts[c.part];
-  const DeviceTensor& out = j < p.width ? part.dweight : part.dbias;
-  if (out.data == nullptr) return;
-  double sum = 0.0;
-  for (int64_t run = 0; run < p.runs; ++run) sum += p.sums[run * p.channels * of_channel + item];
-  store<double>(out, j < p.width ? offset_of(out, c.channel, j) : offset_of(out, c.channel), sum);
+  add_parts(p.sums, p.runs, (p.width + 1) * p.channels, [&](int64_t column, double sum) {
+    const int64_t j = column / p.channels;
+    const ConvChannel c = channel_at(p.parts, p.num_parts, column - j * p.channels);
+    const ConvBackwardPart& part = p.parts[c.part];
+    const DeviceTensor& out = j < p.width ? part.dweight : part.dbias;
+    if (out.data == nullptr) return;
+    store<double>(out, j < p.width ? offset_of(out, c.channel, j) : offset_of(out, c.channel), sum);
+  });
 }
 
 // Gradients of initial states: through the first W - 1 outputs, and through the final states.
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kStateThreads)
     conv_dinitial_kernel(const __grid_constant__ ConvBackwardParams p, int64_t columns) {
   const ConvSequences& s = p.sequences;
-  const int64_t number = blockIdx.x % columns * kSumThreads + threadIdx.x;
+  const int64_t number = blockIdx.x % columns * kStateThreads + threadIdx.x;
   if (number >= p.channels) return;
   const ConvSpan span = span_of(s, blockIdx.x / columns);
   const ConvChannel c = channel_at(p.parts, p.num_parts, number);

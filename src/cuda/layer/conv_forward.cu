@@ -21,7 +21,7 @@ bool takes_vectors(const Arguments& args, const ConvProblem& p) {
   for (int i = 0; i < args.num_parts; ++i) {
     const flash_qla_conv_part& part = args.parts[i];
     for (const Tensor* t : {&part.x, &part.y, &part.residual}) {
-      if (present(*t) && !allows_vectors(*t)) return false;
+      if (present(*t) && !allows_token_vectors(*t)) return false;
     }
   }
   return true;
@@ -29,7 +29,6 @@ bool takes_vectors(const Arguments& args, const ConvProblem& p) {
 
 Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t stream) {
   const ConvParams params = conv_params_of(args, p);
-  const int64_t of_gates = gate_blocks(params.gates);
   if (takes_vectors(args, p)) {
     ConvGrid grid = conv_grid(params.parts, params.num_parts);
     for (int i = 0; i < args.num_parts; ++i) {
@@ -38,16 +37,15 @@ Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t str
     const int64_t columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
     grid.run_tokens = run_tokens(p, columns, args.options.device_index);
     grid.runs_of_row = ceil_div(p.T, grid.run_tokens);
-    grid.blocks = p.B * grid.runs_of_row * columns;
     const auto launch_typed = p.dtype == DType::kBFloat16  ? launch_conv_forward<__nv_bfloat16>
                               : p.dtype == DType::kFloat16 ? launch_conv_forward<__half>
                                                            : launch_conv_forward<float>;
-    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, grid, grid.blocks + of_gates, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_typed(params, grid, p.B * grid.runs_of_row * columns, stream));
   } else {
     const int32_t units = units_of<kUnitChannels>(params.parts, params.num_parts);
     const int64_t blocks = ceil_div(p.B * p.T * units, kAnyThreads / 32);
-    FLASH_QLA_RETURN_IF_ERROR(launch("conv_forward_any", conv_forward_any_kernel, blocks + of_gates, kAnyThreads, 0,
-                                     stream, params, units, blocks));
+    FLASH_QLA_RETURN_IF_ERROR(
+        launch("conv_forward_any", conv_forward_any_kernel, blocks, kAnyThreads, 0, stream, params, units));
   }
   if (!params.sequences.writes_states) return Status();
   const int64_t blocks = ceil_div(p.channels, kStateThreads);
@@ -65,6 +63,7 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* stream) {
 }  // namespace
 }  // namespace cuda
 
-const ConvPath kCudaConvForward = {"cuda_layer", FLASH_QLA_CUDA, false, cuda::reject_conv, cuda::no_workspace, cuda::run};
+const ConvPath kCudaConvForward = {"cuda_layer",      FLASH_QLA_CUDA,     false,
+                                   cuda::reject_conv, cuda::no_workspace, cuda::run};
 
 }  // namespace flash_qla

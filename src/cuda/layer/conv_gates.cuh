@@ -1,4 +1,4 @@
-// The gates that come along with a convolution: blocks of their own at the end of its grid.
+// The gates that come along with a convolution.
 #pragma once
 
 #include "cuda/common/gates.cuh"
@@ -6,25 +6,17 @@
 
 namespace flash_qla::cuda {
 
-// Elements of one block.
-constexpr int kGateElements = 1024;
-
-inline int64_t gate_blocks(const ConvGates& gates) {
-  const bool wanted = gates.g.data != nullptr || gates.beta.data != nullptr;
-  return wanted ? ceil_div(gates.tokens * gates.heads, kGateElements) : 0;
-}
-
 __device__ inline int64_t raw_offset(const int64_t (&strides)[4], uint32_t group, int64_t b, int64_t t, uint32_t h) {
   return b * strides[0] + t * strides[1] + h / group * strides[2] + h % group * strides[3];
 }
 
-__device__ inline void gate_block(const ConvGates& gates, int64_t block) {
+// Block `block` of `blocks` that share the gates' elements.
+__device__ inline void finish_gates(const ConvGates& gates, uint32_t block, uint32_t blocks) {
   // Below 2^32: reject_conv() sees to it. A division of 64 bits takes longer than the rest of an element.
-  const uint32_t heads = gates.heads, T = gates.T, last = gates.tokens * heads;
-  for (int i = static_cast<int>(threadIdx.x); i < kGateElements; i += static_cast<int>(blockDim.x)) {
-    const uint32_t element = block * kGateElements + i;
-    if (element >= last) return;
-    const uint32_t token = element / heads, h = element - token * heads, b = token / T, t = token - b * T;
+  const uint32_t heads = gates.heads, T = gates.T;
+  for (int64_t i = static_cast<int64_t>(block) * blockDim.x + threadIdx.x; i < gates.tokens * gates.heads;
+       i += static_cast<int64_t>(blocks) * blockDim.x) {
+    const uint32_t element = i, token = element / heads, h = element - token * heads, b = token / T, t = token - b * T;
     if (gates.g.data != nullptr) {
       const float raw = load<float>(gates.a, raw_offset(gates.a_strides, gates.a_group, b, t, h));
       const float bias = gates.dt_bias.data == nullptr ? 0.0f : load<float>(gates.dt_bias, offset_of(gates.dt_bias, h));

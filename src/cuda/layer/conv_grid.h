@@ -1,6 +1,9 @@
 // How the blocks of a launch with vectors are dealt out.
 #pragma once
 
+#include <algorithm>
+
+#include "cuda/common/launch.h"
 #include "cuda/layer/conv_forward.cuh"
 
 namespace flash_qla::cuda {
@@ -30,13 +33,12 @@ inline bool has_vector_weights(const Tensor& weight, DType type) {
          reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;
 }
 
-// As long as four blocks a multiprocessor allow: each run reads W - 1 tokens before it once more.
+// As long as four blocks a multiprocessor, one round of them, allow: each run reads W - 1 tokens before it once more.
+// Past kMost that is nothing, and more rounds even out what some blocks take longer.
 inline int32_t run_tokens(const ConvProblem& p, int64_t columns, int device) {
-  int multiprocessors = 0;
-  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 16;
-  int32_t tokens = kMostRunTokens;
-  while (tokens > 16 && p.B * ceil_div(p.T, tokens) * columns < 4 * multiprocessors) tokens /= 2;
-  return tokens;
+  constexpr int64_t kLeast = 16, kMost = 256;
+  const int64_t places = std::max(1, 4 * device_attribute(cudaDevAttrMultiProcessorCount, device));
+  return static_cast<int32_t>(std::clamp(ceil_div(p.B * p.T * columns, places), kLeast, kMost));
 }
 
 }  // namespace flash_qla::cuda

@@ -11,6 +11,7 @@ struct ConvGrid;
 template <class T>
 Status launch_conv_forward(const ConvParams& params, const ConvGrid& grid, int64_t blocks, cudaStream_t stream);
 template <class T>
-Status launch_conv_backward(const ConvBackwardParams& params, const ConvGrid& grid, cudaStream_t stream);
+Status launch_conv_backward(const ConvBackwardParams& params, const ConvGrid& grid, int64_t blocks,
+                            cudaStream_t stream);
 
 }  // namespace flash_qla::cuda

@@ -59,7 +59,7 @@ struct ConvBackwardParams {
   ConvBackwardPart parts[FLASH_QLA_MAX_CONV_PARTS];
   ConvSequences sequences;
   float* du;    // [B * T, C] where it goes through memory
-  float* sums;  // [runs, C, W + 1] parts of the sums over tokens
+  float* sums;  // [runs, W + 1, C] parts of the sums over tokens
   int64_t channels, runs;
   int32_t num_parts, width, silu;
 };

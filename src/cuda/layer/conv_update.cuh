@@ -150,13 +150,13 @@ __device__ inline void update_states(const ConvParams& p, const LaneChannels<kPe
   }
 }
 
-// kPer: channels of a lane; kWidth: weights of a channel, at most. kShort: the state has at most four entries, which are
-// the last inputs in order: they stay in registers between load and store.
+// kPer: channels of a lane; kWidth: weights of a channel, at most. kShort: the state has at most four entries, which
+// are the last inputs in order: they stay in registers between load and store.
 template <int kPer, int kWidth, bool kShort>
 __global__ void __launch_bounds__(kUpdateThreads, 4)
     conv_update_kernel(const __grid_constant__ ConvParams p, int32_t units, int64_t blocks) {
   begin_after_predecessors();
-  if (blockIdx.x >= blocks) return gate_block(p.gates, blockIdx.x - blocks);
+  if (blockIdx.x >= blocks) return finish_gates(p.gates, blockIdx.x - blocks, gridDim.x - blocks);
   static_assert(!kShort || kWidth == kShortWindow);
   const ConvSequences& s = p.sequences;
   const uint32_t item = blockIdx.x * (kUpdateThreads / 32) + threadIdx.x / 32, n = item / units;
@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 4)
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       if (own.has(i) && slots.read >= 0) {
-        raw_state[i] = load_row(state, offset_of(state, slots.read, own.channel(i)), state.stride[2],
-                                static_cast<int>(s.L));
+        raw_state[i] =
+            load_row(state, offset_of(state, slots.read, own.channel(i)), state.stride[2], static_cast<int>(s.L));
       }
     }
 #pragma unroll

@@ -1,54 +1,46 @@
 // Path "cuda_layer": the gated norm.
-#include "cuda/layer/norm.cuh"
-
 #include <algorithm>
 
 #include "cuda/common/launch.h"
+#include "cuda/layer/norm.cuh"
+#include "cuda/layer/norm_any.cuh"
 #include "cuda/layer/paths.h"
 
 namespace flash_qla {
 namespace cuda {
 namespace {
 
-constexpr int kLongestRow = 32 * kVector;  // that stays in a group's registers
-
-NormRows norm_rows(const Tensor& t, const NormProblem& p) {
+NormRows norm_rows(const Tensor& t) {
   if (!present(t)) return {};
   const RowView view = row_view(t);
-  NormRows rows{t.data,      view.outer, view.middle, view.inner,
-                view.column, 0,          1,           allows_vectors(t) && p.V % kVector == 0};
-  // From the inside outwards: the step is that of the first dimension with several rows, and the others continue it.
-  int64_t inside = 1;
-  const auto add = [&](int64_t extent, int64_t stride) {
-    if (extent == 1) return;
-    if (inside == 1) rows.step = stride;
-    if (stride != inside * rows.step) rows.is_even = 0;
-    inside *= extent;
-  };
-  add(view.shape.inner, view.inner);
-  add(view.shape.middle, view.middle);
-  add(view.shape.outer, view.outer);
-  return rows;
+  return {t.data, view.outer, view.middle, view.inner, view.column};
 }
 
 template <class Arguments>
 NormParams common_params(const Arguments& args, const NormProblem& p) {
   NormParams params{};
-  params.x = norm_rows(args.x, p);
-  params.z = norm_rows(args.z, p);
+  params.x = norm_rows(args.x);
+  params.z = norm_rows(args.z);
   params.weight = device_tensor(args.weight);
   params.bias = device_tensor(args.bias);
   const RowShape shape = row_shape(args.x);
-  params.extent_middle = std::max<int64_t>(1, shape.middle);
-  params.extent_inner = std::max<int64_t>(1, shape.inner);
+  params.middle = Divisor::by(std::max<int64_t>(1, shape.middle));
+  params.inner = Divisor::by(std::max<int64_t>(1, shape.inner));
   params.rows = p.rows;
   params.eps = static_cast<float>(args.eps);
+  params.per_value = 1.0f / static_cast<float>(p.V);
   params.V = static_cast<int32_t>(p.V);
   params.gate_first = args.gate_first != 0;
   params.silu = args.activation == FLASH_QLA_ACTIVATION_SILU;
-  params.lanes = 1;
-  while (params.lanes < 32 && params.lanes * kVector < p.V) params.lanes *= 2;
+  while (params.lane_bits < 5 && (kVector << params.lane_bits) < p.V) ++params.lane_bits;
   return params;
+}
+
+// Whether the rows are short enough for a warp, and all tensors laid out for vectors; numbers of rows have 31 bits
+// then.
+bool takes_vectors(const NormProblem& p, std::initializer_list<const Tensor*> tensors) {
+  return p.V <= kLongestRow && p.rows < int64_t{1} << 31 &&
+         std::all_of(tensors.begin(), tensors.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); });
 }
 
 // Calls f with a value of the dtype.
@@ -68,65 +60,62 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const auto stream = static_cast<cudaStream_t>(raw_stream);
   NormParams params = common_params(args, p);
-  params.y = norm_rows(args.y, p);
+  params.y = norm_rows(args.y);
   params.inverse_rms = device_tensor(args.inverse_rms);
+  const bool vectors = takes_vectors(p, {&args.x, &args.z, &args.y});
   return with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
-    if (p.V > kLongestRow) {
-      return launch("norm_gated_long", norm_gated_long_kernel<T>, ceil_div(p.rows, kNormThreads / 32), kNormThreads, 0,
+    if (!vectors) {
+      return launch("norm_gated_any", norm_gated_any_kernel<T>, ceil_div(p.rows, kNormThreads / 32), kNormThreads, 0,
                     stream, params, false);
     }
-    // Four rows a group: enough for its loads to overlap those of the next block.
-    const int64_t blocks = ceil_div(p.rows, int64_t{4} * (kNormThreads / params.lanes));
-    return launch("norm_gated", norm_gated_kernel<T>, blocks, kNormThreads, 0, stream, params);
+    const int64_t blocks = ceil_div(p.rows, kForwardRows<T> * int64_t{kNormThreads >> params.lane_bits});
+    return launch_kernel("norm_gated", norm_gated_kernel<T>, blocks, kNormThreads, 0, stream,
+                         allows_overlap(args.options.device_index), params);
   });
 }
 
-// Blocks of the backward, each of which leaves a part of the sums: from shapes alone, so that bits are the same on
-// every GPU; eight for each multiprocessor of a large one. Without rows one block leaves sums of zero.
-int64_t backward_blocks(const NormProblem& p, int64_t rows_at_once) {
-  constexpr int64_t kMost = 1056;
-  return std::clamp(ceil_div(p.rows, rows_at_once), int64_t{1}, kMost);
-}
-
+// How the backward is computed, and its scratch. The number of parts of the sums follows from shapes alone, so that
+// bits are the same on every GPU: with vectors a block each, as many as a large one holds at once. Without rows one
+// part leaves sums of zero.
 struct BackwardPlan {
-  bool is_long;
-  int64_t blocks, step;  // parts of the sums over rows; rows of a part of long ones
-  float *sums, *rms;     // NULL: not wanted
-};
+  bool vectors;
+  int64_t parts, step;  // step: rows of a part, without vectors
+  float *sums, *rms;    // NULL: not wanted
 
-BackwardPlan plan_backward(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p, int lanes,
-                           Workspace* workspace) {
-  const bool is_long = p.V > kLongestRow, wants_sums = present(args.dweight) || present(args.dbias);
-  const int64_t step = std::max<int64_t>(1, ceil_div(p.rows, 256));
-  const int64_t blocks =
-      is_long ? std::max<int64_t>(1, ceil_div(p.rows, step)) : backward_blocks(p, kNormThreads / lanes);
-  float* const sums = wants_sums ? workspace->take<float>(blocks * 2 * p.V) : nullptr;
-  float* const rms = wants_sums && is_long ? workspace->take<float>(p.rows) : nullptr;
-  return {is_long, blocks, step, sums, rms};
-}
+  BackwardPlan(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p, int lane_bits,
+               Workspace* workspace)
+      : vectors(takes_vectors(p, {&args.x, &args.z, &args.dy, &args.dx, &args.dz})),
+        step(std::max<int64_t>(1, ceil_div(p.rows, 256))) {
+    constexpr int64_t kMultiprocessors = 132;
+    const int64_t at_once =
+        (p.dtype == DType::kFloat32 ? kBackwardRows<float> : kBackwardRows<__half>)*int64_t{kNormThreads >> lane_bits};
+    parts = vectors ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kNormBlocks * kMultiprocessors)
+                    : std::max<int64_t>(1, ceil_div(p.rows, step));
+    const bool wanted = present(args.dweight) || present(args.dbias);
+    sums = wanted ? workspace->take<float>(parts * 2 * p.V) : nullptr;
+    rms = wanted && !vectors ? workspace->take<float>(p.rows) : nullptr;
+  }
+};
 
 size_t workspace_size(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p) {
   Workspace workspace(nullptr);
-  plan_backward(args, p, common_params(args, p).lanes, &workspace);
+  BackwardPlan(args, p, common_params(args, p).lane_bits, &workspace);
   return workspace.bytes();
 }
 
 template <class T>
-Status run_long(const NormParams& params, const NormProblem& p, const BackwardPlan& plan, cudaStream_t stream) {
-  const int64_t blocks = ceil_div(p.rows, kNormThreads / 32);
+Status run_any(NormParams params, const NormProblem& p, const BackwardPlan& plan, cudaStream_t stream) {
+  if (plan.rms != nullptr) {
+    params.inverse_rms = workspace_tensor(plan.rms, DType::kFloat32, 1, 1, 1, p.rows);
+    params.inverse_rms.stride[0] = 1;
+  }
+  const int64_t blocks = ceil_div(p.rows, kNormThreads / 32), columns = ceil_div(p.V, kNormThreads);
   FLASH_QLA_RETURN_IF_ERROR(
-      launch("norm_gated_long", norm_gated_long_kernel<T>, blocks, kNormThreads, 0, stream, params, true));
+      launch("norm_gated_any", norm_gated_any_kernel<T>, blocks, kNormThreads, 0, stream, params, true));
   if (plan.sums == nullptr) return Status();
-  NormParams forward = params;  // for r alone
-  forward.y = {};
-  forward.inverse_rms = workspace_tensor(plan.rms, DType::kFloat32, 1, 1, 1, p.rows);
-  forward.inverse_rms.stride[0] = 1;
-  FLASH_QLA_RETURN_IF_ERROR(
-      launch("norm_gated_long", norm_gated_long_kernel<T>, blocks, kNormThreads, 0, stream, forward, false));
-  const int64_t columns = ceil_div(p.V, kNormThreads);
-  return launch("norm_gated_long_sums", norm_gated_long_sums_kernel<T>, plan.blocks * columns, kNormThreads, 0, stream,
-                params, static_cast<const float*>(plan.rms), columns, plan.step);
+  return launch("norm_gated_any_sums", norm_gated_any_sums_kernel<T>, plan.parts * columns, kNormThreads, 0, stream,
+                params, columns, plan.step);
 }
 
 Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p, void* memory,
@@ -135,23 +124,25 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const auto stream = static_cast<cudaStream_t>(raw_stream);
   NormParams params = common_params(args, p);
-  params.dy = norm_rows(args.dy, p);
-  params.dx = norm_rows(args.dx, p);
-  params.dz = norm_rows(args.dz, p);
+  params.dy = norm_rows(args.dy);
+  params.dx = norm_rows(args.dx);
+  params.dz = norm_rows(args.dz);
   params.dweight = device_tensor(args.dweight);
   params.dbias = device_tensor(args.dbias);
   Workspace workspace(memory);
-  const BackwardPlan plan = plan_backward(args, p, params.lanes, &workspace);
+  const BackwardPlan plan(args, p, params.lane_bits, &workspace);
   params.sums = plan.sums;
-  params.blocks = plan.blocks;
+  params.parts = plan.parts;
+  const bool overlaps = allows_overlap(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
-    if (plan.is_long) return run_long<T>(params, p, plan, stream);
-    return launch("norm_gated_backward", norm_gated_backward_kernel<T>, plan.blocks, kNormThreads, 0, stream, params);
+    if (!plan.vectors) return run_any<T>(params, p, plan, stream);
+    return launch_kernel("norm_gated_backward", norm_gated_backward_kernel<T>, plan.parts, kNormThreads, 0, stream,
+                         overlaps, params);
   }));
   if (plan.sums == nullptr) return Status();
-  return launch("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kNormThreads), kNormThreads, 0, stream,
-                params);
+  return launch_kernel("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kSumColumns), kSumThreads, 0, stream,
+                       overlaps, params);
 }
 
 }  // namespace

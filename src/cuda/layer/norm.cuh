@@ -1,193 +1,172 @@
-// The gated norm. A group of lanes has a row, eight values a lane at a time; rows of more than 256 values take several
-// rounds of a warp. Any strides and dtypes: where rows lie side by side on 16-byte boundaries they are read as vectors.
+// The gated norm of rows of at most 256 values that lie side by side on 16-byte boundaries: a group of lanes has a row,
+// eight values a lane. Several rows of a group are on their way at once.
 #pragma once
 
-#include "core/norm.h"
-#include "cuda/common/device_tensor.cuh"
-#include "cuda/layer/vector.cuh"
+#include "cuda/layer/norm_params.cuh"
 
 namespace flash_qla::cuda {
 
-constexpr int kNormThreads = 128;
+constexpr int kLongestRow = 32 * kVector;  // a warp's
 
-// One tensor by row, as RowView.
-struct NormRows {
-  void* data;  // NULL: absent
-  int64_t outer, middle, inner, column;
-  int64_t step;     // from row to row, where that is the same everywhere
-  int32_t is_even;  // it is
-  int32_t vectors;  // rows are read and written eight values at a time
-};
+// Rows of a group whose loads are under way together: 128 bytes of a thread forward, with six blocks 96 KB of a
+// multiprocessor; backward 96 bytes beside those that are computed, with four blocks 48 KB. Memory asks for 20 to 30.
+template <class T>
+constexpr int kForwardRows = sizeof(T) == 4 ? 2 : 4;
+template <class T>
+constexpr int kBackwardRows = sizeof(T) == 4 ? 1 : 2;
+constexpr int kNormBlocks = 4;  // of a multiprocessor, backward
 
-struct NormParams {
-  NormRows x, z, y, dy, dx, dz;  // forward: x, z, y; backward: x, z, dy, dx, dz
-  DeviceTensor weight, bias;     // [V]
-  DeviceTensor inverse_rms;      // [rows]
-  DeviceTensor dweight, dbias;   // [V]
-  float* sums;                   // [blocks, 2, V] parts of the sums over rows
-  int64_t rows, extent_middle, extent_inner, blocks;
-  float eps;
-  int32_t V, lanes, gate_first, silu;  // lanes: of a row, a power of two
-};
-static_assert(std::is_trivially_copyable_v<NormParams> && sizeof(NormParams) <= 4000);
-
-__device__ __forceinline__ int64_t row_offset(const NormParams& p, const NormRows& t, int64_t row) {
-  if (t.is_even) return row * t.step;  // divisions of 64 bits take longer than all else of a row
-  const int64_t i = row % p.extent_inner, rest = row / p.extent_inner;
-  return rest / p.extent_middle * t.outer + rest % p.extent_middle * t.middle + i * t.inner;
+__device__ __forceinline__ NormRow row_at(const NormParams& p, uint32_t row) {
+  const uint32_t rest = p.inner.quotient(row), outer = p.middle.quotient(rest);
+  return {outer, rest - outer * p.middle.divisor, row - rest * p.inner.divisor};
 }
 
+// A thread's values of a row; zero where there are none.
 template <class T>
-__device__ __forceinline__ float element_to_float(const T& x) {
-  if constexpr (sizeof(T) == 4)
-    return x;
-  else if constexpr (std::is_same_v<T, __half>)
-    return __half2float(x);
-  else
-    return __bfloat162float(x);
+__device__ __forceinline__ Packed<T> load_values(const NormRows& t, const NormRow& row, int v, bool wanted) {
+  if (!wanted || t.data == nullptr) return zero_packed<T>();
+  return load_packed(static_cast<const T*>(t.data) + row.offset(t) + v);
 }
 template <class T>
-__device__ __forceinline__ T element_from_float(float x) {
-  if constexpr (sizeof(T) == 4)
-    return x;
-  else if constexpr (std::is_same_v<T, __half>)
-    return __float2half_rn(x);
-  else
-    return __float2bfloat16_rn(x);
-}
-
-// Values [v, v + 8) of a row; zero past its end and where the tensor is absent.
-template <class T>
-__device__ __forceinline__ void load_values(const NormRows& t, int64_t offset, int v, int V, float (&x)[kVector]) {
-  const T* row = static_cast<const T*>(t.data) + offset;
-  if (t.data != nullptr && t.vectors && v < V) return unpack(load_packed(row + v), x);
-#pragma unroll
-  for (int c = 0; c < kVector; ++c) {
-    x[c] = t.data != nullptr && v + c < V ? element_to_float(row[(v + c) * t.column]) : 0.0f;
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void store_values(const NormRows& t, int64_t offset, int v, int V,
+__device__ __forceinline__ void store_values(const NormRows& t, const NormRow& row, int v, bool wanted,
                                              const float (&x)[kVector]) {
-  if (t.data == nullptr) return;
-  T* row = static_cast<T*>(t.data) + offset;
-  if (t.vectors && v < V) return store_packed(row + v, pack<T>(x));
-#pragma unroll
-  for (int c = 0; c < kVector; ++c) {
-    if (v + c < V) row[(v + c) * t.column] = element_from_float<T>(x[c]);
-  }
+  if (wanted && t.data != nullptr) store_packed(static_cast<T*>(t.data) + row.offset(t) + v, pack<T>(x));
 }
 
 __device__ __forceinline__ void load_of_columns(const DeviceTensor& t, int v, int V, float absent,
                                                 float (&x)[kVector]) {
+  if (t.data != nullptr && t.quads) {
+#pragma unroll
+    for (int c = 0; c < kVector; c += 4) {
+      const float4 four = unpack(t, load_raw_quad(t, 0, v + c, V));
+      x[c] = four.x, x[c + 1] = four.y, x[c + 2] = four.z, x[c + 3] = four.w;
+    }
+    return;
+  }
 #pragma unroll
   for (int c = 0; c < kVector; ++c) {
-    x[c] = t.data != nullptr && v + c < V ? load<float>(t, offset_of(t, v + c)) : absent;
+    x[c] = t.data != nullptr && v < V ? unpack(t, load_raw(t, offset_of(t, v + c))) : absent;
   }
 }
 
-// act(z), and its derivative.
 template <class T>
-__device__ __forceinline__ float gate_of(const NormParams& p, float z) {
-  const float s = sigmoid_for<T>(z);
-  return p.silu ? z * s : s;
-}
-template <class T>
-__device__ __forceinline__ float gate_slope(const NormParams& p, float z) {
-  const float s = sigmoid_for<T>(z);
-  return p.silu ? silu_slope(z, s) : s * (1.0f - s);
-}
-
-// Sums over the lanes of a row. `lanes` is the same in all threads.
-__device__ __forceinline__ float row_sum(float x, int lanes) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
-
-// Rows of at most 256 values: what a lane has stays in registers.
-template <class T>
-__global__ void __launch_bounds__(kNormThreads) norm_gated_kernel(const __grid_constant__ NormParams p) {
-  const int lane = static_cast<int>(threadIdx.x) % p.lanes, v = lane * kVector;
-  const int rows_at_once = kNormThreads / p.lanes;
+__global__ void __launch_bounds__(kNormThreads, sizeof(T) == 4 ? 5 : 6)
+    norm_gated_kernel(const __grid_constant__ NormParams p) {
+  constexpr int kRows = kForwardRows<T>;
+  begin_after_predecessors();
+  const int lanes = 1 << p.lane_bits;
+  const uint32_t lane = threadIdx.x & (lanes - 1), groups = kNormThreads >> p.lane_bits;
+  const uint32_t first = blockIdx.x * groups * kRows + (threadIdx.x >> p.lane_bits);
+  const int v = static_cast<int>(lane) * kVector;
+  const bool active = v < p.V;
+  Packed<T> raw_x[kRows], raw_z[kRows];
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const uint32_t number = first + k * groups;
+    const NormRow row = row_at(p, number);
+    raw_x[k] = load_values<T>(p.x, row, v, active && number < p.rows);
+    raw_z[k] = load_values<T>(p.z, row, v, active && number < p.rows);
+  }
   float w[kVector], b[kVector];
   load_of_columns(p.weight, v, p.V, 1.0f, w);
   load_of_columns(p.bias, v, p.V, 0.0f, b);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * rows_at_once;
-  // Every thread goes through as many rounds: the sums are the warp's.
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < p.rows; first += step) {
-    const int64_t own = first + threadIdx.x / p.lanes, row = own < p.rows ? own : p.rows - 1;
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
     float x[kVector], z[kVector], sum = 0.0f;
-    load_values<T>(p.x, row_offset(p, p.x, row), v, p.V, x);
-    load_values<T>(p.z, row_offset(p, p.z, row), v, p.V, z);
+    unpack(raw_x[k], x);
+    unpack(raw_z[k], z);
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
-      z[c] = p.z.data == nullptr ? 1.0f : gate_of<T>(p, z[c]);
-      if (p.gate_first) x[c] *= z[c];
+      z[c] = gate_of<T>(p, z[c]).value;
+      x[c] *= p.gate_first ? z[c] : 1.0f;
       sum = fmaf(x[c], x[c], sum);
     }
-    const float r = 1.0f / sqrtf(row_sum(sum, p.lanes) / p.V + p.eps);
+    const float r = rsqrtf(fmaf(group_sum(sum, lanes), p.per_value, p.eps));
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      x[c] = fmaf(x[c] * r, w[c], b[c]);
-      if (!p.gate_first) x[c] *= z[c];
+    for (int c = 0; c < kVector; ++c) x[c] = fmaf(x[c] * r, w[c], b[c]) * (p.gate_first ? 1.0f : z[c]);
+    const uint32_t number = first + k * groups;
+    const bool wanted = number < p.rows;
+    store_values<T>(p.y, row_at(p, number), v, active && wanted, x);
+    if (p.inverse_rms.data != nullptr && lane == 0 && wanted) {
+      store<float>(p.inverse_rms, offset_of(p.inverse_rms, number), r);
     }
-    if (own >= p.rows) continue;
-    store_values<T>(p.y, row_offset(p, p.y, row), v, p.V, x);
-    if (p.inverse_rms.data != nullptr && lane == 0) store<float>(p.inverse_rms, offset_of(p.inverse_rms, row), r);
   }
 }
 
-// With n the normalised row and h its gradient, that of what was normalised is r (h - n mean(h n)). A block leaves its
-// part of the sums over rows.
+// With n the normalised row and h its gradient, that of what was normalised is r (h - n mean(h n)). Blocks go through
+// the rows and leave their parts of the sums over them.
 template <class T>
-__global__ void __launch_bounds__(kNormThreads) norm_gated_backward_kernel(const __grid_constant__ NormParams p) {
-  const int lane = static_cast<int>(threadIdx.x) % p.lanes, v = lane * kVector;
-  const int rows_at_once = kNormThreads / p.lanes;
+__global__ void __launch_bounds__(kNormThreads, kNormBlocks)
+    norm_gated_backward_kernel(const __grid_constant__ NormParams p) {
+  constexpr int kRows = kBackwardRows<T>;
+  begin_after_predecessors();
+  const int lanes = 1 << p.lane_bits;
+  const uint32_t lane = threadIdx.x & (lanes - 1), groups = kNormThreads >> p.lane_bits;
+  const uint32_t step = gridDim.x * groups * kRows;
+  const int v = static_cast<int>(lane) * kVector;
+  const bool active = v < p.V;
+  uint32_t first = blockIdx.x * groups * kRows + (threadIdx.x >> p.lane_bits);
+  Packed<T> next_x[kRows], next_z[kRows], next_d[kRows];
+  const auto load_next = [&](uint32_t from) {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const uint32_t number = from + k * groups;
+      const bool wanted = active && number < p.rows;
+      const NormRow row = row_at(p, number);
+      next_x[k] = load_values<T>(p.x, row, v, wanted);
+      next_z[k] = load_values<T>(p.z, row, v, wanted);
+      next_d[k] = load_values<T>(p.dy, row, v, wanted);
+    }
+  };
+  load_next(first);
   float w[kVector], b[kVector], dw[kVector], db[kVector];
   load_of_columns(p.weight, v, p.V, 1.0f, w);
   load_of_columns(p.bias, v, p.V, 0.0f, b);
 #pragma unroll
   for (int c = 0; c < kVector; ++c) dw[c] = db[c] = 0.0f;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * rows_at_once;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < p.rows; first += step) {
-    const int64_t own = first + threadIdx.x / p.lanes, row = own < p.rows ? own : p.rows - 1;
-    float x[kVector], z[kVector], d[kVector], n[kVector], sum = 0.0f;
-    load_values<T>(p.x, row_offset(p, p.x, row), v, p.V, x);
-    load_values<T>(p.z, row_offset(p, p.z, row), v, p.V, z);
-    load_values<T>(p.dy, row_offset(p, p.dy, row), v, p.V, d);
+  // Every thread of a block goes through as many rounds: the sums are the warp's.
+  for (uint32_t round = blockIdx.x * groups * kRows; round < p.rows; round += step, first += step) {
+    Packed<T> raw_x[kRows], raw_z[kRows], raw_d[kRows];
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      n[c] = p.gate_first && p.z.data != nullptr ? x[c] * gate_of<T>(p, z[c]) : x[c];
-      sum = fmaf(n[c], n[c], sum);
-    }
-    const float r = 1.0f / sqrtf(row_sum(sum, p.lanes) / p.V + p.eps);
-    float along = 0.0f, dz[kVector];
+    for (int k = 0; k < kRows; ++k) raw_x[k] = next_x[k], raw_z[k] = next_z[k], raw_d[k] = next_d[k];
+    load_next(first + step);
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      n[c] *= r;
-      const bool through = !p.gate_first && p.z.data != nullptr;
-      dz[c] = through ? d[c] * fmaf(n[c], w[c], b[c]) * gate_slope<T>(p, z[c]) : 0.0f;
-      if (through) d[c] *= gate_of<T>(p, z[c]);
-      if (own < p.rows) {
-        dw[c] = fmaf(d[c], n[c], dw[c]);
-        db[c] += d[c];
+    for (int k = 0; k < kRows; ++k) {
+      const uint32_t number = first + k * groups;
+      const bool wanted = number < p.rows;
+      float x[kVector], z[kVector], d[kVector], sum = 0.0f;
+      unpack(raw_x[k], x);
+      unpack(raw_z[k], z);
+      unpack(raw_d[k], d);
+      NormGate gate[kVector];
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        gate[c] = gate_of<T>(p, z[c]);
+        z[c] = p.gate_first ? x[c] * gate[c].value : x[c];
+        sum = fmaf(z[c], z[c], sum);
       }
-      d[c] *= w[c];
-      along = fmaf(d[c], n[c], along);
-    }
-    along = row_sum(along, p.lanes) / p.V;
+      const float rms = rsqrtf(fmaf(group_sum(sum, lanes), p.per_value, p.eps)), r = wanted ? rms : 0.0f;
+      float along = 0.0f, h[kVector];
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      d[c] = r * (d[c] - along * n[c]);
-      if (p.gate_first && p.z.data != nullptr) {
-        dz[c] = d[c] * x[c] * gate_slope<T>(p, z[c]);
-        d[c] *= gate_of<T>(p, z[c]);
+      for (int c = 0; c < kVector; ++c) {
+        z[c] *= r;  // n
+        h[c] = p.gate_first ? d[c] : d[c] * gate[c].value;
+        dw[c] = fmaf(h[c], z[c], dw[c]);
+        db[c] += h[c];
+        h[c] *= w[c];
+        along = fmaf(h[c], z[c], along);
       }
+      along = group_sum(along, lanes) * p.per_value;
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        h[c] = r * fmaf(-along, z[c], h[c]);
+        d[c] = (p.gate_first ? h[c] * x[c] : d[c] * fmaf(z[c], w[c], b[c])) * gate[c].slope;
+        h[c] *= p.gate_first ? gate[c].value : 1.0f;
+      }
+      const NormRow row = row_at(p, number);
+      store_values<T>(p.dx, row, v, active && wanted, h);
+      store_values<T>(p.dz, row, v, active && wanted, d);
     }
-    if (own >= p.rows) continue;
-    store_values<T>(p.dx, row_offset(p, p.dx, row), v, p.V, d);
-    store_values<T>(p.dz, row_offset(p, p.dz, row), v, p.V, dz);
   }
   if (p.sums == nullptr) return;
   // The block's rows, in the order of their groups of lanes.
@@ -199,103 +178,13 @@ __global__ void __launch_bounds__(kNormThreads) norm_gated_backward_kernel(const
   }
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < 2 * p.V; i += kNormThreads) {
-    const int which = i / p.V, column = i % p.V;
+    const int which = i >= p.V, column = i - which * p.V;
     float sum = 0.0f;
-    for (int group = 0; group < rows_at_once; ++group) {
-      sum += s_sums[which][group * p.lanes + column / kVector][column % kVector];
+    for (uint32_t group = 0; group < groups; ++group) {
+      sum += s_sums[which][group * lanes + column / kVector][column % kVector];
     }
     p.sums[blockIdx.x * 2 * p.V + i] = sum;
   }
-}
-
-// Rows of any length: a warp has a row, and goes through it as often as it needs.
-template <class T>
-__global__ void __launch_bounds__(kNormThreads)
-    norm_gated_long_kernel(const __grid_constant__ NormParams p, bool backward) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kNormThreads / 32) + threadIdx.x / 32;
-  if (row >= p.rows) return;
-  const auto at = [&](const NormRows& t, int v) {
-    return element_to_float(static_cast<const T*>(t.data)[row_offset(p, t, row) + v * t.column]);
-  };
-  const auto put = [&](const NormRows& t, int v, float x) {
-    if (t.data != nullptr) static_cast<T*>(t.data)[row_offset(p, t, row) + v * t.column] = element_from_float<T>(x);
-  };
-  const bool gated = p.z.data != nullptr;
-  const auto of_columns = [&](const DeviceTensor& t, int v, float absent) {
-    return t.data != nullptr ? load<float>(t, offset_of(t, v)) : absent;
-  };
-  const auto before = [&](int v) { return at(p.x, v) * (gated && p.gate_first ? gate_of<T>(p, at(p.z, v)) : 1.0f); };
-  float sum = 0.0f;
-  for (int v = lane; v < p.V; v += 32) {
-    const float x = before(v);
-    sum = fmaf(x, x, sum);
-  }
-  const float r = 1.0f / sqrtf(row_sum(sum, 32) / p.V + p.eps);
-  if (!backward) {
-    for (int v = lane; v < p.V; v += 32) {
-      const float y = fmaf(before(v) * r, of_columns(p.weight, v, 1.0f), of_columns(p.bias, v, 0.0f));
-      put(p.y, v, gated && !p.gate_first ? y * gate_of<T>(p, at(p.z, v)) : y);
-    }
-    if (p.inverse_rms.data != nullptr && lane == 0) store<float>(p.inverse_rms, offset_of(p.inverse_rms, row), r);
-    return;
-  }
-  // The gradient of the normalised row.
-  const auto h = [&](int v) {
-    const float d = at(p.dy, v) * (gated && !p.gate_first ? gate_of<T>(p, at(p.z, v)) : 1.0f);
-    return d * of_columns(p.weight, v, 1.0f);
-  };
-  float along = 0.0f;
-  for (int v = lane; v < p.V; v += 32) along = fmaf(h(v), before(v) * r, along);
-  along = row_sum(along, 32) / p.V;
-  for (int v = lane; v < p.V; v += 32) {
-    const float n = before(v) * r, d = r * (h(v) - along * n);
-    if (!gated) {
-      put(p.dx, v, d);
-      continue;
-    }
-    const float z = at(p.z, v), slope = gate_slope<T>(p, z);
-    if (p.gate_first) {
-      put(p.dz, v, d * at(p.x, v) * slope);
-      put(p.dx, v, d * gate_of<T>(p, z));
-    } else {
-      const float y = fmaf(n, of_columns(p.weight, v, 1.0f), of_columns(p.bias, v, 0.0f));
-      put(p.dz, v, at(p.dy, v) * y * slope);
-      put(p.dx, v, d);
-    }
-  }
-}
-
-// The terms of some rows of any length in the gradients of weight and bias: a thread has a column.
-template <class T>
-__global__ void __launch_bounds__(kNormThreads)
-    norm_gated_long_sums_kernel(const __grid_constant__ NormParams p, const float* rms, int64_t columns, int64_t step) {
-  const int v = static_cast<int>(blockIdx.x % columns) * kNormThreads + static_cast<int>(threadIdx.x);
-  const int64_t part = blockIdx.x / columns;
-  if (v >= p.V) return;
-  float dw = 0.0f, db = 0.0f;
-  for (int64_t row = part * step; row < p.rows && row < (part + 1) * step; ++row) {
-    const auto at = [&](const NormRows& t) {
-      return element_to_float(static_cast<const T*>(t.data)[row_offset(p, t, row) + v * t.column]);
-    };
-    const float gate = p.z.data != nullptr ? gate_of<T>(p, at(p.z)) : 1.0f;
-    const float n = at(p.x) * (p.gate_first ? gate : 1.0f) * rms[row], d = at(p.dy) * (p.gate_first ? 1.0f : gate);
-    dw = fmaf(d, n, dw);
-    db += d;
-  }
-  p.sums[part * 2 * p.V + v] = dw;
-  p.sums[part * 2 * p.V + p.V + v] = db;
-}
-
-// Gradients of weight and bias from the blocks' parts: added in their order, in double, rounded once.
-__global__ void __launch_bounds__(kNormThreads) norm_add_sums_kernel(const __grid_constant__ NormParams p) {
-  const int i = static_cast<int>(blockIdx.x) * kNormThreads + static_cast<int>(threadIdx.x);
-  if (i >= 2 * p.V) return;
-  const DeviceTensor& out = i < p.V ? p.dweight : p.dbias;
-  if (out.data == nullptr) return;
-  double sum = 0.0;
-  for (int64_t block = 0; block < p.blocks; ++block) sum += p.sums[block * 2 * p.V + i];
-  store<double>(out, offset_of(out, i % p.V), sum);
 }
 
 }  // namespace flash_qla::cuda

@@ -101,9 +101,14 @@ __device__ __forceinline__ float sigmoid_for(float u) {
 // The derivative of u sigmoid(u), with s = sigmoid(u).
 __device__ __forceinline__ float silu_slope(float u, float s) { return s + u * s * (1.0f - s); }
 
-// Sums over groups of `lanes` neighbouring lanes, a power of two; every lane of the warp takes part.
+// Sums over groups of `lanes` neighbouring lanes, a power of two that is the same in all threads; every lane of the
+// warp takes part. Without a loop: the sums of several rows overlap.
 __device__ __forceinline__ float group_sum(float x, int lanes) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  if (lanes > 16) x += __shfl_xor_sync(0xffffffffu, x, 16);
+  if (lanes > 8) x += __shfl_xor_sync(0xffffffffu, x, 8);
+  if (lanes > 4) x += __shfl_xor_sync(0xffffffffu, x, 4);
+  if (lanes > 2) x += __shfl_xor_sync(0xffffffffu, x, 2);
+  if (lanes > 1) x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x;
 }
 

@@ -1,0 +1,60 @@
+// What the gated norm's kernels are given, and what they share.
+#pragma once
+
+#include "core/norm.h"
+#include "cuda/common/divisor.cuh"
+#include "cuda/layer/sums.cuh"
+#include "cuda/layer/vector.cuh"
+
+namespace flash_qla::cuda {
+
+constexpr int kNormThreads = 128;
+
+// One tensor by row, as RowView.
+struct NormRows {
+  void* data;  // NULL: absent
+  int64_t outer, middle, inner, column;
+};
+
+struct NormParams {
+  NormRows x, z, y, dy, dx, dz;  // forward: x, z, y; backward: x, z, dy, dx, dz
+  DeviceTensor weight, bias;     // [V]
+  DeviceTensor inverse_rms;      // [rows]
+  DeviceTensor dweight, dbias;   // [V]
+  float* sums;                   // [parts, 2, V] parts of the sums over rows; NULL: not wanted
+  int64_t rows, parts;
+  Divisor middle, inner;                   // extents of the dimensions in front of V, apart from the outermost
+  float eps, per_value;                    // 1 / V
+  int32_t V, lane_bits, gate_first, silu;  // a row has 2^lane_bits lanes
+};
+static_assert(std::is_trivially_copyable_v<NormParams> && sizeof(NormParams) <= 4000);
+
+// A row by its dimensions.
+struct NormRow {
+  int64_t outer, middle, inner;
+
+  __device__ __forceinline__ int64_t offset(const NormRows& t) const {
+    return outer * t.outer + middle * t.middle + inner * t.inner;
+  }
+};
+
+// act(z) and its derivative; without z: one, and nothing.
+struct NormGate {
+  float value, slope;
+};
+template <class T>
+__device__ __forceinline__ NormGate gate_of(const NormParams& p, float z) {
+  const float s = sigmoid_for<T>(z);
+  if (p.z.data == nullptr) return {1.0f, 0.0f};
+  return p.silu ? NormGate{z * s, silu_slope(z, s)} : NormGate{s, s * (1.0f - s)};
+}
+
+// Gradients of weight and bias from the parts of their sums.
+__global__ void __launch_bounds__(kSumThreads) norm_add_sums_kernel(const __grid_constant__ NormParams p) {
+  add_parts(p.sums, p.parts, 2 * p.V, [&](int64_t column, double sum) {
+    const DeviceTensor& out = column < p.V ? p.dweight : p.dbias;
+    if (out.data != nullptr) store<double>(out, offset_of(out, column < p.V ? column : column - p.V), sum);
+  });
+}
+
+}  // namespace flash_qla::cuda
