@@ -129,15 +129,6 @@ __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontr
 // Until the stream's kernels before this one have ended and their writes can be seen.
 __device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Before a kernel's first access to memory, where it was launched to start beside the end of those before it: waits for
-// them, and lets the next kernel start as early. Before Hopper there is no such launch.
-__device__ __forceinline__ void begin_after_predecessors() {
-#if __CUDA_ARCH__ >= 900
-  wait_for_predecessors();
-  launch_dependents();
-#endif
-}
-
 // Registers a thread of this warpgroup may use from here on; executed by all its warps. The groups' sum must not grow
 // past what the block was launched with.
 template <int kRegisters>

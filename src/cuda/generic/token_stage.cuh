@@ -2,9 +2,9 @@
 // row's state is on its own way. Params is the kernel's: q, k, v, gates, group, T, V and l2norm are read.
 #pragma once
 
-#include "cuda/common/bulk.cuh"
 #include "cuda/common/divisor.cuh"
 #include "cuda/common/gates.cuh"
+#include "cuda/common/overlap.cuh"
 #include "cuda/generic/state_vectors.cuh"
 
 namespace flash_qla::cuda {

@@ -20,27 +20,32 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream)
   const auto stream = static_cast<cudaStream_t>(raw_stream);
   const ConvParams params = conv_params_of(args, p);
   const int32_t units = units_of<kUpdateChannels>(params.parts, params.num_parts);
-  const bool is_short = p.W <= kShortWindow && p.L <= kShortWindow && !present(args.num_accepted_tokens) &&
-                        !present(args.cache_seqlens) && !present(args.draft_states);
   int most = 0;  // channels of a unit
+  bool is_short = p.W <= kShortWindow && p.L <= kShortWindow && !present(args.num_accepted_tokens) &&
+                  !present(args.cache_seqlens) && !present(args.draft_states);
   for (int i = 0; i < params.num_parts; ++i) {
     const ConvPart& part = params.parts[i];
     most = std::max(most, part.l2norm ? part.dim : std::min(part.dim, kUpdateChannels));
+    for (const DeviceTensor* t : {&part.weight, &part.bias, &part.initial_state, &part.final_state, &part.y}) {
+      is_short &= t->data == nullptr || t->dtype == part.x.dtype;
+    }
   }
-  const auto blocks_of = [&](int64_t rows) { return ceil_div(rows * units, kUpdateThreads / 32); };
-  const int64_t blocks = blocks_of(p.N);
   const bool is_narrow = most <= kUpdateChannels;
-  const auto kernel = is_short && is_narrow              ? conv_update_kernel<4, kShortWindow, true>
-                      : is_short                         ? conv_update_kernel<8, kShortWindow, true>
-                      : is_narrow && p.W <= kShortWindow ? conv_update_kernel<4, kShortWindow, false>
-                                                         : conv_update_kernel<8, FLASH_QLA_MAX_CONV_WIDTH, false>;
+  const auto short_kernel = [&](auto value) {
+    using T = decltype(value);
+    return is_narrow ? conv_update_kernel<T, 4> : conv_update_kernel<T, 8>;
+  };
+  const auto kernel = is_short                           ? with_dtype(p.dtype, short_kernel)
+                      : is_narrow && p.W <= kShortWindow ? conv_update_any_kernel<4, kShortWindow>
+                                                         : conv_update_any_kernel<8, FLASH_QLA_MAX_CONV_WIDTH>;
+  const int64_t blocks = ceil_div(p.N * units, kUpdateThreads / 32);
   // In blocks of their own, which run beside the others: a step of one sequence waits for each access to memory.
   const int64_t of_gates = ceil_div(p.B * p.T * p.gate_heads, kUpdateThreads);
   FLASH_QLA_RETURN_IF_ERROR(launch_kernel("conv_update", kernel, blocks + of_gates, kUpdateThreads, 0, stream,
                                           allows_overlap(args.options.device_index), params, units, blocks));
   if (!p.varlen) return Status();
-  return launch("conv_zero_outside", conv_zero_outside_kernel, blocks_of(p.T), kUpdateThreads, 0, stream, params,
-                units);
+  return launch("conv_zero_outside", conv_zero_outside_kernel, ceil_div(p.T * units, kUpdateThreads / 32),
+                kUpdateThreads, 0, stream, params, units);
 }
 
 }  // namespace

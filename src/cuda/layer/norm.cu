@@ -43,12 +43,6 @@ bool takes_vectors(const NormProblem& p, std::initializer_list<const Tensor*> te
          std::all_of(tensors.begin(), tensors.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); });
 }
 
-// Calls f with a value of the dtype.
-template <class Function>
-Status with_dtype(DType type, Function&& f) {
-  return type == DType::kBFloat16 ? f(__nv_bfloat16()) : type == DType::kFloat16 ? f(__half()) : f(float());
-}
-
 template <class Arguments>
 std::string reject(const Arguments&, const NormProblem& p) {
   return p.dtype == DType::kFloat64 ? "needs fp32, bf16 or fp16" : "";

@@ -24,7 +24,7 @@ __device__ __forceinline__ NormRow row_at(const NormParams& p, uint32_t row) {
 // A thread's values of a row; zero where there are none.
 template <class T>
 __device__ __forceinline__ Packed<T> load_values(const NormRows& t, const NormRow& row, int v, bool wanted) {
-  if (!wanted || t.data == nullptr) return zero_packed<T>();
+  if (!wanted || t.data == nullptr) return Packed<T>{};
   return load_packed(static_cast<const T*>(t.data) + row.offset(t) + v);
 }
 template <class T>

@@ -5,25 +5,6 @@
 
 namespace flash_qla::cuda {
 
-template <class T>
-__device__ __forceinline__ float element_to_float(const T& x) {
-  if constexpr (sizeof(T) == 4)
-    return x;
-  else if constexpr (std::is_same_v<T, __half>)
-    return __half2float(x);
-  else
-    return __bfloat162float(x);
-}
-template <class T>
-__device__ __forceinline__ T element_from_float(float x) {
-  if constexpr (sizeof(T) == 4)
-    return x;
-  else if constexpr (std::is_same_v<T, __half>)
-    return __float2half_rn(x);
-  else
-    return __float2bfloat16_rn(x);
-}
-
 // A row as one kernel's thread sees it.
 template <class T>
 struct AnyRow {
@@ -35,10 +16,10 @@ struct AnyRow {
     row = {outer, rest - outer * p.middle.divisor, number - rest * p.inner.divisor};
   }
   __device__ float at(const NormRows& t, int v) const {
-    return element_to_float(static_cast<const T*>(t.data)[row.offset(t) + v * t.column]);
+    return static_cast<float>(static_cast<const T*>(t.data)[row.offset(t) + v * t.column]);
   }
   __device__ void put(const NormRows& t, int v, float x) const {
-    if (t.data != nullptr) static_cast<T*>(t.data)[row.offset(t) + v * t.column] = element_from_float<T>(x);
+    if (t.data != nullptr) static_cast<T*>(t.data)[row.offset(t) + v * t.column] = static_cast<T>(x);
   }
   __device__ NormGate gate(int v) const { return gate_of<T>(p, p.z.data == nullptr ? 0.0f : at(p.z, v)); }
   // What is normalised, and the gradient of what the weight multiplied.

@@ -2,7 +2,7 @@
 // double, so that the same call always has the same bits.
 #pragma once
 
-#include "cuda/common/bulk.cuh"
+#include "cuda/common/overlap.cuh"
 
 namespace flash_qla::cuda {
 

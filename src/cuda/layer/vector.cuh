@@ -9,30 +9,17 @@ namespace flash_qla::cuda {
 constexpr int kVector = 8;
 
 template <class T>
-struct Packed {
+struct alignas(16) Packed {
   uint4 bits[sizeof(T) / 2];
 };
 
 template <class T>
 __device__ __forceinline__ Packed<T> load_packed(const T* p) {
-  Packed<T> v;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) v.bits[i] = reinterpret_cast<const uint4*>(p)[i];
-  return v;
+  return *reinterpret_cast<const Packed<T>*>(p);
 }
-
 template <class T>
 __device__ __forceinline__ void store_packed(T* p, const Packed<T>& v) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) reinterpret_cast<uint4*>(p)[i] = v.bits[i];
-}
-
-template <class T>
-__device__ __forceinline__ Packed<T> zero_packed() {
-  Packed<T> v;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) v.bits[i] = make_uint4(0, 0, 0, 0);
-  return v;
+  *reinterpret_cast<Packed<T>*>(p) = v;
 }
 
 __device__ __forceinline__ void unpack_word(uint32_t word, __nv_bfloat16*, float* x) {
@@ -110,6 +97,12 @@ __device__ __forceinline__ float group_sum(float x, int lanes) {
   if (lanes > 2) x += __shfl_xor_sync(0xffffffffu, x, 2);
   if (lanes > 1) x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x;
+}
+
+// Calls f with a value of the dtype: bf16, fp16, or else fp32.
+template <class Function>
+auto with_dtype(DType type, Function&& f) {
+  return type == DType::kBFloat16 ? f(__nv_bfloat16()) : type == DType::kFloat16 ? f(__half()) : f(float());
 }
 
 // Whether rows of a tensor may be read and written eight channels at a time: they lie side by side, and no row begins
