@@ -49,8 +49,8 @@ struct Plan {
     const ConvBackwardParams params = conv_backward_params_of(args, p);
     grid = conv_grid(params.parts, params.num_parts);
     grid.run_tokens = backward_tokens(p, grid.first_column[FLASH_QLA_MAX_CONV_PARTS]);
-    grid.runs_of_row = ceil_div(p.T, vectors ? grid.run_tokens : kSumTokens);
-    runs_of_row = grid.runs_of_row;
+    runs_of_row = ceil_div(p.T, vectors ? grid.run_tokens : kSumTokens);
+    grid.runs_of_row = static_cast<int32_t>(runs_of_row);
     runs = p.B * runs_of_row;
     if (!vectors) du = workspace->take<float>(p.B * p.T * p.channels);
     sums = workspace->take<float>(runs * p.channels * (p.W + 1));

@@ -15,13 +15,14 @@ struct ConvBackwardRun {
   const ConvBackwardParams& p;
   const ConvBackwardPart& part;
   const ConvPlace& place;
-  const int64_t b, first;
+  const SharedBias& bias;
+  SharedBias& dbias;  // sums
+  const bool has_bias, has_dbias;
+  const int b, first;        // row of the batch, and token, that the run begins with
   const int tokens, beyond;  // of the run; and those of the row from its start on, W - 1 more at most
   const int x_step, dy_step, dx_step;
   const T *x, *dy;
   T* dx;
-  const SharedBias* bias;  // or NULL
-  SharedBias* dbias;       // sums, or NULL where they are not wanted
   float w[kW][kVector], dw[kW][kVector];
 
   __device__ __forceinline__ void fetch(Ring& ring, int i) const {
@@ -34,7 +35,7 @@ struct ConvBackwardRun {
   // From dy of a token to du; v: its inputs.
   __device__ __forceinline__ void gradient(const Packed<T> (&v)[kW], float (&du)[kVector]) {
     float u[kVector];
-    open(bias, u);
+    open(has_bias, bias, u);
 #pragma unroll
     for (int j = 0; j < kW; ++j) {
       float tap[kVector];
@@ -105,7 +106,7 @@ struct ConvBackwardRun {
         for (int c = 0; c < kVector; ++c) d[j][c] = 0.0f;
       }
       int i = begin;
-#pragma unroll 4
+#pragma unroll kW  // the window is where it was after so many
       for (; i < last; ++i) {
         fetch(ring, i + Ring::kSlots - 1);
         ring.wait();
@@ -116,7 +117,7 @@ struct ConvBackwardRun {
 #pragma unroll
           for (int c = 0; c < kVector; ++c) d[kW - 1][c] = 0.0f;
         } else if (i < end) {
-          if (dbias != nullptr) dbias->add(d[kW - 1]);
+          if (has_dbias) dbias.add(d[kW - 1]);
 #pragma unroll
           for (int j = 0; j < kW; ++j) {
             float tap[kVector];
@@ -143,41 +144,56 @@ struct ConvBackwardRun {
   }
 };
 
+// Blocks of a multiprocessor, which give a thread 168 registers or 255. In fp16 an A100's kernel would spill with 168.
+template <class T, bool kNorms>
+constexpr int kBackwardBlocks = std::is_same_v<T, __nv_bfloat16> && !kNorms ? 3 : 2;
+
 // A kernel of its own with norms: what the other does not execute would still take its registers.
 template <class T, int kW, bool kNorms>
-__global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 || kNorms ? 2 : 3)
+__global__ void __launch_bounds__(kConvThreads, kBackwardBlocks<T, kNorms>)
     conv_backward_kernel(const __grid_constant__ ConvBackwardParams p, const __grid_constant__ ConvGrid grid) {
   const int columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
-  const int64_t run = blockIdx.x / columns, b = run / grid.runs_of_row;
-  const ConvPlace place = conv_place(p.parts, grid, static_cast<int>(blockIdx.x - run * columns));
+  const int run = static_cast<int>(blockIdx.x) / columns, b = run / grid.runs_of_row;  // at most 2^31 - 1 tokens
+  const ConvPlace place = conv_place(p.parts, grid, static_cast<int>(blockIdx.x) - run * columns);
   const ConvBackwardPart& part = p.parts[place.part];
-  const int64_t first = (run - b * grid.runs_of_row) * grid.run_tokens, rest = p.sequences.T - first;
-  const int tokens = static_cast<int>(rest < grid.run_tokens ? rest : grid.run_tokens);
-  const int beyond = static_cast<int>(rest < tokens + kW - 1 ? rest : tokens + kW - 1);
+  const int first = (run - b * grid.runs_of_row) * grid.run_tokens, rest = static_cast<int>(p.sequences.T) - first;
+  const int tokens = min(rest, grid.run_tokens);
+  const int beyond = min(rest, tokens + kW - 1);
   const auto at = [&](const DeviceTensor& t) {
     return b * t.stride[0] + first * t.stride[1] + place.head * t.stride[2] + place.dim;
   };
-  ConvBackwardRun<T, kW, kNorms> of_run = {
-      p, part, place, b, first, tokens, beyond, token_step<T>(part.x), token_step<T>(part.dy), token_step<T>(part.dx)};
+  __shared__ SharedBias s_bias, s_dbias;
+  const bool has_bias = part.bias.data != nullptr, has_dbias = part.dbias.data != nullptr;
+  ConvBackwardRun<T, kW, kNorms> of_run = {p,
+                                           part,
+                                           place,
+                                           s_bias,
+                                           s_dbias,
+                                           has_bias,
+                                           has_dbias,
+                                           b,
+                                           first,
+                                           tokens,
+                                           beyond,
+                                           token_step<T>(part.x),
+                                           token_step<T>(part.dy),
+                                           token_step<T>(part.dx)};
   of_run.x = static_cast<const T*>(part.x.data) + at(part.x);
   of_run.dy = static_cast<const T*>(part.dy.data) + at(part.dy);
   of_run.dx = part.dx.data == nullptr ? nullptr : static_cast<T*>(part.dx.data) + at(part.dx);
   TokenRing<T, 2>& ring = *dynamic_shared<TokenRing<T, 2>>();
   for (int i = 0; i + 1 < ring.kSlots; ++i) of_run.fetch(ring, i);
   load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, of_run.w);
-  __shared__ SharedBias s_bias, s_dbias;
-  of_run.bias = part.bias.data == nullptr ? nullptr : &s_bias;
-  if (of_run.bias != nullptr) s_bias.fill(part.bias, place.channel);
-  of_run.dbias = part.dbias.data == nullptr ? nullptr : &s_dbias;
-  if (of_run.dbias != nullptr) s_dbias.clear();
+  if (has_bias) s_bias.fill(part.bias, place.channel);
+  if (has_dbias) s_dbias.clear();
   of_run.all(ring);
   if (!place.active) return;
-  float* out = p.sums + run * (kW + 1) * p.channels + part.channel + place.channel;
+  float* out = p.sums + static_cast<int64_t>(run) * (kW + 1) * p.channels + part.channel + place.channel;
 #pragma unroll
   for (int j = 0; j < kW; ++j) store_packed(out + j * p.channels, pack<float>(of_run.dw[j]));
-  if (of_run.dbias == nullptr) return;
+  if (!has_dbias) return;
   float dbias[kVector];
-  of_run.dbias->read(dbias);
+  s_dbias.read(dbias);
   store_packed(out + kW * p.channels, pack<float>(dbias));
 }
 

@@ -36,7 +36,7 @@ Status run_forward(const Arguments& args, const ConvProblem& p, cudaStream_t str
     }
     const int64_t columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
     grid.run_tokens = run_tokens(p, columns, args.options.device_index);
-    grid.runs_of_row = ceil_div(p.T, grid.run_tokens);
+    grid.runs_of_row = static_cast<int32_t>(ceil_div(p.T, grid.run_tokens));
     const auto launch_typed = p.dtype == DType::kBFloat16  ? launch_conv_forward<__nv_bfloat16>
                               : p.dtype == DType::kFloat16 ? launch_conv_forward<__half>
                                                            : launch_conv_forward<float>;

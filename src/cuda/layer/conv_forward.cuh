@@ -15,7 +15,7 @@ struct ConvGrid {
   int32_t first_column[FLASH_QLA_MAX_CONV_PARTS + 1];  // of each part; the last: columns of all
   int32_t vector_weights;                              // bits: parts whose weights are read as vectors
   int32_t run_tokens;
-  int64_t runs_of_row;
+  int32_t runs_of_row;
 };
 
 // The channels of a thread.
@@ -104,9 +104,11 @@ __device__ __forceinline__ bool load_window(const ConvSequences& s, const Device
   for (int k = 1; k < kW; ++k) {
     const int64_t steps = span.begin - (t - k);  // before the sequence
     if (steps > 0) {
+      int64_t at = slot < 0 ? 0 : offset_of(state, slot, channel, s.L - steps);
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
-        v[kW - 1 - k][c] = slot < 0 ? 0.0f : load<float>(state, offset_of(state, slot, channel + c, s.L - steps));
+        v[kW - 1 - k][c] = slot < 0 ? 0.0f : unpack(state, load_raw(state, at));
+        at += state.stride[1];
       }
     } else {
       unpack(load_packed(at_token(x, -k, step)), v[kW - 1 - k]);
@@ -116,10 +118,10 @@ __device__ __forceinline__ bool load_window(const ConvSequences& s, const Device
 }
 
 // What u begins with.
-__device__ __forceinline__ void open(const SharedBias* bias, float (&u)[kVector]) {
+__device__ __forceinline__ void open(bool has_bias, const SharedBias& bias, float (&u)[kVector]) {
 #pragma unroll
   for (int c = 0; c < kVector; ++c) u[c] = 0.0f;
-  if (bias != nullptr) bias->read(u);
+  if (has_bias) bias.read(u);
 }
 
 // Makes place for the next input, or gradient.
@@ -138,13 +140,13 @@ struct ConvRun {
   const ConvParams& p;
   const ConvPart& part;
   const ConvPlace& place;
-  const int64_t b, first;
+  const SharedBias& bias;
+  const int b, first;
   const int tokens, x_step, y_step;
   const T* x;  // of the run's first token
   T* y;
-  const T* residual;       // or NULL
-  float* norms;            // of the run's first token, where this thread stores a head's; else NULL
-  const SharedBias* bias;  // or NULL
+  const T* residual;  // or NULL
+  float* norms;       // of the run's first token, where this thread stores a head's; else NULL
   float w[kW][kVector];
 
   // From u of token i to what is stored.
@@ -189,13 +191,13 @@ struct ConvRun {
       float v[kW][kVector];  // the last inputs, newest last
       const bool wanted = load_window<T, kW>(p.sequences, part.initial_state, span, first + i, at_token(x, i, x_step),
                                              x_step, place.channel, v);
-#pragma unroll 4
+#pragma unroll kW  // the window is where it was after so many
       for (; i < end; ++i) {
         fetch(ring, i + kNext);
         ring.wait();
         unpack(ring.take(i, 0), v[kW - 1]);
         float u[kVector];
-        open(bias, u);
+        open(part.bias.data != nullptr, bias, u);
 #pragma unroll
         for (int j = 0; j < kW; ++j) {
 #pragma unroll
@@ -218,15 +220,16 @@ template <class T, int kW>
 __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 3 : 4)
     conv_forward_kernel(const __grid_constant__ ConvParams p, const __grid_constant__ ConvGrid grid) {
   const int columns = grid.first_column[FLASH_QLA_MAX_CONV_PARTS];
-  const int64_t run = blockIdx.x / columns, b = run / grid.runs_of_row;
-  const ConvPlace place = conv_place(p.parts, grid, static_cast<int>(blockIdx.x - run * columns));
+  const int run = static_cast<int>(blockIdx.x) / columns, b = run / grid.runs_of_row;  // at most 2^31 - 1 tokens
+  const ConvPlace place = conv_place(p.parts, grid, static_cast<int>(blockIdx.x) - run * columns);
   const ConvPart& part = p.parts[place.part];
-  const int64_t first = (run - b * grid.runs_of_row) * grid.run_tokens, rest = p.sequences.T - first;
-  const int tokens = static_cast<int>(rest < grid.run_tokens ? rest : grid.run_tokens);
+  const int first = (run - b * grid.runs_of_row) * grid.run_tokens, rest = static_cast<int>(p.sequences.T) - first;
+  const int tokens = min(rest, grid.run_tokens);
   const auto at = [&](const DeviceTensor& t) {
     return b * t.stride[0] + first * t.stride[1] + place.head * t.stride[2] + place.dim;
   };
-  ConvRun<T, kW> run_of = {p, part, place, b, first, tokens, token_step<T>(part.x), token_step<T>(part.y)};
+  __shared__ SharedBias s_bias;
+  ConvRun<T, kW> run_of = {p, part, place, s_bias, b, first, tokens, token_step<T>(part.x), token_step<T>(part.y)};
   run_of.x = static_cast<const T*>(part.x.data) + at(part.x);
   run_of.y = static_cast<T*>(part.y.data) + at(part.y);
   run_of.residual =
@@ -235,9 +238,7 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 3 : 4)
   TokenRing<T, 1>& ring = *dynamic_shared<TokenRing<T, 1>>();
   for (int i = 0; i + 1 < ring.kSlots; ++i) run_of.fetch(ring, i);
   load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, run_of.w);
-  __shared__ SharedBias s_bias;
-  run_of.bias = part.bias.data == nullptr ? nullptr : &s_bias;
-  if (run_of.bias != nullptr) s_bias.fill(part.bias, place.channel);
+  if (part.bias.data != nullptr) s_bias.fill(part.bias, place.channel);
   run_of.norms = nullptr;
   if (part.inverse_norm.data != nullptr && place.active && place.dim == 0) {
     run_of.norms = static_cast<float*>(part.inverse_norm.data) + offset_of(part.inverse_norm, b, first, place.head);

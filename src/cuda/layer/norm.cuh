@@ -105,12 +105,12 @@ __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
   const uint32_t step = gridDim.x * groups * kRows;
   const int v = static_cast<int>(lane) * kVector;
   const bool active = v < p.V;
-  uint32_t first = blockIdx.x * groups * kRows + (threadIdx.x >> p.lane_bits);
+  const uint32_t group = threadIdx.x >> p.lane_bits;
   Packed<T> next_x[kRows], next_z[kRows], next_d[kRows];
-  const auto load_next = [&](uint32_t from) {
+  const auto load_next = [&](uint32_t round) {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const uint32_t number = from + k * groups;
+      const uint32_t number = round + k * groups + group;
       const bool wanted = active && number < p.rows;
       const NormRow row = row_at(p, number);
       next_x[k] = load_values<T>(p.x, row, v, wanted);
@@ -118,21 +118,22 @@ __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
       next_d[k] = load_values<T>(p.dy, row, v, wanted);
     }
   };
-  load_next(first);
+  uint32_t round = blockIdx.x * groups * kRows;
+  load_next(round);
   float w[kVector], b[kVector], dw[kVector], db[kVector];
   load_of_columns(p.weight, v, p.V, 1.0f, w);
   load_of_columns(p.bias, v, p.V, 0.0f, b);
 #pragma unroll
   for (int c = 0; c < kVector; ++c) dw[c] = db[c] = 0.0f;
   // Every thread of a block goes through as many rounds: the sums are the warp's.
-  for (uint32_t round = blockIdx.x * groups * kRows; round < p.rows; round += step, first += step) {
+  for (; round < p.rows; round += step) {
     Packed<T> raw_x[kRows], raw_z[kRows], raw_d[kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k) raw_x[k] = next_x[k], raw_z[k] = next_z[k], raw_d[k] = next_d[k];
-    load_next(first + step);
+    load_next(round + step);
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const uint32_t number = first + k * groups;
+      const uint32_t number = round + k * groups + group;
       const bool wanted = number < p.rows;
       float x[kVector], z[kVector], d[kVector], sum = 0.0f;
       unpack(raw_x[k], x);
