@@ -81,16 +81,15 @@ TEST(Sm80Plan, CostsAgreeWithWhatWasMeasured) {
     double microseconds;
   };
   constexpr int kCard = 132;
-  for (const Measured& m :
-       {Measured{{32, 128, 128}, 2, 1, 1, 273.7}, Measured{{32, 128, 128}, 2, 4, 1, 245.5},
-        Measured{{8, 64, 64}, 1, 1, 1, 166.3},    Measured{{8, 64, 64}, 1, 1, 8, 76.8},
-        Measured{{8, 64, 64}, 1, 4, 1, 70.9},     Measured{{16, 64, 128}, 2, 1, 1, 177.8},
-        Measured{{16, 64, 128}, 2, 4, 1, 96.1},   Measured{{8, 96, 96}, 1, 1, 1, 197.7},
-        Measured{{8, 96, 96}, 1, 1, 4, 127.8},    Measured{{8, 96, 96}, 1, 4, 1, 88.6},
-        Measured{{30, 96, 192}, 1, 1, 1, 345.3},  Measured{{30, 96, 192}, 1, 4, 1, 333},
-        Measured{{8, 128, 256}, 1, 1, 1, 238.2},  Measured{{8, 128, 256}, 1, 1, 4, 186.3},
-        Measured{{8, 128, 256}, 1, 4, 1, 127.8},  Measured{{8, 256, 256}, 1, 1, 1, 438.3},
-        Measured{{8, 256, 256}, 1, 1, 4, 302.9},  Measured{{8, 256, 256}, 1, 4, 1, 217.8}}) {
+  for (const Measured& m : {Measured{{32, 128, 128}, 2, 1, 1, 273.7}, Measured{{32, 128, 128}, 2, 4, 1, 245.5},
+                            Measured{{8, 64, 64}, 1, 1, 1, 166.3}, Measured{{8, 64, 64}, 1, 1, 8, 76.8},
+                            Measured{{8, 64, 64}, 1, 4, 1, 70.9}, Measured{{16, 64, 128}, 2, 1, 1, 177.8},
+                            Measured{{16, 64, 128}, 2, 4, 1, 96.1}, Measured{{8, 96, 96}, 1, 1, 1, 197.7},
+                            Measured{{8, 96, 96}, 1, 1, 4, 127.8}, Measured{{8, 96, 96}, 1, 4, 1, 88.6},
+                            Measured{{30, 96, 192}, 1, 1, 1, 345.3}, Measured{{30, 96, 192}, 1, 4, 1, 333},
+                            Measured{{8, 128, 256}, 1, 1, 1, 238.2}, Measured{{8, 128, 256}, 1, 1, 4, 186.3},
+                            Measured{{8, 128, 256}, 1, 4, 1, 127.8}, Measured{{8, 256, 256}, 1, 1, 1, 438.3},
+                            Measured{{8, 256, 256}, 1, 1, 4, 302.9}, Measured{{8, 256, 256}, 1, 4, 1, 217.8}}) {
     Problem p = problem_of(m.row, m.sequences, 8192 / m.sequences);
     p.group = m.group;
     p.Hq = p.Hv / p.group;

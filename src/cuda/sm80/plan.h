@@ -46,8 +46,8 @@ inline double step_clocks(int64_t blocks, int strips, int64_t K, bool outputs, i
                          : on_one == 3 ? (cost::kTwo + cost::kFour) / 2
                                        : cost::kFour / 4 * static_cast<double>(on_one);
   const int64_t rows = kStep * keys * 2, values = strips * kStep * kStrip * 2;
-  const size_t record = outputs ? sizeof(StepRecord) : offsetof(StepRecord, scaled_gamma);
-  const int64_t bytes = (outputs ? 2 : 1) * rows + static_cast<int64_t>(record) + values;
+  const int64_t record = outputs ? static_cast<int64_t>(sizeof(StepRecord)) : kStateRecordBytes;
+  const int64_t bytes = (outputs ? 2 : 1) * rows + record + values;
   return std::max(
       (cost::kOneStep + cost::kOneStepPerKey * static_cast<double>(keys)) * waiting * (outputs ? 1 : cost::kStates),
       static_cast<double>(blocks * bytes) / (cost::kLoadedBytes * static_cast<double>(sms)));

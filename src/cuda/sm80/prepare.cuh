@@ -316,8 +316,8 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
           pack2<T>(j < i ? x * inverse.x : 0.f, j + 1 < i ? y * inverse.y : 0.f);
       if constexpr (kOutputs) {
         const float2 product = load_pair(s.qk() + element), beta = load_pair(gates.beta + j);
-        *reinterpret_cast<uint32_t*>(record.outputs + at) =
-            pack2<T>(j > i ? 0.f : p.scale * product.x * x * beta.x, j + 1 > i ? 0.f : p.scale * product.y * y * beta.y);
+        *reinterpret_cast<uint32_t*>(record.outputs + at) = pack2<T>(
+            j > i ? 0.f : p.scale * product.x * x * beta.x, j + 1 > i ? 0.f : p.scale * product.y * y * beta.y);
       }
     }
   });

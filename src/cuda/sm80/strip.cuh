@@ -11,14 +11,15 @@ struct StripPlace {
   int K, V;
 };
 
-// Goes through a lane's elements of a [K, V] state, whatever its strides: calls visit(tile, element, reference) for those
-// that are inside. No instruction waits for another one's data, and few are needed for an element: this code runs once
-// in a block, so that fetching it takes as long as the state itself.
+// Goes through a lane's elements of a [K, V] state, whatever its strides: calls visit(tile, element, reference) for
+// those that are inside. No instruction waits for another one's data, and few are needed for an element: this code runs
+// once in a block, so that fetching it takes as long as the state itself.
 template <class Element, int kTiles, class Visit>
 __device__ __forceinline__ void visit_elements(const DeviceStates& t, int64_t row, const StripPlace& place,
                                                Visit visit) {
   const int column = place.column + place.lane / 4, first_key = place.lane % 4 * 2;
-  Element* at = static_cast<Element*>(t.data) + row * t.row + place.head * t.head + column * t.value + first_key * t.key;
+  Element* at =
+      static_cast<Element*>(t.data) + row * t.row + place.head * t.head + column * t.value + first_key * t.key;
   // Keys from the lane's first on, of both of its columns.
   const int keys[] = {column < place.V ? place.K - first_key : 0, column + 8 < place.V ? place.K - first_key : 0};
 #pragma unroll
