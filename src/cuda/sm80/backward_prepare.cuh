@@ -26,45 +26,6 @@ __device__ inline void write_gates(const BackwardPrepareParams& p, const HeadGat
   gates.beta[t] = beta;
 }
 
-// Calls visit(row, column, i, j, at) for the blocks on and below the diagonals of both steps: `at` is a lane's place in
-// a block, elements (i, j) and (i, j + 1) of the chunk's matrix, or with kTransposed (i, j) and (i + 1, j).
-template <bool kTransposed, class Visit>
-__device__ __forceinline__ void visit_blocks(Visit visit) {
-  static_assert(kTileRows == kPrepareWarps);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int down = kTransposed ? lane % 4 * 2 : lane / 4, right = kTransposed ? lane / 4 : lane % 4 * 2;
-#pragma unroll 1
-  for (int step = 0; step < kStepsPerChunk; ++step) {
-    const int row = step % 2 == 0 ? warp : kTileRows - 1 - warp;  // a long row of the one and a short one of the other
-#pragma unroll 1
-    for (int column = 0; column <= row; ++column) {
-      visit(step, row, column, step * kStep + 8 * row + down, step * kStep + 8 * column + right, lane * 4);
-    }
-  }
-}
-
-// G_ij; above the diagonal, where the exponent may be large, 0.
-__device__ __forceinline__ float decay_between(const HeadGates& gates, int i, int j) {
-  return j > i ? 0.f : exp2_approx((gates.high[i] - gates.high[j]) + (gates.low[i] - gates.low[j]));
-}
-
-// strict(G o T) for the forward pass. s.inverse: T.
-template <class T>
-__device__ void write_transforms(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
-  visit_blocks<false>([&](int step, int row, int column, int i, int j, int at) {
-    for (int h = 0; h < heads; ++h) {
-      float x[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float T_ij = s.inverse(h)[lower_index(i, j) + e];
-        x[e] = j + e < i ? decay_between(s.gates[h], i, j + e) * T_ij : 0.f;
-      }
-      char* to = record_at(p, chunk, first + h, step)->transform + triangle_block(row, column) * kBlockBytes;
-      *reinterpret_cast<uint32_t*>(to + at) = pack2<T>(x[0], x[1]);
-    }
-  });
-}
-
 // strict(G o A) and P, transposed, for the reverse pass. s.inverse: A.
 template <class T>
 __device__ void write_transposed(const BackwardPrepareParams& p, const PrepareMemory& s, int64_t chunk, int first,
@@ -72,10 +33,11 @@ __device__ void write_transposed(const BackwardPrepareParams& p, const PrepareMe
   visit_blocks<true>([&](int step, int row, int column, int i, int j, int at) {
     at += transposed_block(row, column) * kBlockBytes;
     for (int h = 0; h < heads; ++h) {
+      const HeadGates& gates = s.gates[h];
       float inverse[2], score[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float G = decay_between(s.gates[h], i + e, j);
+        const float G = decay_between(j > i + e, gates.high[i + e], gates.high[j], gates.low[i + e], gates.low[j]);
         const int element = lower_index(i + e, j);
         inverse[e] = j < i + e ? G * s.inverse(h)[element] : 0.f;
         score[e] = j <= i + e ? p.common.scale * G * s.qk()[element] : 0.f;
@@ -100,20 +62,21 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
-    if (warp < heads) sum_gates(p.common, place, first + warp, s.gates[warp]);
+    load_gates(p.common, place, first, heads, s.gates);
     if (first == place.first_head) {
       cp_async_wait<0>();
       __syncthreads();
       multiply_rows<T, kKeys>(s, false);
     }
     __syncthreads();
-    static_assert(kPrepareThreads == kHeadsAtOnce * kChunk);
-    const int of = threadIdx.x / kChunk;
-    if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
+    const int sums_of = short_columns_head(warp);
+    if (sums_of < heads) sum_gates(p.common, place, first + sums_of, s.gates[sums_of]);
     const int slot = min(lane / kSide, heads - 1), last = (warp / 2 + 1) * 2;
     substitute<false>(s.kk(), s.gates[slot].beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();
-    write_transforms<T>(p.common, s, place.chunk, first, heads);
+    const int of = threadIdx.x / kChunk;
+    if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
+    write_triangles<T, false>(p.common, s, place.chunk, first, heads);
     __syncthreads();
     substitute<true>(s.kk(), s.gates[slot].beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();

@@ -1,6 +1,7 @@
 // What the blocks of the serial passes have in common: the ring of stages, and the warp that loads into it.
 #pragma once
 
+#include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -87,40 +88,16 @@ __device__ __forceinline__ bool forgets(const ForwardParams& p, int first_chunk,
   return sum <= p.decay_threshold;
 }
 
-// What the warps of a block want to know at times only lies in shared memory, between the barriers and the stages: in
-// between it costs no registers.
-struct BlockPlace {
-  int n, head, column, first_chunk;  // as in Part; value head, first value column
-  int offset, copy_row, end_row;
-  bool last, transition;
+// What the warps of a block want to know at times only lies in shared memory, between the barriers and the stages, and
+// is read where it is needed: in between it costs no registers.
+struct Place {
+  Part part;
+  int head, column;  // value head, first value column of the block
 };
+static_assert(sizeof(Place) <= kPlaceBytes);
 
-__device__ __forceinline__ void store_place(uint32_t shared, const BlockPlace& place) {
-  const auto bits = [](int x) { return static_cast<uint32_t>(x); };
-  store_shared_u4(shared, make_uint4(bits(place.n), bits(place.head), bits(place.column), bits(place.first_chunk)));
-  store_shared_u4(shared + 16, make_uint4(bits(place.offset), bits(place.copy_row), bits(place.end_row),
-                                          (place.last ? 1u : 0u) | (place.transition ? 2u : 0u)));
-}
-__device__ __forceinline__ BlockPlace load_place(uint32_t shared) {
-  const uint4 a = load_shared_u4(shared), b = load_shared_u4(shared + 16);
-  return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z),
-          static_cast<int>(a.w), static_cast<int>(b.x), static_cast<int>(b.y),
-          static_cast<int>(b.z), (b.w & 1) != 0,        (b.w & 2) != 0};
-}
-
-// The tokens of a block's part, as in Part, behind that.
-struct TokenPlace {
-  int b, begin, length;
-};
-inline constexpr int kTokenPlaceAt = 32;
-
-__device__ __forceinline__ void store_token_place(uint32_t shared, const TokenPlace& place) {
-  store_shared_u4(shared + kTokenPlaceAt, make_uint4(static_cast<uint32_t>(place.b), static_cast<uint32_t>(place.begin),
-                                                     static_cast<uint32_t>(place.length), 0));
-}
-__device__ __forceinline__ TokenPlace load_token_place(uint32_t shared) {
-  const uint4 x = load_shared_u4(shared + kTokenPlaceAt);
-  return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z)};
+__device__ __forceinline__ Place& place_of_block() {
+  return *reinterpret_cast<Place*>(dynamic_shared<char>() + Traits<64>::kPlaceAt);
 }
 
 // The stages of a block's ring, and where a warp is in it.
@@ -161,16 +138,8 @@ class Ring {
   uint32_t place_ = 0;  // twice the stage's number, and the parity of the phases that have been waited for
 };
 
-__device__ __forceinline__ const StepRecord* record_at(const ForwardParams& p, int64_t first_chunk, int head,
-                                                       int step) {
-  return p.records + ((first_chunk + step / kStepsPerChunk) * p.Hv + head) * kStepsPerChunk + step % kStepsPerChunk;
-}
-
 // Copies values of a step for a block's strips; a lane's column is the same in every row.
-template <int kKeys>
 class ValueCopier {
-  using Tr = Traits<kKeys>;
-
  public:
   // `column`: the block's first; without `values` all become zero.
   __device__ __forceinline__ ValueCopier(const Rows& rows, int column, int strips, int lane, bool values) {
@@ -180,9 +149,10 @@ class ValueCopier {
     rows_on_ = 32 >> piece_bits;
     inside_ = values && column / 8 + piece_ < rows.pieces;
   }
-  // `count` rows from `from` on, `stride` elements apart; those past them become zero.
+  // `count` rows from `from` on, `stride` elements apart; those past them become zero. A copy of nothing wants a legal
+  // address, too.
   __device__ __forceinline__ void copy(uint32_t values, const uint16_t* from, int64_t stride, int count) const {
-    values += static_cast<uint32_t>(piece_ / 2 * Tr::kValueBytes);
+    values += static_cast<uint32_t>(piece_ / 2 * kValueBytes);
     const uint16_t* at = from + first_row_ * stride + 8 * piece_;
 #pragma unroll 2
     for (int row = first_row_; row < kStep; row += rows_on_, at += rows_on_ * stride) {
@@ -196,37 +166,40 @@ class ValueCopier {
   bool inside_;
 };
 
-// The warp that loads: steps of a sequence into the ring.
-template <int kKeys, bool kOutputs>
-__device__ void load_steps(const ForwardParams& p, const Part& part, int head, int column, int lane,
-                           uint32_t first_stage, Ring ring) {
-  using Tr = Traits<kKeys>;
-  const int key_head = head / p.group;
-  const uint16_t* k = row_at(p.k, part.b, part.begin, key_head);
-  const uint16_t* q = row_at(p.q, part.b, part.begin, key_head);
-  // A transition has no values: nothing is read of them.
-  const uint16_t* v = row_at(p.v, part.b, part.begin, head) + (part.transition ? 0 : column);
+// The warp that loads: steps of a part into the ring, kBack from its last to its first. kRecordBytes: what is copied of
+// a record. `values`: V or dO, null: zero. Those of a transition are zero, too.
+template <int kKeys, bool kQueries, bool kBack, int kRecordBytes, class Record>
+__device__ void load_steps(const ForwardParams& p, const Part& part, const Record* records, const Rows& values,
+                           int head, int column, int lane, uint32_t first_stage, Ring ring) {
+  using Tr = Traits<kKeys, Record>;
+  const int steps = static_cast<int>(ceil_div(part.length, kStep)), key_head = head / p.group;
+  const bool has_values = values.data != nullptr && !part.transition;
   const TileCopier<kKeys, kStep, 32> copy_keys(p.k.pieces, lane), copy_queries(p.q.pieces, lane);
-  const ValueCopier<kKeys> copy_values(p.v, column, p.strips, lane, !part.transition);
-  const int steps = static_cast<int>(ceil_div(part.length, kStep));
-  for (int step = 0; step < steps; ++step, ring.next()) {
-    const int count = min(kStep, part.length - step * kStep);
+  const ValueCopier copy_values(values, column, p.strips, lane, has_values);
+  const int64_t direction = kBack ? -kStep : kStep, first_token = part.begin + (kBack ? (steps - 1) * kStep : 0);
+  const uint16_t* k = row_at(p.k, part.b, first_token, key_head);
+  const uint16_t* q = row_at(p.q, part.b, first_token, key_head);
+  const uint16_t* v = row_at(values, part.b, first_token, head) + column;
+  for (int i = 0; i < steps; ++i, ring.next()) {
+    const int step = kBack ? steps - 1 - i : i, count = min(kStep, part.length - step * kStep);
     const uint32_t stage = ring.stage(first_stage);
     ring.wait_free();
     copy_keys.copy(stage + Tr::kKeysAt, k, p.k.token, count);
-    const char* record = reinterpret_cast<const char*>(record_at(p, part.first_chunk, head, step)) + lane * 16;
-    constexpr int kRecordPieces = (kOutputs ? Tr::kRecordBytes : Tr::kStateRecordBytes) / 16;
+    const int64_t chunk = part.first_chunk + step / kStepsPerChunk;
+    const char* record =
+        reinterpret_cast<const char*>(records + (chunk * p.Hv + head) * kStepsPerChunk + step % kStepsPerChunk);
+    constexpr int kPieces = kRecordBytes / 16;
 #pragma unroll
-    for (int i = 0; i < kRecordPieces; i += 32) {
-      if (i + 32 > kRecordPieces && i + lane >= kRecordPieces) continue;
-      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((i + lane) * 16), record + i * 16);
+    for (int piece = 0; piece < kPieces; piece += 32) {
+      if (piece + 32 > kPieces && piece + lane >= kPieces) continue;
+      cp_async_16(stage + Tr::kRecordAt + static_cast<uint32_t>((piece + lane) * 16), record + (piece + lane) * 16);
     }
-    copy_values.copy(stage + Tr::kValuesAt, v, p.v.token, count);
-    if (kOutputs) copy_queries.copy(stage + Tr::kQueriesAt, q, p.q.token, count);
+    copy_values.copy(stage + Tr::kValuesAt, has_values ? v : k, values.token, count);
+    if (kQueries) copy_queries.copy(stage + Tr::kQueriesAt, q, p.q.token, count);
     cp_async_arrive(ring.full());
-    k += kStep * p.k.token;
-    q += kStep * p.q.token;
-    v += kStep * p.v.token;
+    k += direction * p.k.token;
+    q += direction * p.q.token;
+    v += direction * values.token;
   }
 }
 

@@ -9,33 +9,22 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// With 256 keys a strip needs every register. What is made from a thread's number anew in each step takes none; but for
-// compute capability 12.0 ptxas 13.0 spills one with it, and none without.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-template <int kKeys>
-inline constexpr bool kNumbersAnew = false;
-#else
-template <int kKeys>
-inline constexpr bool kNumbersAnew = kKeys == 256;
-#endif
-
-__device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const BlockPlace& block) {
+__device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const Place& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
           p.K, p.V};
 }
 
 // What is kept of the state after the first `tokens` tokens of a part: a multiple of 64 before its end, or all.
 template <bool kOutputs, class State>
-__device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shared_place, bool at_end, int tokens,
-                                           State& state) {
-  const BlockPlace block = load_place(shared_place);
-  const StripPlace place = strip_place(p, block);
-  const int64_t chunk = block.first_chunk + tokens / kChunkSize;
-  const int of_sequence = block.offset + tokens;
-  const bool ends = at_end && block.last;
+__device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, int tokens, State& state) {
+  const StripPlace place = strip_place(p, place_of_block());
+  const Part& part = place_of_block().part;
+  const int64_t chunk = part.first_chunk + tokens / kChunkSize;
+  const int of_sequence = part.offset + tokens;
+  const bool ends = at_end && part.last;
   if constexpr (!kOutputs) {  // of segments
-    const DeviceStates& to = at_end && block.transition ? p.transitions : p.starts;
-    const int row = at_end ? block.end_row : tokens == 0 ? block.copy_row : -1;
+    const DeviceStates& to = at_end && part.transition ? p.transitions : p.starts;
+    const int row = at_end ? part.end_row : tokens == 0 ? part.copy_row : -1;
     if (row >= 0 && row < to.rows) {
       visit_padded(state, to, row, place,
                    [](float2& to, float first, float second) { to = make_float2(first, second); });
@@ -53,13 +42,13 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, uint32_t shar
     } else if (kind == 1 && p.checkpoint_every > 0 && of_sequence > 0 && of_sequence % p.checkpoint_every == 0 &&
                (ends || !at_end)) {  // at a cut the next part keeps it
       to = p.checkpoints;
-      row = load_index(p.checkpoint_starts, block.n) + of_sequence / p.checkpoint_every - 1;
+      row = load_index(p.checkpoint_starts, part.n) + of_sequence / p.checkpoint_every - 1;
     } else if (kind == 2 && ends) {
       to = p.final_state;
-      row = block.n;
+      row = part.n;
     } else if (kind == 3 && ends) {
       to = p.pool;
-      row = write_slot(p.pool_indices, block.n, 0);
+      row = write_slot(p.pool_indices, part.n, 0);
     } else if (kind > 3) {
       to = p.listed_states;
       row = entry;
@@ -80,8 +69,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   state.clear();
   OutputRows<T> o;
   {
-    const BlockPlace block = load_place(barriers + Tr::kPlaceAt);
-    const StripPlace place = strip_place(p, block);
+    const StripPlace place = strip_place(p, place_of_block());
     DeviceStates from{};
     int64_t row = part.n;
     if (kOutputs && part.start_row >= 0) {
@@ -113,16 +101,16 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
     const bool at_end = done >= part.length;
     // A segment's initial state is kept at its start alone.
     if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
-      keep_state<kOutputs>(p, barriers + Tr::kPlaceAt, at_end, at_end ? part.length : done, state);
+      keep_state<kOutputs>(p, at_end, at_end ? part.length : done, state);
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-    if (kNumbersAnew<kKeys>) make_opaque(thread);
+    if (kKeys == 256) make_opaque(thread);  // what is made from it anew takes no register, of which there is none left
     if (kTwoStages) ring.set_of_two(number);
     const int lane = thread % 32;
     ring.wait_full();
     const uint32_t stage = ring.stage(barriers + Tr::kStagesAt);
-    step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * Tr::kValueBytes), lane, packed);
+    step.begin(stage, stage + Tr::kValuesAt + static_cast<uint32_t>(thread / 32 * kValueBytes), lane, packed);
     step.finish(o, done);  // before the first step there is nothing to store
     step.run(state, packed, o, done);
     ring.release(lane);
@@ -168,13 +156,14 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   const uint32_t barriers = smem_address(dynamic_shared<char>());
   if (threadIdx.x == 0) {
     Ring::init(barriers, p.stages, strips);
-    store_place(barriers + Tr::kPlaceAt, {part.n, head, column, part.first_chunk, part.offset, part.copy_row,
-                                          part.end_row, part.last, transition});
+    place_of_block() = {part, head, column};
   }
   __syncthreads();
   const Ring ring(barriers, p.stages, p.stage_bytes);
   if (warp == p.strips) {
-    load_steps<kKeys, kOutputs>(p, part, head, column, lane, barriers + Tr::kStagesAt, ring);
+    constexpr int kRecordBytes = kOutputs ? Tr::kRecordBytes : kStateRecordBytes;
+    load_steps<kKeys, kOutputs, false, kRecordBytes>(p, part, p.records, p.v, head, column, lane,
+                                                     barriers + Tr::kStagesAt, ring);
   } else if (warp < strips) {
     carry_strip<T, kKeys, kOutputs>(p, part, slot, barriers, ring);
   }

@@ -10,23 +10,28 @@
 
 namespace flash_qla::cuda::sm80 {
 
-// What a call costs, in clocks, by what was measured on an H100 (docs/kernels/sm80.md compares them).
+// What a call costs, in clocks at 1.755 GHz: fitted to the 18 times of benchmarks/results/h100_portable_forward.json
+// (commit 1c2289f), which they meet within 10 %.
 namespace cost {
 // A step of a strip that is alone on its multiprocessor waits for its own products.
-inline constexpr double kOneStep = 310, kOneStepPerKey = 7.9;
-// How much longer two and four of them on one take: the more, the fewer keys (64: 2.2).
-inline constexpr double kTwo = 1.05, kFour = 1.5, kFourOfFewKeys = 2.9, kFourPerKey = 0.011;
-// What a multiprocessor gets of the L2 cache in a clock while all of them ask, and alone: bytes.
-inline constexpr double kLoadedBytes = 16, kLoadedBytesAlone = 48;
-// Of a step for states alone, in one with outputs: two products of three.
-inline constexpr double kStates = 0.65;
+inline constexpr double kOneStep = 370, kOneStepPerKey = 7.5;
+// How much longer two and four of them on one take.
+inline constexpr double kTwo = 1.02, kFour = 1.5;
+// What a multiprocessor gets of the L2 cache in a clock while all of them ask, and alone: bytes. An earlier form of the
+// kernels with one strip to a block was bound by 16, calls of today would not fit with fewer than 20.
+inline constexpr double kLoadedBytes = 20, kLoadedBytesAlone = 48;
+// Of a step for states alone, in one with outputs.
+inline constexpr double kStates = 0.5;
 // Of two passes over segments, whatever their length, beyond what one pass over whole sequences takes: a launch,
 // finding a block's segment, the first loads, states on their way out and in.
-inline constexpr double kCut = 24000;
+inline constexpr double kCut = 13000;
 // Of the scan, and of a segment in it, where it does not wait for bytes: counted in its instructions, not measured.
 inline constexpr double kScan = 6000, kSegment = 650, kSegmentPerKey = 5;
-// A block of `prepare`, of which each multiprocessor works on several: its share of them, for a pair of value heads.
-inline constexpr double kPrepare = 1800, kPreparePerKey = 44;
+// A chunk and key head in `prepare`, of which each multiprocessor works on several: its share of them; and one of their
+// value heads.
+inline constexpr double kPrepare = 1500, kPreparePerKey = 44, kPrepareHead = 1200;
+// What every call takes, whatever its length: four launches, offsets, the first loads and the last stores.
+inline constexpr double kCall = 24000;
 // A cut has to save this part of a call: the numbers above are right to about as much.
 inline constexpr double kLeastGain = 0.1;
 }  // namespace cost
@@ -36,14 +41,13 @@ inline constexpr double kLeastGain = 0.1;
 inline double step_clocks(int64_t blocks, int strips, int64_t K, bool outputs, int multiprocessors) {
   const int64_t sms = std::max(multiprocessors, 1), keys = padded_keys(K);
   const int64_t on_one = ceil_div(blocks, sms) * strips;
-  const double four = std::max(cost::kFour, cost::kFourOfFewKeys - cost::kFourPerKey * static_cast<double>(keys));
   const double waiting = on_one <= 1   ? 1
                          : on_one == 2 ? cost::kTwo
-                         : on_one == 3 ? (cost::kTwo + four) / 2
-                                       : four / 4 * static_cast<double>(on_one);
+                         : on_one == 3 ? (cost::kTwo + cost::kFour) / 2
+                                       : cost::kFour / 4 * static_cast<double>(on_one);
   const int64_t rows = kStep * keys * 2, values = strips * kStep * kStrip * 2;
-  const size_t record = outputs ? sizeof(StepRecord) : offsetof(StepRecord, scaled_gamma);
-  const int64_t bytes = (outputs ? 2 : 1) * rows + static_cast<int64_t>(record) + values;
+  const int64_t record = outputs ? static_cast<int64_t>(sizeof(StepRecord)) : kStateRecordBytes;
+  const int64_t bytes = (outputs ? 2 : 1) * rows + record + values;
   return std::max(
       (cost::kOneStep + cost::kOneStepPerKey * static_cast<double>(keys)) * waiting * (outputs ? 1 : cost::kStates),
       static_cast<double>(blocks * bytes) / (cost::kLoadedBytes * static_cast<double>(sms)));
@@ -111,9 +115,11 @@ inline double pass_clocks(const Problem& p, int64_t chunks, int64_t segments, in
   return outputs + states + cost::kCut + cost::kScan + segment * static_cast<double>(segments - 2);
 }
 
-inline double prepare_clocks(const Problem& p, int multiprocessors) {
-  const double pairs = static_cast<double>(p.chunk_bound * p.Hq * ceil_div(p.group, 2));
-  return pairs / std::max(multiprocessors, 1) * (cost::kPrepare + cost::kPreparePerKey * padded_keys(p.K));
+// Clocks of all else.
+inline double other_clocks(const Problem& p, int multiprocessors) {
+  const double of_keys = static_cast<double>(p.Hq) * (cost::kPrepare + cost::kPreparePerKey * padded_keys(p.K));
+  const double of_values = static_cast<double>(p.Hv) * cost::kPrepareHead;
+  return cost::kCall + static_cast<double>(p.chunk_bound) / std::max(multiprocessors, 1) * (of_keys + of_values);
 }
 
 inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, int multiprocessors, bool smaller_too) {
@@ -151,7 +157,7 @@ inline SplitPlan plan_split(const Problem& p, const flash_qla_options& options, 
         least = cut;
         rule.least_chunks = static_cast<int32_t>(std::max<int64_t>(kLeastChunks, chunks / segments));
       }
-      if (whole - least < cost::kLeastGain * (whole + prepare_clocks(p, multiprocessors))) {
+      if (whole - least < cost::kLeastGain * (whole + other_clocks(p, multiprocessors))) {
         return none("would not gain enough");
       }
     }

@@ -194,19 +194,30 @@ __device__ __forceinline__ StepRecord* record_at(const PrepareParams& p, int64_t
   return p.records + (chunk * p.Hv + head) * kStepsPerChunk + step;
 }
 
-// The gates of a value head, by one warp: sums in double, in shared memory and in the records.
+// Gates of value heads from `first` on, a token a thread: beta, and log decays where their sums will be.
+__device__ inline void load_gates(const PrepareParams& p, const PreparePlace& place, int first, int heads,
+                                  HeadGates* gates) {
+  static_assert(kPrepareThreads == kHeadsAtOnce * kChunk);
+  const int of = threadIdx.x / kChunk, head = first + of, t = threadIdx.x % kChunk;
+  if (of >= heads) return;
+  float g = 0.f, beta = 0.f;
+  if (t < place.count) {
+    g = clamp_log_decay(log_decay<float>(p.gates, place.b, place.token + t, head, t == 0));
+    beta = effective_beta<float>(p.gates, place.b, place.token + t, head);
+  }
+  gates[of].high[t] = g;
+  gates[of].beta[t] = beta;
+}
+
+__device__ __forceinline__ float2 load_pair(const float* at) { return *reinterpret_cast<const float2*>(at); }
+
+// The sums of a value head's log decays, by one warp: in double, to shared memory and to the records.
 __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& place, int head, HeadGates& s) {
   constexpr int kLanesPerStep = kStep / 2;
   constexpr double kLog2E = 1.4426950408889634;
   const int lane = threadIdx.x % 32, step = lane / kLanesPerStep;
-  float g[2] = {}, beta[2] = {};  // of a lane's two tokens
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const int t = 2 * lane + e;
-    if (t >= place.count) continue;
-    g[e] = clamp_log_decay(log_decay<float>(p.gates, place.b, place.token + t, head, t == 0));
-    beta[e] = effective_beta<float>(p.gates, place.b, place.token + t, head);
-  }
+  const float2 gs = load_pair(s.high + 2 * lane), betas = load_pair(s.beta + 2 * lane);  // of a lane's two tokens
+  const float g[] = {gs.x, gs.y}, beta[] = {betas.x, betas.y};
   double sum = static_cast<double>(g[0]) + static_cast<double>(g[1]);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -238,7 +249,6 @@ __device__ inline void sum_gates(const PrepareParams& p, const PreparePlace& pla
   const auto keep = [](float* to, const float (&x)[2]) { *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]); };
   keep(s.high + 2 * lane, high);
   keep(s.low + 2 * lane, low);
-  keep(s.beta + 2 * lane, beta);
   keep(record.gamma + at, gamma);
   keep(record.update + at, update);
   const float scaled[2] = {p.scale * gamma[0], p.scale * gamma[1]};
@@ -261,47 +271,56 @@ __device__ inline void write_decay(const PrepareParams& p, const PreparePlace& p
   if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = s.total + bound;
 }
 
-// strict(G o T) and P B of value heads from `first` on, by all warps: a warp writes a block of 128 bytes at once. It
-// takes one row of blocks of each step, a long one of the one and a short one of the other.
-template <class T>
-__device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
+// Calls visit(row, column, i, j, at) for the blocks on and below the diagonals of both steps, by all warps: `at` is a
+// lane's place in a block, elements (i, j) and (i, j + 1) of the chunk's matrix, or with kTransposed (i, j) and
+// (i + 1, j). A warp writes a block of 128 bytes at once.
+template <bool kTransposed, class Visit>
+__device__ __forceinline__ void visit_blocks(Visit visit) {
   static_assert(kTileRows == kPrepareWarps);
-  const auto pair = [](const float* at) { return *reinterpret_cast<const float2*>(at); };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int down = kTransposed ? lane % 4 * 2 : lane / 4, right = kTransposed ? lane / 4 : lane % 4 * 2;
 #pragma unroll 1
   for (int step = 0; step < kStepsPerChunk; ++step) {
-    StepRecord* records = record_at(p, chunk, first, step);
-    const int row = step % 2 == 0 ? warp : kTileRows - 1 - warp, i = step * kStep + 8 * row + lane / 4;
+    const int row = step % 2 == 0 ? warp : kTileRows - 1 - warp;  // a long row of the one and a short one of the other
 #pragma unroll 1
     for (int column = 0; column <= row; ++column) {
-      const int j = step * kStep + 8 * column + lane % 4 * 2, element = lower_index(i, j);
-      const int at = triangle_block(row, column) * kBlockBytes + lane * 4;
-      float2 product = pair(s.qk() + element);
-      product.x *= p.scale;
-      product.y *= p.scale;
-      // Above the diagonal nothing is multiplied, not even by 0: exponents may be large, and products anything.
-      if (j > i) product.x = 0.f;
-      if (j + 1 > i) product.y = 0.f;
-#pragma unroll
-      for (int h = 0; h < kHeadsAtOnce; ++h) {
-        if (h >= heads) break;
-        const HeadGates& gates = s.gates[h];
-        const float high = gates.high[i], low = gates.low[i];
-        const float2 high_j = pair(gates.high + j), low_j = pair(gates.low + j), beta = pair(gates.beta + j);
-        float2 inverse = pair(s.inverse(h) + element);
-        if (j >= i) inverse.x = 0.f;
-        if (j + 1 >= i) inverse.y = 0.f;
-        // The first difference is exact where it is small, as the two sums are near each other then.
-        const float x = j > i ? 0.f : (high - high_j.x) + (low - low_j.x);
-        const float y = j + 1 > i ? 0.f : (high - high_j.y) + (low - low_j.y);
-        const float2 G = make_float2(exp2_approx(x), exp2_approx(y));
-        StepRecord& record = records[h * kStepsPerChunk];
-        *reinterpret_cast<uint32_t*>(record.transform + at) = pack2<T>(G.x * inverse.x, G.y * inverse.y);
-        *reinterpret_cast<uint32_t*>(record.outputs + at) =
-            pack2<T>(G.x * product.x * beta.x, G.y * product.y * beta.y);
-      }
+      visit(step, row, column, step * kStep + 8 * row + down, step * kStep + 8 * column + right, lane * 4);
     }
   }
+}
+
+// G_ij for two elements of a row or column. Above the diagonal the exponent may be large: there it is 0. The first
+// difference is exact where it is small, as the two sums are near each other then.
+__device__ __forceinline__ float decay_between(bool above, float high_i, float high_j, float low_i, float low_j) {
+  return above ? 0.f : exp2_approx((high_i - high_j) + (low_i - low_j));
+}
+
+// strict(G o T) of value heads from `first` on, and with kOutputs P B.
+template <class T, bool kOutputs>
+__device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
+  visit_blocks<false>([&](int step, int row, int column, int i, int j, int at) {
+    const int element = lower_index(i, j);
+    at += triangle_block(row, column) * kBlockBytes;
+#pragma unroll
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      if (h >= heads) break;
+      const HeadGates& gates = s.gates[h];
+      const float high = gates.high[i], low = gates.low[i];
+      const float2 high_j = load_pair(gates.high + j), low_j = load_pair(gates.low + j);
+      const float2 inverse = load_pair(s.inverse(h) + element);
+      const float x = decay_between(j > i, high, high_j.x, low, low_j.x);
+      const float y = decay_between(j + 1 > i, high, high_j.y, low, low_j.y);
+      StepRecord& record = *record_at(p, chunk, first + h, step);
+      // On and above the diagonal nothing is multiplied, not even by 0: what lies there may be anything.
+      *reinterpret_cast<uint32_t*>(record.transform + at) =
+          pack2<T>(j < i ? x * inverse.x : 0.f, j + 1 < i ? y * inverse.y : 0.f);
+      if constexpr (kOutputs) {
+        const float2 product = load_pair(s.qk() + element), beta = load_pair(gates.beta + j);
+        *reinterpret_cast<uint32_t*>(record.outputs + at) = pack2<T>(
+            j > i ? 0.f : p.scale * product.x * x * beta.x, j + 1 > i ? 0.f : p.scale * product.y * y * beta.y);
+      }
+    }
+  });
 }
 
 // Rows of A of a value head; zeros where the sequence is skipped (no inverse).
@@ -378,6 +397,10 @@ __device__ __forceinline__ void multiply_tiles(const PrepareParams& p, const Pre
   multiply_rows<T, kKeys>(s, whole);
 }
 
+// The head whose gates a warp sums, those past the last one: none. Every second warp has the second block of columns of
+// a step's inverse, a third of the work of the first one.
+__device__ __forceinline__ int short_columns_head(int warp) { return warp % 2 == 0 ? kHeadsAtOnce : warp / 2; }
+
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
@@ -394,10 +417,14 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
-    if (warp < heads) sum_gates(p, place, first + warp, s.gates[warp]);
+    load_gates(p, place, first, heads, s.gates);
     if (first == place.first_head) multiply_tiles<T, kKeys>(p, place, s, wants_A);
     __syncthreads();
-    if (p.decays != nullptr && warp < heads) write_decay(p, place, first + warp, s.gates[warp], s.kk());
+    const int of = short_columns_head(warp);
+    if (of < heads) {
+      sum_gates(p, place, first + of, s.gates[of]);
+      if (p.decays != nullptr) write_decay(p, place, first + of, s.gates[of], s.kk());
+    }
     // A warp makes a block of columns, each half of it for a head of its own (or both for the last one).
     const int slot = min(lane / kSide, heads - 1);
     const float* beta = s.gates[slot].beta;
@@ -409,7 +436,7 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     }
     substitute<false>(s.kk(), beta, s.inverse(slot), warp, (warp / 2 + 1) * 2, lane % kSide);
     __syncthreads();
-    write_triangles<T>(p, s, place.chunk, first, heads);
+    write_triangles<T, true>(p, s, place.chunk, first, heads);
     __syncthreads();
   }
 }

@@ -10,17 +10,8 @@ namespace flash_qla::cuda::sm80 {
 // A stage of the reverse pass: as the forward's, with another record and dO in the place of V. The forward pass beside
 // it takes stages of the same size.
 template <int kKeys>
-struct ReverseTraits {
-  using Tr = Traits<kKeys>;
-  static_assert(sizeof(ReverseRecord) >= sizeof(StepRecord));
-  static constexpr int kValuesAt = Tr::kRecordAt + static_cast<int>(sizeof(ReverseRecord));
-  static constexpr int stage_bytes(int strips) { return kValuesAt + strips * Tr::kValueBytes; }
-  static constexpr int stages(int strips) {
-    return Tr::kStagesAt + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
-  }
-  static constexpr int shared_bytes(int strips) { return Tr::kStagesAt + stages(strips) * stage_bytes(strips); }
-  static_assert(shared_bytes(kMostStrips) <= static_cast<int>(kMostSharedBytes));
-};
+using ReverseTraits = Traits<kKeys, ReverseRecord>;
+static_assert(sizeof(ReverseRecord) >= sizeof(StepRecord));
 
 // What numbers of T are multiplied by before they are rounded, and after the product: powers of two. fp16 has its full
 // precision down to 6e-5 alone, and a gradient that has decayed is soon below.

@@ -11,72 +11,52 @@ struct StripPlace {
   int K, V;
 };
 
-// Goes through a lane's elements of a [K, V] state, whatever its dtype and strides: calls visit(tile, element, pointer)
-// for those that are inside.
-class StateWalk {
- public:
-  __device__ __forceinline__ StateWalk(const DeviceStates& t, int64_t row, const StripPlace& place) : dtype_(t.dtype) {
-    const int64_t size = is_wide() ? 4 : 2;
-    const int column = place.column + place.lane / 4, key = place.lane % 4 * 2;
-    key_bytes_ = t.key * size;
-    eight_values_ = 8 * t.value * size;
-    data_ = static_cast<char*>(t.data) + (row * t.row + place.head * t.head + column * t.value + key * t.key) * size;
-    columns_ = place.V - column;
-    keys_ = place.K - key;
-  }
-  template <int kTiles, class Visit>
-  __device__ __forceinline__ void visit(Visit visit) {
-    char* at = data_;
-    int keys = keys_;
+// Goes through a lane's elements of a [K, V] state, whatever its strides: calls visit(tile, element, reference) for
+// those that are inside. No instruction waits for another one's data, and few are needed for an element: this code runs
+// once in a block, so that fetching it takes as long as the state itself.
+template <class Element, int kTiles, class Visit>
+__device__ __forceinline__ void visit_elements(const DeviceStates& t, int64_t row, const StripPlace& place,
+                                               Visit visit) {
+  const int column = place.column + place.lane / 4, first_key = place.lane % 4 * 2;
+  Element* at =
+      static_cast<Element*>(t.data) + row * t.row + place.head * t.head + column * t.value + first_key * t.key;
+  // Keys from the lane's first on, of both of its columns.
+  const int keys[] = {column < place.V ? place.K - first_key : 0, column + 8 < place.V ? place.K - first_key : 0};
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile, at += 8 * t.key) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (e % 2 < keys && e / 2 * 8 < columns_) {
-          visit(tile, e, at + e % 2 * key_bytes_ + (e / 2 > 0 ? eight_values_ : 0));
-        }
-      }
-      at += 8 * key_bytes_;
-      keys -= 8;
-      // One tile after the other: all addresses at once would not fit into the registers beside the state.
-      asm volatile("" : "+l"(at), "+r"(keys) : : "memory");
+    for (int e = 0; e < 4; ++e) {
+      if (8 * tile + e % 2 < keys[e / 2]) visit(tile, e, at[e % 2 * t.key + e / 2 * 8 * t.value]);
     }
   }
-  __device__ __forceinline__ float load(const char* at) const {
-    if (is_wide()) return *reinterpret_cast<const float*>(at);
-    const uint16_t raw = *reinterpret_cast<const uint16_t*>(at);
-    return is_bf16() ? __uint_as_float(static_cast<uint32_t>(raw) << 16) : __half2float(__ushort_as_half(raw));
-  }
-  __device__ __forceinline__ void store(char* at, float x) const {
-    if (is_wide()) {
-      *reinterpret_cast<float*>(at) = x;
-    } else {
-      *reinterpret_cast<uint16_t*>(at) =
-          is_bf16() ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
-    }
-  }
+}
 
- private:
-  __device__ __forceinline__ bool is_wide() const { return dtype_ == static_cast<int32_t>(DType::kFloat32); }
-  __device__ __forceinline__ bool is_bf16() const { return dtype_ == static_cast<int32_t>(DType::kBFloat16); }
-  char* data_;
-  int64_t key_bytes_, eight_values_;
-  int32_t dtype_;
-  int columns_, keys_;  // from the lane's first on
-};
+// The same for a state's elements of whatever dtype.
+template <int kTiles, class Visit>
+__device__ __forceinline__ void visit_state(const DeviceStates& t, int64_t row, const StripPlace& place, Visit visit) {
+  if (t.dtype == static_cast<int32_t>(DType::kFloat32)) {
+    visit_elements<float, kTiles>(t, row, place, visit);
+  } else if (t.dtype == static_cast<int32_t>(DType::kBFloat16)) {
+    visit_elements<__nv_bfloat16, kTiles>(t, row, place, visit);
+  } else {
+    visit_elements<__half, kTiles>(t, row, place, visit);
+  }
+}
 
+// What is outside stays as it is.
 template <int kTiles>
 __device__ __forceinline__ void load_state(Sums<kTiles>& state, const DeviceStates& from, int64_t row,
                                            const StripPlace& place) {
-  StateWalk walk(from, row, place);
-  walk.visit<kTiles>([&](int tile, int e, const char* at) { state.x[tile][e] = walk.load(at); });
+  visit_state<kTiles>(from, row, place,
+                      [&](int tile, int e, const auto& element) { state.x[tile][e] = static_cast<float>(element); });
 }
 
 template <int kTiles>
 __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const DeviceStates& to, int64_t row,
                                             const StripPlace& place) {
-  StateWalk walk(to, row, place);
-  walk.visit<kTiles>([&](int tile, int e, char* at) { walk.store(at, state.x[tile][e]); });
+  visit_state<kTiles>(to, row, place, [&](int tile, int e, auto& element) {
+    element = static_cast<std::remove_reference_t<decltype(element)>>(state.x[tile][e]);
+  });
 }
 
 // The same for states that the kernels of a split leave for each other: fp32, keys beside each other, and with all of a

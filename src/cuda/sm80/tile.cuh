@@ -12,6 +12,7 @@ namespace flash_qla::cuda::sm80 {
 // What is computed from x behind this is computed where it stands: moved in front of a loop it would take registers
 // from the state.
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void make_opaque(int64_t& x) { asm volatile("" : "+l"(x)); }
 template <class T>
 __device__ __forceinline__ void make_opaque(T*& x) {
   asm volatile("" : "+l"(x));

@@ -28,6 +28,11 @@ inline constexpr int kChunk = static_cast<int>(kChunkSize), kStepsPerChunk = kCh
 // 255 registers; with nine it would have 168, which is too few from 128 keys on.
 inline constexpr int kMostStrips = 4, kMostPassThreads = 32 * (kMostStrips + 1);
 
+// In shared memory for what the warps of a block want to know at times only.
+inline constexpr int kPlaceBytes = 64;
+
+inline constexpr int kValueBytes = kStep * kStrip * 2;  // of V of a strip and step
+
 // ---- 8x8 blocks
 
 // A matrix that one kernel leaves for another lies as 8x8 blocks of 16-bit elements, row by row, 128 bytes each: loads
@@ -58,23 +63,24 @@ struct alignas(16) StepRecord {
   float scaled_gamma[kStep];     // scale e^c
   char outputs[kTriangleBytes];  // P B
 };
+inline constexpr int kStateRecordBytes = static_cast<int>(offsetof(StepRecord, scaled_gamma));
+static_assert(kStateRecordBytes % 16 == 0);
 
-template <int kKeys>
+// Record: what a stage has of a step beside its rows.
+template <int kKeys, class Record = StepRecord>
 struct Traits {
   static constexpr int kKeyTiles = kKeys / 8, kTokenTiles = kStep / 8;  // of a product's columns
 
   // A stage of the ring: rows of keys and of queries, the record, and V of each strip.
   static constexpr int kRowsBytes = kStep * kKeys * 2;
-  static constexpr int kRecordBytes = static_cast<int>(sizeof(StepRecord));
-  static constexpr int kStateRecordBytes = static_cast<int>(offsetof(StepRecord, scaled_gamma));
-  static constexpr int kValueBytes = kStep * kStrip * 2;
+  static constexpr int kRecordBytes = static_cast<int>(sizeof(Record));
   static constexpr int kKeysAt = 0, kQueriesAt = kRowsBytes, kRecordAt = 2 * kRowsBytes,
                        kValuesAt = kRecordAt + kRecordBytes;
   static constexpr int stage_bytes(int strips) { return kValuesAt + strips * kValueBytes; }
 
-  // In front of the stages: barriers (full and free, a pair a stage), BlockPlace and TokenPlace.
-  static constexpr int kMostStages = 3, kPlaceAt = 16 * kMostStages, kStagesAt = kPlaceAt + 32 + 16;
-  static_assert(kRecordBytes % 16 == 0 && kStateRecordBytes % 16 == 0);
+  // In front of the stages: barriers (full and free, a pair a stage) and Place.
+  static constexpr int kMostStages = 3, kPlaceAt = 16 * kMostStages, kStagesAt = kPlaceAt + kPlaceBytes;
+  static_assert(kRecordBytes % 16 == 0);
   // A third stage took 5 to 10 % off a step where it fits.
   static constexpr int stages(int strips) {
     return kStagesAt + 3 * stage_bytes(strips) <= static_cast<int>(kMostSharedBytes) ? 3 : 2;
