@@ -41,8 +41,9 @@ const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
 }
 
 const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
-  static const std::vector<const ChunkSummaryPath*> paths = {&kSm80ChunkSummary, &kCudaGenericChunkSummary,
-                                                             &kCudaOracleChunkSummary, &kReferenceChunkSummary};
+  static const std::vector<const ChunkSummaryPath*> paths = {&kSm90ChunkSummary, &kSm80ChunkSummary,
+                                                             &kCudaGenericChunkSummary, &kCudaOracleChunkSummary,
+                                                             &kReferenceChunkSummary};
   return paths;
 }
 
@@ -58,14 +59,17 @@ const std::vector<const SummaryCombinePath*>& summary_combine_paths() {
   return paths;
 }
 
-// Hopper's kernels are not emulated: what names their paths finds one that takes nothing.
+// Hopper's kernels are not emulated: what names their paths finds one that takes nothing. Of links all but one kernel
+// is (sm90_links.cpp): they ask what the forward takes.
 namespace {
 template <class Arguments>
 constexpr Path<Arguments> no_path() {
   return {"sm90",
           FLASH_QLA_CUDA,
           false,
-          [](const Arguments&, const Problem&) { return std::string("is not emulated"); },
+          [](const Arguments& args, const Problem& p) {
+            return std::string(present(args.q) || p.K != 128 || p.V != 128 ? "is not emulated" : "");
+          },
           [](const Arguments&, const Problem&) { return size_t{0}; },
           [](const Arguments&, const Problem&, void*, void*) { return Status(); }};
 }

@@ -186,6 +186,7 @@ Kernel exact_save_bf16();
 Kernel two_cta_bf16();
 Kernel two_cta_save_bf16();
 Kernel segment_states_bf16();
+Kernel link_states_bf16();
 Kernel exact_fp16();
 Kernel one_cta_fp16();
 Kernel one_cta_save_a_fp16();
@@ -195,5 +196,6 @@ Kernel exact_save_fp16();
 Kernel two_cta_fp16();
 Kernel two_cta_save_fp16();
 Kernel segment_states_fp16();
+Kernel link_states_fp16();
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -9,6 +9,7 @@
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/zero_fill.cuh"
 #include "cuda/sm90/common/tensor_map.h"
+#include "cuda/sm90/context_parallel/link_states.h"
 #include "cuda/sm90/context_parallel/plan.h"
 #include "cuda/sm90/context_parallel/plan_args.h"
 
@@ -135,6 +136,29 @@ cudaError_t launch_items_of(const Kernel& kernel, KernelArgs params, int items, 
   if (!encode_values(kernel, &params)) return cudaErrorInvalidValue;
   return launch_items(kernel, params, items, sms, stream);
 }
+
+}  // namespace
+
+cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, cudaStream_t stream) {
+  const Kernel kernel = args.type == DType::kFloat16 ? link_states_fp16() : link_states_bf16();
+  KernelArgs params{};
+  params.args = args;
+  params.args.q = args.k;  // where there are no gates any mapped address is read (load_gates())
+  params.list = workspace.items;
+  params.sizes = &workspace.counters->plan.states;
+  params.tickets = &workspace.counters->tickets;
+  params.counters = &workspace.counters->plan;
+  params.cut_states = reinterpret_cast<float4*>(workspace.cells);
+  if (!encode_map(&params.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
+                  args.k_head_stride, 2) ||
+      !encode_map(&params.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
+                  args.v_head_stride, kernel.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_items(kernel, params, workspace.sms, workspace.sms, stream);
+}
+
+namespace {
 
 // What decide() answers, and for whom.
 struct DecidedCall {

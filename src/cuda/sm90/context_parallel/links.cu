@@ -1,0 +1,124 @@
+// Path "sm90", chunk_summary: the links of parts by segments of the fused forward, without its outputs. Which tokens make
+// a link, and what it is to be, is decided on the device (cuda/generic/link_plan.cu), per value head.
+//   norms of windows -> passes -> items (link_chains.cu) -> matrices of segments (link_states.cuh) -> scan -> S, M
+#include "cuda/paths.h"
+#include "cuda/sm90/chunk_fwd/call.h"
+#include "cuda/sm90/context_parallel/link_states.h"
+
+namespace flash_qla {
+namespace cuda::sm90::cp {
+namespace {
+
+using Arguments = flash_qla_chunk_summary_arguments;
+
+// The forward call that has a link's inputs.
+flash_qla_forward_arguments forward_of(const Arguments& args) {
+  flash_qla_forward_arguments call{};
+  call.struct_size = sizeof(call);
+  call.options = args.options;
+  call.options.cp_mode = FLASH_QLA_CP_OFF;  // no plan of its own
+  call.k = args.k;
+  call.v = args.v;
+  call.g = args.g;
+  call.beta = args.beta;
+  call.A_log = args.A_log;
+  call.dt_bias = args.dt_bias;
+  call.cu_seqlens = args.cu_seqlens;
+  call.initial_state = args.initial_state;
+  return call;
+}
+
+// One call; the constructor lays out the workspace.
+class Links {
+ public:
+  Links(const Arguments& args, const SummaryProblem& p, Workspace* workspace)
+      : args_(args), p_(p), call_(forward_of(args), p, workspace) {
+    sequences_ = take_sequences(p, workspace);
+    passes_ = workspace->take<LinkPass>(p.P * p.Hv);
+    if (may_forget(args.options, p.dtype)) log_norms_ = workspace->take<float>(p.chunk_bound * p.Hv);
+    const int sms = fwd::multiprocessors(args.options.device_index);
+    workspace_ = take_link_workspace(p.P * p.Hv, args.options.cp_mode != FLASH_QLA_CP_AUTO, sms, workspace);
+  }
+
+  static size_t workspace_size(const Arguments& args, const SummaryProblem& p) {
+    Workspace workspace(nullptr);
+    Links(args, p, &workspace);
+    return workspace.bytes();
+  }
+
+  Status run(cudaStream_t stream) const {
+    FLASH_QLA_RETURN_IF_ERROR(call_.prepare(stream));
+    FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
+    LinkParams params = make_params();
+    if (may_forget(args_.options, p_.dtype)) {
+      FLASH_QLA_RETURN_IF_ERROR(launch_chunk_log_norms(p_, params, false, log_norms_, stream));
+      params.log_norms = log_norms_;
+    }
+    FLASH_QLA_RETURN_IF_ERROR(launch_plan_links(p_, params, false, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_link_items(params, workspace_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(
+        cuda_status(fwd::launch_link_states(call_.kernel(), workspace_, stream), "the states of links"));
+    return launch_link_scan(params, workspace_, stream);
+  }
+
+ private:
+  // Tokens as the kernels of the forward read them.
+  LinkParams make_params() const {
+    const fwd::Args& kernel = call_.kernel();
+    LinkParams params{};
+    fill_link_params(args_, &params);
+    params.sequences = sequences_;
+    params.rows = device_tensor(args_.rows);
+    params.passes = passes_;
+    params.threshold = decay_threshold(args_.options);
+    params.most_window = kMostLinkWindow;
+    params.P = p_.P;
+    params.in.k = {const_cast<void*>(kernel.k),
+                   {p_.T * kernel.k_token_stride, kernel.k_token_stride, kernel.k_head_stride, 1},
+                   static_cast<int32_t>(kernel.type),
+                   0};
+    params.in.g = gate(kernel.g, kernel.g_token_stride, kernel.g_head_stride);
+    params.in.beta = gate(kernel.beta, kernel.beta_token_stride, kernel.beta_head_stride);
+    params.in.K = static_cast<int32_t>(p_.K);
+    params.in.V = static_cast<int32_t>(p_.V);
+    params.in.Hv = static_cast<int32_t>(p_.Hv);
+    params.in.group = static_cast<int32_t>(p_.group);
+    return params;
+  }
+  DeviceTensor gate(const float* data, int64_t token_stride, int64_t head_stride) const {
+    return {const_cast<float*>(data),
+            {p_.T * token_stride, token_stride, head_stride, 0},
+            static_cast<int32_t>(DType::kFloat32),
+            0};
+  }
+
+  const Arguments& args_;
+  const SummaryProblem& p_;
+  fwd::Call call_;
+  SequenceTable sequences_;
+  LinkPass* passes_ = nullptr;
+  float* log_norms_ = nullptr;  // of windows' chunks
+  LinkWorkspace workspace_;
+};
+
+std::string reject(const Arguments& args, const SummaryProblem& p) {
+  if (p.B * p.T == 0) return "needs tokens";
+  // Matrices and items are counted in 32 bits.
+  if (p.P * p.Hv > INT32_MAX / (4 * kMostLinkSegments)) return "needs fewer than 2^23 parts times value heads";
+  return kSm90ChunkForward.reject(forward_of(args), p);
+}
+
+Status run(const Arguments& args, const SummaryProblem& p, void* memory, void* stream) {
+  const DeviceGuard guard(args.options.device_index);
+  FLASH_QLA_RETURN_IF_ERROR(guard.status());
+  Workspace workspace(memory);
+  return Links(args, p, &workspace).run(static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+}  // namespace cuda::sm90::cp
+
+const ChunkSummaryPath kSm90ChunkSummary = {
+    "sm90", FLASH_QLA_CUDA, false, cuda::sm90::cp::reject, cuda::sm90::cp::Links::workspace_size, cuda::sm90::cp::run};
+
+}  // namespace flash_qla

@@ -1,0 +1,74 @@
+// Path "sm90" of chunk_summary without Hopper's instructions: the kernel that makes the matrices of segments is one that
+// steps through their tokens in double, and what surrounds it (passes, items, scan) is the library's own. Of the fused
+// forward's call there is what calls with plain inputs need.
+#include <cmath>
+#include <vector>
+
+#include "core/half.h"
+#include "cuda/paths.h"
+#include "cuda/sm90/chunk_fwd/call.h"
+#include "cuda/sm90/context_parallel/link_states.h"
+
+namespace flash_qla {
+namespace cuda::sm90::fwd {
+
+size_t chunk_forward_workspace_size(const Args&, int32_t, bool) { return 256; }
+bool writes_listed_states(const Args&, int64_t, int32_t) { return false; }
+void take_listed(const flash_qla_forward_arguments&, const Args&, Workspace*, ListedStates*) {}
+bool prepares(const GateCopy&, const RowCopy (&)[kMostRowCopies]) { return false; }
+Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies], cudaStream_t) {
+  bool any = gates.log_decay != nullptr || gates.beta != nullptr;
+  for (const RowCopy& copy : copies) any |= copy.d0 * copy.d1 * copy.heads > 0;
+  return any ? make_status(FLASH_QLA_NOT_IMPLEMENTED, "the emulated path sm90 copies nothing") : Status();
+}
+
+namespace {
+double element(const Args& args, const void* rows, int64_t offset) {
+  return args.type == DType::kBFloat16 ? to_float(static_cast<const BFloat16*>(rows)[offset])
+                                       : to_float(static_cast<const Float16*>(rows)[offset]);
+}
+}  // namespace
+
+cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, cudaStream_t) {
+  const int32_t items = workspace.counters->plan.states.items;
+  if (items > workspace.capacity) return cudaErrorInvalidValue;
+  const int32_t group = args.num_value_heads / args.num_key_heads;
+  for (int32_t i = 0; i < items; ++i) {
+    const WorkItem& item = workspace.items[i];
+    const bool transition = (item.flags & cp::kItemTransition) != 0;
+    if (item.row < 0 || item.tokens < 1 || item.row + item.tokens > args.num_tokens || item.slot < 0 ||
+        item.slot >= workspace.capacity) {
+      return cudaErrorInvalidValue;
+    }
+    std::vector<double> S(kMatrix, 0.0);  // [V][K]
+    for (int64_t j = 0; j < kHeadDim && transition; ++j) S[j * kHeadDim + j] = 1.0;
+    if ((item.flags & cp::kItemFromStart) != 0 && args.initial.data != nullptr) {
+      const float* given = static_cast<const float*>(args.initial.data) + item.sequence * args.initial.slot_stride +
+                           item.head * args.initial.head_stride;
+      for (int64_t v = 0; v < kHeadDim; ++v) {
+        for (int64_t k = 0; k < kHeadDim; ++k) S[v * kHeadDim + k] = given[k * kHeadDim + v];
+      }
+    }
+    for (int64_t t = item.row; t < item.row + item.tokens; ++t) {
+      const double decay = std::exp(args.g[t * args.g_token_stride + item.head * args.g_head_stride]);
+      const double beta = args.beta[t * args.beta_token_stride + item.head * args.beta_head_stride];
+      const int64_t key = t * args.k_token_stride + item.head / group * args.k_head_stride;
+      const int64_t value = t * args.v_token_stride + item.head * args.v_head_stride;
+      double keys[kHeadDim];
+      for (int64_t k = 0; k < kHeadDim; ++k) keys[k] = element(args, args.k, key + k);
+      for (int64_t v = 0; v < kHeadDim; ++v) {
+        double* row = S.data() + v * kHeadDim;
+        double along = 0.0;
+        for (int64_t k = 0; k < kHeadDim; ++k) along += row[k] * keys[k];
+        const double x = transition ? 0.0 : element(args, args.v, value + v);
+        const double u = beta * (x - decay * along);
+        for (int64_t k = 0; k < kHeadDim; ++k) row[k] = decay * row[k] + u * keys[k];
+      }
+    }
+    for (int64_t j = 0; j < kMatrix; ++j) workspace.cells[item.slot * kMatrix + j] = static_cast<float>(S[j]);
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda::sm90::fwd
+}  // namespace flash_qla
