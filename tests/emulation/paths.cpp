@@ -49,8 +49,8 @@ const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
 
 const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
   static const std::vector<const ChunkSummaryBackwardPath*> paths = {
-      &kSm80ChunkSummaryBackward, &kCudaGenericChunkSummaryBackward, &kCudaOracleChunkSummaryBackward,
-      &kReferenceChunkSummaryBackward};
+      &kSm90ChunkSummaryBackward, &kSm80ChunkSummaryBackward, &kCudaGenericChunkSummaryBackward,
+      &kCudaOracleChunkSummaryBackward, &kReferenceChunkSummaryBackward};
   return paths;
 }
 
@@ -68,7 +68,10 @@ constexpr Path<Arguments> no_path() {
           FLASH_QLA_CUDA,
           false,
           [](const Arguments& args, const Problem& p) {
-            return std::string(present(args.q) || p.K != 128 || p.V != 128 ? "is not emulated" : "");
+            if constexpr (!std::is_same_v<Arguments, flash_qla_forward_arguments>)
+              return std::string("is not emulated");
+            else
+              return std::string(present(args.o) || p.K != 128 || p.V != 128 ? "is not emulated" : "");
           },
           [](const Arguments&, const Problem&) { return size_t{0}; },
           [](const Arguments&, const Problem&, void*, void*) { return Status(); }};

@@ -1,11 +1,14 @@
-// Path "sm90" of chunk_summary without Hopper's instructions: the kernel that makes the matrices of segments is one that
-// steps through their tokens in double, and what surrounds it (passes, items, scan) is the library's own. Of the fused
-// forward's call there is what calls with plain inputs need.
+// Path "sm90" of the two summaries without Hopper's instructions: the kernels that make the matrices of segments are
+// ones that step through their tokens in double, and what surrounds them (passes, items, scan) is the library's own. Of
+// the fused forward's call there is what calls with plain inputs need.
 #include <cmath>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "core/half.h"
 #include "cuda/paths.h"
+#include "cuda/sm90/chunk_bwd/links.h"
 #include "cuda/sm90/chunk_fwd/call.h"
 #include "cuda/sm90/context_parallel/link_states.h"
 
@@ -29,7 +32,7 @@ double element(const Args& args, const void* rows, int64_t offset) {
 }
 }  // namespace
 
-cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, cudaStream_t) {
+cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, bool keys_first, cudaStream_t) {
   const int32_t items = workspace.counters->plan.states.items;
   if (items > workspace.capacity) return cudaErrorInvalidValue;
   const int32_t group = args.num_value_heads / args.num_key_heads;
@@ -65,10 +68,76 @@ cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& worksp
         for (int64_t k = 0; k < kHeadDim; ++k) row[k] = decay * row[k] + u * keys[k];
       }
     }
-    for (int64_t j = 0; j < kMatrix; ++j) workspace.cells[item.slot * kMatrix + j] = static_cast<float>(S[j]);
+    for (int64_t v = 0; v < kHeadDim; ++v) {
+      for (int64_t k = 0; k < kHeadDim; ++k) {
+        const int64_t to = keys_first ? k * kHeadDim + v : v * kHeadDim + k;
+        workspace.cells[item.slot * kMatrix + to] = static_cast<float>(S[v * kHeadDim + k]);
+      }
+    }
   }
   return cudaSuccess;
 }
 
 }  // namespace cuda::sm90::fwd
+
+namespace cuda::sm90::bwd {
+
+int64_t link_gradients_scratch(int64_t, int64_t, int64_t) { return 256; }
+
+namespace {
+double element(const StridedTensor& t, int64_t token, int64_t head, int64_t i) {
+  return to_float(static_cast<const BFloat16*>(t.data)[token * t.stride[1] + head * t.stride[2] + i]);
+}
+double gate(const StridedTensor& t, int64_t token, int64_t head) {
+  return static_cast<const float*>(t.data)[token * t.stride[1] + head * t.stride[2]];
+}
+}  // namespace
+
+cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t) {
+  // What the passes of the device find of their chunks.
+  std::set<std::tuple<int32_t, int32_t, int32_t>> tiles;
+  if (*links.tile_count > links.most_tiles || *links.item_count > links.most_items) return cudaErrorInvalidValue;
+  for (int32_t i = 0; i < *links.tile_count; ++i) {
+    const LinkTile& tile = links.tiles[i];
+    if (tile.tile < 0 || tile.tile >= links.most_tiles) return cudaErrorInvalidValue;
+    tiles.emplace(tile.token, tile.valid, tile.tile);
+  }
+  for (int32_t i = 0; i < *links.item_count; ++i) {
+    const cp::WorkItem& item = links.items[i];
+    for (int32_t c = 0; c * kChunk < item.tokens; ++c) {
+      const std::tuple tile(item.row + c * kChunk, std::min<int32_t>(kChunk, item.tokens - c * kChunk),
+                            static_cast<int32_t>((item.chunk + c) * links.Hv + item.head));
+      if (tiles.count(tile) == 0) return cudaErrorInvalidValue;
+    }
+    std::vector<double> D(kHeadDim * kHeadDim, 0.0);  // [V][K]
+    for (size_t j = 0; j < D.size() && item.position >= 0; ++j) {
+      D[j] = links.cells[static_cast<size_t>(item.position) * D.size() + j];
+    }
+    const int64_t key_head = item.head / (links.Hv / links.Hq);
+    for (int64_t t = item.row + item.tokens - 1; t >= item.row; --t) {
+      double q[kHeadDim], keys[kHeadDim];
+      for (int64_t k = 0; k < kHeadDim; ++k) {
+        q[k] = links.scale * element(links.q, t, key_head, k);
+        keys[k] = element(links.k, t, key_head, k);
+      }
+      const double decay = std::exp(gate(links.g, t, item.head)), beta = gate(links.beta, t, item.head);
+      for (int64_t v = 0; v < kHeadDim; ++v) {
+        double* row = D.data() + v * kHeadDim;
+        const double d_o = element(links.d_o, t, item.head, v);
+        double along = 0.0;
+        for (int64_t k = 0; k < kHeadDim; ++k) {
+          row[k] += q[k] * d_o;
+          along += row[k] * keys[k];
+        }
+        for (int64_t k = 0; k < kHeadDim; ++k) row[k] = decay * (row[k] - beta * along * keys[k]);
+      }
+    }
+    for (size_t j = 0; j < D.size(); ++j) {
+      links.cells[static_cast<size_t>(item.slot) * D.size() + j] = static_cast<float>(D[j]);
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda::sm90::bwd
 }  // namespace flash_qla

@@ -264,7 +264,6 @@ constexpr Path<Arguments, SummaryProblem> path(const char* name) {
 }  // namespace cuda
 
 const ChunkSummaryPath kSm80ChunkSummary = cuda::path<&kSm80ChunkForward, cuda::ForwardLinks>("sm80");
-const ChunkSummaryBackwardPath kSm90ChunkSummaryBackward = cuda::path<&kSm90ChunkBackward, cuda::BackwardLinks>("sm90");
 const ChunkSummaryBackwardPath kSm80ChunkSummaryBackward = cuda::path<&kSm80ChunkBackward, cuda::BackwardLinks>("sm80");
 
 }  // namespace flash_qla

@@ -162,7 +162,8 @@ struct KernelArgs {
   // (PrefetchedState). At the end, so that kernels that know nothing of it find the rest where they do.
   int32_t prefetched_initial;
   CUtensorMap initial;
-  CUtensorMap a;  // of kernels with kSavesA
+  CUtensorMap a;       // of kernels with kSavesA
+  int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.

@@ -1,5 +1,5 @@
-// One call of the fused Hopper forward on the caller's tensors: what the kernels read of them, and what of copies in the
-// workspace. Links (context_parallel/links.cu) have no q and o.
+// One call of the fused Hopper forward on the caller's tensors: what the kernels read of them, and what of copies in
+// the workspace. Links (context_parallel/links.cu) have no q and o.
 #pragma once
 
 #include <algorithm>
@@ -162,7 +162,8 @@ class Call {
     if (offsets_copy_ != nullptr) kernel_.cu_seqlens = offsets_copy_;
   }
 
-  // None of an absent tensor. The rows of `t` where the copy engine takes them, else those of a copy that `copy` says how to make.
+  // None of an absent tensor. The rows of `t` where the copy engine takes them, else those of a copy that `copy` says
+  // how to make.
   TokenRows rows_or_copy(const Tensor& t, bool normalize, bool is_output, Workspace* workspace, RowCopy* copy) {
     TokenRows rows;
     if (!present(t)) return rows;

@@ -139,7 +139,8 @@ cudaError_t launch_items_of(const Kernel& kernel, KernelArgs params, int items, 
 
 }  // namespace
 
-cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, cudaStream_t stream) {
+cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, bool keys_first,
+                               cudaStream_t stream) {
   const Kernel kernel = args.type == DType::kFloat16 ? link_states_fp16() : link_states_bf16();
   KernelArgs params{};
   params.args = args;
@@ -149,6 +150,7 @@ cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& worksp
   params.tickets = &workspace.counters->tickets;
   params.counters = &workspace.counters->plan;
   params.cut_states = reinterpret_cast<float4*>(workspace.cells);
+  params.keys_first = keys_first;
   if (!encode_map(&params.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
                   args.k_head_stride, 2) ||
       !encode_map(&params.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,

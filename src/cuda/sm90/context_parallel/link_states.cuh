@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_link_states_kernel(c
     QueueProducer producer;
     fwd::open_queue<Traits>(p, producer);
 #pragma unroll 1
-    for (uint32_t m = 0; m < Traits::kStages - 1; ++m) produce_chunk<Traits>(p, producer, queue_descriptors<Traits>()[m]);
+    for (uint32_t m = 0; m < Traits::kStages - 1; ++m)
+      produce_chunk<Traits>(p, producer, queue_descriptors<Traits>()[m]);
     queue_producer<Traits>() = producer;
   }
   __syncthreads();

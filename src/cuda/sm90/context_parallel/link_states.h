@@ -6,7 +6,9 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-// Last states and transitions of a list's items, a matrix each. Of `args` what says of tokens, gates and initial states.
-cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, cudaStream_t stream);
+// Last states and transitions of a list's items, a matrix each, by rows of V, or of K where `keys_first`. Of `args`
+// what says of tokens, gates and initial states.
+cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, bool keys_first,
+                               cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -213,7 +213,7 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
   __device__ void save_cut_state(float (&s)[64], const ChunkDescriptor& c, const FragmentPosition& at) const {
     if constexpr (Traits::kLink) {
       float* matrix = reinterpret_cast<float*>(p.cut_states) + c.slot_out * (kHeadDim * kHeadDim);
-      move_state<float, true, true>(matrix, s, this->first_row(c, at), at.q);
+      move_state<true>(matrix, DType::kFloat32, p.keys_first == 0, s, this->first_row(c, at), at.q);
       return;
     }
     if (c.flags & kToTransition) {
