@@ -1,5 +1,5 @@
-// How the tokens of links are cut into segments (cuda/sm90/context_parallel/link_items.h): every token once, every matrix
-// in a place of its own, and never more of them than there is room for.
+// How the tokens of links are cut into segments (cuda/sm90/context_parallel/link_items.h): every token once, every
+// matrix in a place of its own, and never more of them than there is room for.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -81,8 +81,7 @@ int32_t best(int32_t heads, int32_t chunks, bool affine, bool backward) {
     LinkChain chain{0, 0, 0, 0, affine};
     chain.segments = even_link_spacing(chunks, n).segments(chunks);
     if (heads * chain.matrices() > link_capacity(heads, false, kSms)) continue;
-    const float time =
-        link_time(heads * chain.segments, heads * chain.transitions(), chunks, n, kSms, backward);
+    const float time = link_time(heads * chain.segments, heads * chain.transitions(), chunks, n, kSms, backward);
     if (found == 0 || time < least) {
       found = n;
       least = time;

@@ -82,7 +82,7 @@ cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& worksp
 
 namespace cuda::sm90::bwd {
 
-int64_t link_gradients_scratch(int64_t, int64_t, int64_t) { return 256; }
+int64_t link_gradients_scratch(int64_t, int64_t, int64_t, bool) { return 256; }
 
 namespace {
 double element(const StridedTensor& t, int64_t token, int64_t head, int64_t i) {

@@ -5,6 +5,7 @@ import helpers
 import pytest
 import torch
 
+import flash_qla
 from flash_qla import distributed, use_path
 
 NONE, CONSTANT, AFFINE = 0, 1, 2
@@ -24,16 +25,16 @@ def inputs(tokens, dtype, **options):
     return x
 
 
-def links_of(x, rows=((1, 1),), through=(True,), kept=None):
-    """Forward and backward links of parts; `kept`: the forward link that the backward one is made with."""
+def links_of(x, rows=((1, 1),), through=(True,), A=None):
+    """Forward and backward links of parts."""
     device = x.q.device
     rows, through = torch.tensor(rows, device=device), torch.tensor(through, device=device)
     crosses = torch.ones_like(through)
     options = dict(cu_seqlens=x.cu_seqlens, A_log=x.A_log, dt_bias=x.dt_bias, **x.options)
     scale = options.pop("scale", None)
     forward = distributed.chunk_summary(x.k, x.v, x.g, x.beta, rows, crosses, through, initial_state=x.initial_state, **options)
-    backward = distributed.chunk_summary_backward(x.q, x.k, x.g, x.beta, x.do, rows, crosses, through, kept or forward,
-                                                  dht=x.dht, scale=scale, **options)
+    backward = distributed.chunk_summary_backward(x.q, x.k, x.g, x.beta, x.do, rows, crosses, through, forward,
+                                                  dht=x.dht, A=A, scale=scale, **options)
     return forward, backward
 
 
@@ -68,6 +69,16 @@ def test_options(changes, device):
         with use_path(ORACLE[device]):
             wanted = links_of(x, through=(through,))
         check(x, found, wanted, torch.bfloat16, 400)
+
+
+def test_A_of_the_forward_may_be_given(device):
+    """What the forward has kept: the links that are made without it, but for rounding."""
+    x = inputs(400, torch.bfloat16)
+    A = flash_qla.chunk_gated_delta_rule_fwd(
+        x.q, x.k, x.v, x.g, x.beta, scale=128**-0.5, initial_state=None, output_final_state=False, cu_seqlens=x.cu_seqlens)[1]
+    with_A = links_of(x, A=A)[1]
+    with use_path(ORACLE[device]):
+        helpers.assert_close("R", with_A.S, links_of(x)[1].S, helpers.bound_for("dh0", torch.bfloat16), 1)
 
 
 def test_two_parts_and_parts_without_tokens(device):

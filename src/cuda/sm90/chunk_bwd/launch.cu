@@ -280,8 +280,9 @@ cudaError_t make_chunk_backward_maps(const Args& p, const StridedTensor& q, cons
 }
 
 // A, G o A, P and gates of the tiles.
-int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles) {
-  return tokens * Hv * kChunk * int64_t{sizeof(uint16_t)} + most_tiles * (2 * kTileBytes + kAllGateBytes);
+int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool solves_A) {
+  const int64_t of_A = solves_A ? tokens * Hv * kChunk * int64_t{sizeof(uint16_t)} : 0;
+  return of_A + most_tiles * (2 * kTileBytes + kAllGateBytes);
 }
 
 cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t stream) {
@@ -312,7 +313,8 @@ cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t strea
   p.gates = reinterpret_cast<float*>(take(links.most_tiles * kAllGateBytes));
   p.gate_stride = static_cast<int32_t>(kAllGateBytes / sizeof(float));
   const int64_t token = links.Hv * kChunk;
-  p.A = {take(0), {links.tokens * token, token, kChunk, 1}, links.q.type};
+  p.A = links.A.data != nullptr ? links.A
+                                : StridedTensor{take(0), {links.tokens * token, token, kChunk, 1}, links.q.type};
   Maps maps{};
   FLASH_QLA_RETURN_IF_CUDA_ERROR(make_map(p.q, 1, p.T, 2, p.Hq, &maps.q));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(make_map(p.k, 1, p.T, 2, p.Hq, &maps.k));

@@ -56,10 +56,12 @@ cudaError_t launch_link_gradients_typed(const Args& p, const Maps& maps, const L
   int device = 0, multiprocessors = 0;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  const auto solve = sm90_chunk_bwd_solve_kernel<T, true>;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(solve, SolveSmem::kBytes));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(solve, static_cast<unsigned>(links.most_tiles), kSolveThreads,
-                                                SolveSmem::kBytes, stream, p, maps));
+  if (links.A.data == nullptr) {
+    const auto solve = sm90_chunk_bwd_solve_kernel<T, true>;
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(solve, SolveSmem::kBytes));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(solve, static_cast<unsigned>(links.most_tiles), kSolveThreads,
+                                                  SolveSmem::kBytes, stream, p, maps));
+  }
   const auto prepare = sm90_chunk_bwd_prepare_kernel<T, true>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(prepare, PrepareTraits::kBytes));
   const int64_t blocks = std::min<int64_t>(multiprocessors, ceil_div(links.most_tiles, PrepareTraits::kGroups));

@@ -12,7 +12,8 @@ namespace flash_qla::cuda::sm90::bwd {
 // Reverse passes over segments: each leaves the gradient of the state that enters it, where that of the state that
 // leaves it is zero, or a matrix that is given.
 struct LinkGradients {
-  StridedTensor q, k, d_o, g, beta;  // [1, tokens, heads, ..], as the kernels take them; g and beta may be absent
+  // [1, tokens, heads, ..], as the kernels take them; g, beta and A may be absent.
+  StridedTensor q, k, d_o, g, beta, A;
   int64_t tokens, Hq, Hv;
   float scale;
   const cp::WorkItem* items;  // `chunk`: slot of the first one; from cell `position`, -1: from zero, to cell `slot`
@@ -24,7 +25,7 @@ struct LinkGradients {
   float* cells;  // [.., 128 of V, 128 of K]
   uint8_t* scratch;
 };
-int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles);
+int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool solves_A);
 cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t stream);
 
 // The instantiations, one file each.

@@ -52,8 +52,9 @@ class Links {
     if constexpr (kBackward) has_given = present(args.dht);
     workspace_ = take_link_workspace(p.P * p.Hv, kBackward ? p.chunk_bound : 0, p.Hv, has_given,
                                      args.options.cp_mode != FLASH_QLA_CP_AUTO, sms, workspace);
-    if (kBackward) {
-      scratch_ = workspace->take<uint8_t>(bwd::link_gradients_scratch(p.B * p.T, p.Hv, workspace_.most_tiles));
+    if constexpr (kBackward) {
+      scratch_ = workspace->take<uint8_t>(
+          bwd::link_gradients_scratch(p.B * p.T, p.Hv, workspace_.most_tiles, !present(args.A)));
     }
   }
 
@@ -75,7 +76,7 @@ class Links {
     FLASH_QLA_RETURN_IF_ERROR(launch_link_items(params, workspace_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
         cuda_status(fwd::launch_link_states(call_.kernel(), workspace_, kBackward, stream), "the states of links"));
-    if (kBackward) {
+    if constexpr (kBackward) {
       FLASH_QLA_RETURN_IF_ERROR(cuda_status(bwd::launch_link_gradients(gradients(), stream), "the gradients of links"));
     }
     return launch_link_scan(params, workspace_, stream);
@@ -124,6 +125,12 @@ class Links {
     links.d_o = rows(kernel.v, kernel.v_token_stride, kernel.v_head_stride, kernel.type);
     links.g = rows(kernel.g, kernel.g_token_stride, kernel.g_head_stride, DType::kFloat32);
     links.beta = rows(kernel.beta, kernel.beta_token_stride, kernel.beta_head_stride, DType::kFloat32);
+    if constexpr (kBackward) {
+      int64_t token_stride = 0;
+      if (present(args_.A) && fwd::one_token_stride(args_.A, &token_stride)) {
+        links.A = rows(args_.A.data, token_stride, args_.A.stride[2], kernel.type);
+      }
+    }
     links.tokens = tokens;
     links.Hq = p_.Hq;
     links.Hv = p_.Hv;
@@ -149,6 +156,13 @@ class Links {
   uint8_t* scratch_ = nullptr;  // going backward
 };
 
+// Rows of 64 elements side by side, as the kernels read them.
+bool takes_A(const Tensor& A) {
+  int64_t token_stride = 0;
+  return fwd::one_token_stride(A, &token_stride) && token_stride % 8 == 0 && A.stride[2] % 8 == 0 && A.stride[3] == 1 &&
+         fwd::on_16_bytes(A);
+}
+
 template <class Arguments>
 std::string reject(const Arguments& args, const SummaryProblem& p) {
   if (p.B * p.T == 0) return "needs tokens";
@@ -157,6 +171,7 @@ std::string reject(const Arguments& args, const SummaryProblem& p) {
   if constexpr (std::is_same_v<Arguments, BackwardArguments>) {
     if (p.chunk_bound * p.Hv > INT32_MAX) return "needs fewer than 2^31 chunks times value heads";
     if (!present(args.d_o) || dtype(args.d_o) != p.dtype) return "needs the gradient of o in the dtype of q";
+    if (present(args.A) && !takes_A(args.A)) return "needs rows of A side by side, on 16-byte boundaries";
   }
   return kSm90ChunkForward.reject(forward_of(args), p);
 }
