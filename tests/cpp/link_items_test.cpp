@@ -1,13 +1,13 @@
-// How the tokens of links are cut into segments (cuda/sm90/context_parallel/link_items.h): every token once, every
+// How the tokens of links are cut into segments (cuda/sm90/links/link_items.h): every token once, every
 // matrix in a place of its own, and never more of them than there is room for.
 #include <gtest/gtest.h>
 
 #include <random>
 #include <set>
 
-#include "cuda/sm90/context_parallel/link_items.h"
+#include "cuda/sm90/links/link_items.h"
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90::links {
 namespace {
 
 constexpr int32_t kSms = 132;
@@ -99,4 +99,4 @@ TEST(LinkItems, FewHeadsAreSharedByTheCard) {
 }
 
 }  // namespace
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90::links

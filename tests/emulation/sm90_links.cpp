@@ -10,7 +10,6 @@
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/links.h"
 #include "cuda/sm90/chunk_fwd/call.h"
-#include "cuda/sm90/context_parallel/link_states.h"
 
 namespace flash_qla {
 namespace cuda::sm90::fwd {
@@ -32,15 +31,13 @@ double element(const Args& args, const void* rows, int64_t offset) {
 }
 }  // namespace
 
-cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& workspace, bool keys_first, cudaStream_t) {
-  const int32_t items = workspace.counters->plan.states.items;
-  if (items > workspace.capacity) return cudaErrorInvalidValue;
+cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cudaStream_t) {
+  const int32_t items = links.counters->states.items;
   const int32_t group = args.num_value_heads / args.num_key_heads;
   for (int32_t i = 0; i < items; ++i) {
-    const WorkItem& item = workspace.items[i];
+    const WorkItem& item = links.items[i];
     const bool transition = (item.flags & cp::kItemTransition) != 0;
-    if (item.row < 0 || item.tokens < 1 || item.row + item.tokens > args.num_tokens || item.slot < 0 ||
-        item.slot >= workspace.capacity) {
+    if (item.row < 0 || item.tokens < 1 || item.row + item.tokens > args.num_tokens || item.slot < 0) {
       return cudaErrorInvalidValue;
     }
     std::vector<double> S(kMatrix, 0.0);  // [V][K]
@@ -70,8 +67,8 @@ cudaError_t launch_link_states(const Args& args, const cp::LinkWorkspace& worksp
     }
     for (int64_t v = 0; v < kHeadDim; ++v) {
       for (int64_t k = 0; k < kHeadDim; ++k) {
-        const int64_t to = keys_first ? k * kHeadDim + v : v * kHeadDim + k;
-        workspace.cells[item.slot * kMatrix + to] = static_cast<float>(S[v * kHeadDim + k]);
+        const int64_t to = links.keys_first ? k * kHeadDim + v : v * kHeadDim + k;
+        links.matrices[item.slot * kMatrix + to] = static_cast<float>(S[v * kHeadDim + k]);
       }
     }
   }

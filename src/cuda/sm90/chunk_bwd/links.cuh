@@ -1,4 +1,4 @@
-// Links between ranks' parts, backward: reverse passes over the segments of links (context_parallel/link_items.h), from
+// Links between ranks' parts, backward: reverse passes over the segments of links (links/link_items.h), from
 // zero or a given matrix, each to a matrix of its own. What a reverse pass takes of its chunks is made before, by the
 // kernels that make it for the backward, of the (chunk, value head) pairs that links want alone. Nothing else is kept.
 #pragma once

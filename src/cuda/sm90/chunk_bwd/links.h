@@ -1,4 +1,4 @@
-// The gradients of links' segments (links.cuh), for context_parallel/links.cu.
+// The gradients of links' segments (links.cuh), for links/links.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

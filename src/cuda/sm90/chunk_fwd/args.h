@@ -125,6 +125,18 @@ bool writes_listed_states(const Args& args, int64_t entries, int32_t sms);
 // arguments must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
 cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream);
 
+// What the kernel of links (links/link_states.cuh) makes: last states and transitions of items, a matrix each.
+struct LinkMatrices {
+  const WorkItem* items;   // `slot`: which matrix
+  PlanCounters* counters;  // `states`: how many items
+  ItemTickets* tickets;    // zero
+  float* matrices;         // [.., 128 of V, 128 of K], or of K first
+  int32_t sms;
+  bool keys_first;
+};
+// Of `args` what says of tokens, gates and initial states.
+cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cudaStream_t stream);
+
 // How blocks find their sequences by themselves.
 enum class SequenceOrder : int32_t {
   kGiven = 0,    // in the given order, items round robin

@@ -1,5 +1,5 @@
 // One call of the fused Hopper forward on the caller's tensors: what the kernels read of them, and what of copies in
-// the workspace. Links (context_parallel/links.cu) have no q and o.
+// the workspace. Links (links/links.cu) have no q and o.
 #pragma once
 
 #include <algorithm>

@@ -5,7 +5,10 @@
 
 #include "cuda/sm90/context_parallel/segment_state_roles.cuh"
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90::links {
+
+using cp::ProducerWarpgroup, cp::StateWarpgroup, cp::reset_stream, cp::queue_descriptors, cp::queue_producer;
+using fwd::Kernel, fwd::KernelArgs, fwd::QueueProducer, fwd::produce_chunk;
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_link_states_kernel(const __grid_constant__ KernelArgs p) {
@@ -43,4 +46,4 @@ Kernel describe_link_kernel() {
           Traits::kStateGroups, Traits::kClusterCtas};
 }
 
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90::links

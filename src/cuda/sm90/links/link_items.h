@@ -14,7 +14,9 @@
 #include "cuda/sm90/common/host_device.h"
 #include "cuda/sm90/context_parallel/work_items.h"
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90::links {
+
+using cp::WorkItem, cp::kItemFromStart, cp::kItemToCutState, cp::kItemTransition;
 
 // Chunks up to which a window is looked for, from either end of a part. Its norms take 15 us for both ends of 32 heads
 // (a guess), and an item of so many chunks is no longer than the segments that 32,768 tokens of eight heads are cut in.
@@ -112,4 +114,4 @@ FLASH_QLA_HOST_DEVICE inline WorkItem link_item(const LinkChain& chain, int32_t 
   return t;
 }
 
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90::links

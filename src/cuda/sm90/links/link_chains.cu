@@ -1,9 +1,9 @@
 // Links between ranks' parts, before and after the kernel that makes the matrices of segments (link_states.cuh): the
 // list of its items, and the scan along the segments. Neither needs Hopper's instructions.
 #include "cuda/sm90/common/sizes.h"
-#include "cuda/sm90/context_parallel/links.h"
+#include "cuda/sm90/links/links.h"
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90::links {
 namespace {
 
 constexpr int kWarp = 32;
@@ -310,4 +310,4 @@ Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace
   return launch("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kScanThreads, 0, stream, scan);
 }
 
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90::links

@@ -5,10 +5,10 @@
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/links.h"
 #include "cuda/sm90/chunk_fwd/call.h"
-#include "cuda/sm90/context_parallel/link_states.h"
+#include "cuda/sm90/links/links.h"
 
 namespace flash_qla {
-namespace cuda::sm90::cp {
+namespace cuda::sm90::links {
 namespace {
 
 using ForwardArguments = flash_qla_chunk_summary_arguments;
@@ -75,7 +75,7 @@ class Links {
     FLASH_QLA_RETURN_IF_ERROR(launch_plan_links(p_, params, kBackward, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_link_items(params, workspace_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
-        cuda_status(fwd::launch_link_states(call_.kernel(), workspace_, kBackward, stream), "the states of links"));
+        cuda_status(fwd::launch_link_states(call_.kernel(), matrices(), stream), "the states of links"));
     if constexpr (kBackward) {
       FLASH_QLA_RETURN_IF_ERROR(cuda_status(bwd::launch_link_gradients(gradients(), stream), "the gradients of links"));
     }
@@ -83,6 +83,12 @@ class Links {
   }
 
  private:
+  // Going backward the forward's kernel makes transitions, which the scan reads by columns.
+  fwd::LinkMatrices matrices() const {
+    LinkCounters* counters = workspace_.counters;
+    return {workspace_.items, &counters->plan, &counters->tickets, workspace_.cells, workspace_.sms, kBackward};
+  }
+
   // Tokens as the kernels of the forward read them.
   LinkParams make_params() const {
     const fwd::Args& kernel = call_.kernel();
@@ -190,9 +196,10 @@ constexpr Path<Arguments, SummaryProblem> path() {
 }
 
 }  // namespace
-}  // namespace cuda::sm90::cp
+}  // namespace cuda::sm90::links
 
-const ChunkSummaryPath kSm90ChunkSummary = cuda::sm90::cp::path<cuda::sm90::cp::ForwardArguments>();
-const ChunkSummaryBackwardPath kSm90ChunkSummaryBackward = cuda::sm90::cp::path<cuda::sm90::cp::BackwardArguments>();
+const ChunkSummaryPath kSm90ChunkSummary = cuda::sm90::links::path<cuda::sm90::links::ForwardArguments>();
+const ChunkSummaryBackwardPath kSm90ChunkSummaryBackward =
+    cuda::sm90::links::path<cuda::sm90::links::BackwardArguments>();
 
 }  // namespace flash_qla

@@ -3,10 +3,12 @@
 
 #include "cuda/generic/links.cuh"
 #include "cuda/sm90/chunk_bwd/link_tile.h"
-#include "cuda/sm90/context_parallel/link_items.h"
 #include "cuda/sm90/context_parallel/plan_state.h"
+#include "cuda/sm90/links/link_items.h"
 
-namespace flash_qla::cuda::sm90::cp {
+namespace flash_qla::cuda::sm90::links {
+
+using cp::ItemTickets, cp::PlanCounters;
 
 // In the workspace.
 struct LinkCounters {
@@ -39,4 +41,4 @@ Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspac
 // Along the segments, to S and M, or R, of all links; zeros where a link has none.
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream);
 
-}  // namespace flash_qla::cuda::sm90::cp
+}  // namespace flash_qla::cuda::sm90::links
