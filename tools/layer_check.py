@@ -41,14 +41,16 @@ ALLOWED = [
 # Of folders of src/cuda: which of each other they may include.
 COMMON, SM90 = "cuda/common", "cuda/sm90/common"
 FORWARD, CONTEXT_PARALLEL = "cuda/sm90/chunk_fwd", "cuda/sm90/context_parallel"
+BACKWARD, GENERIC = "cuda/sm90/chunk_bwd", "cuda/generic"
 FOLDERS = {
     COMMON: set(),
     SM90: {COMMON},
     FORWARD: {COMMON, SM90, CONTEXT_PARALLEL},
     "cuda/sm90/chunk_fwd_2cta": {COMMON, SM90, FORWARD, CONTEXT_PARALLEL},
     CONTEXT_PARALLEL: {COMMON, SM90, FORWARD},
-    "cuda/sm90/chunk_bwd": {COMMON, SM90, CONTEXT_PARALLEL},
-    "cuda/generic": {COMMON, "cuda/oracle"},
+    BACKWARD: {COMMON, SM90, CONTEXT_PARALLEL},
+    "cuda/sm90/links": {COMMON, SM90, FORWARD, BACKWARD, CONTEXT_PARALLEL, GENERIC, "cuda/oracle"},
+    GENERIC: {COMMON, "cuda/oracle"},
     "cuda/oracle": {COMMON, "cuda/generic"},
 }
 TABLE_OF_PATHS = "src/core/registry.cpp"

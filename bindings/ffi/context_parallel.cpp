@@ -86,9 +86,10 @@ ffi::Any chunk_summary_backward(int64_t action, ffi::String operation, ffi::Opti
                                 int64_t cp_mode, bool force_intra_cp, ffi::Optional<double> cp_tolerance,
                                 int64_t num_threads, ffi::TensorView q, ffi::TensorView k, OptionalTensor g,
                                 OptionalTensor beta, OptionalTensor A_log, OptionalTensor dt_bias,
-                                OptionalTensor cu_seqlens, OptionalTensor d_o, OptionalTensor dht, ffi::TensorView rows,
-                                ffi::TensorView enters, ffi::TensorView through, ffi::TensorView forward_kind,
-                                ffi::TensorView R, ffi::TensorView kind, OptionalTensor workspace) {
+                                OptionalTensor cu_seqlens, OptionalTensor d_o, OptionalTensor dht, OptionalTensor A,
+                                ffi::TensorView rows, ffi::TensorView enters, ffi::TensorView through,
+                                ffi::TensorView forward_kind, ffi::TensorView R, ffi::TensorView kind,
+                                OptionalTensor workspace) {
   const OptionalName path_name(path);
   flash_qla_chunk_summary_backward_arguments args;
   flash_qla_chunk_summary_backward_arguments_init(&args);
@@ -104,6 +105,7 @@ ffi::Any chunk_summary_backward(int64_t action, ffi::String operation, ffi::Opti
   args.cu_seqlens = call.tensor("cu_seqlens", cu_seqlens, kIndices);
   args.d_o = call.tensor("do", d_o);
   args.dht = call.tensor("dht", dht);
+  args.A = call.tensor("A", A);
   args.rows = call.tensor("rows", rows, kIndices);
   args.enters = call.tensor("enters", enters, "bool");
   args.through = call.tensor("through", through, "bool");

@@ -21,6 +21,8 @@ typedef struct flash_qla_chunk_summary_backward_arguments {
   flash_qla_tensor q, k, g, beta, A_log, dt_bias, cu_seqlens;
   flash_qla_tensor d_o; /* [B, T, Hv, V] float, any strides; absent: zero */
   flash_qla_tensor dht; /* [R, Hv, K, V] float, optional: of sequences that end here */
+  flash_qla_tensor
+      A; /* [B, T, Hv, 64] in the dtype of k, optional: as flash_qla_forward_arguments.A left it; saves time */
 
   /* inputs, as flash_qla_sequence_cut writes them. A row out of range counts as none */
   flash_qla_tensor rows;         /* [P, 2] index */

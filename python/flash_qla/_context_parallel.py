@@ -67,10 +67,11 @@ def make_backward_link(
     kept: Tensor,
     do: Optional[Tensor],
     dht: Optional[Tensor],
+    A: Optional[Tensor],
 ) -> Tensor:
-    """This rank's packed backward links. `kept`: what keep_of() has left of the forward ones."""
+    """This rank's packed backward links. `kept`: what keep_of() has left of the forward ones; A: the forward's."""
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, _ = inputs
-    of_link = (q, k, g, beta, A_log, dt_bias, cu_seqlens, do, dht)
+    of_link = (q, k, g, beta, A_log, dt_bias, cu_seqlens, do, dht, A)
     cut = (parts.rows, parts.enters, parts.through, kept)
     assert v is not None
     tensors = (*of_link, *cut)
@@ -160,7 +161,7 @@ def _backward(
         wait = None
     else:
         K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]
-        link = make_backward_link(options, inputs, parts, of_links, do, dht)
+        link = make_backward_link(options, inputs, parts, of_links, do, dht, A)
         wait = _start(options, "backward links", static, link)
     halves = static.backward
     if wait is None or halves is None or halves.local is None:

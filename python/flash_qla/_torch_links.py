@@ -113,14 +113,14 @@ def _chunk_summary_backward_fake(options: Options, inputs: tuple, rest: tuple) -
 
 _define(
     f"chunk_summary_backward({_OPTIONS}, Tensor q, Tensor k, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? cu_seqlens, Tensor? do, Tensor? dht, Tensor rows, Tensor enters, Tensor through, Tensor kept, "
+    "Tensor? cu_seqlens, Tensor? do, Tensor? dht, Tensor? A, Tensor rows, Tensor enters, Tensor through, Tensor kept, "
     "SymInt V) -> Tensor",
     _chunk_summary_backward,
     _chunk_summary_backward_fake,
-    inputs=9,
+    inputs=10,
 )
 _torch._NAMES["chunk_summary_backward"] = (
-    *("q", "k", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "do", "dht"),
+    *("q", "k", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "do", "dht", "A"),
     *("rows", "enters", "through", "kept"),
 )
 

@@ -43,6 +43,13 @@ Status validate_backward_summary(const Arguments& args, const char* operation, b
     FLASH_QLA_RETURN_IF_ERROR(check.state_shape(t, Role::kInput, {p->N, "the number of sequences"}, *p));
     FLASH_QLA_RETURN_IF_ERROR(check.dtype_float(t, *p));
   }
+  if (present(args.A)) {
+    const Named t{"A", args.A};
+    const Extent chunk{kChunkSize, "the chunk size"};
+    FLASH_QLA_RETURN_IF_ERROR(
+        check.shape(t, Role::kInput, {{p->B, "q.shape[0]"}, {p->T, "q.shape[1]"}, {p->Hv, "R.shape[1]"}, chunk}));
+    FLASH_QLA_RETURN_IF_ERROR(check.dtype_is(t, dtype(args.k), "that of k"));
+  }
   FLASH_QLA_RETURN_IF_ERROR(
       validate_parts(check, {"rows", args.rows}, {"enters", args.enters}, {"through", args.through}, p));
   const Extent parts{p->P, "rows.shape[0]"}, heads{p->Hv, "R.shape[1]"};

@@ -1,5 +1,5 @@
-// Links of parts by calls of path "sm80", on the CPU: against the recurrence in double ("cuda_reference"), and with the
-// kinds of the recurrence in float32.
+// Links of parts by calls of path "sm80", and by segments as path "sm90" makes them (sm90_links.cpp), on the
+// CPU: against the recurrence in double ("cuda_reference"), and with the kinds of the recurrence in float32.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -31,6 +31,7 @@ struct LinkProblem {
   std::vector<uint8_t> crosses, through;
   std::vector<BFloat16> q, k, v;  // v: or the gradient of o
   std::vector<float> g, beta, given;
+  int mode = FLASH_QLA_CP_AUTO;
 
   int64_t sequences() const { return offsets.empty() ? B : static_cast<int64_t>(offsets.size()) - 1; }
 };
@@ -62,6 +63,7 @@ void fill(const LinkProblem& p, Arguments* args) {
   args->rows = tensor(p.rows.data(), DType::kInt64, {p.P, 2});
   args->through = tensor(p.through.data(), DType::kBool, {p.P});
   args->options.scale = 0.3f;
+  args->options.cp_mode = p.mode;
 }
 
 Links empty_links(const LinkProblem& p) {
@@ -163,9 +165,60 @@ class LinkCallsEmulated : public ::testing::Test {
     expect_close(back.S, back_wanted.S, p.K * p.V, kGradientBound, what + " R");
   }
 
+  // Links by segments, which leave nothing to rounding here but the last bits of float32.
+  void check_segments(const LinkProblem& p, const std::string& what) {
+    const Links found = forward(p, "sm90"), wanted = forward(p, "cuda_reference"), kinds = forward(p, "cuda_generic");
+    EXPECT_EQ(found.kind, kinds.kind) << what;
+    for (float kind : found.kind) ++kinds_[static_cast<int>(kind)];
+    constexpr double kBound = 1e-5;  // docs/numerics.md: of float32
+    expect_close(found.S, wanted.S, p.K * p.V, kBound, what + " S");
+    expect_close(found.M, wanted.M, p.K * p.K, kBound, what + " M");
+    const Links back = backward(p, found.kind, "sm90"), back_wanted = backward(p, wanted.kind, "cuda_reference");
+    EXPECT_EQ(back.kind, backward(p, kinds.kind, "cuda_generic").kind) << what;
+    expect_close(back.S, back_wanted.S, p.K * p.V, kBound, what + " R");
+  }
+
   std::mt19937 random_{7};
   int kinds_[3] = {0, 0, 0};
 };
+
+TEST_F(LinkCallsEmulated, SegmentsOfPackedSequences) {
+  for (const int64_t first : {1, 64, 500}) {
+    const std::vector<int64_t> offsets = {0, first, first, first + 190, first + 190 + 700};
+    check_segments(draw(1, offsets.back() + 5, offsets, {0, 3}, 128, 128), "one part, " + std::to_string(first));
+    check_segments(draw(1, offsets.back() + 5, offsets, {0, 1, 2, 3}, 128, 128), "two parts, " + std::to_string(first));
+    check_segments(draw(1, offsets.back() + 5, offsets, {0, 0, 2, 2}, 128, 128), "others, " + std::to_string(first));
+  }
+  for (int kind = 0; kind < 3; ++kind) EXPECT_GT(kinds_[kind], 0) << "no link of kind " << kind;
+}
+
+TEST_F(LinkCallsEmulated, SegmentsOfRowsOfABatch) { check_segments(draw(2, 300, {}, {0, 0, 1, 1}, 128, 128), "batch"); }
+
+// One part of more chunks than a window may have: a head that forgets later than that keeps everything.
+TEST_F(LinkCallsEmulated, SegmentsOfALongPart) {
+  LinkProblem p = draw(1, 66 * 64, {0, 66 * 64}, {0, 0}, 128, 128);
+  p.crosses = p.through = {1};
+  const int64_t tokens = p.T;
+  for (int64_t t = 0; t < tokens; ++t) p.g[t * p.Hv + 2] = -15.9f / static_cast<float>(tokens - 64);
+  p.g[1 * p.Hv + 2] = -0.15f;  // in the first chunk, which a window of 64 at the end leaves out
+  const Links found = forward(p, "sm90"), wanted = forward(p, "cuda_reference");
+  EXPECT_EQ(forward(p, "cuda_generic").kind[2], FLASH_QLA_LINK_CONSTANT);
+  EXPECT_EQ(found.kind, (std::vector<float>{FLASH_QLA_LINK_CONSTANT, FLASH_QLA_LINK_AFFINE, FLASH_QLA_LINK_AFFINE}));
+  expect_close(found.S, wanted.S, p.K * p.V, 1e-5, "S");
+}
+
+TEST_F(LinkCallsEmulated, SegmentsWithoutForgetting) {
+  for (const int mode : {FLASH_QLA_CP_OFF, FLASH_QLA_CP_INVARIANT}) {
+    LinkProblem p = draw(1, 2500, {0, 2500}, {0, 0}, 128, 128);
+    p.crosses = p.through = {1};
+    p.mode = mode;
+    const Links found = forward(p, "sm90"), wanted = forward(p, "cuda_reference");
+    EXPECT_EQ(found.kind[0], mode == FLASH_QLA_CP_OFF ? FLASH_QLA_LINK_AFFINE : FLASH_QLA_LINK_CONSTANT);
+    expect_close(found.S, wanted.S, p.K * p.V, 1e-5, "S");
+    expect_close(found.M, wanted.M, p.K * p.K, 1e-5, "M");
+    expect_close(backward(p, found.kind, "sm90").S, backward(p, wanted.kind, "cuda_reference").S, p.K * p.V, 1e-5, "R");
+  }
+}
 
 TEST_F(LinkCallsEmulated, PackedSequences) {
   for (int round = 0; round < 8; ++round) {

@@ -41,15 +41,16 @@ const std::vector<const SequenceCutPath*>& sequence_cut_paths() {
 }
 
 const std::vector<const ChunkSummaryPath*>& chunk_summary_paths() {
-  static const std::vector<const ChunkSummaryPath*> paths = {&kSm80ChunkSummary, &kCudaGenericChunkSummary,
-                                                             &kCudaOracleChunkSummary, &kReferenceChunkSummary};
+  static const std::vector<const ChunkSummaryPath*> paths = {&kSm90ChunkSummary, &kSm80ChunkSummary,
+                                                             &kCudaGenericChunkSummary, &kCudaOracleChunkSummary,
+                                                             &kReferenceChunkSummary};
   return paths;
 }
 
 const std::vector<const ChunkSummaryBackwardPath*>& chunk_summary_backward_paths() {
   static const std::vector<const ChunkSummaryBackwardPath*> paths = {
-      &kSm80ChunkSummaryBackward, &kCudaGenericChunkSummaryBackward, &kCudaOracleChunkSummaryBackward,
-      &kReferenceChunkSummaryBackward};
+      &kSm90ChunkSummaryBackward, &kSm80ChunkSummaryBackward, &kCudaGenericChunkSummaryBackward,
+      &kCudaOracleChunkSummaryBackward, &kReferenceChunkSummaryBackward};
   return paths;
 }
 
@@ -58,14 +59,20 @@ const std::vector<const SummaryCombinePath*>& summary_combine_paths() {
   return paths;
 }
 
-// Hopper's kernels are not emulated: what names their paths finds one that takes nothing.
+// Hopper's kernels are not emulated: what names their paths finds one that takes nothing. Of links all but one kernel
+// is (sm90_links.cpp): they ask what the forward takes.
 namespace {
 template <class Arguments>
 constexpr Path<Arguments> no_path() {
   return {"sm90",
           FLASH_QLA_CUDA,
           false,
-          [](const Arguments&, const Problem&) { return std::string("is not emulated"); },
+          [](const Arguments& args, const Problem& p) {
+            if constexpr (!std::is_same_v<Arguments, flash_qla_forward_arguments>)
+              return std::string("is not emulated");
+            else
+              return std::string(present(args.o) || p.K != 128 || p.V != 128 ? "is not emulated" : "");
+          },
           [](const Arguments&, const Problem&) { return size_t{0}; },
           [](const Arguments&, const Problem&, void*, void*) { return Status(); }};
 }

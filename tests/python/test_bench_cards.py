@@ -43,7 +43,10 @@ def test_simulated_ranks(tmp_path, capsys):
         assert set(row["err"]) == set(row["one_card_err"]) == TENSORS[row["mode"]]
         assert all(0 < error < 5e-3 for error in row["err"].values())
         assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["speedup"] == pytest.approx(row["one_card_ms"] / row["ms"], abs=1e-3)
-    assert "cp_train 1/2 384 cards 3" in capsys.readouterr().out
+        assert row["share_ms_min"] <= row["share_ms"] <= row["share_ms_max"]
+        assert row["work"] == pytest.approx(row["ms"] / row["share_ms"], abs=1e-3)
+    printed = capsys.readouterr().out
+    assert "cp_train 1/2 384 cards 3" in printed and "its share by the plain call" in printed
 
 
 def test_one_rank_is_the_plain_call_and_comes_into_the_same_file(tmp_path):

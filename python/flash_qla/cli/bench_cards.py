@@ -5,7 +5,8 @@ Started by torchrun, every process has a card and a share of the tokens, and the
     torchrun --nproc-per-node 2 -m flash_qla bench --mode cp_fwd,cp_train
 
 With --ranks N in one process, N simulated ranks compute one after another on one card: what a card does without the
-gather, and the slowest rank counts. Inputs are drawn by every rank for itself, in the same way however many there are.
+gather, and the slowest rank counts, beside the plain call on its share of the tokens. Inputs are drawn by every rank
+for itself, in the same way however many there are.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class _Measured:
     ms: List[float]
     peak_bytes: int
     pieces: Pieces
+    share_ms: Sequence[float] = ()  # of simulated ranks: the plain call on the share of the slowest
 
 
 def _cut_over(ranks: Ranks, row: Row, runs: int) -> _Measured:
@@ -137,10 +139,12 @@ def _cut_simulated(ranks: Ranks, row: Row, runs: int, size: int) -> _Measured:
                 for key, piece in picked(row, found).items():
                     parts.setdefault(key, []).append(piece)
                 del found
-                measured.append(_Measured(ranks.times(run, runs, alone=True), ranks.peak_bytes(run), {}))
+                plain = lambda x=x: call(row, x, _function(None))  # noqa: E731
+                ms, share_ms = (ranks.times(timed, runs, alone=True) for timed in (run, plain))
+                measured.append(_Measured(ms, ranks.peak_bytes(run), {}, share_ms))
     slowest = max(measured, key=lambda one: statistics.median(one.ms))
     pieces = {key: torch.cat(of, 1) for key, of in parts.items()}
-    return _Measured(slowest.ms, max(one.peak_bytes for one in measured), pieces)
+    return _Measured(slowest.ms, max(one.peak_bytes for one in measured), pieces, slowest.share_ms)
 
 
 def _on_one_card(ranks: Ranks, row: Row, runs: int) -> _Measured:
@@ -252,6 +256,9 @@ def _judged(
         **dict(zip(("err_median_head", "err_worst_head"), _heads(found, right))),
         **{name: {} for name in _OF_OTHERS},
     }
+    if over.share_ms:
+        row.update(_times("share_ms", over.share_ms))
+        row["work"] = round(row["ms"] / row["share_ms"], 3)
     if failure is None and alone is not None:
         one_errors, failure = first_failure(_whole(given, alone.pieces), right, dtype)
         failure = failure and f"one card: {failure}"
@@ -275,6 +282,8 @@ def _excess(row: Row) -> List[str]:
 
 def _describe(row: Row) -> str:
     words = [f"{title(row)}: {row['ms']:.4f} ms ({row['ms_min']:.4f} to {row['ms_max']:.4f})"]
+    if "work" in row:
+        words.append(f"its share by the plain call {row['share_ms']:.4f} ms (work {row['work']:.2f}x)")
     if "speedup" in row:
         words.append(f"one card {row['one_card_ms']:.4f} ms ({row['speedup']:.2f}x)")
     words += [f"{peer} {ms:.4f} ({ms / row['ms']:.2f}x)" for peer, ms in row["peers"].items()]

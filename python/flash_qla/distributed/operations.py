@@ -207,6 +207,7 @@ def chunk_summary_backward(
     forward: Links,
     *,
     dht: Optional[Any] = None,
+    A: Optional[Any] = None,
     cu_seqlens: Optional[Any] = None,
     A_log: Optional[Any] = None,
     dt_bias: Optional[Any] = None,
@@ -227,6 +228,7 @@ def chunk_summary_backward(
             take them. do None: zero.
         rows, enters, through: as sequence_cut() returns them.
         forward: the forward links of these parts.
+        A: [B, T, Hv, 64], optional: what the forward pass has kept for the backward pass; saves time.
 
     Returns:
         Links, with R in the place of S and the M of the forward links.
@@ -250,7 +252,7 @@ def chunk_summary_backward(
         links.M.copy_(forward.M)
     else:
         links = links._replace(M=forward.M)
-    inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens, do, dht, rows, enters, through, forward.kind)
+    inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens, do, dht, A, rows, enters, through, forward.kind)
     call.run(operation, (*options, call.threads, *inputs, links.S, links.kind))
     return links
 

@@ -186,7 +186,7 @@ def cp_backward_prepare(output_grad: Any, saved_context: Any) -> Tuple[Any, Any]
     cu_seqlens = offsets[0] if metadata.has_offsets else None
     inputs = (q, k, v, g, beta, None, None, cu_seqlens, None)
     parts = _parts(q, cu_seqlens)
-    link = _context_parallel.make_backward_link(metadata.options, inputs, parts, kept, output_grad, None)
+    link = _context_parallel.make_backward_link(metadata.options, inputs, parts, kept, output_grad, None, A)
     summary = _megatron("CPBackwardPackedSummary", _PackedSummary)(packed=_to_summary(link, cu_seqlens))
     return summary, _Local(metadata.options, inputs, parts, (A, entered, output_grad))
 

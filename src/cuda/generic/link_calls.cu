@@ -1,5 +1,4 @@
-// Paths "sm90" and "sm80" of the two summaries: the links of parts by calls of the chunked forward and backward of
-// these paths. S is the final state of a forward, M that of a forward with values of zero which starts from the
+// Path "sm80" of the two summaries: the links of parts by calls of the chunked forward and backward of this path. S is the final state of a forward, M that of a forward with values of zero which starts from the
 // identity, and R the gradient of the initial state. Which tokens a call takes is decided on the device (link_plan.cu):
 // it writes the call's two offsets, equal ones where nothing is wanted. All heads of a part take the tokens that any of
 // them needs.
@@ -263,9 +262,7 @@ constexpr Path<Arguments, SummaryProblem> path(const char* name) {
 }  // namespace
 }  // namespace cuda
 
-const ChunkSummaryPath kSm90ChunkSummary = cuda::path<&kSm90ChunkForward, cuda::ForwardLinks>("sm90");
 const ChunkSummaryPath kSm80ChunkSummary = cuda::path<&kSm80ChunkForward, cuda::ForwardLinks>("sm80");
-const ChunkSummaryBackwardPath kSm90ChunkSummaryBackward = cuda::path<&kSm90ChunkBackward, cuda::BackwardLinks>("sm90");
 const ChunkSummaryBackwardPath kSm80ChunkSummaryBackward = cuda::path<&kSm80ChunkBackward, cuda::BackwardLinks>("sm80");
 
 }  // namespace flash_qla

@@ -24,25 +24,40 @@ __device__ bool flag(const DeviceTensor& t, int64_t part) {
   return static_cast<const uint8_t*>(t.data)[part * t.stride[0]] != 0;
 }
 
+// The chunk that a block takes of all, -1: none; or, with a bound of windows, of those next to either end of the parts'
+// rows: the first ones of a part's row, then, going forward, the last.
+__device__ int64_t chunk_of_block(const LinkParams& p, int64_t block, bool backward) {
+  if (p.most_window == 0) {
+    if (block >= total_chunks(p.sequences)) return -1;
+    const int64_t row = sequence_of_chunk(p.sequences, block);
+    for (int64_t part = 0; part < p.P; ++part) {
+      if (load_index(p.rows, part, 0) == row || load_index(p.rows, part, 1) == row) return block;
+    }
+    return -1;
+  }
+  const int64_t i = block % p.most_window, part = block / p.most_window % p.P, from_end = block / p.most_window / p.P;
+  const int64_t row = row_of_part(p, part, backward ? 0 : 1);
+  if (row < 0 || !flag(p.crosses, part)) return -1;
+  const DeviceSequence sequence = sequence_at(p.sequences, row);
+  const int64_t chunks = ceil_div(sequence.length, kChunkSize), at = from_end == 0 ? i : chunks - 1 - i;
+  if (i >= chunks || (from_end != 0 && at < p.most_window)) return -1;  // none, or one of the first ones
+  return sequence.first_chunk + at;
+}
+
 // One block a (chunk, value head); a warp takes a token at a time.
 __global__ void __launch_bounds__(kThreads)
-    chunk_log_norms_kernel(const __grid_constant__ LinkParams p, float* log_norms) {
+    chunk_log_norms_kernel(const __grid_constant__ LinkParams p, bool backward, float* log_norms) {
   __shared__ float s_sums[kWarps];
-  const int64_t chunk = blockIdx.x / p.in.Hv;
+  const int64_t chunk = chunk_of_block(p, blockIdx.x / p.in.Hv, backward);
   const int head = static_cast<int>(blockIdx.x % p.in.Hv);
-  if (chunk >= total_chunks(p.sequences)) return;
-  const int64_t row = sequence_of_chunk(p.sequences, chunk);
-  bool of_a_part = false;
-  for (int64_t part = 0; part < p.P; ++part) {
-    of_a_part |= load_index(p.rows, part, 0) == row || load_index(p.rows, part, 1) == row;
-  }
-  if (!of_a_part) return;
-  const DeviceSequence sequence = sequence_at(p.sequences, row);
+  if (chunk < 0) return;
+  const DeviceSequence sequence = sequence_at(p.sequences, sequence_of_chunk(p.sequences, chunk));
   const int64_t first = (chunk - sequence.first_chunk) * kChunkSize;
   const int64_t left = sequence.length - first, count = left < kChunkSize ? left : kChunkSize;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   float sum = 0.f;
-  for (int64_t i = warp; i < count; i += kWarps) {
+#pragma unroll 4
+  for (int64_t i = warp; i < count; i += kWarps) {  // loads of several tokens at once
     const int64_t token = sequence.begin + first + i;
     const int64_t key = offset_of(p.in.k, sequence.b, token, head / p.in.group);
     float square = 0.f;
@@ -69,20 +84,21 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The chunks from one end of a row on whose product leaves at most e^threshold of a state, chunks + 1 if even all of
-// them leave more. A warp; the sums are in the order of the chunks, 32 at a time.
+// them, or as many as a window may have, leave more. A warp; the sums are in the order of the chunks, 32 at a time.
 __device__ int64_t window(const LinkParams& p, const DeviceSequence& sequence, int head, bool from_end) {
   const int64_t chunks = ceil_div(sequence.length, kChunkSize);
+  const int64_t most = p.most_window > 0 && p.most_window < chunks ? p.most_window : chunks;
   const int lane = threadIdx.x % kWarp;
   float before = 0.f;
-  for (int64_t base = 0; base < chunks; base += kWarp) {
+  for (int64_t base = 0; base < most; base += kWarp) {
     const int64_t i = base + lane, at = from_end ? chunks - 1 - i : i;
-    float sum = i < chunks ? p.log_norms[(sequence.first_chunk + at) * p.in.Hv + head] : 0.f;
+    float sum = i < most ? p.log_norms[(sequence.first_chunk + at) * p.in.Hv + head] : 0.f;
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const float left = __shfl_up_sync(0xffffffffu, sum, distance);
       if (lane >= distance) sum += left;
     }
     sum += before;
-    const unsigned found = __ballot_sync(0xffffffffu, i < chunks && sum <= p.threshold);
+    const unsigned found = __ballot_sync(0xffffffffu, i < most && sum <= p.threshold);
     if (found != 0) return base + __ffs(static_cast<int>(found));
     before = __shfl_sync(0xffffffffu, sum, kWarp - 1);
   }
@@ -128,8 +144,11 @@ __global__ void __launch_bounds__(kWarp) plan_links_kernel(const __grid_constant
 
 }  // namespace
 
-Status launch_chunk_log_norms(const Problem& p, const LinkParams& params, float* log_norms, cudaStream_t stream) {
-  return launch("chunk_log_norms", chunk_log_norms_kernel, p.chunk_bound * p.Hv, kThreads, 0, stream, params,
+Status launch_chunk_log_norms(const Problem& p, const LinkParams& params, bool backward, float* log_norms,
+                              cudaStream_t stream) {
+  const int64_t ends = backward ? 1 : 2;
+  const int64_t chunks = params.most_window == 0 ? p.chunk_bound : ends * params.P * params.most_window;
+  return launch("chunk_log_norms", chunk_log_norms_kernel, chunks * p.Hv, kThreads, 0, stream, params, backward,
                 log_norms);
 }
 

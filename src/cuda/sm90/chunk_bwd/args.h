@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "core/problem.h"
+#include "cuda/sm90/chunk_bwd/link_tile.h"
 
 namespace flash_qla::cuda::sm90::bwd {
 
@@ -137,6 +138,10 @@ struct Args {
   float* exact_states;
   int32_t* first_exact;
   uint8_t* v_new;  // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
+
+  // Of links alone (links.cuh), whose B is 1 and N is 1: what solve.cuh and prepare.cuh make, and how many.
+  const LinkTile* link_tiles;
+  const int32_t* link_tile_count;
 };
 static_assert(std::is_trivially_copyable_v<Args>);
 

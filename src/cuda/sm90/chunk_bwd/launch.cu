@@ -3,8 +3,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "cuda/common/launch.h"
+#include "cuda/sm90/chunk_bwd/links.h"
 #include "cuda/sm90/chunk_bwd/plan.cuh"
 #include "cuda/sm90/chunk_bwd/scan.cuh"
 #include "cuda/sm90/chunk_bwd/traits.h"
@@ -275,6 +277,50 @@ cudaError_t make_chunk_backward_maps(const Args& p, const StridedTensor& q, cons
   if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dq, p.B, p.T, 2, p.Hq, &maps->dq);
   if (error == cudaSuccess && p.grads_in_outputs) error = make_map(p.dk, p.B, p.T, 2, p.Hq, &maps->dk);
   return error;
+}
+
+// A, G o A, P and gates of the tiles.
+int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool solves_A) {
+  const int64_t of_A = solves_A ? tokens * Hv * kChunk * int64_t{sizeof(uint16_t)} : 0;
+  return of_A + most_tiles * (2 * kTileBytes + kAllGateBytes);
+}
+
+cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t stream) {
+  Args p{};
+  p.B = p.N = 1;
+  p.T = static_cast<int32_t>(links.tokens);
+  p.Hq = static_cast<int32_t>(links.Hq);
+  p.Hv = static_cast<int32_t>(links.Hv);
+  p.group = p.Hv / p.Hq;
+  p.scale = links.scale;
+  p.has_d_o = true;
+  p.solves_A = true;
+  p.state_v_first = true;  // of cells
+  p.small_beta = 0.0f;     // dv is not wanted
+  p.q = links.q;
+  p.k = links.k;
+  p.v = p.d_o = links.d_o;  // values have no part in it
+  p.g = links.g;
+  p.beta = links.beta;
+  p.link_tiles = links.tiles;
+  p.link_tile_count = links.tile_count;
+  p.edges = links.cells;
+  p.dh0 = {links.cells, {kHeadDim * kHeadDim, 0, kHeadDim, 1}, DType::kFloat32};
+  uint8_t* scratch = links.scratch;
+  const auto take = [&scratch](int64_t bytes) { return std::exchange(scratch, scratch + bytes); };
+  p.GA = take(links.most_tiles * kTileBytes);
+  p.P = take(links.most_tiles * kTileBytes);
+  p.gates = reinterpret_cast<float*>(take(links.most_tiles * kAllGateBytes));
+  p.gate_stride = static_cast<int32_t>(kAllGateBytes / sizeof(float));
+  const int64_t token = links.Hv * kChunk;
+  p.A = links.A.data != nullptr ? links.A
+                                : StridedTensor{take(0), {links.tokens * token, token, kChunk, 1}, links.q.type};
+  Maps maps{};
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(make_map(p.q, 1, p.T, 2, p.Hq, &maps.q));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(make_map(p.k, 1, p.T, 2, p.Hq, &maps.k));
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(make_map(p.d_o, 1, p.T, 2, p.Hv, &maps.d_o));
+  return links.q.type == DType::kBFloat16 ? launch_link_gradients_bf16(p, maps, links, stream)
+                                          : launch_link_gradients_fp16(p, maps, links, stream);
 }
 
 cudaError_t launch_rounds(const Args& p, int multiprocessors, cudaStream_t stream) {

@@ -15,11 +15,6 @@
 
 namespace flash_qla::cuda::sm90::bwd {
 
-template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
-
 template <typename T>
 cudaError_t launch_solve(const Args& p, const Maps& maps, cudaStream_t stream) {
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));

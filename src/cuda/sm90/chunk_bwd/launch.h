@@ -27,6 +27,11 @@ cudaError_t launch_chained(void (*kernel)(Parameters...), unsigned blocks, int t
   return cudaLaunchKernelEx(&shape.config, kernel, args...);
 }
 
+template <typename Kernel>
+cudaError_t allow_shared(Kernel kernel, uint32_t bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
 // Which kernels to start: all of them, but for a benchmark that times each.
 struct Parts {
   bool plan = true, prepare = true, states = true, gradients = true;

@@ -1,8 +1,8 @@
 // Chunk-parallel preparation: gate vectors, G o A and P of every chunk and value head, for serial passes that do not
 // make them themselves (passes/kernel.cuh), and for segments how much a chunk lets a state grow or decay
 // (segments.cuh). A piece of work is a (chunk, key head), its value heads one after another; the four warpgroups of a
-// block work by themselves. Where the passes leave half of the device idle this runs beside them, on the other half,
-// and they wait for each chunk.
+// block work by themselves. Of links (kLinks) a piece is a (chunk, value head) that they want. Where the passes leave
+// half of the device idle this runs beside them, on the other half, and they wait for each chunk.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/chunk_order.cuh"
@@ -40,6 +40,7 @@ __device__ __forceinline__ void copy_out(void* global, uint32_t smem, uint32_t b
 struct PrepareWork {
   ChunkInfo chunk;
   int slot, key_head;  // slot < 0: there is no more
+  int first_head;      // of the piece
 };
 
 // The first piece of work that is there at `at` or a multiple of `step` after it. Segments come from their ends
@@ -63,12 +64,21 @@ __device__ __forceinline__ PrepareWork find_prepare_work(const Args& p, uint32_t
     const int offset = static_cast<int>(slot) * kChunk;
     const ChunkInfo chunk = p.N == 1 ? ChunkInfo{only.token + offset, min(kChunk, only.length - offset), 0, 0}
                                      : chunk_info(p, static_cast<int>(slot));
-    if (chunk.valid > 0) return {chunk, static_cast<int>(slot), static_cast<int>(*at - turn * heads)};
+    const int key_head = static_cast<int>(*at - turn * heads);
+    if (chunk.valid > 0) return {chunk, static_cast<int>(slot), key_head, key_head * p.group};
   }
-  return {{}, -1, 0};
+  return {{}, -1, 0, 0};
 }
 
-template <typename T>
+// Of links: piece `at` of their list.
+__device__ __forceinline__ PrepareWork link_prepare_work(const Args& p, uint32_t at) {
+  if (at >= static_cast<uint32_t>(*p.link_tile_count)) return {{}, -1, 0, 0};
+  const LinkTile link = p.link_tiles[at];
+  const int slot = link.tile / p.Hv, head = link.tile - slot * p.Hv;
+  return {{link.token, link.valid, 0, 0}, slot, head / p.group, head};
+}
+
+template <typename T, bool kLinks = false>
 __global__ __launch_bounds__(PrepareTraits::kThreads,
                              1) void sm90_chunk_bwd_prepare_kernel(const Args p, const __grid_constant__ Maps maps) {
   // In this order: passes beside this kernel find the counters as the kernels before have left them.
@@ -89,7 +99,9 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
 
   const uint32_t step = gridDim.x * Traits::kGroups;
   uint32_t at = blockIdx.x * Traits::kGroups + group;
-  PrepareWork next = find_prepare_work(p, &at, step);
+  const int members = kLinks ? 1 : p.group;  // value heads of a piece
+  const auto find = [&] { return kLinks ? link_prepare_work(p, at) : find_prepare_work(p, &at, step); };
+  PrepareWork next = find();
   auto load_tokens = [&](const PrepareWork& work) {
     if (thread > 0 || work.slot < 0) return;
     mbarrier_arrive_expect(barrier, 2 * kTokensBytes);
@@ -110,10 +122,10 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   // What a piece's first heads need besides is fetched while the piece before is worked on.
   RawGates raw;
   auto fetch_gates = [&](const PrepareWork& work, int head) {
-    if (work.slot >= 0 && head < (work.key_head + 1) * p.group) raw = load_gates(p, work.chunk, head, lane);
+    if (work.slot >= 0 && head < work.first_head + members) raw = load_gates(p, work.chunk, head, lane);
   };
   auto put_gates = [&](const PrepareWork& work, int head) {
-    if (head >= (work.key_head + 1) * p.group) return;
+    if (head >= work.first_head + members) return;
     const Gates gates = make_gates(p, raw, work.chunk.valid, lane);
     const uint32_t to = sGates + warp * kAllGateBytes;
     store_gates(to, gates, lane);
@@ -135,12 +147,12 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       if (thread / 8 + kRows * r < work.chunk.valid) a[r] = *reinterpret_cast<const uint4*>(from);
     }
   };
-  fetch_gates(next, next.key_head * p.group + warp);
-  fetch_A(next, next.key_head * p.group);
+  fetch_gates(next, next.first_head + warp);
+  fetch_A(next, next.first_head);
 
   for (uint32_t phase = 0; next.slot >= 0; phase ^= 1) {
     const PrepareWork work = next;
-    const int first_head = work.key_head * p.group, valid = work.chunk.valid;
+    const int first_head = work.first_head, valid = work.chunk.valid;
     put_gates(work, first_head + warp);
     sync();  // the first time for the barrier too
     mbarrier_wait(barrier, phase);
@@ -165,7 +177,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
       square += __shfl_xor_sync(0xffffffffu, square, 1);
     }
     at += step;
-    next = find_prepare_work(p, &at, step);
+    next = find();
     wgmma_wait<0>();
     pin(qk);
     sync();
@@ -175,7 +187,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
     wait_for_predecessors();
     launch_dependents();
 
-    for (int member = 0; member < p.group; ++member) {
+    for (int member = 0; member < members; ++member) {
       const int head = first_head + member;
       const int64_t tile = static_cast<int64_t>(work.slot) * p.Hv + head;
       if (member > 0 && member % Traits::kGateHeads == 0) {
@@ -235,11 +247,11 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
         *reinterpret_cast<uint4*>(p.GA + tile * kTileBytes + tile_piece(0, i, piece)) =
             make_uint4(gated[0], gated[1], gated[2], gated[3]);
       }
-      if (member + 1 < p.group) {
+      if (member + 1 < members) {
         fetch_A(work, head + 1);
       } else {
-        fetch_gates(next, next.key_head * p.group + warp);
-        fetch_A(next, next.key_head * p.group);
+        fetch_gates(next, next.first_head + warp);
+        fetch_A(next, next.first_head);
       }
       sync();
     }

@@ -1,5 +1,6 @@
 // A of every chunk and value head where the caller has none: A = (I + strict_lower(diag(beta) K K^T))^-1 by forward
-// substitution in fp32, rounded once. One block a (chunk, key head), its value heads one after another.
+// substitution in fp32, rounded once. One block a (chunk, key head), its value heads one after another; of links
+// (kLinks) a (chunk, value head) that they want.
 #pragma once
 
 #include "cuda/sm90/chunk_bwd/device.cuh"
@@ -19,14 +20,26 @@ struct SolveSmem {
   static constexpr uint32_t kBytes = 1024 + kKkt + 64 * kKktStride;  // 1024: the tiles' alignment, made up by hand
 };
 
-template <typename T>
+template <typename T, bool kLinks = false>
 __global__ __launch_bounds__(kSolveThreads, 3) void sm90_chunk_bwd_solve_kernel(const Args p,
                                                                                 const __grid_constant__ Maps maps) {
   launch_dependents();
   wait_for_predecessors();
-  const int slot = blockIdx.x / p.Hq, key_head = blockIdx.x % p.Hq;
-  if (slot >= total_chunks(p)) return;
-  const ChunkInfo chunk = chunk_info(p, slot);
+  ChunkInfo chunk{};
+  int first_head = 0, key_head = 0;
+  if constexpr (kLinks) {
+    if (static_cast<int>(blockIdx.x) >= *p.link_tile_count) return;
+    const LinkTile link = p.link_tiles[blockIdx.x];
+    chunk = {link.token, link.valid, 0, 0};
+    first_head = link.tile % p.Hv;
+    key_head = first_head / p.group;
+  } else {
+    const int slot = blockIdx.x / p.Hq;
+    key_head = blockIdx.x % p.Hq;
+    if (slot >= total_chunks(p)) return;
+    chunk = chunk_info(p, slot);
+    first_head = key_head * p.group;
+  }
   if (chunk.valid <= 0) return;
 
   extern __shared__ uint8_t raw[];
@@ -76,8 +89,9 @@ __global__ __launch_bounds__(kSolveThreads, 3) void sm90_chunk_bwd_solve_kernel(
     }
   }
 
-  for (int member = 0; member < p.group; ++member) {
-    const int head = key_head * p.group + member;
+  const int members = kLinks ? 1 : p.group;
+  for (int member = 0; member < members; ++member) {
+    const int head = first_head + member;
     if (thread < kChunk) {
       const bool inside = thread < chunk.valid;
       store_shared_f1(sBeta + thread * 4,

@@ -125,6 +125,18 @@ bool writes_listed_states(const Args& args, int64_t entries, int32_t sms);
 // arguments must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
 cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream);
 
+// What the kernel of links (links/link_states.cuh) makes: last states and transitions of items, a matrix each.
+struct LinkMatrices {
+  const WorkItem* items;   // `slot`: which matrix
+  PlanCounters* counters;  // `states`: how many items
+  ItemTickets* tickets;    // zero
+  float* matrices;         // [.., 128 of V, 128 of K], or of K first
+  int32_t sms;
+  bool keys_first;
+};
+// Of `args` what says of tokens, gates and initial states.
+cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cudaStream_t stream);
+
 // How blocks find their sequences by themselves.
 enum class SequenceOrder : int32_t {
   kGiven = 0,    // in the given order, items round robin
@@ -162,7 +174,8 @@ struct KernelArgs {
   // (PrefetchedState). At the end, so that kernels that know nothing of it find the rest where they do.
   int32_t prefetched_initial;
   CUtensorMap initial;
-  CUtensorMap a;  // of kernels with kSavesA
+  CUtensorMap a;       // of kernels with kSavesA
+  int32_t keys_first;  // of links: matrices are stored by rows of K, not of V
 };
 
 // The kernel of one instantiation and its shape; each is compiled in a file of its own.
@@ -186,6 +199,7 @@ Kernel exact_save_bf16();
 Kernel two_cta_bf16();
 Kernel two_cta_save_bf16();
 Kernel segment_states_bf16();
+Kernel link_states_bf16();
 Kernel exact_fp16();
 Kernel one_cta_fp16();
 Kernel one_cta_save_a_fp16();
@@ -195,5 +209,6 @@ Kernel exact_save_fp16();
 Kernel two_cta_fp16();
 Kernel two_cta_save_fp16();
 Kernel segment_states_fp16();
+Kernel link_states_fp16();
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -136,6 +136,30 @@ cudaError_t launch_items_of(const Kernel& kernel, KernelArgs params, int items, 
   return launch_items(kernel, params, items, sms, stream);
 }
 
+}  // namespace
+
+cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cudaStream_t stream) {
+  const Kernel kernel = args.type == DType::kFloat16 ? link_states_fp16() : link_states_bf16();
+  KernelArgs params{};
+  params.args = args;
+  params.args.q = args.k;  // where there are no gates any mapped address is read (load_gates())
+  params.list = links.items;
+  params.sizes = &links.counters->states;
+  params.tickets = links.tickets;
+  params.counters = links.counters;
+  params.cut_states = reinterpret_cast<float4*>(links.matrices);
+  params.keys_first = links.keys_first;
+  if (!encode_map(&params.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,
+                  args.k_head_stride, 2) ||
+      !encode_map(&params.v, args.type, args.v, args.num_tokens, args.num_value_heads, args.v_token_stride,
+                  args.v_head_stride, kernel.state_groups)) {
+    return cudaErrorInvalidValue;
+  }
+  return launch_items(kernel, params, links.sms, links.sms, stream);
+}
+
+namespace {
+
 // What decide() answers, and for whom.
 struct DecidedCall {
   Decision decision{false, ""};

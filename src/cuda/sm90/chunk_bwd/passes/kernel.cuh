@@ -176,6 +176,27 @@ __device__ __forceinline__ bool find_segment_work(const Args& p, bool second_rou
   return true;
 }
 
+// The barriers and counters of a block, by one thread.
+template <typename Traits>
+__device__ __forceinline__ void init_pass(uint32_t smem, const PassBarriers& bars) {
+  for (int i = 0; i < kMostStages; ++i) {
+    mbarrier_init(bars.loaded(i), 1);
+    mbarrier_init(bars.gates(i), kWarpArrivals);
+    mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
+    mbarrier_init(bars.empty(i), (4 * Traits::kHalves + 1) * kWarpArrivals);
+    mbarrier_init(bars.tokens_full(i), 4 * Traits::kHalves * kWarpArrivals);
+  }
+  for (int half = 0; half < 2; ++half) {
+    mbarrier_init(bars.state_full(half), 4 * kWarpArrivals);
+    mbarrier_init(bars.state_empty(half), kWarpArrivals);
+  }
+  mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
+  mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
+  mbarrier_init_fence();
+  store_shared_release(smem + Traits::kStored, 0);
+  store_shared_release(smem + Traits::kMade, 0);
+}
+
 template <typename T, Variant kVariant>
 __global__ __launch_bounds__(PassTraits<kVariant>::kThreads,
                              1) void sm90_chunk_bwd_passes_kernel(const Args p, const __grid_constant__ Maps maps,
@@ -208,24 +229,7 @@ __global__ __launch_bounds__(PassTraits<kVariant>::kThreads,
   }
   work.key_head = work.head / p.group;
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kMostStages; ++i) {
-      mbarrier_init(bars.loaded(i), 1);
-      mbarrier_init(bars.gates(i), kWarpArrivals);
-      mbarrier_init(bars.gated(i), 4 * kWarpArrivals);
-      mbarrier_init(bars.empty(i), (4 * Traits::kHalves + 1) * kWarpArrivals);
-      mbarrier_init(bars.tokens_full(i), 4 * Traits::kHalves * kWarpArrivals);
-    }
-    for (int half = 0; half < 2; ++half) {
-      mbarrier_init(bars.state_full(half), 4 * kWarpArrivals);
-      mbarrier_init(bars.state_empty(half), kWarpArrivals);
-    }
-    mbarrier_init(bars.P_full(), 4 * kWarpArrivals);
-    mbarrier_init(bars.P_empty(), 4 * kWarpArrivals);
-    mbarrier_init_fence();
-    store_shared_release(smem + Traits::kStored, 0);
-    store_shared_release(smem + Traits::kMade, 0);
-  }
+  if (threadIdx.x == 0) init_pass<Traits>(smem, bars);
   if constexpr (takes_runs(kVariant)) {
     if (warp == Traits::kCopyWarp && !work.reverse) {
       if (p.segment_chunks > 0) {
