@@ -20,7 +20,7 @@ struct ConvBackwardRun {
   const bool has_bias, has_dbias;
   const int b, first;        // row of the batch, and token, that the run begins with
   const int tokens, beyond;  // of the run; and those of the row from its start on, W - 1 more at most
-  const int x_step, dy_step, dx_step;
+  int x_step, dy_step, dx_step;
   const T *x, *dy;
   T* dx;
   float w[kW][kVector], dw[kW][kVector];
@@ -164,20 +164,11 @@ __global__ void __launch_bounds__(kConvThreads, kBackwardBlocks<T, kNorms>)
   };
   __shared__ SharedBias s_bias, s_dbias;
   const bool has_bias = part.bias.data != nullptr, has_dbias = part.dbias.data != nullptr;
-  ConvBackwardRun<T, kW, kNorms> of_run = {p,
-                                           part,
-                                           place,
-                                           s_bias,
-                                           s_dbias,
-                                           has_bias,
-                                           has_dbias,
-                                           b,
-                                           first,
-                                           tokens,
-                                           beyond,
-                                           token_step<T>(part.x),
-                                           token_step<T>(part.dy),
-                                           token_step<T>(part.dx)};
+  ConvBackwardRun<T, kW, kNorms> of_run = {p,         part, place, s_bias, s_dbias, has_bias,
+                                           has_dbias, b,    first, tokens, beyond};
+  of_run.x_step = token_step<T>(part.x);
+  of_run.dy_step = token_step<T>(part.dy);
+  of_run.dx_step = token_step<T>(part.dx);
   of_run.x = static_cast<const T*>(part.x.data) + at(part.x);
   of_run.dy = static_cast<const T*>(part.dy.data) + at(part.dy);
   of_run.dx = part.dx.data == nullptr ? nullptr : static_cast<T*>(part.dx.data) + at(part.dx);
