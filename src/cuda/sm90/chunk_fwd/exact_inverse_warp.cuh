@@ -3,8 +3,8 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/fragment.cuh"
+#include "cuda/common/half_blocks.cuh"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/common/mma.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/sm90/chunk_fwd/warp_role.cuh"
 #include "cuda/sm90/common/packed_half.cuh"
