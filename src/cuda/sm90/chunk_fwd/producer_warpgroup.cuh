@@ -150,14 +150,14 @@ struct ProducerWarpgroup : ChunkStages<Traits> {
       const int valid_o = descriptor(m - 3).valid;  // for m < 3 of no chunk, and not used
       wgmma_wait<0>();
       pin(kkt);
-      store_kkt<true>(kkt, beta0, beta1, tile_a(m), fragment_position(number()));
+      store_kkt_for_wgmma<true>(kkt, beta0, beta1, tile_a(m), fragment_position(number()));
       sync(m);  // the diagonal blocks of M are there
       // Two warps solve them, then one of these writes the chunk list; of the others, which store the rest of M, one
       // sends O, one makes the gates.
       if (number() < 64) {
         solve_diagonal_blocks<kSolveInPairs<Element>>(tile_a(m), number() >> 4 & 2, number() & 31);
       } else {
-        store_kkt<false>(kkt, beta0, beta1, tile_a(m), fragment_position(number()));
+        store_kkt_for_wgmma<false>(kkt, beta0, beta1, tile_a(m), fragment_position(number()));
         if (number() >= 96) {
           const uint32_t gate = stage_gate(m), place = 8 * (number() & 31);
           make_gates<Traits>(

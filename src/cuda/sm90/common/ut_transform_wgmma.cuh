@@ -19,8 +19,8 @@ namespace flash_qla::cuda::sm90 {
 // above the diagonal of a diagonal block is not for use. First what warps 0 and 1 have, and all diagonal blocks, which
 // are solved next; the rest of warps 2 and 3, which solve none, meanwhile.
 template <bool kFirst>
-__device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
-                                          const FragmentPosition& at) {
+__device__ __forceinline__ void store_kkt_for_wgmma(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
+                                                    const FragmentPosition& at) {
 #pragma unroll
   for (int b = 0; b < (kFirst ? 4 : 3); ++b) {
     if (kFirst ? b == at.warp || (b == 0 && at.warp == 1) : b < at.warp && at.warp > 1) {
