@@ -31,10 +31,9 @@ using fwd::load_gates, fwd::open_queue, fwd::produce_chunk;
 
 // A segment ends at a boundary, so that all chunks of a state item are full ones.
 template <typename Element_>
-struct SegmentStateTraits : ForwardTraits<Element_, false> {
+struct SegmentStateTraits : ForwardTraits<Element_> {
   using Element = Element_;
-  using Base = ForwardTraits<Element_, false>;
-  static constexpr bool kWarpRoles = false;
+  using Base = ForwardTraits<Element_>;
   static constexpr uint32_t kInputG = Base::kGateInput, kInputBeta = Base::kGateBeta;
   static constexpr bool kStateOnly = true;
   static constexpr int kProducerGroups = 3;
