@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
   fence_proxy_async();
   __syncthreads();
 
+  pad_code<CodePlacement::kBeforeRoles>(p);
   if (group < Traits::kProducerGroups) {
     release_registers<Traits::kProducerRegisters>();
     run_producer<Traits>(p, group, thread_from_shuffle(thread, thread & 31));

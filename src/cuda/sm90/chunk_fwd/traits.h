@@ -21,6 +21,7 @@ inline constexpr int kMostListed = 128;
 
 // Instructions that the code of each producer role is moved by, from where it would lie after the one before.
 struct CodePlacement {
+  static constexpr int kBeforeRoles = 2;  // of all roles: they lie where they lay when the others were measured
   int inverse, gates, copies, products;
 };
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, f
                                           const FragmentPosition& at) {
 #pragma unroll
   for (int b = 0; b < (kFirst ? 4 : 2); ++b) {
-    if (kFirst ? b == at.warp || (b == at.warp - 1 && (b == 0 || b == 2)) : at.warp == 3 || (at.warp == 2 && b < 2)) {
+    if (kFirst ? b == at.warp || (b == at.warp - 1 && (b == 0 || b == 2)) : at.warp > 1) {
       const float* x = kkt + 8 * b;
       store_matrix_x4_trans(tile + b * 2048 + at.trans_row + at.trans_chunk,
                             pack2<__half>(-beta0 * x[0], -beta0 * x[1]), pack2<__half>(-beta1 * x[2], -beta1 * x[3]),
