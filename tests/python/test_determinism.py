@@ -150,6 +150,25 @@ def test_head_invariant(key_heads, mode, lengths, K, dtype):
             assert_bitwise(name, value, whole[name][:, :, key_heads if name in ("dq", "dk") else values])
 
 
+# --- the modes, where nothing is cut ---
+
+@low_precision
+@pytest.mark.path("sm90", operations=("chunk_forward",))
+@pytest.mark.parametrize("gate", [0.05, 4.0], ids=["mild", "strong"])
+def test_modes_have_the_same_bits_where_nothing_is_cut(gate, dtype):
+    # 160 sequences and heads, which are computed by one CTA each, and the first one alone, whose heads are by two.
+    lengths = [230, 0, 65, 300] * 10
+    x = inputs(lengths, 128, dtype)
+    x = x.replace(g=gate * x.g / x.g.abs().max())
+    whole = helpers.run(x, grads=False, auto_cp=False)
+    for mode in MODES:
+        for name, value in helpers.run(x, grads=False, auto_cp=mode).items():
+            assert_bitwise(name, value, whole[name])
+        alone = helpers.run(rows(x, lengths, [0]), grads=False, auto_cp=mode)
+        assert_bitwise("o", alone["o"], whole["o"][:, tokens_of(lengths, 0)])
+        assert_bitwise("final_state", alone["final_state"][0], whole["final_state"][0])
+
+
 # --- prefill in parts ---
 
 @cases([False])

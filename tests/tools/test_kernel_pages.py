@@ -23,7 +23,7 @@ STRUCTS = {
         "GradientsBarriers": "chunk_bwd/gradients/layout.cuh",
     }
 }
-NO_BARRIERS = {"TailCount", "Maps"}  # that lie between barriers
+NO_BARRIERS = {"TailCount"}  # that lies between barriers
 PAGES = sorted([*CONSTANTS, *STRUCTS])
 
 

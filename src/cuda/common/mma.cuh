@@ -1,4 +1,4 @@
-// Matrix products by one warp (mma.sync), fp32 sums.
+// Matrix products by one warp (mma.sync).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,23 +29,25 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, uint32_t a0, uint32_t a1,
   }
 }
 
-// A 16x16 matrix of fp16: as a left operand, which is a result's form as well; as a right operand (the upper and lower
-// eight rows of the left, then of the right eight columns); as fp32 sums.
-struct HalfLeft {
-  uint32_t x[4];
-};
-struct HalfRight {
-  uint32_t x[4];
-};
-struct HalfSum {
-  float x[8] = {};
-};
+// d [16x8] += A [16x8] B [8x8] of fp16: a0 and a1 are rows lane / 4 and + 8 of A.
+__device__ __forceinline__ void mma_m16n8k8_half(float* d, uint32_t a0, uint32_t a1, uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
 
-__device__ __forceinline__ void add_half_product(HalfSum& d, const HalfLeft& a, const HalfRight& b) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    mma_m16n8k16<__half>(d.x + 4 * half, a.x[0], a.x[1], a.x[2], a.x[3], b.x[2 * half], b.x[2 * half + 1]);
-  }
+// Sums in fp16: `low` and `high` are rows lane / 4 and + 8 of the result.
+__device__ __forceinline__ void mma_m16n8k16_half_sum(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1,
+                                                      uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+               : "+r"(low), "+r"(high)
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k8_half_sum(uint32_t& low, uint32_t& high, uint32_t a0, uint32_t a1,
+                                                     uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+               : "+r"(low), "+r"(high)
+               : "r"(a0), "r"(a1), "r"(b));
 }
 
 }  // namespace flash_qla::cuda

@@ -256,6 +256,7 @@ int run(const Settings& settings) {
       {"sm90 forward, listed", true, [&] { return test_sm90_listed(settings, arena); }},
       {"sm90 forward, norms", true, [&] { return test_sm90_norms(settings, arena); }},
       {"sm90 forward, batch", true, [&] { return test_sm90_batch(settings, arena); }},
+      {"sm90 forward, modes", true, [&] { return test_sm90_modes(settings, arena); }},
       {"sm90 forward, nan", true, [&] { return test_sm90_nan(settings, arena); }},
       {"sm90 forward, stale memory", true, [&] { return as_asked(test_sm90_forward_stale); }},
       {"sm90 forward, invariance", true, [&] { return test_invariance(settings, arena, "sm90", 128, 128, {64, 128}); }},

@@ -68,7 +68,7 @@ struct Args {
   bool may_be_exact, exact_by_sequence;
   bool corrects_last;  // last_tokens.cuh is wanted; set by the launcher
   bool exact_short;    // dbeta and dg of sequences of one pair in fp32 (last_tokens.cuh)
-  bool solves_A;       // the caller has no A
+  bool makes_A;        // the caller has no A
   bool beside;         // prepare.cuh runs beside the passes, which wait for each chunk; set by the launcher
   bool fused;  // the serial passes make G o A and P themselves (passes/kernel.cuh); set when the workspace is bound
   bool keeps_exact;   // it is: the passes keep states in fp32 too; set when the workspace is bound
@@ -81,7 +81,7 @@ struct Args {
   const void* cu_seqlens;       // [N + 1] token offsets; NULL: dense
   int64_t cu_seqlens_stride;    // elements
   StridedTensor g, beta;        // [B, T, Hv]; absent: 0 and 1
-  StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows; scratch when solves_A
+  StridedTensor A;              // [B, T, Hv, 64], 16-byte aligned rows; scratch when makes_A
   StridedTensor k;              // [B, T, Hq, 128]
   StridedTensor q, d_o;         // [B, T, Hq, 128], [B, T, Hv, 128]; for exact_products.cuh and last_tokens.cuh
   StridedTensor v;              // [B, T, Hv, 128]

@@ -162,7 +162,7 @@ size_t take_all(Args* p, void* base) {
   } else if (p->may_be_exact) {
     p->exact_states = workspace.take<float>(std::min(pair_tiles, kMostExact) * 2 * kHeadDim * kHeadDim);
   }
-  if (p->solves_A) {
+  if (p->makes_A) {
     const int64_t token = static_cast<int64_t>(p->Hv) * kChunk;
     p->A = {workspace.take<uint16_t>(p->B * p->T * token), {p->T * token, token, kChunk, 1}, p->v.type};
   }
@@ -247,13 +247,13 @@ int32_t choose_run_chunks(const Args& p, int multiprocessors) {
 
 size_t chunk_backward_workspace_size(const Args& params) {
   Args copy = params;
-  copy.solves_A = params.A.data == nullptr;
+  copy.makes_A = params.A.data == nullptr;
   copy.fused = makes_own_tiles(params);
   return take_all(&copy, nullptr);
 }
 
 void bind_chunk_backward_workspace(Args* params, void* workspace) {
-  params->solves_A = params->A.data == nullptr;
+  params->makes_A = params->A.data == nullptr;
   params->fused = makes_own_tiles(*params);
   params->whole_values = takes_whole_values(*params);
   params->small_beta = small_beta(params->v.type);

@@ -8,18 +8,18 @@
 #include "cuda/sm90/chunk_bwd/gradients/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/last_tokens.cuh"
 #include "cuda/sm90/chunk_bwd/launch.h"
+#include "cuda/sm90/chunk_bwd/make_a.cuh"
 #include "cuda/sm90/chunk_bwd/passes/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
 #include "cuda/sm90/chunk_bwd/small_betas.cuh"
-#include "cuda/sm90/chunk_bwd/solve.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
 template <typename T>
-cudaError_t launch_solve(const Args& p, const Maps& maps, cudaStream_t stream) {
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_solve_kernel<T>, SolveSmem::kBytes));
-  return launch_chained(sm90_chunk_bwd_solve_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kSolveThreads,
-                        SolveSmem::kBytes, stream, p, maps);
+cudaError_t launch_make_a(const Args& p, const Maps& maps, cudaStream_t stream) {
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(sm90_chunk_bwd_make_a_kernel<T>, MakeASmem::kBytes));
+  return launch_chained(sm90_chunk_bwd_make_a_kernel<T>, static_cast<unsigned>(p.chunk_bound) * p.Hq, kMakeAThreads,
+                        MakeASmem::kBytes, stream, p, maps);
 }
 
 template <typename T>
@@ -91,7 +91,7 @@ cudaError_t launch_gradients(const Args& p, const Maps& maps, int multiprocessor
 template <typename T>
 cudaError_t launch_chunk_backward_typed(const Args& p, const Maps& maps, const Parts& stage, int multiprocessors,
                                         cudaStream_t stream) {
-  if (stage.prepare && p.solves_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_solve<T>(p, maps, stream));
+  if (stage.prepare && p.makes_A) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_make_a<T>(p, maps, stream));
   if (stage.prepare && !p.fused) FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_prepare<T>(p, maps, multiprocessors, stream));
   if (stage.states) {
     const auto states = p.whole_values  ? launch_states<T, kBothVariant>

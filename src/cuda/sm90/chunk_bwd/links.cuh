@@ -7,9 +7,9 @@
 
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/links.h"
+#include "cuda/sm90/chunk_bwd/make_a.cuh"
 #include "cuda/sm90/chunk_bwd/passes/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/prepare.cuh"
-#include "cuda/sm90/chunk_bwd/solve.cuh"
 
 namespace flash_qla::cuda::sm90::bwd {
 
@@ -57,10 +57,10 @@ cudaError_t launch_link_gradients_typed(const Args& p, const Maps& maps, const L
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   if (links.A.data == nullptr) {
-    const auto solve = sm90_chunk_bwd_solve_kernel<T, true>;
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(solve, SolveSmem::kBytes));
-    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(solve, static_cast<unsigned>(links.most_tiles), kSolveThreads,
-                                                  SolveSmem::kBytes, stream, p, maps));
+    const auto make_a = sm90_chunk_bwd_make_a_kernel<T, true>;
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(make_a, MakeASmem::kBytes));
+    FLASH_QLA_RETURN_IF_CUDA_ERROR(launch_chained(make_a, static_cast<unsigned>(links.most_tiles), kMakeAThreads,
+                                                  MakeASmem::kBytes, stream, p, maps));
   }
   const auto prepare = sm90_chunk_bwd_prepare_kernel<T, true>;
   FLASH_QLA_RETURN_IF_CUDA_ERROR(allow_shared(prepare, PrepareTraits::kBytes));

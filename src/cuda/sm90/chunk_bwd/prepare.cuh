@@ -84,7 +84,7 @@ __global__ __launch_bounds__(PrepareTraits::kThreads,
   // In this order: passes beside this kernel find the counters as the kernels before have left them.
   // Of one sequence a block knows its first pieces by itself and makes them while the plan kernel runs: it waits before
   // it writes to memory. What came before that kernel has ended when it begins.
-  const bool starts_early = p.N == 1 && !p.solves_A;
+  const bool starts_early = p.N == 1 && !p.makes_A;
   const bool tells_growth = p.segment_chunks > 0 || p.run_chunks > 0;
   if (!starts_early) wait_for_predecessors();
   using Traits = PrepareTraits;

@@ -190,22 +190,18 @@ struct Kernel {
   const void* after_plan = nullptr;  // the function that goes after a plan, if that is another one
 };
 
-Kernel exact_bf16();
 Kernel one_cta_bf16();
 Kernel one_cta_save_a_bf16();
 Kernel one_cta_save_h_bf16();
 Kernel one_cta_save_bf16();
-Kernel exact_save_bf16();
 Kernel two_cta_bf16();
 Kernel two_cta_save_bf16();
 Kernel segment_states_bf16();
 Kernel link_states_bf16();
-Kernel exact_fp16();
 Kernel one_cta_fp16();
 Kernel one_cta_save_a_fp16();
 Kernel one_cta_save_h_fp16();
 Kernel one_cta_save_fp16();
-Kernel exact_save_fp16();
 Kernel two_cta_fp16();
 Kernel two_cta_save_fp16();
 Kernel segment_states_fp16();

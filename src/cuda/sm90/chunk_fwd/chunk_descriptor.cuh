@@ -13,7 +13,7 @@ namespace flash_qla::cuda::sm90::fwd {
 inline constexpr int kFirstChunk = 1;
 inline constexpr int kLastChunk = 2;
 // Where chunks end at checkpoints (ForwardTraits::kEndsAtCheckpoints):
-inline constexpr int kCheckpointChunk = 256;     // the state after it is kept
+inline constexpr int kCheckpointChunk = 256;     // the state after it is kept, or may be
 inline constexpr int kEndsWholeChunk = 512;      // set beside kCheckpointChunk: it ends a whole chunk of its sequence
 inline constexpr int kStartsInsideChunk = 1024;  // it starts inside of a chunk of its sequence
 inline constexpr int kRowsFollow = 16384;        // all 64 rows from its first on are of its item

@@ -144,7 +144,7 @@ struct GateWarp : WarpRole<Traits> {
       __syncwarp();
       Traits::FullGate::arrive(m, this->lane());
       fetch(m + Traits::kStagesGate);
-      queue_chunk(m + kFirstDescriptors<Traits>, item);
+      queue_chunk(m + kFirstDescriptors, item);
       __syncwarp();
     }
   }

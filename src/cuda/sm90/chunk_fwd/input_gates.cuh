@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/bulk.cuh"
+#include "cuda/common/tma.cuh"
 #include "cuda/sm90/chunk_fwd/chunk_descriptor.cuh"
 #include "cuda/sm90/common/device.cuh"
 

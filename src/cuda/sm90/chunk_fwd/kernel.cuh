@@ -19,16 +19,13 @@
 //   load warp     O out of V's stage, by the copy engine;  [K], [V] again after kDone, [Q] after kFreeQ
 //
 // kDone is the end of a chunk: it frees the stages of K, V, gates, A and P. The second state warpgroup runs half a
-// chunk after the first (lag_barrier()). Kernels without a role to each warp (kWarpRoles false) have two producer
-// warpgroups instead, which prepare every second chunk each (producer_warpgroup.cuh).
+// chunk after the first (lag_barrier()).
 #pragma once
 
 #include "cuda/common/bulk.cuh"
-#include "cuda/sm90/chunk_fwd/exact_inverse_warp.cuh"
 #include "cuda/sm90/chunk_fwd/gate_warp.cuh"
 #include "cuda/sm90/chunk_fwd/inverse_warp.cuh"
 #include "cuda/sm90/chunk_fwd/load_warp.cuh"
-#include "cuda/sm90/chunk_fwd/producer_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/product_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
@@ -58,8 +55,7 @@ __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int
     GateWarp<Traits>{{{}, p, thread}}.run();
   } else {
     pad_code<Traits::kCodePlacement.inverse>(p);
-    using Inverse = std::conditional_t<Traits::kOneWarpInverse, InverseWarp<Traits>, ExactInverseWarp<Traits>>;
-    Inverse{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
+    InverseWarp<Traits>{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
   }
 }
 
@@ -71,25 +67,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStagesK; ++i) Traits::FullK::init(i, 1);
-    for (int i = 0; i < Traits::kBarriersQ; ++i) Traits::FullQ::init(i, 1);
+    for (int i = 0; i < Traits::kStagesQ; ++i) Traits::FullQ::init(i, 1);
     for (int i = 0; i < Traits::kStagesA; ++i) {
-      // The warps of a producer warpgroup, or the one that makes the chunk's A_g.
-      Traits::FullA::init(i, (Traits::kWarpRoles ? 1 : 4) * kWarpArrivals);
+      Traits::FullA::init(i, kWarpArrivals);
       Traits::FullM::init(i, 4 * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kBarriersDone; ++i) {
       Traits::Done::init(i, (4 * Traits::kStateGroups + Traits::kSavesA) * kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesP; ++i) {
-      constexpr uint32_t kArrivalsV = Traits::kWarpRoles ? kWarpArrivals : 1;  // a warp arrives, or one thread
-      Traits::FullP::init(i, 4 * kWarpArrivals + kArrivalsV);
-      Traits::TailV::init(i, kArrivalsV);
-    }
-    for (int i = 0; i < Traits::kBarriersO; ++i) {
-      mbarrier_init(smem() + Traits::kFullO + 8 * i, 4 * kWarpArrivals * Traits::kStateGroups);
+      Traits::FullP::init(i, 5 * kWarpArrivals);  // the product warps, and V
+      Traits::TailV::init(i, kWarpArrivals);
     }
     for (int i = 0; i < Traits::kStagesInput; ++i) {
-      Traits::FullInput::init(i, Traits::kWarpRoles ? 32 : 128);  // threads that load g and beta
+      Traits::FullInput::init(i, 32);  // lanes that load g and beta
     }
     for (int i = 0; i < Traits::kStagesGate; ++i) {
       Traits::FullGate::init(i, kWarpArrivals);
@@ -102,7 +93,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
       Traits::FreeState::init(i, 4 * kWarpArrivals * Traits::kStateGroups);
     }
     if constexpr (Traits::kStoresHByTma) mbarrier_init(smem() + Traits::kFreeH, 1);
-    mbarrier_init(smem() + Traits::kFullLast, 4 * kWarpArrivals * Traits::kStateGroups);
     mbarrier_init_fence();
     tma_prefetch_map(&p.q);
     tma_prefetch_map(&p.k);
@@ -111,7 +101,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
     if constexpr (Traits::kStoresHByTma) tma_prefetch_map(&p.h);
     if constexpr (Traits::kSavesA) tma_prefetch_map(&p.a);
     reinterpret_cast<uint2*>(shared_memory() + Traits::kTailCount)[0] = make_uint2(0, 0);
-    *reinterpret_cast<const CUtensorMap**>(shared_memory() + Traits::kMaps) = &p.q;
   }
   if (threadIdx.x < 32) queue_first_chunks<Traits>(p, static_cast<int>(threadIdx.x));
   if (threadIdx.x / 32 == 4) prefetch_first_chunk<Traits>(p, threadIdx.x % 32);
@@ -122,17 +111,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
   fence_proxy_async();
   __syncthreads();
 
+  pad_code<CodePlacement::kBeforeRoles>(p);
   if (group < Traits::kProducerGroups) {
     release_registers<Traits::kProducerRegisters>();
-    if constexpr (Traits::kWarpRoles) {
-      run_producer<Traits>(p, group, thread_from_shuffle(thread, thread & 31));
-    } else {
-      ProducerWarpgroup<Traits> role{{}, p, group, thread_from_shuffle(thread, thread & 31)};
-      role.run();
-      // Read again, so that the group is not kept through the role, and spilled.
-      if (threadIdx.x / 128 == Traits::kProducerGroups - 1)
-        finish_items(p, thread_from_shuffle(thread, thread & 31), 128);
-    }
+    run_producer<Traits>(p, group, thread_from_shuffle(thread, thread & 31));
     if (threadIdx.x == 0) {
       // Also without an item that starts from a state at a cut: a kernel must not end before those it depends on.
       wait_for_predecessors();

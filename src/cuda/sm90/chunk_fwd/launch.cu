@@ -83,19 +83,17 @@ bool encode_states(CUtensorMap* map, const StateSet& set, bool v_first, int64_t 
 // Which states a call wants on the way: checkpoints and those of listed tokens, or h as well.
 enum class SavedStates { kNone, kSome, kAll };
 
-// any_bits: a sequence's bits may depend on the batch. variant: not kAuto. saves_a: saves_a_itself().
-Kernel choose_kernel(DType type, Variant variant, SavedStates saved, bool any_bits, bool saves_a = false) {
-  const bool half = type == DType::kFloat16, save = saved != SavedStates::kNone;
+// variant: not kAuto. saves_a: saves_a_itself().
+Kernel choose_kernel(DType type, Variant variant, SavedStates saved, bool saves_a = false) {
+  const bool half = type == DType::kFloat16;
   if (variant == Variant::kTwoCta) {
-    return save ? (half ? two_cta_save_fp16() : two_cta_save_bf16()) : (half ? two_cta_fp16() : two_cta_bf16());
+    if (saved == SavedStates::kNone) return half ? two_cta_fp16() : two_cta_bf16();
+    return half ? two_cta_save_fp16() : two_cta_save_bf16();
   }
   if (saves_a) return half ? one_cta_save_a_fp16() : one_cta_save_a_bf16();
-  if (any_bits) {
-    if (saved == SavedStates::kAll) return half ? one_cta_save_h_fp16() : one_cta_save_h_bf16();
-    return save ? (half ? one_cta_save_fp16() : one_cta_save_bf16()) : (half ? one_cta_fp16() : one_cta_bf16());
-  }
-  if (save) return half ? exact_save_fp16() : exact_save_bf16();
-  return half ? exact_fp16() : exact_bf16();
+  if (saved == SavedStates::kAll) return half ? one_cta_save_h_fp16() : one_cta_save_h_bf16();
+  if (saved == SavedStates::kSome) return half ? one_cta_save_fp16() : one_cta_save_bf16();
+  return half ? one_cta_fp16() : one_cta_bf16();
 }
 
 // A step of a cluster of two takes about this share of a whole item's (measured: docs/notebook/sm90_forward.md).
@@ -373,10 +371,11 @@ bool fills_card(const Args& args, int64_t items, int sms) {
   return 5 * items >= 4 * waves * sms;
 }
 
-// Whether the forward can write A and the gates' sums itself: where one SM makes a whole head, bits may be any, and no
-// state is kept.
-bool saves_a_itself(const Args& args, Variant variant, SavedStates saved, bool any_bits, bool planned) {
-  return args.a != nullptr && variant == Variant::kOneCta && saved == SavedStates::kNone && any_bits && !planned;
+// Whether the forward can write A and the gates' sums itself: where one SM makes a whole head and no state is kept. It
+// then rounds O once less, so that the bits are those of the other modes no longer.
+bool saves_a_itself(const Args& args, Variant variant, SavedStates saved, bool planned) {
+  return args.a != nullptr && variant == Variant::kOneCta && saved == SavedStates::kNone && args.split == Mode::kAuto &&
+         !planned;
 }
 
 // All but what launch_save_a() writes. training: A or the gates' sums are wanted; on return, whether they are
@@ -402,14 +401,12 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
 
   const DecidedCall& decided = decided_call(args, sms);
   const SavedStates saved = saved_states(args);
-  // The forward that goes on from the states at the starts of listed chunks makes A_g as one that is not cut.
-  const bool any_bits = args.split == Mode::kAuto && args.start_lists == nullptr;
   const Variant uncut = variant == Variant::kAuto ? choose_variant(items, sms) : variant;
   // Who asks for a variant gets all of it.
   const bool busy = variant != Variant::kAuto || fills_card(args, items, sms);
-  const bool saves_a = *training && busy && saves_a_itself(args, uncut, saved, any_bits, decided.decision.planned);
+  const bool saves_a = *training && busy && saves_a_itself(args, uncut, saved, decided.decision.planned);
   if (saves_a) *training = false;
-  const Kernel kernel = choose_kernel(args.type, uncut, saved, any_bits, saves_a);
+  const Kernel kernel = choose_kernel(args.type, uncut, saved, saves_a);
 
   KernelArgs params{};
   params.args = args;
@@ -432,10 +429,9 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
   }
   if (saves_a && !encode_a(&params.a, args)) return cudaErrorInvalidValue;
   if (decided.decision.planned) {
-    const Kernel cut_kernel =
-        choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved, any_bits);
+    const Kernel cut_kernel = choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved);
     const bool by_pairs = variant == Variant::kAuto && decided.by_pairs;
-    const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved, any_bits) : kernel;
+    const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved) : kernel;
     return launch_cut(params, decided, cut_kernel, after, sms, stream);
   }
   if (args.cu_seqlens != nullptr) {

@@ -94,13 +94,13 @@ struct StateStores {
   __device__ bool sends_h() const { return at.warp == 0 && at.lane == 0; }
 
   // The state at the chunk's start in full, for every entry of its list.
-  __device__ void save_listed(float (&s)[64], const ChunkDescriptor& c) const {
+  __device__ void save_listed(float (&s)[64], const ChunkDescriptor& c, const FragmentPosition& at) const {
     const Args& args = p.args;
     if (args.start_lists == nullptr || c.valid == 0 || (c.flags & kWarmupChunk)) return;
     for (int32_t entry = args.start_lists[c.row]; entry >= 0; entry = args.start_next[entry]) {
       float* matrix =
           args.start_states + (static_cast<int64_t>(entry) * args.num_value_heads + c.head) * (kHeadDim * kHeadDim);
-      move_state<true>(matrix, DType::kFloat32, args.state_v_first, s, first_row(c), at.q);
+      move_state<true>(matrix, DType::kFloat32, args.state_v_first, s, first_row(c, at), at.q);
     }
   }
 

@@ -158,29 +158,6 @@ struct StateWarpgroup : StateStores<Traits> {
                             pack2<Element>(x[4], x[5]), pack2<Element>(x[6], x[7]));
     }
   }
-  // Without a role to each warp: of chunk m - 1. A branch, so that the factors are not applied before the products that
-  // this is to run under.
-  __device__ void store_previous_o(const float (&o)[32], const float4 (&factor)[4], uint32_t stage, uint32_t m,
-                                   uint32_t barrier) const {
-    if (m > 0) store_o(o, factor, stage);
-    __syncwarp();
-    mbarrier_arrive_warp(barrier, at.lane);
-  }
-
-  // Without a role to each warp: g and beta of chunk m + 3 on their way into the stage of chunk m - 1, by the last
-  // state group under the last product of chunk m, when it has nothing else to do.
-  __device__ void fetch_gates(uint32_t m) const {
-    if (group != Traits::kStateGroups - 1) return;
-    if (m >= 1) mbarrier_wait(smem() + Traits::kDone + 8 * ((m - 1) & 1), (m - 1) >> 1 & 1);
-    const uint32_t ahead = m + Traits::kStagesInput - 1, stage = ahead % Traits::kStagesInput;
-    // Out of a shuffle, so that what comes of it is not kept through the loop.
-    const int thread = __shfl_sync(0xffffffffu, 32 * at.warp + at.lane, at.lane);
-    if (descriptor(ahead).valid >= 0) {
-      load_gates<Traits>(p.args, descriptor(ahead), smem() + Traits::kSmemInput + stage * Traits::kBytesInput,
-                         smem() + Traits::kFullInput + 8 * stage, thread);
-    }
-  }
-
   // By the chunk's parity: the first group may be one chunk further than the second, but not two.
   static __device__ uint32_t lag_barrier(uint32_t m) { return 2 + (m & 1); }
 
@@ -188,19 +165,13 @@ struct StateWarpgroup : StateStores<Traits> {
   // From A_g W on mild chunks and others have code of their own, without branches between products and in one piece:
   // what an SM does not execute is not in the way of what it does. Up to there the code is common, as another SM, which
   // shares the cache of instructions, may have chunks of the other form. Calls that save h take 1 to 6 % longer with
-  // it; with the other inverse mild chunks lose 3 %.
-  static constexpr bool kFinishesByForm = Traits::kOneWarpInverse && kPrefetchesState<Traits>;
+  // it.
+  static constexpr bool kFinishesByForm = kPrefetchesState<Traits>;
 
   __device__ void run() const {
     float s[64];  // S^T: rows V, columns K
-    float o[32];  // O^T: rows V, columns tokens
 #pragma unroll
     for (int i = 0; i < 64; ++i) s[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) o[i] = 0.0f;
-    float4 factor[4];  // of O, by tokens
-#pragma unroll
-    for (int b = 0; b < 4; ++b) factor[b] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     uint32_t m = 0;
     int2 chunk_now = load_chunk(0);
     // The first state after the first K, so that the card's blocks do not all ask memory for states while they wait for
@@ -217,6 +188,10 @@ struct StateWarpgroup : StateStores<Traits> {
       } else if (!Traits::kEndsAtCheckpoints || (chunk_now.y & kFirstChunk)) {
         load_initial(s, descriptor(m), at);
       }
+      if constexpr (Traits::kEndsAtCheckpoints) {
+        // The thread's place is made again, as there is no register to keep what comes of it through the loop.
+        save_listed(s, descriptor(m), fragment_position(recompute(32 * at.warp + at.lane)));
+      }
       bool state_leaves = false;
       // One chunk. Whether the next one may follow in the same loop.
       const auto step = [&](auto makes_output) -> bool {
@@ -226,8 +201,7 @@ struct StateWarpgroup : StateStores<Traits> {
         // Of the chunk's number, which is known to be the same in all lanes: a stage counted from chunk to chunk is
         // not, and then each product's descriptor is moved from a vector register.
         const uint32_t q_tile = Traits::TilesQ::tile(m);
-        [[maybe_unused]] const uint32_t stage_v = m % Traits::kStagesV,
-                                        previous_v = (m + Traits::kStagesV - 1) % Traits::kStagesV;
+        const uint32_t stage_v = m % Traits::kStagesV;
         const uint32_t v_base = smem() + Traits::kSmemV;
         const uint32_t gate = stage_gate(m), columns = gate + 80 * at.q;
         // ptxas moves what belongs under a product between or before the product's wgmma, unless a branch holds it:
@@ -251,25 +225,21 @@ struct StateWarpgroup : StateStores<Traits> {
         // barrier.
         mbarrier_wait(Traits::FullP::barrier(m), parity_p);
 
-        // Ahead of its use where there is a register for it.
-        float last = 0.0f;
-        if constexpr (Traits::kWarpRoles) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
+        // Ahead of its use.
+        float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
         if constexpr (!kFinishesByForm) {
           wgmma_wait<0>();
           pin(s);
-          if constexpr (!Traits::kWarpRoles) pin(o);
           pack_state(0, kPackedAhead);
         }
         // u^T = S0^T K^T, then o^T = S0^T Q^T after it.
-        if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) save_listed(s, descriptor(m));
-        float u[32];
+        float u[32], o[32];  // o: O^T, rows V, columns tokens
+        float4 factor[4];    // of O, by tokens
         const uint64_t k_rows = wgmma_descriptor(k_tile), q_rows = wgmma_descriptor(q_tile);
-        if constexpr (Traits::kWarpRoles) {
-          // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
-          // and then leave them idle, at the same time.
-          if constexpr (!kFinishesByForm) pin(packed);
-          if (group == 1) named_barrier_sync(lag_barrier(m), 256);
-        }
+        // The second state group starts once the first has S K and S Q: in step both would wait for the tensor cores,
+        // and then leave them idle, at the same time.
+        if constexpr (!kFinishesByForm) pin(packed);
+        if (group == 1) named_barrier_sync(lag_barrier(m), 256);
         wgmma_fence();
         mma_rs_n64_init<Element>(u, packed, k_rows);
 #pragma unroll
@@ -282,9 +252,6 @@ struct StateWarpgroup : StateStores<Traits> {
                               wgmma_advance_uniform(k_rows, (i >> 2) * Traits::kHalf + (i & 3) * 32));
         }
         wgmma_commit();
-        // O of the previous chunk leaves while S K runs.
-        if constexpr (!Traits::kWarpRoles)
-          store_previous_o(o, factor, v_base + previous_v * Traits::kBytesV, m, smem() + Traits::kFullO + 8 * (m & 1));
         if constexpr (kMakesOutput) {
           wgmma_fence();
           mma_rs_n64_init<Element>(o, packed, q_rows);
@@ -296,13 +263,8 @@ struct StateWarpgroup : StateStores<Traits> {
           wgmma_commit();
         }
         bool sent = false;
-        if constexpr (Traits::kStoresHByTma) {
-          sent = send_h(packed, descriptor(m));
-        } else if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) {
-          save_h(packed, descriptor(m));
-        }
+        if constexpr (Traits::kStoresHByTma) sent = send_h(packed, descriptor(m));
         // Under both products: gC S0, and V in the accumulator's layout.
-        if constexpr (!Traits::kWarpRoles) last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
         if (__any_sync(0xffffffffu, last != 1.0f)) {  // a branch, so that this does not sink between the products below
 #pragma unroll
           for (int i = 0; i < 64; ++i) s[i] *= last;
@@ -318,14 +280,12 @@ struct StateWarpgroup : StateStores<Traits> {
         if constexpr (kMakesOutput) pin(o);
         pin(packed);
 
-        if (Traits::kWarpRoles && group == 0) named_barrier_arrive(lag_barrier(m), 256);
+        if (group == 0) named_barrier_arrive(lag_barrier(m), 256);
         if (Traits::kStoresHByTma && sent && sends_h()) {
           tma_store_wait_read();
           mbarrier_arrive(smem() + Traits::kFreeH);
         }
-        if constexpr (Traits::kWarpRoles) {
-          Traits::FreeQ::arrive(m, at.lane);
-        }
+        Traits::FreeQ::arrive(m, at.lane);
         const float mild_factor = load_shared_f1(gate + Traits::kGateMild);
         const uint32_t full_a = Traits::FullA::barrier(m);
         const uint32_t parity_a = Traits::FullA::parity(m);
@@ -381,7 +341,6 @@ struct StateWarpgroup : StateStores<Traits> {
 #pragma unroll
             for (int b = 0; b < 4; ++b) factor[b] = load_shared_f4(columns + Traits::kGateScaled + 16 * b);
           }
-          if constexpr (!Traits::kWarpRoles) chunk_next = load_chunk(m + 1);
           wgmma_wait<0>();
           pin(low);
           pin(high);
@@ -437,22 +396,18 @@ struct StateWarpgroup : StateStores<Traits> {
           for (int i = 0; i < 4; ++i)
             mma_rs_n128_trans<Element>(s, corrected + 4 * i, wgmma_advance_uniform(k_columns, 2048 * i));
           wgmma_commit();
-          if constexpr (Traits::kWarpRoles) {
-            chunk_next = load_chunk(m + 1);
-            // O leaves while the state's update runs.
-            wgmma_wait<1>();
-            if constexpr (kMakesOutput) {
-              pin(o);
-              if constexpr (!kStrong) {
-                store_o(o, factor, v_base + stage_v * Traits::kBytesV);
-              } else if (always) {
-                store_o(o, v_base + stage_v * Traits::kBytesV);
-              }
+          chunk_next = load_chunk(m + 1);
+          // O leaves while the state's update runs.
+          wgmma_wait<1>();
+          if constexpr (kMakesOutput) {
+            pin(o);
+            if constexpr (!kStrong) {
+              store_o(o, factor, v_base + stage_v * Traits::kBytesV);
+            } else if (always) {
+              store_o(o, v_base + stage_v * Traits::kBytesV);
             }
-            __syncwarp();  // the chunk's end, on which lane 0 arrives below, says that O is there
-          } else {
-            fetch_gates(m);
           }
+          __syncwarp();  // the chunk's end, on which lane 0 arrives below, says that O is there
           wgmma_wait<0>();
           if constexpr (kMakesOutput) pin(o);
           pin(s);
@@ -467,7 +422,6 @@ struct StateWarpgroup : StateStores<Traits> {
         }
         Traits::Done::arrive(m, at.lane);
 
-        if constexpr (Traits::kSave && !Traits::kEndsAtCheckpoints) save_checkpoint(s, descriptor(m));
         state_leaves = chunk_now.y & (Traits::kEndsAtCheckpoints ? kLastChunk | kCheckpointChunk : kLastChunk);
         chunk_now = chunk_next;
         ++m;
@@ -502,11 +456,6 @@ struct StateWarpgroup : StateStores<Traits> {
       }
     }
     if (Traits::kStoresHByTma && sends_h()) tma_store_wait_all();
-    if constexpr (Traits::kWarpRoles) return;
-    // Nothing holds a state group back here: on the other barriers it might arrive for the one after it.
-    store_previous_o(o, factor,
-                     smem() + Traits::kSmemV + (m + Traits::kStagesV - 1) % Traits::kStagesV * Traits::kBytesV, m,
-                     smem() + Traits::kFullLast);
   }
 };
 

@@ -21,52 +21,51 @@ inline constexpr int kMostListed = 128;
 
 // Instructions that the code of each producer role is moved by, from where it would lie after the one before.
 struct CodePlacement {
+  static constexpr int kBeforeRoles = 2;  // of all roles: they lie where they lay when the others were measured
   int inverse, gates, copies, products;
 };
 
+// What a kernel leaves behind beside O and final states.
+enum class Saves {
+  kNothing,
+  kStates,  // checkpoints, states at and before listed tokens
+  kH,       // h as well
+  kA,       // A and the gates' sums, for the backward
+};
+
 // Of the kernel of whole heads. That of half heads, for cards with more SMs than work items, is in
-// chunk_fwd_2cta/traits.h. kOneWarpInverse_: A_g with other bits than those of the kernels beside this one, for calls
-// that may be planned by the whole batch. kSaveH_: h as well; the kernels without the fast inverse save all or nothing.
-// kSavesA_: A and the gates' sums leave, for the backward; with the fast inverse alone, where no state is saved.
-template <typename Element_, bool kSave_, bool kOneWarpInverse_, bool kSaveH_, bool kSavesA_>
+// chunk_fwd_2cta/traits.h.
+template <typename Element_, Saves kSaves>
 struct OneCtaTraits {
   using Element = Element_;
-  static constexpr int kStateGroups = 2;     // of 64 rows of S^T each
-  static constexpr bool kSave = kSave_;      // states on the way: h, checkpoints, those of listed tokens
-  static constexpr bool kStateOnly = false;  // see SegmentStateTraits
+  static constexpr int kStateGroups = 2;                                          // of 64 rows of S^T each
+  static constexpr bool kSave = kSaves == Saves::kStates || kSaves == Saves::kH;  // states on the way
+  static constexpr bool kStateOnly = false;                                       // see SegmentStateTraits
   static constexpr int kClusterCtas = 1;     // that work through one queue of chunks
-  static constexpr int kProducerGroups =
-      2;  // each makes A and P of every second chunk, so a chunk may take two steps to prepare
-  static constexpr bool kOneWarpInverse = kOneWarpInverse_;
+  static constexpr int kProducerGroups = 2;  // one with a role to each warp, one for products (kernel.cuh)
   static constexpr bool kBf16 = std::is_same_v<Element_, __nv_bfloat16>;
-  // A role to each producer warp, for every chunk (kernel.cuh). Not in fp16 with the other kernels' bits, whose
-  // substitution in fp32 is too much for one, nor where states are saved with these bits: there the chunks are those of
-  // the calls that save nothing, and states at listed tokens are made after the forward (listed.h).
-  static constexpr bool kWarpRoles = kOneWarpInverse_ || (!kSave_ && std::is_same_v<Element_, __nv_bfloat16>);
   // The chunks of warm-ups without Q, P and O, which they do not leave behind: a third of their products.
   // Calls that keep A are not cut where this kernel makes them.
-  static constexpr bool kSkipsWarmup = kOneWarpInverse_ && !kSave_ && !kSavesA_;
+  static constexpr bool kSkipsWarmup = kSaves == Saves::kNothing;
   // Chunks end where a state is kept: after every n-th chunk of a sequence and at listed tokens, wherever those lie.
-  static constexpr bool kEndsAtCheckpoints = kSave_ && kOneWarpInverse_;
+  static constexpr bool kEndsAtCheckpoints = kSave;
   // Initial states come by the load warp (PrefetchedState). h's tile has the place of a stage that this takes.
-  static constexpr bool kPrefetchesState = kWarpRoles && !kSaveH_;
+  static constexpr bool kPrefetchesState = kSaves != Saves::kH;
   // h leaves by the copy engine, from a tile in shared memory that the two state groups, half a chunk apart, take turns
   // in: by stores from registers, 32 bytes of a row each, it took a step and a half where this takes one.
-  static constexpr bool kStoresHByTma = kSaveH_ && kOneWarpInverse_;
+  static constexpr bool kStoresHByTma = kSaves == Saves::kH;
   // The tile of A_g holds A itself where decay is mild, so that it can be sent as it lies: the factors of its columns
   // are applied to W (kGateFactor).
-  static constexpr bool kSavesA = kSavesA_;
-  static_assert(!kSavesA || (kOneWarpInverse && !kSave));
+  static constexpr bool kSavesA = kSaves == Saves::kA;
   // What all roles execute for a mild chunk is 30 KB in several pieces, and the cache of instructions that two SMs
   // share keeps 32 KB, four lines of 128 bytes to each of 64 sets: pieces at some distances drive one another out.
   // These moves were chosen by counting what each set would have to keep, and then measured; others cost up to 20 %
   // (docs/notebook/sm90_forward.md). To be chosen again when the code changes.
   static constexpr CodePlacement kCodePlacement =
-      !kOneWarpInverse ? CodePlacement{0, 0, 0, 0}
-      : kStoresHByTma  ? CodePlacement{0, 0, 0, 320}
-      : kSavesA        ? (kBf16 ? CodePlacement{24, 136, 120, 40} : CodePlacement{168, 120, 328, 8})
-      : kSave          ? (kBf16 ? CodePlacement{104, 88, 392, 168} : CodePlacement{56, 104, 392, 168})
-                       : (kBf16 ? CodePlacement{0, 0, 0, 344} : CodePlacement{0, 0, 0, 320});
+      kStoresHByTma ? CodePlacement{0, 0, 0, 320}
+      : kSavesA     ? (kBf16 ? CodePlacement{24, 136, 120, 40} : CodePlacement{168, 120, 328, 8})
+      : kSave       ? (kBf16 ? CodePlacement{104, 88, 392, 168} : CodePlacement{56, 104, 392, 168})
+                    : (kBf16 ? CodePlacement{0, 0, 0, 344} : CodePlacement{0, 0, 0, 320});
   static constexpr int kThreads = 128 * (kProducerGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 
@@ -75,27 +74,18 @@ struct OneCtaTraits {
   static constexpr int kProducerRegisters = 64;
   static constexpr int kStateRegisters = 192;
 
-  // Stages. K lives longest: from its chunk's inverse, two steps ahead, to its state update. V's stage takes O once V
-  // is used. With a role to each warp K K^T is made a chunk earlier still, so that the inverse need not wait for it,
-  // and Q, which is given back when Q K^T and S Q are made, not at its chunk's end, has two stages. For h's tile a
-  // stage of K makes room.
-  static constexpr int kStagesK = kWarpRoles && !kStoresHByTma ? 5 : 4;
-  static constexpr int kStagesQ = kWarpRoles ? 2 : 3;
-  // Two for each producer warpgroup, which waits for its own chunks' Q only: of a barrier for each stage it would have
-  // every second round, and could not tell one that is to come from one that is over.
-  static constexpr int kBarriersQ = kWarpRoles ? kStagesQ : 2 * kProducerGroups;
-  // With a role to each warp, whoever waits for a chunk's end may come two chunks late, and must not take the end of
-  // that one for it.
-  static constexpr int kBarriersDone = kWarpRoles ? 4 : 2;
-  static constexpr int kBarriersO =
-      kWarpRoles ? 0 : 2;  // with a role to each warp a chunk's end says that its O is there
+  // Stages. K lives longest: from K K^T, three steps ahead, so that the inverse need not wait for it, to its state
+  // update. Q is given back when Q K^T and S Q are made, not at its chunk's end. V's stage takes O once V is used. For
+  // h's tile a stage of K makes room.
+  static constexpr int kStagesK = kStoresHByTma ? 4 : 5;
+  static constexpr int kStagesQ = 2;
+  // Whoever waits for a chunk's end may come two chunks late, and must not take the end of that one for it.
+  static constexpr int kBarriersDone = 4;
   static constexpr int kStagesV = 3;
   static constexpr int kStagesGate = 4;
-  // g and beta as they come, in stages of their own where K K^T is made ahead of the gates: its rows take beta.
-  static constexpr int kStagesInput = kWarpRoles ? 8 : kStagesGate;
-  static constexpr int kStagesP = 2;  // one for each producer warpgroup
-  static constexpr int kStagesA = 4;  // two for each: a chunk's inverse is made in the tile that its A_g then takes,
-                                      // while the state groups may still use the other
+  static constexpr int kStagesInput = 8;  // of g and beta as they come: K K^T, whose rows take beta, is ahead of gates
+  static constexpr int kStagesP = 2;
+  static constexpr int kStagesA = 4;  // a chunk's inverse is made in the tile that its A_g then takes
 
   static constexpr uint32_t kBytesK = kChunk * kHeadDim * 2;  // [half][token][64], each half 64 rows of 128 B, swizzled
   static constexpr uint32_t kHalf = kChunk * 128;
@@ -133,10 +123,10 @@ struct OneCtaTraits {
   static constexpr uint32_t kBytesGate = kGateFactor + (kSavesA ? kVector : 0);  // whole 16 bytes
   static constexpr uint32_t kGateLast = (3 * 20 + 14 + 1) * 4;  // offset of token 63 in a permuted vector
 
-  static constexpr uint32_t kSmemInput = kSmemGate + (kWarpRoles ? kStagesGate * kBytesGate : 0);
-  static constexpr uint32_t kBytesInput = kWarpRoles ? 2 * kChunk * 4 : kBytesGate;
-  static constexpr uint32_t kInputG = kWarpRoles ? 0 : kGateInput;
-  static constexpr uint32_t kInputBeta = kWarpRoles ? kChunk * 4 : kGateBeta;
+  static constexpr uint32_t kSmemInput = kSmemGate + kStagesGate * kBytesGate;
+  static constexpr uint32_t kBytesInput = 2 * kChunk * 4;
+  static constexpr uint32_t kInputG = 0;
+  static constexpr uint32_t kInputBeta = kChunk * 4;
 
   static constexpr uint32_t kSmemDescriptors = kSmemInput + kStagesInput * kBytesInput;
   static constexpr int kDescriptorRing = 16;  // descriptors: six chunks ahead of the state groups, four after
@@ -148,20 +138,17 @@ struct OneCtaTraits {
   // Barriers, 8 bytes each.
   static constexpr uint32_t kFullK = kSmemBarriers;
   static constexpr uint32_t kFullQ = kFullK + 8 * kStagesK;
-  static constexpr uint32_t kFullA = kFullQ + 8 * kBarriersQ;
+  static constexpr uint32_t kFullA = kFullQ + 8 * kStagesQ;
   static constexpr uint32_t kFullP = kFullA + 8 * kStagesA;
   static constexpr uint32_t kDone = kFullP + 8 * kStagesP;
-  static constexpr uint32_t kFullO = kDone + 8 * kBarriersDone;
-  static constexpr uint32_t kTailV = kFullO + 8 * kBarriersO;
-  static constexpr uint32_t kFullInput = kTailV + 8 * kProducerGroups;
+  static constexpr uint32_t kTailV = kDone + 8 * kBarriersDone;
+  static constexpr uint32_t kFullInput = kTailV + 8 * kStagesP;
   static constexpr uint32_t kTailCount = kFullInput + 8 * kStagesInput;  // uses of each kTailV so far, 4 bytes each
-  static constexpr uint32_t kMaps = kTailCount + 4 * kProducerGroups;    // address of the tensor maps
-  static constexpr uint32_t kFullLast = kMaps + 8;                 // the last O, which no phase of kFullO may count
-  static constexpr uint32_t kFullM = kFullLast + 8;                // kWarpRoles: M of a chunk
-  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;     // kWarpRoles: its gates
-  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;  // kWarpRoles: Q of a chunk has been used
-  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;        // kStoresHByTma: its tile has been read
-  static constexpr int kStates = kPrefetchesState ? 2 : 0;         // barriers of either kind for PrefetchedState
+  static constexpr uint32_t kFullM = kTailCount + 4 * kStagesP;          // M of a chunk
+  static constexpr uint32_t kFullGate = kFullM + 8 * kStagesA;           // its gates
+  static constexpr uint32_t kFreeQ = kFullGate + 8 * kStagesGate;        // Q of a chunk has been used
+  static constexpr uint32_t kFreeH = kFreeQ + 8 * kStagesQ;              // kStoresHByTma: its tile has been read
+  static constexpr int kStates = kPrefetchesState ? 2 : 0;               // barriers of either kind for PrefetchedState
   static constexpr uint32_t kFullState = kFreeH + (kStoresHByTma ? 8 : 0);               // it is there
   static constexpr uint32_t kFreeState = kFullState + 8 * kStates;                       // it has been read
   static constexpr uint32_t kSmemSequences = (kFreeState + 8 * kStates + 15) / 16 * 16;  // that the block has found
@@ -181,13 +168,13 @@ struct OneCtaTraits {
   using Input = Stages<kSmemInput, kBytesInput, kStagesInput>;
   // Rings of barriers. TailV counts its own uses (kTailCount).
   using FullK = Ring<kFullK, kStagesK>;
-  using FullQ = Ring<kFullQ, kBarriersQ>;
+  using FullQ = Ring<kFullQ, kStagesQ>;
   using FullInput = Ring<kFullInput, kStagesInput>;
   using FullGate = Ring<kFullGate, kStagesGate>;
   using FullM = Ring<kFullM, kStagesA>;
   using FullA = Ring<kFullA, kStagesA>;
   using FullP = Ring<kFullP, kStagesP>;
-  using TailV = Ring<kTailV, kProducerGroups>;
+  using TailV = Ring<kTailV, kStagesP>;
   using FreeQ = Ring<kFreeQ, kStagesQ>;
   using Done = Ring<kDone, kBarriersDone>;
   using FullState = Ring<kFullState, 2>;
@@ -196,9 +183,13 @@ struct OneCtaTraits {
   static_assert(!kPrefetchesState || (kBytesV == kHeadDim * kHeadDim && kBytesK == kHeadDim * kHeadDim));
 };
 
-template <typename Element, bool kSave, bool kOneWarpInverse = false, bool kSaveH = kSave>
-struct ForwardTraits : OneCtaTraits<Element, kSave, kOneWarpInverse, kSaveH, false> {};
 template <typename Element>
-struct SaveATraits : OneCtaTraits<Element, false, true, false, true> {};
+struct ForwardTraits : OneCtaTraits<Element, Saves::kNothing> {};
+template <typename Element>
+struct SaveTraits : OneCtaTraits<Element, Saves::kStates> {};
+template <typename Element>
+struct SaveHTraits : OneCtaTraits<Element, Saves::kH> {};
+template <typename Element>
+struct SaveATraits : OneCtaTraits<Element, Saves::kA> {};
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -65,9 +65,13 @@ __device__ __forceinline__ void open_next_item(const KernelArgs& p, QueueProduce
 // What an item's first chunk hands on to the next.
 inline constexpr int kFlagsOfTile = kNoValues | kToTransition | kCountedReader;
 
+// Starts of chunks ahead that are looked at together for states that are kept there (Args::start_lists): one to a lane.
+// At the last of them a chunk ends as if one were, so that the next are looked at.
+inline constexpr int32_t kStartsAhead = 32;
+
 // ChunkEnd::kept of a chunk that starts with token `row`, `inside` tokens after the start of its sequence's chunk
-// `position`, in an item that has `tokens` from there on. Of listed tokens only those of every `step`th entry from
-// `first` on are looked at.
+// `position`, in an item that has `tokens` from there on. Of listed tokens and of starts only every `step`th from
+// `first` on is looked at.
 template <typename Traits>
 __device__ __forceinline__ int32_t tokens_to_checkpoint(const Args& args, int32_t row, int32_t position, int32_t inside,
                                                         int32_t tokens, int32_t first, int32_t step) {
@@ -79,6 +83,15 @@ __device__ __forceinline__ int32_t tokens_to_checkpoint(const Args& args, int32_
   for (int32_t i = first; i < args.num_listed; i += step) {
     const int32_t after = listed_tokens<Traits>()[i].token - row;
     if (after > 0) least = min(least, int64_t{after});
+  }
+  if (args.start_lists != nullptr) {
+#pragma unroll 4
+    for (int32_t i = first; i < kStartsAhead; i += step) {
+      const int32_t after = (i + 1) * kChunk - inside;
+      if (after < tokens && (i == kStartsAhead - 1 || args.start_lists[row + after] >= 0)) {
+        least = min(least, int64_t{after});
+      }
+    }
   }
   return least <= tokens ? static_cast<int32_t>(least) : kNoCheckpoint;
 }
@@ -196,10 +209,9 @@ __device__ __forceinline__ void prefetch_first_chunk(const KernelArgs& p, int la
   }
 }
 
-// Descriptors that are there before the first chunk. With a role to each warp, descriptor m + 5 follows the gates of
-// chunk m: whoever has seen P of chunk m, or its end, sees descriptor m + 4.
-template <typename Traits>
-inline constexpr uint32_t kFirstDescriptors = Traits::kWarpRoles ? 5 : 4;
+// Descriptors that are there before the first chunk. Descriptor m + 5 follows the gates of chunk m: whoever has seen P
+// of chunk m, or its end, sees descriptor m + 4.
+inline constexpr uint32_t kFirstDescriptors = 5;
 
 // The plan, not the end of the kernel that makes it, which comes a microsecond later: by one warp. The
 // kernels after this one start after that. Who has to wait takes a ticket meanwhile, which lane 0 gets; else -1.
@@ -246,12 +258,13 @@ __device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane
       __syncwarp();
       if (sorted && p.ticket == nullptr) assign_items<Traits>(p, lane);
       if (p.ticket != nullptr) {
-        guesses &=
-            found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstDescriptors<Traits> - 1) * kChunk;
+        guesses &= found_sequences<Traits>()[rank].length > static_cast<int32_t>(kFirstDescriptors - 1) * kChunk;
       }
       // Slots are looked at again where they are at hand. They may skip a block's first item, which takes a ticket
       // then.
-      if constexpr (Traits::kEndsAtCheckpoints) guesses &= (sorted && p.ticket == nullptr) || !has_slots(args);
+      if constexpr (Traits::kEndsAtCheckpoints) {
+        guesses &= ((sorted && p.ticket == nullptr) || !has_slots(args)) && args.start_lists == nullptr;
+      }
     }
     if (guesses || !waits) {
       if constexpr (Traits::kEndsAtCheckpoints) fetch_listed_and_slots<Traits>(p, lane);
@@ -260,7 +273,7 @@ __device__ __forceinline__ void queue_first_chunks(const KernelArgs& p, int lane
         open_queue<Traits>(p, producer);
         if (p.list != nullptr) producer.item = early;
 #pragma unroll 1
-        for (uint32_t m = 0; m < kFirstDescriptors<Traits>; ++m) {
+        for (uint32_t m = 0; m < kFirstDescriptors; ++m) {
           produce_chunk<Traits>(p, producer,
                                 reinterpret_cast<ChunkDescriptor*>(shared_memory() + Traits::kSmemDescriptors)[m]);
         }

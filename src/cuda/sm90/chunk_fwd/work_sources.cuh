@@ -125,7 +125,7 @@ __device__ __forceinline__ AssignedItems& assigned_items() {
   return *reinterpret_cast<AssignedItems*>(shared_memory() + Traits::kSmemAssigned);
 }
 
-// Not inlined: in fp16 with eight producer warps of the same code (producer_warpgroup.cuh) a register would be spilled.
+// Not inlined: once an item, and so not among what is executed for every chunk.
 static __device__ __noinline__ int32_t take_ticket(uint32_t* ticket) {
   return static_cast<int32_t>(atomicAdd(ticket, 1u));
 }

@@ -43,6 +43,17 @@ struct ProducerWarpgroup {
   int group, thread;
 
   __device__ void sync() const { named_barrier_sync(1 + group, 128); }
+  // The barrier at which only the warp that sends A_g waits, for the blocks of the others. One of its own: who does not
+  // wait may be at the next sync() first.
+  __device__ void meet(bool waits) const {
+    const uint32_t barrier = 1 + Traits::kProducerGroups + group;
+    fence_proxy_async();  // each writer's blocks before the copy engine's
+    if (waits) {
+      named_barrier_sync(barrier, 128);
+    } else {
+      named_barrier_arrive(barrier, 128);
+    }
+  }
 
   // For prepare_chunk().
   __device__ static const ChunkDescriptor& descriptor(uint32_t m) { return Places<Traits>::descriptor(m); }
@@ -55,19 +66,22 @@ struct ProducerWarpgroup {
   // From here on this chunk's tiles and gates may be written, here and in the other block.
   __device__ static void wait_tile(uint32_t m) { Places<Traits>::wait_done(m, Traits::kStagesP); }
 
-  // The warp's 16 rows of a tile, once all its lanes have written them, to the other block.
-  __device__ void send_rows(uint32_t tile, uint32_t m, int warp) const {
-    const uint32_t rows = tile + warp * Traits::kBytesRows;
-    bulk_copy_cluster(places.in_other_cta(rows), rows, Traits::kBytesRows, places.in_other_cta(places.full_p(m)));
+  // Of a tile, or of a warp's 16 rows of it, to the other block, once all who have written it are known to have.
+  __device__ void send(uint32_t tile, uint32_t bytes, uint32_t m) const {
+    bulk_copy_cluster(places.in_other_cta(tile), tile, bytes, places.in_other_cta(places.full_p(m)));
   }
 
-  // A_g's rows on their way; P.
+  static constexpr int kSender = UtTransform<Traits>::kDiagonalWarp;  // of A_g, which is complete to it, and the gates
+
+  // A_g on its way; P.
   template <bool kMild>
   __device__ __forceinline__ void finish(uint32_t m, uint32_t tile, uint32_t factors, float mild,
                                          const FragmentPosition& at) const {
-    fence_proxy_async();
-    __syncwarp();
-    if (at.lane == 0) send_rows(tile, m, at.warp);
+    if (at.warp == kSender) {
+      fence_proxy_async();
+      __syncwarp();
+      if (at.lane == 0) send(tile, Traits::kBytesMatrix, m);
+    }
 
     places.wait_q(m);
     float qkt[32];
@@ -81,21 +95,23 @@ struct ProducerWarpgroup {
       diagonal[i] = make_float2(diagonal_block(qkt, first, at.warp), diagonal_block(qkt, first + 1, at.warp));
     }
     if constexpr (kMild) {
-      store_mild<Traits, false>(qkt, diagonal, make_float4(mild, mild, mild, mild), places.tile_p(m), factors, at);
+      store_mild_p<Traits>(qkt, diagonal, mild, places.tile_p(m), at);
     } else {
-      store_gated<Traits, false>(qkt, diagonal, places.tile_p(m), factors, at);
+      store_strong_p<Traits>(qkt, diagonal, places.tile_p(m), factors, at);
     }
     fence_proxy_async();
     __syncwarp();
     mbarrier_arrive_warp(places.full_p(m), at.lane);
     if (at.lane == 0) {
-      // The bytes of A_g's rows are expected here too; they may have come already.
-      const uint32_t gate_bytes = at.warp == 0 ? Traits::kBytesGate : 0;
+      // The bytes of A_g are expected here too; they may have come already.
+      const bool sends_gates = at.warp == kSender;
       const uint32_t barrier = places.in_other_cta(places.full_p(m));
-      mbarrier_arrive_expect_cluster(barrier, 2 * Traits::kBytesRows + gate_bytes);
-      send_rows(places.tile_p(m), m, at.warp);
-      if (gate_bytes != 0) {
-        bulk_copy_cluster(places.in_other_cta(places.remote_gate(m)), places.local_gate(m), gate_bytes, barrier);
+      mbarrier_arrive_expect_cluster(
+          barrier, Traits::kBytesRows + (sends_gates ? Traits::kBytesMatrix + Traits::kBytesGate : 0));
+      send(places.tile_p(m) + at.warp * Traits::kBytesRows, Traits::kBytesRows, m);
+      if (sends_gates) {
+        bulk_copy_cluster(places.in_other_cta(places.remote_gate(m)), places.local_gate(m), Traits::kBytesGate,
+                          barrier);
       }
     }
     __syncwarp();

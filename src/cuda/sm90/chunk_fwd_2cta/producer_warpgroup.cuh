@@ -1,20 +1,23 @@
-// What a producer warpgroup of a pair does: from K of a chunk of its own to A_g.
+// What a producer warpgroup of a cluster does: from K of a chunk of its own to A_g.
 #pragma once
 
+#include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/decay_products.cuh"
-#include "cuda/sm90/common/gate_vectors.cuh"
 #include "cuda/sm90/common/tile.cuh"
-#include "cuda/sm90/common/ut_transform_wgmma.cuh"
+#include "cuda/sm90/common/ut_transform.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {
 
-// Of chunk m, by all threads of a group. Of `role`, by name: its thread and its group's sync(); where the chunk's
-// descriptor, K, tile (of the inverse, then of A_g), factors and gates are; what must be there before K is read, before
-// its factors are, and before its tile is written; finish<kMild>(), which passes A_g on and goes on with P.
+// Of chunk m, by all threads of a group. Of `role`, by name: its thread; its group's sync() and meet(), the barrier
+// before A_g's diagonal; where the chunk's descriptor, K, tile (of the inverse, then of A_g), factors and gates are;
+// what must be there before K is read, before its factors are, and before its tile is written; finish<kMild>(), which
+// passes A_g on and goes on with P.
 template <typename Traits, typename Role>
 __device__ __forceinline__ void prepare_chunk(const Role& role, uint32_t m) {
   using Element = typename Traits::Element;
+  using Transform = UtTransform<Traits>;
   const FragmentPosition at = fragment_position(role.thread);
+  const int warp = static_cast<int>(uniform(static_cast<uint32_t>(at.warp)));
   const ChunkDescriptor& chunk = role.descriptor(m);
   const uint32_t tile = role.tile_a(m), factors = role.factors(m);
   role.wait_k(m);
@@ -33,38 +36,19 @@ __device__ __forceinline__ void prepare_chunk(const Role& role, uint32_t m) {
     wgmma_wait<0>();
     pin(kkt);
     store_kkt<true>(kkt, beta0, beta1, tile, at);
-    role.sync();  // the diagonal blocks of M are there
-    if (role.thread < 64) {
-      solve_diagonal_blocks<kSolveInPairs<Element>>(tile, role.thread >> 4 & 2, at.lane);
+    role.sync();  // what solve_pair() reads of -M is there
+    if (warp < 2) {
+      Transform::solve_pair(tile, warp, at.lane);
     } else {
       store_kkt<false>(kkt, beta0, beta1, tile, at);
     }
   }
-  __syncwarp();
-  fence_proxy_async();
-  role.sync();  // D is there
-  float mild;
-  {
-    float a[3][8];
-    uint32_t d[4];
-    float4 own;
-    invert(
-        a, d, tile, at, [&] { role.sync(); },
-        [&] {
-          mild = load_shared_f1(role.gate(m) + Traits::kGateMild);
-          own = load_shared_f4(factors + Traits::kGateColumnA + 80 * at.q + 16 * at.warp);
-        });
-    role.sync();  // the inverse has been read: A_g takes its tile
-    const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-    // Both kinds of decay to the chunk's end, so that the instructions of one do not lie between those of the other.
-    if (__any_sync(0xffffffffu, mild != 0.0f)) {
-      store_mild<Traits, true>(a[0], diagonal, own, tile, factors, at);
-      role.template finish<true>(m, tile, factors, mild, at);
-    } else {
-      store_gated<Traits, true>(a[0], diagonal, tile, factors, at);
-      role.template finish<false>(m, tile, factors, mild, at);
-    }
-  }
+  role.sync();  // its results are there, and all of -M
+  // Both kinds of decay to the chunk's end, so that the instructions of one do not lie between those of the other.
+  Transform::finish_by_four(
+      tile, factors, factors + Traits::kGateBeta, role.gate(m) + Traits::kGateMild, warp, at.lane,
+      [&](bool waits) { role.meet(waits); },
+      [&](auto mild, float factor) { role.template finish<decltype(mild)::value>(m, tile, factors, factor, at); });
 }
 
 }  // namespace flash_qla::cuda::sm90::fwd_2cta

@@ -102,7 +102,7 @@ struct StateWarpgroup : fwd::StateWarpgroup<Traits> {
         gamma[b] = load_shared_f4(columns + Traits::kGateDecay + 16 * b);
       }
       const float last = load_shared_f1(gate + Traits::kGateDecay + Traits::kGateLast);
-      if constexpr (Traits::kSave) this->save_listed(s, chunk);
+      if constexpr (Traits::kSave) this->save_listed(s, chunk, at);
       // u^T = S0^T K^T and o^T = S0^T Q^T
       uint32_t packed[32];
 #pragma unroll

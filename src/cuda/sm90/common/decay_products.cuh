@@ -1,4 +1,4 @@
-// A_g and P of a chunk with the factors of its decay, as operands of wgmma.
+// From the accumulators of K K^T and Q K^T of a chunk to what the UT transform starts from, and to P.
 #pragma once
 
 #include "cuda/common/bulk.cuh"
@@ -8,20 +8,30 @@
 
 namespace flash_qla::cuda::sm90 {
 
-// Of the blocks of A_g right of the diagonal the state groups read two; the inverse's transposed operands were there.
-__device__ __forceinline__ void zero_right_of_diagonal(uint32_t row_address, const FragmentPosition& at) {
-  if (!(at.warp & 1)) {
-    store_matrix_x4(row_address + (((2 * at.warp + 2 + (at.lane >> 4)) ^ at.swizzle) << 4), 0u, 0u, 0u, 0u);
+// -M, M = lower(diag(beta) K K^T), from the accumulator of K K^T into the tile of the UT transform: 16x16 blocks of
+// fp16, transposed, tile[column][row]; rounded all alike, so that the inverse is that of one matrix close to M. What
+// lies above the diagonal of a diagonal block is not for use. First the blocks that UtTransform::solve_pair() reads,
+// and all of warps 0 and 1, which do that next; the rest of warps 2 and 3 meanwhile.
+template <bool kFirst>
+__device__ __forceinline__ void store_kkt(const float (&kkt)[32], float beta0, float beta1, uint32_t tile,
+                                          const FragmentPosition& at) {
+#pragma unroll
+  for (int b = 0; b < (kFirst ? 4 : 2); ++b) {
+    if (kFirst ? b == at.warp || (b == at.warp - 1 && (b == 0 || b == 2)) : at.warp > 1) {
+      const float* x = kkt + 8 * b;
+      store_matrix_x4_trans(tile + b * 2048 + at.trans_row + at.trans_chunk,
+                            pack2<__half>(-beta0 * x[0], -beta0 * x[1]), pack2<__half>(-beta1 * x[2], -beta1 * x[3]),
+                            pack2<__half>(-beta0 * x[4], -beta0 * x[5]), pack2<__half>(-beta1 * x[6], -beta1 * x[7]));
+    }
   }
 }
 
-// Multiplies the lower triangle of a 64x64 accumulator by G and beta (A_g) or kGateScaleP (P) and stores it as a wgmma
-// operand. x: the three left column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in
-// columns 8..15. G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the
-// difference itself.
-template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3], uint32_t tile, uint32_t gate,
-                                            const FragmentPosition& at) {
+// Multiplies the lower triangle of a 64x64 accumulator by G and kGateScaleP and stores it as P. x: the three left
+// column blocks; y: the warp's block on the diagonal, of which rows 0..7 have nothing in columns 8..15.
+// G_ij = row_i * pair_IJ * column_j below the diagonal blocks; in them, the exponential of the difference itself.
+template <typename Traits>
+__device__ __forceinline__ void store_strong_p(const float* x, const float2 (&y)[3], uint32_t tile, uint32_t gate,
+                                               const FragmentPosition& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
   uint32_t diagonal[3];
@@ -30,7 +40,7 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
     const float sum = load_shared_f1(gate + Traits::kGateSum + 4 * at.row + (i > 0 ? 32 : 0));
     const uint32_t columns = gate + 64 * at.warp + 8 * at.q + (i > 1 ? 32 : 0);
     const float2 column = load_shared_f2(columns + Traits::kGateSum);
-    const float2 factor = load_shared_f2(columns + (kIsA ? Traits::kGateBeta : Traits::kGateScaleP));
+    const float2 factor = load_shared_f2(columns + Traits::kGateScaleP);
     diagonal[i] = pack2<Element>(y[i].x * (exp2_approx(sum - column.x) * factor.x),
                                  y[i].y * (exp2_approx(sum - column.y) * factor.y));
   }
@@ -39,15 +49,13 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
   const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
   store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
                   0u, diagonal[2] & mask);
-  if constexpr (kIsA) zero_right_of_diagonal(row_address, at);
   const float row0 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row);
   const float row1 = load_shared_f1(gate + Traits::kGateRow + 4 * at.row + 32);
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     if (b < at.warp) {
       const float pair = load_shared_f1(gate + Traits::kGatePair + 16 * at.warp + 4 * b);
-      const float4 column =
-          load_shared_f4(gate + (kIsA ? Traits::kGateColumnA : Traits::kGateColumnP) + 80 * at.q + 16 * b);
+      const float4 column = load_shared_f4(gate + Traits::kGateColumnP + 80 * at.q + 16 * b);
       const float f0 = row0 * pair, f1 = row1 * pair;
       const float* z = x + 8 * b;
       store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
@@ -59,38 +67,26 @@ __device__ __forceinline__ void store_gated(const float* x, const float2 (&y)[3]
   }
 }
 
-// The same where the decay is mild. A_g'': columns times those of kGateColumnA, of which `own` has the diagonal
-// block's. P'': rows times own.x and own.y.
-template <typename Traits, bool kIsA>
-__device__ __forceinline__ void store_mild(const float* x, const float2 (&y)[3], float4 own, uint32_t tile,
-                                           uint32_t gate, const FragmentPosition& at) {
+// The same where the decay is mild, with one factor for all.
+template <typename Traits>
+__device__ __forceinline__ void store_mild_p(const float* x, const float2 (&y)[3], float factor, uint32_t tile,
+                                             const FragmentPosition& at) {
   using Element = typename Traits::Element;
   const uint32_t row_address = tile + (16 * at.warp + (at.lane & 15)) * 128;
-  const float2 f0 = kIsA ? make_float2(own.x, own.y) : make_float2(own.x, own.x);
-  const float2 f1 = kIsA ? f0 : make_float2(own.y, own.y);
-  const float2 f2 = kIsA ? make_float2(own.z, own.w) : f1;
-  uint32_t diagonal[3] = {pack2<Element>(y[0].x * f0.x, y[0].y * f0.y), pack2<Element>(y[1].x * f1.x, y[1].y * f1.y),
-                          pack2<Element>(y[2].x * f2.x, y[2].y * f2.y)};
-  if constexpr (kIsA) {
-    zero_right_of_diagonal(row_address, at);  // in the block itself D has zeros above its diagonal
-  } else {
-    const int place = (at.lane >> 2) - 2 * at.q;
-    const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
-    diagonal[0] &= mask;
-    diagonal[2] &= mask;
-  }
-  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0], diagonal[1], 0u,
-                  diagonal[2]);
+  uint32_t diagonal[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) diagonal[i] = pack2<Element>(y[i].x * factor, y[i].y * factor);
+  const int place = (at.lane >> 2) - 2 * at.q;
+  const uint32_t mask = (place >= 0 ? 0xffffu : 0u) | (place > 0 ? 0xffff0000u : 0u);
+  store_matrix_x4(row_address + (((2 * at.warp + (at.lane >> 4)) ^ at.swizzle) << 4), diagonal[0] & mask, diagonal[1],
+                  0u, diagonal[2] & mask);
 #pragma unroll
   for (int b = 0; b < 3; ++b) {
     if (b < at.warp) {
-      const float4 column = kIsA ? load_shared_f4(gate + Traits::kGateColumnA + 80 * at.q + 16 * b) : own;
-      const float2 g0 = kIsA ? make_float2(column.x, column.y) : f0, g1 = kIsA ? g0 : f1;
-      const float2 g2 = kIsA ? make_float2(column.z, column.w) : f0, g3 = kIsA ? g2 : f1;
       const float* z = x + 8 * b;
       store_matrix_x4(row_address + (((2 * b + (at.lane >> 4)) ^ at.swizzle) << 4),
-                      pack2<Element>(z[0] * g0.x, z[1] * g0.y), pack2<Element>(z[2] * g1.x, z[3] * g1.y),
-                      pack2<Element>(z[4] * g2.x, z[5] * g2.y), pack2<Element>(z[6] * g3.x, z[7] * g3.y));
+                      pack2<Element>(z[0] * factor, z[1] * factor), pack2<Element>(z[2] * factor, z[3] * factor),
+                      pack2<Element>(z[4] * factor, z[5] * factor), pack2<Element>(z[6] * factor, z[7] * factor));
     }
   }
 }

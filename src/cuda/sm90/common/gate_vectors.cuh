@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/bulk.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/sm90/common/sizes.h"
 #include "cuda/sm90/common/trait_queries.h"

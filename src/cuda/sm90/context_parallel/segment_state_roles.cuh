@@ -11,7 +11,7 @@
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 #include "cuda/sm90/common/compiler.cuh"
 #include "cuda/sm90/common/decay_products.cuh"
-#include "cuda/sm90/common/ut_transform_wgmma.cuh"
+#include "cuda/sm90/common/ut_transform.cuh"
 #include "cuda/sm90/context_parallel/scan.cuh"
 
 namespace flash_qla::cuda::sm90::cp {
@@ -23,11 +23,10 @@ using fwd::load_gates, fwd::produce_chunk;
 // kLink: of links. A segment of a cut ends at a boundary, so that all its chunks are full ones; one of a link may end
 // with its sequence, and leaves its state, or transition, as a matrix [V][K] in fp32 (link_chains.cu).
 template <typename Element_, bool kLink_ = false>
-struct SegmentStateTraits : ForwardTraits<Element_, false> {
+struct SegmentStateTraits : ForwardTraits<Element_> {
   static constexpr bool kLink = kLink_;
   using Element = Element_;
-  using Base = ForwardTraits<Element_, false>;
-  static constexpr bool kWarpRoles = false;
+  using Base = ForwardTraits<Element_>;
   static constexpr uint32_t kInputG = Base::kGateInput, kInputBeta = Base::kGateBeta;
   static constexpr bool kStateOnly = true;
   static constexpr int kProducerGroups = 3;
@@ -73,6 +72,8 @@ struct ProducerWarpgroup {
   using Element = typename Traits::Element;
   static constexpr int kAhead = Traits::kStages - 1;  // chunks that are brought, and listed, ahead
   static constexpr int kListThread = 64;              // of the warp that has least to do: it lists a chunk
+  // Named barriers of meet(), after the last of scan.cuh.
+  static constexpr uint32_t kFirstMeeting = kNextBarrier + 1;
   const KernelArgs& p;
   uint32_t group;  // 0 .. 2: of every third chunk
   int thread;      // 0 .. 127
@@ -83,6 +84,16 @@ struct ProducerWarpgroup {
   }
   // Of the group of chunk m.
   __device__ void sync(uint32_t m) const { named_barrier_sync(1 + recompute(m) % Traits::kProducerGroups, 128); }
+  // The barrier at which only the warp with A_g's diagonal waits. One of its own: who does not wait may be at the next
+  // sync() first.
+  __device__ void meet(uint32_t m, bool waits) const {
+    const uint32_t barrier = kFirstMeeting + recompute(m) % Traits::kProducerGroups;
+    if (waits) {
+      named_barrier_sync(barrier, 128);
+    } else {
+      named_barrier_arrive(barrier, 128);
+    }
+  }
 
   // All of chunk m into its stage, by all threads.
   __device__ void load(uint32_t m) const {
@@ -112,6 +123,7 @@ struct ProducerWarpgroup {
   }
 
   __device__ int number() const { return recompute(thread); }
+  __device__ int warp() const { return static_cast<int>(uniform(static_cast<uint32_t>(number()) >> 5)); }
   __device__ FragmentPosition at() const { return fragment_position(number()); }
   __device__ uint32_t tile_a(uint32_t m) const { return Traits::Tiles::tile(recompute(m)) + Traits::kStageA; }
   __device__ uint32_t gates(uint32_t m) const { return Traits::Tiles::tile(recompute(m)) + Traits::kStageGate; }
@@ -128,9 +140,9 @@ struct ProducerWarpgroup {
       wgmma_wait<0>();
       pin(kkt);
       store_kkt<true>(kkt, beta0, beta1, tile_a(m), at());
-      sync(m);  // the diagonal blocks of M are there
-      if (number() < 64) {
-        solve_diagonal_blocks<std::is_same_v<Element, __nv_bfloat16>>(tile_a(m), number() >> 4 & 2, number() & 31);
+      sync(m);  // what solve_pair() reads of -M is there
+      if (warp() < 2) {
+        UtTransform<Traits>::solve_pair(tile_a(m), warp(), number() & 31);
       } else {
         store_kkt<false>(kkt, beta0, beta1, tile_a(m), at());
       }
@@ -148,36 +160,15 @@ struct ProducerWarpgroup {
       mbarrier_arrive(Traits::Listed::barrier(m));
     }
     __syncwarp();
-    make_inverse(m);
+    sync(m);  // its results are there, all of -M, and the gates
+    const uint32_t gate = gates(m);
+    UtTransform<Traits>::finish_by_four(
+        tile_a(m), gate, gate + Traits::kGateBeta, gate + Traits::kGateMild, warp(), number() & 31,
+        [&](bool waits) { meet(m, waits); }, [](auto, float) {});
+    fence_proxy_async();
     m = recompute(m);
     __syncwarp();
     Traits::FullA::arrive(m, number() & 31);
-  }
-
-  // A_g of what store_kkt() and solve_diagonal_blocks() have left.
-  __device__ void make_inverse(uint32_t m) const {
-    fence_proxy_async();
-    sync(m);  // D is there, and the gates
-    float a[3][8];
-    uint32_t d[4];
-    float4 own;
-    float mild;
-    invert(
-        a, d, tile_a(m), at(), [&] { sync(m); },
-        [&] {
-          m = __shfl_sync(0xffffffffu, m,
-                          0);  // so that the tile's address is not kept, and spilled, all through the inverse
-          mild = load_shared_f1(gates(m) + Traits::kGateMild);
-          own = load_shared_f4(gates(m) + Traits::kGateColumnA + 80 * at().q + 16 * at().warp);
-        });
-    sync(m);  // the inverse has been read: A_g takes its tile
-    const float2 diagonal[3] = {unpack2<__half>(d[0]), unpack2<__half>(d[1]), unpack2<__half>(d[3])};
-    if (__any_sync(0xffffffffu, mild != 0.0f)) {
-      store_mild<Traits, true>(a[0], diagonal, own, tile_a(m), gates(m), at());
-    } else {
-      store_gated<Traits, true>(a[0], diagonal, tile_a(m), gates(m), at());
-    }
-    fence_proxy_async();
   }
 
   __device__ void run() const {

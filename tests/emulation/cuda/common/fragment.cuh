@@ -64,6 +64,26 @@ inline Matrices load_matrices(uint32_t address, bool transposed, cuda_emulation:
       });
 }
 
+inline void store_matrices(uint32_t address, const Matrices& matrices, bool transposed, cuda_emulation::Where where) {
+  struct Item {
+    uint32_t address;
+    Matrices matrices;
+  };
+  cuda_emulation::collective<cuda_emulation::Nothing>(
+      "stmatrix", where, 0xffffffffu, Item{address, matrices}, [=](const Item* in, cuda_emulation::Nothing*) {
+        for (int m = 0; m < 4; ++m) {
+          for (int row = 0; row < 8; ++row) {
+            auto* to = static_cast<uint16_t*>(
+                cuda_emulation::shared_pointer(in[8 * m + row].address, 16, 16, "a row of stmatrix"));
+            for (int column = 0; column < 8; ++column) {
+              const int i = transposed ? column : row, j = transposed ? row : column;
+              to[column] = static_cast<uint16_t>(in[4 * i + j / 2].matrices.r[m] >> 16 * (j % 2));
+            }
+          }
+        }
+      });
+}
+
 }  // namespace emulated
 
 inline void load_matrix_x4(uint32_t smem, uint32_t (&r)[4],
@@ -87,6 +107,15 @@ inline uint32_t transpose_8x8(uint32_t x, cuda_emulation::Where where = cuda_emu
     const int i = lane / 4, j = lane % 4 * 2;
     return element(j + 1, i) << 16 | element(j, i);
   });
+}
+
+inline void store_matrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3,
+                            cuda_emulation::Where where = cuda_emulation::Where::current()) {
+  emulated::store_matrices(smem, {{r0, r1, r2, r3}}, false, where);
+}
+inline void store_matrix_x4_trans(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3,
+                                  cuda_emulation::Where where = cuda_emulation::Where::current()) {
+  emulated::store_matrices(smem, {{r0, r1, r2, r3}}, true, where);
 }
 
 inline float4 load_shared_f4(uint32_t smem) {

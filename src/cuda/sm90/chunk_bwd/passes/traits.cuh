@@ -258,7 +258,7 @@ __device__ __forceinline__ void add_product_half(float (&S)[64], const uint32_t 
 // Whether blocks start while the plan kernel runs.
 template <Variant kVariant>
 __device__ __forceinline__ bool starts_beside_plan(const Args& p) {
-  return PassTraits<kVariant>::kFused && p.N == 1 && !p.solves_A && p.run_chunks == 0;
+  return PassTraits<kVariant>::kFused && p.N == 1 && !p.makes_A && p.run_chunks == 0;
 }
 
 // Where the state of a pass comes from and goes to: the caller's tensor, an edge of segments (its index), or

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-Kernel one_cta_save_h_bf16() { return describe_kernel<ForwardTraits<__nv_bfloat16, true, true>>(); }
+Kernel one_cta_save_h_bf16() { return describe_kernel<SaveHTraits<__nv_bfloat16>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-Kernel one_cta_fp16() { return describe_kernel<ForwardTraits<__half, false, true>>(); }
+Kernel one_cta_fp16() { return describe_kernel<ForwardTraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-Kernel one_cta_save_fp16() { return describe_kernel<ForwardTraits<__half, true, true, false>>(); }
+Kernel one_cta_save_fp16() { return describe_kernel<SaveTraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd

@@ -2,6 +2,6 @@
 
 namespace flash_qla::cuda::sm90::fwd {
 
-Kernel one_cta_save_h_fp16() { return describe_kernel<ForwardTraits<__half, true, true>>(); }
+Kernel one_cta_save_h_fp16() { return describe_kernel<SaveHTraits<__half>>(); }
 
 }  // namespace flash_qla::cuda::sm90::fwd
