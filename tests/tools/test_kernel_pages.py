@@ -15,7 +15,7 @@ MOST_WORDS = 1500
 CONSTANTS = {
     "forward": "chunk_fwd/traits.h",
     "forward_2cta": "chunk_fwd_2cta/traits.h",
-    "context_parallel": "context_parallel/segment_state.cuh",
+    "context_parallel": "context_parallel/segment_state_roles.cuh",
 }
 STRUCTS = {
     "backward": {

@@ -1,7 +1,7 @@
-// Path "sm80" of the two summaries: the links of parts by calls of the chunked forward and backward of this path. S is the final state of a forward, M that of a forward with values of zero which starts from the
-// identity, and R the gradient of the initial state. Which tokens a call takes is decided on the device (link_plan.cu):
-// it writes the call's two offsets, equal ones where nothing is wanted. All heads of a part take the tokens that any of
-// them needs.
+// Path "sm80" of the two summaries: the links of parts by calls of the chunked forward and backward of this path. S is
+// the final state of a forward, M that of a forward with values of zero which starts from the identity, and R the
+// gradient of the initial state. Which tokens a call takes is decided on the device (link_plan.cu): it writes the
+// call's two offsets, equal ones where nothing is wanted. All heads of a part take the tokens that any of them needs.
 #include <algorithm>
 
 #include "cuda/generic/links.cuh"
