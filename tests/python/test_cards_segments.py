@@ -1,6 +1,8 @@
 """Links of long parts, which a GPU makes in segments on all of its multiprocessors: against the recurrence in fp64, with other
 sequences around the part, for any offsets, from run to run, and replayed from a graph."""
 
+import functools
+
 import helpers
 import pytest
 import torch
@@ -25,11 +27,16 @@ def inputs(tokens, dtype, **options):
     return x
 
 
+@functools.lru_cache
+def on_device(values, device):
+    """Made once: no tensor comes from the host while a graph is captured."""
+    return torch.tensor(values, device=device)
+
+
 def links_of(x, rows=((1, 1),), through=(True,), A=None):
     """Forward and backward links of parts."""
-    device = x.q.device
-    rows, through = torch.tensor(rows, device=device), torch.tensor(through, device=device)
-    crosses = torch.ones_like(through)
+    crosses = on_device((True,) * len(through), x.q.device)
+    rows, through = on_device(rows, x.q.device), on_device(through, x.q.device)
     options = dict(cu_seqlens=x.cu_seqlens, A_log=x.A_log, dt_bias=x.dt_bias, **x.options)
     scale = options.pop("scale", None)
     forward = distributed.chunk_summary(x.k, x.v, x.g, x.beta, rows, crosses, through, initial_state=x.initial_state, **options)

@@ -24,6 +24,7 @@ from rich.console import Console
 
 import flash_qla
 
+from . import bench_timing
 from .bench_cards_inputs import GATES, MODES, call, checked_heads, make_share, needed_bytes, picked, rows_of
 from .bench_cards_ranks import Ranks
 from .check import ORACLES
@@ -140,11 +141,18 @@ def _cut_simulated(ranks: Ranks, row: Row, runs: int, size: int) -> _Measured:
                     parts.setdefault(key, []).append(piece)
                 del found
                 plain = lambda x=x: call(row, x, _function(None))  # noqa: E731
-                ms, share_ms = (ranks.times(timed, runs, alone=True) for timed in (run, plain))
+                ms, share_ms = _alone(ranks, (run, plain), runs)
                 measured.append(_Measured(ms, ranks.peak_bytes(run), {}, share_ms))
     slowest = max(measured, key=lambda one: statistics.median(one.ms))
     pieces = {key: torch.cat(of, 1) for key, of in parts.items()}
     return _Measured(slowest.ms, max(one.peak_bytes for one in measured), pieces, slowest.share_ms)
+
+
+def _alone(ranks: Ranks, functions: Sequence[Callable[[], Any]], runs: int) -> List[List[float]]:
+    """Milliseconds of calls that no other rank makes; on a GPU in graphs, so that the host's time is not in them."""
+    if ranks.device.type == "cpu":
+        return [ranks.times(function, runs, alone=True) for function in functions]
+    return bench_timing.graphs_ms([bench_timing.capture(function)[1] for function in functions], runs)
 
 
 def _on_one_card(ranks: Ranks, row: Row, runs: int) -> _Measured:

@@ -36,11 +36,12 @@ NormParams common_params(const Arguments& args, const NormProblem& p) {
   return params;
 }
 
-// Whether the rows are short enough for a warp, and all tensors laid out for vectors; numbers of rows have 31 bits
-// then.
-bool takes_vectors(const NormProblem& p, std::initializer_list<const Tensor*> tensors) {
-  return p.V <= kLongestRow && p.rows < int64_t{1} << 31 &&
-         std::all_of(tensors.begin(), tensors.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); });
+// Whether the rows are short enough for a warp; numbers of rows have 31 bits then.
+bool has_short_rows(const NormProblem& p) { return p.V <= kLongestRow && p.rows < int64_t{1} << 31; }
+
+// Whether all tensors are laid out for vectors.
+bool takes_vectors(std::initializer_list<const Tensor*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); });
 }
 
 template <class Arguments>
@@ -56,39 +57,39 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
   NormParams params = common_params(args, p);
   params.y = norm_rows(args.y);
   params.inverse_rms = device_tensor(args.inverse_rms);
-  const bool vectors = takes_vectors(p, {&args.x, &args.z, &args.y});
+  const bool vectors = takes_vectors({&args.x, &args.z, &args.y});
   return with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
-    if (!vectors) {
+    if (!has_short_rows(p)) {
       return launch("norm_gated_any", norm_gated_any_kernel<T>, ceil_div(p.rows, kNormThreads / 32), kNormThreads, 0,
                     stream, params, false);
     }
     const int64_t blocks = ceil_div(p.rows, kForwardRows<T> * int64_t{kNormThreads >> params.lane_bits});
-    return launch_kernel("norm_gated", norm_gated_kernel<T>, blocks, kNormThreads, 0, stream,
+    const auto kernel = vectors ? norm_gated_kernel<T, true> : norm_gated_kernel<T, false>;
+    return launch_kernel("norm_gated", kernel, blocks, kNormThreads, 0, stream,
                          allows_overlap(args.options.device_index), params);
   });
 }
 
 // How the backward is computed, and its scratch. The number of parts of the sums follows from shapes alone, so that
-// bits are the same on every GPU: with vectors a block each, as many as a large one holds at once. Without rows one
+// bits are the same on every GPU: of short rows a block each, as many as a large one holds at once. Without rows one
 // part leaves sums of zero.
 struct BackwardPlan {
-  bool vectors;
-  int64_t parts, step;  // step: rows of a part, without vectors
+  bool short_rows;
+  int64_t parts, step;  // step: rows of a part, of long ones
   float *sums, *rms;    // NULL: not wanted
 
   BackwardPlan(const flash_qla_norm_gated_backward_arguments& args, const NormProblem& p, int lane_bits,
                Workspace* workspace)
-      : vectors(takes_vectors(p, {&args.x, &args.z, &args.dy, &args.dx, &args.dz})),
-        step(std::max<int64_t>(1, ceil_div(p.rows, 256))) {
+      : short_rows(has_short_rows(p)), step(std::max<int64_t>(1, ceil_div(p.rows, 256))) {
     constexpr int64_t kMultiprocessors = 132;
     const int64_t at_once =
         (p.dtype == DType::kFloat32 ? kBackwardRows<float> : kBackwardRows<__half>)*int64_t{kNormThreads >> lane_bits};
-    parts = vectors ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kNormBlocks * kMultiprocessors)
-                    : std::max<int64_t>(1, ceil_div(p.rows, step));
+    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kNormBlocks * kMultiprocessors)
+                       : std::max<int64_t>(1, ceil_div(p.rows, step));
     const bool wanted = present(args.dweight) || present(args.dbias);
     sums = wanted ? workspace->take<float>(parts * 2 * p.V) : nullptr;
-    rms = wanted && !vectors ? workspace->take<float>(p.rows) : nullptr;
+    rms = wanted && !short_rows ? workspace->take<float>(p.rows) : nullptr;
   }
 };
 
@@ -127,12 +128,13 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
   const BackwardPlan plan(args, p, params.lane_bits, &workspace);
   params.sums = plan.sums;
   params.parts = plan.parts;
+  const bool vectors = takes_vectors({&args.x, &args.z, &args.dy, &args.dx, &args.dz});
   const bool overlaps = allows_overlap(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
-    if (!plan.vectors) return run_any<T>(params, p, plan, stream);
-    return launch_kernel("norm_gated_backward", norm_gated_backward_kernel<T>, plan.parts, kNormThreads, 0, stream,
-                         overlaps, params);
+    if (!plan.short_rows) return run_any<T>(params, p, plan, stream);
+    const auto kernel = vectors ? norm_gated_backward_kernel<T, true> : norm_gated_backward_kernel<T, false>;
+    return launch_kernel("norm_gated_backward", kernel, plan.parts, kNormThreads, 0, stream, overlaps, params);
   }));
   if (plan.sums == nullptr) return Status();
   return launch_kernel("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kSumColumns), kSumThreads, 0, stream,

@@ -1,5 +1,6 @@
-// The gated norm of rows of at most 256 values that lie side by side on 16-byte boundaries: a group of lanes has a row,
-// eight values a lane. Several rows of a group are on their way at once.
+// The gated norm of rows of at most 256 values: a group of lanes has a row, eight values a lane. Several rows of a
+// group are on their way at once. kVectors: values lie side by side on 16-byte boundaries, and their number is a
+// multiple of eight; else they lie anywhere. Bits are the same.
 #pragma once
 
 #include "cuda/layer/norm_params.cuh"
@@ -21,16 +22,30 @@ __device__ __forceinline__ NormRow row_at(const NormParams& p, uint32_t row) {
   return {outer, rest - outer * p.middle.divisor, row - rest * p.inner.divisor};
 }
 
-// A thread's values of a row; zero where there are none.
-template <class T>
-__device__ __forceinline__ Packed<T> load_values(const NormRows& t, const NormRow& row, int v, bool wanted) {
+// A thread's values of a row of V, from v on; zero where there are none.
+template <class T, bool kVectors>
+__device__ __forceinline__ Packed<T> load_values(const NormRows& t, const NormRow& row, int v, int V, bool wanted) {
   if (!wanted || t.data == nullptr) return Packed<T>{};
-  return load_packed(static_cast<const T*>(t.data) + row.offset(t) + v);
+  const T* const from = static_cast<const T*>(t.data) + row.offset(t);
+  if constexpr (kVectors) return load_packed(from + v);
+  float x[kVector];
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) x[c] = v + c < V ? static_cast<float>(from[(v + c) * t.column]) : 0.0f;
+  return pack<T>(x);
 }
-template <class T>
-__device__ __forceinline__ void store_values(const NormRows& t, const NormRow& row, int v, bool wanted,
+template <class T, bool kVectors>
+__device__ __forceinline__ void store_values(const NormRows& t, const NormRow& row, int v, int V, bool wanted,
                                              const float (&x)[kVector]) {
-  if (wanted && t.data != nullptr) store_packed(static_cast<T*>(t.data) + row.offset(t) + v, pack<T>(x));
+  if (!wanted || t.data == nullptr) return;
+  T* const to = static_cast<T*>(t.data) + row.offset(t);
+  if constexpr (kVectors) {
+    store_packed(to + v, pack<T>(x));
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) {
+    if (v + c < V) to[(v + c) * t.column] = static_cast<T>(x[c]);
+  }
 }
 
 __device__ __forceinline__ void load_of_columns(const DeviceTensor& t, int v, int V, float absent,
@@ -45,11 +60,11 @@ __device__ __forceinline__ void load_of_columns(const DeviceTensor& t, int v, in
   }
 #pragma unroll
   for (int c = 0; c < kVector; ++c) {
-    x[c] = t.data != nullptr && v < V ? unpack(t, load_raw(t, offset_of(t, v + c))) : absent;
+    x[c] = t.data != nullptr && v + c < V ? unpack(t, load_raw(t, offset_of(t, v + c))) : absent;
   }
 }
 
-template <class T>
+template <class T, bool kVectors>
 __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 4 ? 5 : 6)
     norm_gated_kernel(const __grid_constant__ NormParams p) {
   constexpr int kRows = kForwardRows<T>;
@@ -64,8 +79,8 @@ __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 4 ? 5 : 6)
   for (int k = 0; k < kRows; ++k) {
     const uint32_t number = first + k * groups;
     const NormRow row = row_at(p, number);
-    raw_x[k] = load_values<T>(p.x, row, v, active && number < p.rows);
-    raw_z[k] = load_values<T>(p.z, row, v, active && number < p.rows);
+    raw_x[k] = load_values<T, kVectors>(p.x, row, v, p.V, active && number < p.rows);
+    raw_z[k] = load_values<T, kVectors>(p.z, row, v, p.V, active && number < p.rows);
   }
   float w[kVector], b[kVector];
   load_of_columns(p.weight, v, p.V, 1.0f, w);
@@ -86,7 +101,7 @@ __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 4 ? 5 : 6)
     for (int c = 0; c < kVector; ++c) x[c] = fmaf(x[c] * r, w[c], b[c]) * (p.gate_first ? 1.0f : z[c]);
     const uint32_t number = first + k * groups;
     const bool wanted = number < p.rows;
-    store_values<T>(p.y, row_at(p, number), v, active && wanted, x);
+    store_values<T, kVectors>(p.y, row_at(p, number), v, p.V, active && wanted, x);
     if (p.inverse_rms.data != nullptr && lane == 0 && wanted) {
       store<float>(p.inverse_rms, offset_of(p.inverse_rms, number), r);
     }
@@ -95,7 +110,7 @@ __global__ void __launch_bounds__(kNormThreads, sizeof(T) == 4 ? 5 : 6)
 
 // With n the normalised row and h its gradient, that of what was normalised is r (h - n mean(h n)). Blocks go through
 // the rows and leave their parts of the sums over them.
-template <class T>
+template <class T, bool kVectors>
 __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
     norm_gated_backward_kernel(const __grid_constant__ NormParams p) {
   constexpr int kRows = kBackwardRows<T>;
@@ -113,9 +128,9 @@ __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
       const uint32_t number = round + k * groups + group;
       const bool wanted = active && number < p.rows;
       const NormRow row = row_at(p, number);
-      next_x[k] = load_values<T>(p.x, row, v, wanted);
-      next_z[k] = load_values<T>(p.z, row, v, wanted);
-      next_d[k] = load_values<T>(p.dy, row, v, wanted);
+      next_x[k] = load_values<T, kVectors>(p.x, row, v, p.V, wanted);
+      next_z[k] = load_values<T, kVectors>(p.z, row, v, p.V, wanted);
+      next_d[k] = load_values<T, kVectors>(p.dy, row, v, p.V, wanted);
     }
   };
   uint32_t round = blockIdx.x * groups * kRows;
@@ -165,8 +180,8 @@ __global__ void __launch_bounds__(kNormThreads, kNormBlocks)
         h[c] *= p.gate_first ? gate[c].value : 1.0f;
       }
       const NormRow row = row_at(p, number);
-      store_values<T>(p.dx, row, v, active && wanted, h);
-      store_values<T>(p.dz, row, v, active && wanted, d);
+      store_values<T, kVectors>(p.dx, row, v, p.V, active && wanted, h);
+      store_values<T, kVectors>(p.dz, row, v, p.V, active && wanted, d);
     }
   }
   if (p.sums == nullptr) return;

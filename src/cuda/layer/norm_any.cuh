@@ -1,4 +1,4 @@
-// The gated norm of any rows: any length and strides. Correct first.
+// The gated norm of rows of any length and strides, for those that norm.cuh does not take. Correct first.
 #pragma once
 
 #include "cuda/layer/norm_params.cuh"

@@ -139,7 +139,7 @@ struct Args {
   int32_t* first_exact;
   uint8_t* v_new;  // [chunk_bound, Hv] tiles [2 halves of V][64 tokens][64 of V]: V'
 
-  // Of links alone (links.cuh), whose B is 1 and N is 1: what solve.cuh and prepare.cuh make, and how many.
+  // Of links alone (links.cuh), whose B is 1 and N is 1: what make_a.cuh and prepare.cuh make, and how many.
   const LinkTile* link_tiles;
   const int32_t* link_tile_count;
 };

@@ -280,8 +280,8 @@ cudaError_t make_chunk_backward_maps(const Args& p, const StridedTensor& q, cons
 }
 
 // A, G o A, P and gates of the tiles.
-int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool solves_A) {
-  const int64_t of_A = solves_A ? tokens * Hv * kChunk * int64_t{sizeof(uint16_t)} : 0;
+int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool makes_A) {
+  const int64_t of_A = makes_A ? tokens * Hv * kChunk * int64_t{sizeof(uint16_t)} : 0;
   return of_A + most_tiles * (2 * kTileBytes + kAllGateBytes);
 }
 
@@ -294,7 +294,7 @@ cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t strea
   p.group = p.Hv / p.Hq;
   p.scale = links.scale;
   p.has_d_o = true;
-  p.solves_A = true;
+  p.makes_A = true;
   p.state_v_first = true;  // of cells
   p.small_beta = 0.0f;     // dv is not wanted
   p.q = links.q;

@@ -25,7 +25,7 @@ struct LinkGradients {
   float* cells;  // [.., 128 of V, 128 of K]
   uint8_t* scratch;
 };
-int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool solves_A);
+int64_t link_gradients_scratch(int64_t tokens, int64_t Hv, int64_t most_tiles, bool makes_A);
 cudaError_t launch_link_gradients(const LinkGradients& links, cudaStream_t stream);
 
 // The instantiations, one file each.
