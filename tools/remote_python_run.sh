@@ -47,7 +47,7 @@ run_sanitizers() {
 }
 run_suite() {
   step "${SUITE_SECONDS:-300}" train_tiny.txt python3 examples/python/train_tiny.py --device cuda --steps 120 --plot "$out/train_tiny.png" &
-  run_tests "${SUITE_SECONDS:-300}" "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer'
+  run_tests "${SUITE_SECONDS:-300}" "$((cores > 5 ? cores - 2 : 1))" --runslow -k 'not compute_sanitizer' --table "$out/gradients.json"
   wait
 }
 run_bench() {

@@ -96,6 +96,15 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def layer_seconds(model: Qwen3_5ForCausalLM, tokens: int) -> Tuple[float, float]:
+    """Of one linear attention layer: a forward pass, and one with all gradients."""
+    layer = model.model.layers[0].linear_attn
+    x = torch.randn(1, tokens, model.config.hidden_size, generator=torch.Generator().manual_seed(SEED)).requires_grad_()
+    with torch.inference_mode():
+        forward = seconds(lambda: layer(x))
+    return forward, seconds(lambda: layer(x).sum().backward())
+
+
 def patched(use: bool) -> None:
     integration.patch() if use else integration.unpatch()
 
@@ -146,7 +155,16 @@ def main() -> int:
         for ours in (False, True):
             patched(ours)
             times[ours].append(seconds(lambda: prefill(model, ids)))
+    of_layer: Dict[bool, List[Tuple[float, float]]] = {False: [], True: []}
+    for _ in range(arguments.runs):
+        for ours in (False, True):
+            patched(ours)
+            of_layer[ours].append(layer_seconds(model, GRADIENT_TOKENS))
     integration.unpatch()
+    for i, what in enumerate(("forward", "forward and backward")):
+        theirs, our = (1e3 * statistics.median(taken[i] for taken in of_layer[ours]) for ours in (False, True))
+        print(f"one linear attention layer, {GRADIENT_TOKENS} tokens, {what}: Transformers {theirs:.1f} ms, "
+              f"flash_qla {our:.1f} ms ({theirs / our:.2f}x)")  # fmt: skip
     theirs, our = statistics.median(times[False]), statistics.median(times[True])
     print(f"prefill, tokens per second: Transformers {tokens / theirs:,.0f}, flash_qla {tokens / our:,.0f} "
           f"({theirs / our:.2f}x)")  # fmt: skip

@@ -101,10 +101,12 @@ def entering(
     return state.squeeze(0)
 
 
-def _zero_rows(states: Optional[Tensor], kept: Tensor, masked: bool) -> None:
-    """Zeroes the rows of sequences that do not begin (end) here: sums over ranks are then the whole stream's."""
-    if states is not None and masked:
-        states.masked_fill_(~kept[:, None, None, None], 0.0)
+def _zero_rows(states: Optional[Tensor], kept: Tensor, masked: bool) -> Optional[Tensor]:
+    """The states with zeros for sequences that do not begin (end) here: sums over ranks are then the whole stream's.
+    Not in place: PyTorch 2.11 compiles an autograd.Function wrongly that changes a result of its forward."""
+    if states is None or not masked:
+        return states
+    return states.masked_fill(~kept[:, None, None, None], 0.0)
 
 
 def _start(options: Options, what: str, static: Static, link: Tensor) -> Callable[[], Tensor]:
@@ -124,8 +126,7 @@ def _forward(
     if not static.exchanges:
         found = _torch_links.compute("part_forward", inputs, options, tuple(inputs), (None, None, *wanted[1:]))
         o, final_state, A = _torch._align(found, wanted)
-        _zero_rows(final_state, parts.ends_here, static.masked)
-        return o, final_state, A, None, None
+        return o, _zero_rows(final_state, parts.ends_here, static.masked), A, None, None
     K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]  # type: ignore[union-attr]
     if not _torch.is_traced():
         check_call(options, inputs, output_final_state)
@@ -145,8 +146,7 @@ def _forward(
         if halves.waiting is not None:
             _pieces.forward(options, inputs, halves.waiting, (parts.entering_rows, entered), outputs)
         o, final_state, A = outputs
-    _zero_rows(final_state, parts.ends_here, static.masked)
-    return o, final_state, A, entered, kept
+    return o, _zero_rows(final_state, parts.ends_here, static.masked), A, entered, kept
 
 
 def _backward(
@@ -208,7 +208,7 @@ class _PartsGatedDeltaRule(torch.autograd.Function):
         needs = ctx.needs_input_grad[3 + count :]
         wanted = (*needs[:7], needs[8])
         gradients = _backward(options, static, parts, inputs, (A, entered, kept, do, dht), wanted)
-        _zero_rows(gradients[7], parts.starts_here, static.masked)
+        gradients[7] = _zero_rows(gradients[7], parts.starts_here, static.masked)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # under create_graph=True
             gradients = _torch.refuse_second_derivatives(options.operation, gradients, (*inputs, do, dht))
         dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0 = gradients

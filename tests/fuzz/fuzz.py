@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import helpers
 import numpy as np
 import oracle
+import paths_plugin
 import torch
 
 import flash_qla
@@ -186,6 +187,8 @@ def main():
     options = parser.parse_args()
     print(f"commit: {flash_qla.build_info()['commit']}", flush=True)
     helpers.settings.device, start, failures, done = options.device, time.time(), 0, 0
+    paths = paths_plugin.Paths(options.device)
+    paths.watch()
     for number in [options.case] if options.case is not None else range(options.cases):
         if options.seconds and time.time() - start > options.seconds:
             break
@@ -201,6 +204,8 @@ def main():
                 traceback.print_exc()
             print(f"  repeat: python tests/fuzz/fuzz.py --seed {options.seed} --case {number} --device {options.device} "
                   f"--path {options.path} --against {options.against}{' --hopper' * options.hopper}", flush=True)
+    for name, value in paths.properties():
+        print(f"{name}: {value}")
     print(f"fuzz{', Hopper' * options.hopper}, seed {options.seed}, {options.device}, path {options.path}, against {options.against}: "
           f"{done} cases, {failures} failed, {time.time() - start:.1f} s")
     return 1 if failures else 0

@@ -6,6 +6,7 @@
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -28,7 +29,19 @@ def pytest_addoption(parser):
     parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
 
 
+def share_gpus(worker):
+    """Workers of pytest-xdist ("gw0", "gw1", ..) begin with different GPUs where there are several; each still sees them all."""
+    import torch
+
+    count = torch.cuda.device_count()  # does not start CUDA, which reads the variable when it starts
+    if count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw")) % count
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % count) for i in range(count))
+
+
 def pytest_configure(config):
+    if hasattr(config, "workerinput") and config.getoption("--device") == "cuda":
+        share_gpus(config.workerinput["workerid"])
     config.addinivalue_line("markers", "cuda: needs a CUDA device (graphs, streams, sanitizers)")
     config.addinivalue_line("markers", "slow: takes minutes; run with --runslow")
     config.addinivalue_line("markers", "early: seconds long, run first: with many workers nobody then waits for it alone at the end")

@@ -55,8 +55,9 @@ def _serve(rank, size, port, pipe, timeout, backend):
 
     torch.set_num_threads(1)
     if backend == "nccl":
-        # A rank that waits for one that is gone ends by the group's time-out, and not up to a minute later, once it has told what it waited for.
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        # PyTorch's watchdog sees the group's time-out, and sleeps four times this long for reports of other ranks before it ends the
+        # process: a minute by default.
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "500"
         torch.cuda.set_device(rank)
         helpers.settings.device = "cuda"
     distributed.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))

@@ -41,7 +41,9 @@ def l2norm_fwd(x: Tensor, eps: float = 1e-6, dim: int = -1) -> Tuple[Tensor, Ten
     _require_last_dimension("l2norm_fwd", dim, x=x)
     wide = _computed(x)
     rstd = wide.square().sum(-1).add(eps).rsqrt()
-    return (wide * rstd.unsqueeze(-1)).to(x.dtype), rstd
+    y = wide * rstd.unsqueeze(-1)
+    # Not y.to() of its own dtype: PyTorch 2.11 compiles an autograd.Function whose result has a second name wrongly.
+    return y if y.dtype == x.dtype else y.to(x.dtype), rstd
 
 
 def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = 1e-6, dim: int = -1) -> Tensor:
