@@ -84,9 +84,7 @@ __device__ __forceinline__ bool forgets(const ForwardParams& p, int first_chunk,
   for (int i = threadIdx.x % 32; i < static_cast<int>(ceil_div(length, kChunkSize)); i += 32) {
     sum += p.decays[static_cast<int64_t>(first_chunk + i) * p.Hv + head];
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  return sum <= p.decay_threshold;
+  return warp_sum(sum) <= p.decay_threshold;
 }
 
 // What the warps of a block want to know at times only lies in shared memory, between the barriers and the stages, and

@@ -270,11 +270,6 @@ class Gradients {
     sum = warp_sum(sum);
     if (lane_ == 0) memory().of_states[threadIdx.x / 32] = sum;
   }
-  static __device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-    return x;
-  }
 
   // ---- products with tokens
 

@@ -267,8 +267,7 @@ __device__ inline void write_decay(const PrepareParams& p, const PreparePlace& p
   for (int t = lane; t < kChunk; t += 32) {
     bound += __logf(fmaxf(1.f, fabsf(1.f - s.beta[t] * kk[lower_index(t, t)])));
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, distance);
+  bound = warp_sum(bound);
   if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = s.total + bound;
 }
 
