@@ -9,6 +9,16 @@
 
 namespace flash_qla::cuda::sm80 {
 
+// With 256 keys a strip needs every register. What is made from a thread's number anew in each step takes none; but for
+// compute capability 10.0 ptxas 13.0 spills two with it, and from there on none without.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <int kKeys>
+inline constexpr bool kNumbersAnew = false;
+#else
+template <int kKeys>
+inline constexpr bool kNumbersAnew = kKeys == 256;
+#endif
+
 __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const Place& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
           p.K, p.V};
@@ -105,7 +115,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-    if (kKeys == 256) make_opaque(thread);  // what is made from it anew takes no register, of which there is none left
+    if (kNumbersAnew<kKeys>) make_opaque(thread);
     if (kTwoStages) ring.set_of_two(number);
     const int lane = thread % 32;
     ring.wait_full();
