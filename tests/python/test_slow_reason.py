@@ -1,5 +1,7 @@
 """flash_qla._paths.slow_reason(): what integrations ask before they take a call."""
 
+import json
+import pathlib
 import random
 
 import helpers
@@ -10,13 +12,17 @@ import flash_qla
 from flash_qla import _paths
 
 REASON = "needs a GPU of compute capability 9.0"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+NO_TENSOR_CORES = "needs bf16 or fp16"
+NEITHER = f"path cuda_generic: sm90 {REASON}; sm80 {NO_TENSOR_CORES}"
 FORWARD, BACKWARD = "chunk_gated_delta_rule", "chunk_gated_delta_rule_bwd"
 
 
 def explanation(path):
     """explain()'s text on a GPU where `path` takes the call."""
     sm90 = "taken" if path == "sm90" else REASON
-    return f"path: {path}\nworkspace: 42 bytes\nsequence split: none (short)\nsm90: {sm90}\n{path}: taken"
+    sm80 = "" if path in ("sm90", "sm80") else f"sm80: {NO_TENSOR_CORES}\n"
+    return f"path: {path}\nworkspace: 42 bytes\nsequence split: none (short)\nsm90: {sm90}\n{sm80}{path}: taken"
 
 
 @pytest.fixture
@@ -33,6 +39,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(_paths, "explain", explain)
     monkeypatch.setattr(_paths, "_answers", {})
     monkeypatch.setattr(_paths, "_device", lambda index: calls.append(index) or torch.device("cpu"))
+    monkeypatch.setattr(_paths, "_capability", lambda index: _paths.SM80_CAPABILITY)
     return calls, answers
 
 
@@ -64,13 +71,52 @@ def test_gradients_ask_for_the_backward_pass_as_well(asked):
     forward, backward = calls[1:]
     assert (forward[0], forward[2], backward[0]) == (FORWARD, True, BACKWARD) and forward[1][0].requires_grad
     answers[BACKWARD] = explanation("cuda_generic")
-    assert _paths.slow_reason(0, torch.float16, 128, 128, True) == f"path cuda_generic: sm90 {REASON}"
+    assert _paths.slow_reason(0, torch.float16, 128, 128, True) == NEITHER
     assert _paths.slow_reason(0, torch.float16, 128, 128, False) is None
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize("K, V, taken", [
+    (64, 64, True), (64, 128, True), (96, 192, True), (100, 70, True), (256, 256, True), (63, 64, False), (128, 32, False),
+])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_sm80_takes_what_it_was_timed_with(asked, monkeypatch, needs_grad, K, V, taken):
+    _, answers = asked
+    answers.update({FORWARD: explanation("sm80"), BACKWARD: explanation("sm80")})
+    reason = _paths.slow_reason(0, torch.bfloat16, K, V, needs_grad)
+    assert reason == (None if taken else f"path sm80: was timed with 64 to 256 dimensions ({K}, {V})")
+    monkeypatch.setattr(_paths, "_capability", lambda index: (8, 0))
+    if taken:
+        reason = _paths.slow_reason(1, torch.bfloat16, K, V, needs_grad)
+        assert reason == "path sm80: was timed on compute capability 9.0 (8.0)"
+
+
+@pytest.mark.cpu_only
+def test_sm80_is_the_faster_in_the_tables():
+    """All rows of the measured tables that have fla's time."""
+    timed = 0
+    for file in RESULTS.glob("*_portable_*.json"):
+        for row in json.loads(file.read_text())["rows"]:
+            for peer, ms in row["peers"].items():
+                if peer.split()[0] != "fla" or not ms:
+                    continue
+                timed += 1
+                assert row["ms"] < ms, (file.name, row["hq"], row["hv"], row["seqlens"], row["options"], peer)
+    if timed == 0:
+        pytest.skip("no table of other head dimensions has times of fla yet")
+
+
+@pytest.mark.cpu_only
+def test_both_directions_have_to_be_fast(asked):
+    _, answers = asked
+    answers.update({FORWARD: explanation("sm80"), BACKWARD: explanation("cuda_generic")})
+    assert _paths.slow_reason(0, torch.bfloat16, 64, 64, False) is None
+    assert _paths.slow_reason(0, torch.bfloat16, 64, 64, True) == NEITHER
+
+
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("answer, reason", [
-    (explanation("cuda_generic"), f"path cuda_generic: sm90 {REASON}"),
+    (explanation("cuda_generic"), NEITHER),
     ("path: cpu\nworkspace: 0 bytes\ncpu: taken", "path cpu: this build has no faster one"),
     (NotImplementedError("no path of this build"), "no path of this build"),
     (ValueError("K must be from 1 to 256"), "K must be from 1 to 256"),
@@ -126,7 +172,9 @@ def test_agrees_with_explain():
             texts = [flash_qla.explain(q, x.k, x.v, x.g, x.beta)]
             if needs_grad:
                 texts.append(flash_qla.explain(x.q, x.k, x.v, x.g, x.beta, None, x.v, op=BACKWARD))
-        fast = all(text.splitlines()[0] in [f"path: {name}" for name in _paths.FAST_PATHS] for text in texts)
+        paths = {text.splitlines()[0].removeprefix("path: ") for text in texts}
+        timed = torch.cuda.get_device_capability() == (9, 0) and 64 <= min(K, V)
+        fast = all(path == "sm90" or (path == "sm80" and timed) for path in paths)
         reason = _paths.slow_reason(x.q.device.index, dtype, K, V, needs_grad)
         assert (reason is None) == fast, (dtype, K, V, needs_grad, reason, texts)
         found.add(fast)

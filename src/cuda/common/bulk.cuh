@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/overlap.cuh"
 
 namespace flash_qla::cuda {
 
@@ -122,12 +123,6 @@ __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threa
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
   }
 }
-
-// Lets the stream's next kernel start its blocks, if it was launched to do so; it waits for this one's end by itself.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Until the stream's kernels before this one have ended and their writes can be seen.
-__device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Registers a thread of this warpgroup may use from here on; executed by all its warps. The groups' sum must not grow
 // past what the block was launched with.

@@ -135,6 +135,12 @@ inline bool allows_overlap(int device) {
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
+// Where a kernel goes, and whether it may start beside the end of the one before it there.
+struct Queue {
+  cudaStream_t stream;
+  bool overlaps;
+};
+
 // Blocks for `items` at one thread each, in grid-stride loops: no more than keep a large GPU busy.
 inline int64_t blocks_for(int64_t items, int threads) {
   constexpr int64_t kMostBlocks = 4096;

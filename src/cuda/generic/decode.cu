@@ -291,12 +291,6 @@ struct RowsUse {
   static constexpr bool kStreams = kOfStreams;
 };
 
-// Where a kernel goes, and whether it may start beside the end of the one before it there.
-struct Queue {
-  cudaStream_t stream;
-  bool overlaps;
-};
-
 template <class Block, class Kernel>
 Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, const Queue& queue) {
   const int64_t slices = ceil_div(p.V, Block::kColumns);

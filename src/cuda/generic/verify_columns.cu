@@ -175,11 +175,6 @@ std::string reject(const Arguments& args, const Problem& p) {
 
 size_t workspace_size(const Arguments&, const Problem&) { return 0; }
 
-struct Queue {
-  cudaStream_t stream;
-  bool overlaps;
-};
-
 template <class State, int kKeys, class Use>
 Status launch_columns(const Problem& p, VerifyColumnsParams params, const Queue& queue) {
   using Block = Columns<State, kKeys, Use>;

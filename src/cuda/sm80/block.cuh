@@ -3,6 +3,7 @@
 
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/tile.cuh"
 
 namespace flash_qla::cuda::sm80 {
@@ -83,9 +84,7 @@ __device__ __forceinline__ bool forgets(const ForwardParams& p, int first_chunk,
   for (int i = threadIdx.x % 32; i < static_cast<int>(ceil_div(length, kChunkSize)); i += 32) {
     sum += p.decays[static_cast<int64_t>(first_chunk + i) * p.Hv + head];
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  return sum <= p.decay_threshold;
+  return warp_sum(sum) <= p.decay_threshold;
 }
 
 // What the warps of a block want to know at times only lies in shared memory, between the barriers and the stages, and
@@ -180,6 +179,7 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, const Recor
   const uint16_t* k = row_at(p.k, part.b, first_token, key_head);
   const uint16_t* q = row_at(p.q, part.b, first_token, key_head);
   const uint16_t* v = row_at(values, part.b, first_token, head) + column;
+  wait_for_predecessors();  // for the records
   for (int i = 0; i < steps; ++i, ring.next()) {
     const int step = kBack ? steps - 1 - i : i, count = min(kStep, part.length - step * kStep);
     const uint32_t stage = ring.stage(first_stage);

@@ -9,6 +9,16 @@
 
 namespace flash_qla::cuda::sm80 {
 
+// With 256 keys a strip needs every register. What is made from a thread's number anew in each step takes none; but for
+// compute capability 10.0 ptxas 13.0 spills two with it, and from there on none without.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <int kKeys>
+inline constexpr bool kNumbersAnew = false;
+#else
+template <int kKeys>
+inline constexpr bool kNumbersAnew = kKeys == 256;
+#endif
+
 __device__ __forceinline__ StripPlace strip_place(const ForwardParams& p, const Place& block) {
   return {block.head, block.column + static_cast<int>(threadIdx.x / 32) * kStrip, static_cast<int>(threadIdx.x % 32),
           p.K, p.V};
@@ -105,7 +115,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
-    if (kKeys == 256) make_opaque(thread);  // what is made from it anew takes no register, of which there is none left
+    if (kNumbersAnew<kKeys>) make_opaque(thread);
     if (kTwoStages) ring.set_of_two(number);
     const int lane = thread % 32;
     ring.wait_full();
@@ -134,6 +144,10 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
 template <class T, int kKeys, bool kOutputs>
 __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tr = Traits<kKeys>;
+  // A pass over whole sequences reads nothing of the kernel before it but what its last warp loads, which alone waits
+  // (in load_steps): the rest of a block finds its place and its state beside that kernel's end.
+  if (!kOutputs || p.starts.data != nullptr) wait_for_predecessors();
+  if (!kOutputs) launch_dependents();
   const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
   const unsigned block = transition ? blockIdx.x - static_cast<unsigned>(p.first_transition) : blockIdx.x;
   const int blocks_per_head = transition ? p.transition_blocks_per_head : p.blocks_per_head;
@@ -148,6 +162,7 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {
     if (kOutputs) write_zero_rows(p, part, head, column, p.strips * kStrip);
+    wait_for_predecessors();  // no kernel may end before those that it depends on
     return;
   }
   if (!part.first || transition) slot = kNoSlot;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/common/launch.h"
+#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/forward_step.cuh"
 #include "cuda/sm80/gradients_memory.cuh"
 
@@ -269,11 +270,6 @@ class Gradients {
     sum = warp_sum(sum);
     if (lane_ == 0) memory().of_states[threadIdx.x / 32] = sum;
   }
-  static __device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-    return x;
-  }
 
   // ---- products with tokens
 
@@ -492,6 +488,7 @@ class Gradients {
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kGradientsThreads, 1)
     sm80_gradients_kernel(const __grid_constant__ GradientsParams p) {
+  wait_for_predecessors();
   const int64_t chunk = blockIdx.x / p.Hq;
   if (chunk >= total_chunks(p.sequences)) return;
   Gradients<T, kKeys>(p).run(chunk, static_cast<int>(blockIdx.x % p.Hq));

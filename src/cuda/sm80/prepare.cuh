@@ -6,6 +6,7 @@
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/substitution.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -266,8 +267,7 @@ __device__ inline void write_decay(const PrepareParams& p, const PreparePlace& p
   for (int t = lane; t < kChunk; t += 32) {
     bound += __logf(fmaxf(1.f, fabsf(1.f - s.beta[t] * kk[lower_index(t, t)])));
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) bound += __shfl_xor_sync(0xffffffffu, bound, distance);
+  bound = warp_sum(bound);
   if (lane == 0) p.decays[static_cast<int64_t>(place.chunk) * p.Hv + head] = s.total + bound;
 }
 
@@ -404,6 +404,8 @@ __device__ __forceinline__ int short_columns_head(int warp) { return warp % 2 ==
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
+  wait_for_predecessors();
+  launch_dependents();
   const bool wants_A = p.A.data != nullptr;
   const PrepareMemory s(dynamic_shared<char>(), wants_A);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

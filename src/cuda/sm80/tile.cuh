@@ -18,6 +18,13 @@ __device__ __forceinline__ void make_opaque(T*& x) {
   asm volatile("" : "+l"(x));
 }
 
+// Over a warp's lanes.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
 // A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
 // banks. Rows of 192 bytes (96 keys) shift by half of the banks from row to row: two bits of every second row are
 // enough for them.
