@@ -24,9 +24,14 @@ struct DecodeParams {
   Divisor group;             // value heads of a key head
   int32_t T, V;
   int32_t l2norm;
+  int32_t per_block;  // slices of columns that a block takes one after another; one token, [V, K] states
   float scale;
 };
 static_assert(std::is_trivially_copyable_v<DecodeParams>);
+
+// A block takes more slices, for which the tokens are then staged once, as long as so many blocks are left: three to
+// each of 132 multiprocessors.
+constexpr int64_t kFewestBlocks = 396;
 
 // The row of `source` that row n starts from, or kNoSlot: from zero.
 __device__ inline int64_t source_row(const DecodeParams& p, int64_t n, int64_t slot) {
@@ -59,21 +64,24 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
 
   const Place place = place_of(p);
   const int64_t n = place.n;
-  const int head = place.head, column0 = place.slice * kColumns;
+  const int slices = kOneToken && Block::kSlices > 1 ? p.per_block : 1;
+  const int head = place.head, column0 = place.slice * slices * kColumns;
   const int lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
   const int warp_column = static_cast<int>(threadIdx.x) / 32 * Block::kWarpColumns;
-  const bool inside = column0 + warp_column < p.V;
+  const auto inside = [&](int slice) { return column0 + slice * kColumns + warp_column < p.V; };
   const int key0 = lane * kVector;
   // The column whose sums the lane ends up with, and whether it is the one of several such that stores o.
   constexpr int kPerColumn = kLanes / kAccesses;
   const int own = warp_column + lane / kPerColumn * kGroups + group;
-  const auto store_output = [&](int t, float o) {
-    if (inside && lane % kPerColumn == 0) store<float>(p.o, offset_of(p.o, n, t, head, column0 + own), o);
+  const auto store_output = [&](int t, int slice, float o) {
+    if (inside(slice) && lane % kPerColumn == 0) {
+      store<float>(p.o, offset_of(p.o, n, t, head, column0 + slice * kColumns + own), o);
+    }
   };
   constexpr int kStep = kGroups * kKeys;  // between accesses
   const int64_t place_in_state = static_cast<int64_t>(column0 + warp_column + group) * kKeys + key0;
 
-  TokenStage<DecodeParams, kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0);
+  TokenStage<DecodeParams, kKeys, kOneToken, Use::kThreads, kColumns> stage(p, n, head, column0, slices * kColumns);
   FirstAddresses at = {index_address(p.pool.initial, n), state_address<State>(p.source, head, place_in_state),
                        state_address<State>(p.destination, head, place_in_state)};
   stage.find_first(at);
@@ -83,60 +91,69 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   stage.load_first(at);
   const int64_t slot = read_slot(p.pool, raw_slot);
   if (slot == kSkipRow) {
-    for (int t = 0; t < tokens; ++t) store_output(t, 0.f);
+    for (int t = 0; t < tokens; ++t) {
+      for (int slice = 0; slice < slices; ++slice) store_output(t, slice, 0.f);
+    }
     return;
   }
   Vector<State> raw[kAccesses] = {};
-  if (const int64_t row = source_row(p, n, slot); row >= 0 && inside) {
-    const State* from = reinterpret_cast<const State*>(at.source) + row * p.source.row;
+  const int64_t from_row = source_row(p, n, slot);
+  const auto load_state = [&](int slice) {
+    if (from_row < 0 || !inside(slice)) return;
+    const State* from = reinterpret_cast<const State*>(at.source) + from_row * p.source.row + slice * kColumns * kKeys;
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) {
       raw[a] = load_vector<State, Use::kStreams>(from + a * kStep);
     }
-  }
+  };
+  load_state(0);
   const RawIndex raw_last = load_last_row(p, n);
   stage.store_all(s_tokens, s_values);
   __syncthreads();
-  if (!inside) return;
 
-  float state[kAccesses][kVector];
+#pragma unroll 1
+  for (int slice = 0; slice < slices && inside(slice); ++slice) {
+    float state[kAccesses][kVector];
 #pragma unroll
-  for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
-  const auto keep = [&](int64_t row) {
-    if (row < 0) return;
-    State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row;
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-      store_vector<State, Use::kStreams>(to + a * kStep, pack<State>(state[a]));
-    }
-  };
-  for (int t = 0; t < tokens; ++t) {
-    const SharedToken<kKeys>& s_token = s_tokens[t];
-    const float decay = s_token.decay;
-    float k[kVector], along_k[kAccesses], along_q[kAccesses];
-    load_shared(k, s_token.k + key0);
-    {
-      float q[kVector];
-      load_shared(q, s_token.q + key0);
+    for (int a = 0; a < kAccesses; ++a) unpack<State>(state[a], raw[a]);
+    if (slice + 1 < slices) load_state(slice + 1);
+    const auto keep = [&](int64_t row) {
+      if (row < 0) return;
+      State* to = reinterpret_cast<State*>(at.destination) + row * p.destination.row + slice * kColumns * kKeys;
 #pragma unroll
       for (int a = 0; a < kAccesses; ++a) {
-        along_k[a] = dot(state[a], k);
-        along_q[a] = dot(state[a], q);
+        store_vector<State, Use::kStreams>(to + a * kStep, pack<State>(state[a]));
       }
-    }
-    scatter_sums<kLanes, 1>(along_k);
-    scatter_sums<kLanes, 1>(along_q);
-    const float own_u = s_token.beta * fmaf(-decay, along_k[0], s_values[t * kColumns + own]);
-    store_output(t, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
+    };
+    for (int t = 0; t < tokens; ++t) {
+      const SharedToken<kKeys>& s_token = s_tokens[t];
+      const float decay = s_token.decay;
+      float k[kVector], along_k[kAccesses], along_q[kAccesses];
+      load_shared(k, s_token.k + key0);
+      {
+        float q[kVector];
+        load_shared(q, s_token.q + key0);
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) {
-      const float u = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+        for (int a = 0; a < kAccesses; ++a) {
+          along_k[a] = dot(state[a], k);
+          along_q[a] = dot(state[a], q);
+        }
+      }
+      scatter_sums<kLanes, 1>(along_k);
+      scatter_sums<kLanes, 1>(along_q);
+      const float value = s_values[(t + slice) * kColumns + own];  // one of the two is zero
+      const float own_u = s_token.beta * fmaf(-decay, along_k[0], value);
+      store_output(t, slice, p.scale * fmaf(decay, along_q[0], own_u * s_token.kq));
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u, decay * state[a][i]);
+      for (int a = 0; a < kAccesses; ++a) {
+        const float u = __shfl_sync(0xffffffffu, own_u, a * kPerColumn, kLanes);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) state[a][i] = fmaf(k[i], u, decay * state[a][i]);
+      }
+      if (p.pool.per_token) keep(write_slot(p.pool, n, t));
     }
-    if (p.pool.per_token) keep(write_slot(p.pool, n, t));
+    keep(last_row(p, n, raw_last));
   }
-  keep(last_row(p, n, raw_last));
 }
 
 // [K, V] states: the values of a key lie side by side. A block has some columns, and its warps share the keys.
@@ -291,32 +308,41 @@ struct RowsUse {
   static constexpr bool kStreams = kOfStreams;
 };
 
-template <class Block, class Kernel>
-Status launch_slices(const Problem& p, Kernel kernel, int threads, DecodeParams params, const Queue& queue) {
-  const int64_t slices = ceil_div(p.V, Block::kColumns);
+template <class Kernel>
+Status launch_slices(const Problem& p, Kernel kernel, int threads, size_t shared_bytes, int64_t columns,
+                     DecodeParams params, const Queue& queue) {
+  const int64_t slices = ceil_div(p.V, columns);
   params.slices = Divisor::by(slices);
-  return launch_kernel("decode", kernel, p.N * p.Hv * slices, threads, Block::shared_bytes(params.T), queue.stream,
-                       queue.overlaps, params);
+  return launch_kernel("decode", kernel, p.N * p.Hv * slices, threads, shared_bytes, queue.stream, queue.overlaps,
+                       params);
 }
 
 template <class State, int kKeys, class Use>
-Status launch_columns(const Problem& p, const DecodeParams& params, const Queue& queue) {
-  return launch_slices<Columns<State, kKeys, Use>>(
+Status launch_columns(const Problem& p, DecodeParams params, const Queue& queue) {
+  using Block = Columns<State, kKeys, Use>;
+  params.per_block = 1;
+  const int64_t slices = p.N * p.Hv * ceil_div(p.V, Block::kColumns);
+  while (p.T == 1 && params.per_block < Block::kSlices && slices / (2 * params.per_block) >= kFewestBlocks) {
+    params.per_block *= 2;
+  }
+  return launch_slices(
       p, p.T == 1 ? decode_columns_kernel<State, kKeys, true, Use> : decode_columns_kernel<State, kKeys, false, Use>,
-      Use::kThreads, params, queue);
+      Use::kThreads, Block::shared_bytes(params.T, params.per_block), params.per_block * Block::kColumns, params,
+      queue);
 }
 
 template <class State, int kKeys, class Use>
 Status launch_rows(const Problem& p, const DecodeParams& params, const Queue& queue) {
-  return launch_slices<Rows<State, kKeys, Use>>(
+  using Block = Rows<State, kKeys, Use>;
+  return launch_slices(
       p, p.T == 1 ? decode_rows_kernel<State, kKeys, true, Use> : decode_rows_kernel<State, kKeys, false, Use>,
-      Use::kThreads, params, queue);
+      Use::kThreads, Block::shared_bytes(params.T), Block::kColumns, params, queue);
 }
 
 template <class State, int kKeys>
 Status launch_for(const Problem& p, bool v_first, const DecodeParams& params, const Queue& queue) {
   constexpr bool kHalf = sizeof(State) == 2;
-  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 7, 4, true>, ColumnsUse<128, 5, 8, false>>;
+  using OfColumns = std::conditional_t<kHalf, ColumnsUse<128, 5, 4, true, 4>, ColumnsUse<128, 5, 8, false>>;
   using OfRows = RowsUse<128, 4, 64, kHalf>;
   return v_first ? launch_columns<State, kKeys, OfColumns>(p, params, queue)
                  : launch_rows<State, kKeys, OfRows>(p, params, queue);

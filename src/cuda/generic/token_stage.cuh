@@ -93,14 +93,15 @@ struct SharedToken {
 };
 
 // Fills shared memory with a row's tokens and their values in two steps, so that the loads of the first ones run beside
-// those of the state. A warp takes q and k of one token at a time, a thread of the last warp its gates.
+// those of the state. A warp takes q and k of one token at a time, a thread of the last warp its gates. A block with
+// one token may have more columns than kColumns, up to a thread each.
 template <class Params, int kKeys, bool kOneToken, int kThreads, int kColumns>
 class TokenStage {
  public:
   static_assert(kKeys / 4 <= 32 && kColumns <= kThreads);
 
-  __device__ TokenStage(const Params& p, int64_t n, int head, int column0)
-      : p_(p), n_(n), head_(head), column0_(column0) {}
+  __device__ TokenStage(const Params& p, int64_t n, int head, int column0, int columns = kColumns)
+      : p_(p), n_(n), head_(head), column0_(column0), columns_(columns) {}
 
   // Of the tokens that load_first() reads.
   __device__ void find_first(FirstAddresses& at) const {
@@ -190,15 +191,14 @@ class TokenStage {
     if (key() == 0) token.kq = kq;
   }
 
+  __device__ int values() const { return kOneToken ? columns_ : tokens() * kColumns; }
   // The i-th of the block's values.
-  __device__ bool has_value(int i) const {
-    return i < tokens() * kColumns && column0_ + (kOneToken ? i : i % kColumns) < p_.V;
-  }
+  __device__ bool has_value(int i) const { return i < values() && column0_ + (kOneToken ? i : i % kColumns) < p_.V; }
   __device__ int64_t value_offset(int i) const {
     return offset_of(p_.v, n_, kOneToken ? 0 : i / kColumns, head_, column0_ + (kOneToken ? i : i % kColumns));
   }
   __device__ void store_value(float* s_values, int i, uint32_t raw) const {
-    if (i < tokens() * kColumns) s_values[i] = unpack(p_.v, raw);
+    if (i < values()) s_values[i] = unpack(p_.v, raw);
   }
 
   static __device__ float4 normalized(int32_t dtype, float4 x) {
@@ -211,7 +211,7 @@ class TokenStage {
 
   const Params& p_;
   int64_t n_;
-  int head_, column0_;
+  int head_, column0_, columns_;
   RawQuad q_{}, k_{};
   uint32_t value_ = 0;
   RawGates gates_;
