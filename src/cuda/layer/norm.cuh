@@ -27,7 +27,7 @@ template <class T, bool kVectors>
 __device__ __forceinline__ Packed<T> load_values(const NormRows& t, const NormRow& row, int v, int V, bool wanted) {
   if (!wanted || t.data == nullptr) return Packed<T>{};
   const T* const from = static_cast<const T*>(t.data) + row.offset(t);
-  if constexpr (kVectors) return load_packed_once(from + v);
+  if constexpr (kVectors) return load_packed(from + v);
   float x[kVector];
 #pragma unroll
   for (int c = 0; c < kVector; ++c) x[c] = v + c < V ? static_cast<float>(from[(v + c) * t.column]) : 0.0f;

@@ -17,14 +17,6 @@ template <class T>
 __device__ __forceinline__ Packed<T> load_packed(const T* p) {
   return *reinterpret_cast<const Packed<T>*>(p);
 }
-// Of what is read once: it makes room in the caches first.
-template <class T>
-__device__ __forceinline__ Packed<T> load_packed_once(const T* p) {
-  Packed<T> v;
-#pragma unroll
-  for (size_t i = 0; i < sizeof(T) / 2; ++i) v.bits[i] = __ldcs(reinterpret_cast<const uint4*>(p) + i);
-  return v;
-}
 template <class T>
 __device__ __forceinline__ void store_packed(T* p, const Packed<T>& v) {
   *reinterpret_cast<Packed<T>*>(p) = v;

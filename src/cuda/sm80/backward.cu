@@ -111,10 +111,9 @@ class HeadsBackward {
     prepare.reverse_records = reverse_records_;
     prepare.gates = gates_;
     const int64_t blocks_per_chunk = p_.Hq * ceil_div(p_.group, prepare.common.heads_per_block);
-    const Queue queue = {stream, allows_overlap(args_.options.device_index)};
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, p_.chunk_bound * blocks_per_chunk, queue));
-    FLASH_QLA_RETURN_IF_ERROR(run_passes(q, k, v, d_o, queue));
-    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(q, k, d_o, queue));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
+    FLASH_QLA_RETURN_IF_ERROR(run_passes(q, k, v, d_o, stream));
+    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(q, k, d_o, stream));
     if (last_tokens_ != nullptr) FLASH_QLA_RETURN_IF_ERROR(run_last_tokens(stream));
     return finish(stream);
   }
@@ -152,7 +151,7 @@ class HeadsBackward {
     return copy.used() ? copy.rows(p_) : present(t) ? rows_of(t) : Rows{};
   }
 
-  Status run_passes(const Rows& q, const Rows& k, const Rows& v, const Rows& d_o, const Queue& queue) const {
+  Status run_passes(const Rows& q, const Rows& k, const Rows& v, const Rows& d_o, cudaStream_t stream) const {
     const bool v_first = args_.options.state_v_first != 0;
     PassesParams params{};
     ForwardParams& forward = params.forward;
@@ -179,10 +178,10 @@ class HeadsBackward {
     params.dv_columns = static_cast<int32_t>(dv_.used() ? dv_.row : p_.V);
     const int64_t blocks = p_.N * p_.Hv * blocks_per_head;
     params.reverse_blocks = static_cast<uint32_t>(blocks);
-    return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, queue);
+    return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
   }
 
-  Status run_gradients(const Rows& q, const Rows& k, const Rows& d_o, const Queue& queue) const {
+  Status run_gradients(const Rows& q, const Rows& k, const Rows& d_o, cudaStream_t stream) const {
     GradientsParams params{};
     params.sequences = sequences_;
     params.q = q;
@@ -206,7 +205,7 @@ class HeadsBackward {
     params.Hq = static_cast<int32_t>(p_.Hq);
     params.value_blocks = static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8);
     params.starts_from_zero = !present(args_.initial_state);
-    return kernels_.gradients(params, p_.chunk_bound * p_.Hq, queue);
+    return kernels_.gradients(params, p_.chunk_bound * p_.Hq, stream);
   }
 
   Status run_last_tokens(cudaStream_t stream) const {

@@ -52,8 +52,6 @@ __device__ void write_transposed(const BackwardPrepareParams& p, const PrepareMe
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
     sm80_backward_prepare_kernel(const __grid_constant__ BackwardPrepareParams p) {
-  wait_for_predecessors();
-  launch_dependents();
   const PrepareMemory s(dynamic_shared<char>(), false);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0 && !find_place(p.common, s.place)) s.place->count = 0;

@@ -3,7 +3,6 @@
 
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/tile.cuh"
 
 namespace flash_qla::cuda::sm80 {
@@ -179,7 +178,6 @@ __device__ void load_steps(const ForwardParams& p, const Part& part, const Recor
   const uint16_t* k = row_at(p.k, part.b, first_token, key_head);
   const uint16_t* q = row_at(p.q, part.b, first_token, key_head);
   const uint16_t* v = row_at(values, part.b, first_token, head) + column;
-  wait_for_predecessors();  // for the records
   for (int i = 0; i < steps; ++i, ring.next()) {
     const int step = kBack ? steps - 1 - i : i, count = min(kStep, part.length - step * kStep);
     const uint32_t stage = ring.stage(first_stage);

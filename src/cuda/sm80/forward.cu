@@ -76,14 +76,13 @@ class Call {
   }
 
   Status run(cudaStream_t stream) const {
-    const Queue queue = {stream, allows_overlap(args_.options.device_index)};
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_list_tokens(p_, sequences_, pool_indices(args_), listed_, stream));
     PrepareParams prepare = prepare_params();
     FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.q, q_, &prepare.q, &prepare.normal_q, stream));
     FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.k, k_, &prepare.k, &prepare.normal_k, stream));
     const int64_t blocks_per_chunk = p_.Hq * ceil_div(p_.group, prepare.heads_per_block);
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, p_.chunk_bound * blocks_per_chunk, queue));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
 
     ForwardParams forward = forward_params();
     forward.q = prepare.normal_q != nullptr ? q_.rows(p_) : prepare.q;
@@ -97,17 +96,17 @@ class Call {
       // States at the segments' ends and transitions beside each other; then the states at their starts.
       const ForwardParams local = for_segments(forward);
       const int64_t transitions = split_.parts * p_.Hv * local.transition_blocks_per_head;
-      FLASH_QLA_RETURN_IF_ERROR(kernels_.states(local, local.first_transition + transitions, queue));
-      FLASH_QLA_RETURN_IF_ERROR(launch_scan(p_, local, queue));
+      FLASH_QLA_RETURN_IF_ERROR(kernels_.states(local, local.first_transition + transitions, stream));
+      FLASH_QLA_RETURN_IF_ERROR(launch_scan(p_, local, stream));
     }
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, split_.parts * blocks_per_part, queue));
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.forward(forward, split_.parts * blocks_per_part, stream));
     if (listed_.entries > 0) {
       PrepareParams parts = for_parts(prepare, listed_);
       parts.q = forward.q;
       parts.k = forward.k;
-      FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(parts, listed_.entries * blocks_per_chunk, queue));
+      FLASH_QLA_RETURN_IF_ERROR(kernels_.prepare(parts, listed_.entries * blocks_per_chunk, stream));
       FLASH_QLA_RETURN_IF_ERROR(
-          kernels_.states(for_parts(forward, listed_, p_), listed_.entries * blocks_per_part, queue));
+          kernels_.states(for_parts(forward, listed_, p_), listed_.entries * blocks_per_part, stream));
     }
 
     const DeviceTensor o = device_tensor(args_.o);

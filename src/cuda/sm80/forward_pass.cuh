@@ -144,10 +144,6 @@ __device__ inline void write_zero_rows(const ForwardParams& p, const Part& part,
 template <class T, int kKeys, bool kOutputs>
 __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const __grid_constant__ ForwardParams p) {
   using Tr = Traits<kKeys>;
-  // A pass over whole sequences reads nothing of the kernel before it but what its last warp loads, which alone waits
-  // (in load_steps): the rest of a block finds its place and its state beside that kernel's end.
-  if (!kOutputs || p.starts.data != nullptr) wait_for_predecessors();
-  if (!kOutputs) launch_dependents();
   const bool transition = !kOutputs && blockIdx.x >= p.first_transition;
   const unsigned block = transition ? blockIdx.x - static_cast<unsigned>(p.first_transition) : blockIdx.x;
   const int blocks_per_head = transition ? p.transition_blocks_per_head : p.blocks_per_head;
@@ -162,7 +158,6 @@ __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_forward_kernel(const
   int64_t slot = p.parts != nullptr ? kNoSlot : read_slot(p.pool_indices, part.n);
   if (slot == kSkipRow) {
     if (kOutputs) write_zero_rows(p, part, head, column, p.strips * kStrip);
-    wait_for_predecessors();  // no kernel may end before those that it depends on
     return;
   }
   if (!part.first || transition) slot = kNoSlot;

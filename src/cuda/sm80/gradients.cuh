@@ -10,7 +10,6 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/forward_step.cuh"
 #include "cuda/sm80/gradients_memory.cuh"
 
@@ -488,7 +487,6 @@ class Gradients {
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kGradientsThreads, 1)
     sm80_gradients_kernel(const __grid_constant__ GradientsParams p) {
-  wait_for_predecessors();
   const int64_t chunk = blockIdx.x / p.Hq;
   if (chunk >= total_chunks(p.sequences)) return;
   Gradients<T, kKeys>(p).run(chunk, static_cast<int>(blockIdx.x % p.Hq));

@@ -11,43 +11,42 @@
 namespace flash_qla::cuda::sm80 {
 
 template <class T, int kKeys>
-Status launch_prepare(const PrepareParams& params, int64_t blocks, const Queue& queue) {
-  return launch_kernel("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
-                       prepare_shared_bytes<kKeys>(params.A.data != nullptr), queue.stream, queue.overlaps, params);
+Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
+                prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
 template <class T, int kKeys, bool kOutputs>
-Status launch_forward(const ForwardParams& given, int64_t blocks, const Queue& queue) {
+Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t stream) {
   using Tr = Traits<kKeys>;
   ForwardParams params = given;
   params.stages = Tr::stages(params.strips);
   params.stage_bytes = Tr::stage_bytes(params.strips);
-  return launch_kernel(kOutputs ? "sm80_forward" : "sm80_states", sm80_forward_kernel<T, kKeys, kOutputs>, blocks,
-                       32 * (params.strips + 1), static_cast<size_t>(Tr::shared_bytes(params.strips)), queue.stream,
-                       queue.overlaps, params);
+  return launch(kOutputs ? "sm80_forward" : "sm80_states", sm80_forward_kernel<T, kKeys, kOutputs>, blocks,
+                32 * (params.strips + 1), static_cast<size_t>(Tr::shared_bytes(params.strips)), stream, params);
 }
 
 template <class T, int kKeys>
-Status launch_backward_prepare(const BackwardPrepareParams& params, int64_t blocks, const Queue& queue) {
-  return launch_kernel("sm80_backward_prepare", sm80_backward_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
-                       prepare_shared_bytes<kKeys>(false), queue.stream, queue.overlaps, params);
+Status launch_backward_prepare(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_backward_prepare", sm80_backward_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
+                prepare_shared_bytes<kKeys>(false), stream, params);
 }
 
 template <class T, int kKeys>
-Status launch_passes(const PassesParams& given, int64_t blocks, const Queue& queue) {
+Status launch_passes(const PassesParams& given, int64_t blocks, cudaStream_t stream) {
   using Tr = ReverseTraits<kKeys>;
   PassesParams params = given;
   const int strips = params.forward.strips;
   params.forward.stages = Tr::stages(strips);
   params.forward.stage_bytes = Tr::stage_bytes(strips);
-  return launch_kernel("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (strips + 1),
-                       static_cast<size_t>(Tr::shared_bytes(strips)), queue.stream, queue.overlaps, params);
+  return launch("sm80_passes", sm80_passes_kernel<T, kKeys>, blocks, 32 * (strips + 1),
+                static_cast<size_t>(Tr::shared_bytes(strips)), stream, params);
 }
 
 template <class T, int kKeys>
-Status launch_gradients(const GradientsParams& params, int64_t blocks, const Queue& queue) {
-  return launch_kernel("sm80_gradients", sm80_gradients_kernel<T, kKeys>, blocks, kGradientsThreads,
-                       gradients_shared_bytes<kKeys>(), queue.stream, queue.overlaps, params);
+Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStream_t stream) {
+  return launch("sm80_gradients", sm80_gradients_kernel<T, kKeys>, blocks, kGradientsThreads,
+                gradients_shared_bytes<kKeys>(), stream, params);
 }
 
 template <class T, int kKeys>

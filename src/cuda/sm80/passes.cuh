@@ -114,7 +114,6 @@ template <class T, int kKeys>
 __global__ void __launch_bounds__(kMostPassThreads, 1) sm80_passes_kernel(const __grid_constant__ PassesParams p) {
   using Tr = Traits<kKeys>;
   const ForwardParams& f = p.forward;
-  launch_dependents();  // the gradients, which wait for this kernel's end; what waits here for `prepare` is load_steps
   const bool back = blockIdx.x < p.reverse_blocks;
   const unsigned block = back ? blockIdx.x : blockIdx.x - p.reverse_blocks, rest = block / f.blocks_per_head;
   const int head = static_cast<int>(rest % f.Hv),

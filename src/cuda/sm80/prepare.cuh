@@ -6,7 +6,6 @@
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/substitution.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -404,8 +403,6 @@ __device__ __forceinline__ int short_columns_head(int warp) { return warp % 2 ==
 template <class T, int kKeys>
 __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
-  wait_for_predecessors();
-  launch_dependents();
   const bool wants_A = p.A.data != nullptr;
   const PrepareMemory s(dynamic_shared<char>(), wants_A);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -3,7 +3,6 @@
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/common/overlap.cuh"
 #include "cuda/sm80/block.cuh"
 
 namespace flash_qla::cuda::sm80 {
@@ -86,8 +85,6 @@ __global__ void __launch_bounds__(ScanShape<kKeys>::kThreads)
     sm80_scan_kernel(const __grid_constant__ ForwardParams p) {
   using Shape = ScanShape<kKeys>;
   constexpr int kTiles = Shape::kTiles, kStrips = Shape::kStrips;
-  wait_for_predecessors();
-  launch_dependents();
   const int strips_of_head = (p.V + kStrip - 1) / kStrip, blocks_of_head = (strips_of_head + kStrips - 1) / kStrips;
   const unsigned rest = blockIdx.x / blocks_of_head;
   const int64_t n = rest / p.Hv;
@@ -177,27 +174,26 @@ __global__ void __launch_bounds__(ScanShape<kKeys>::kThreads)
 }
 
 template <int kKeys>
-Status launch_of(const Problem& p, const ForwardParams& params, const Queue& queue) {
+Status launch_of(const Problem& p, const ForwardParams& params, cudaStream_t stream) {
   using Shape = ScanShape<kKeys>;
   const int64_t blocks = p.N * p.Hv * ceil_div(p.V, Shape::kStrips * kStrip);
-  return launch_kernel("sm80_scan", sm80_scan_kernel<kKeys>, blocks, Shape::kThreads, Shape::kSharedBytes, queue.stream,
-                       queue.overlaps, params);
+  return launch("sm80_scan", sm80_scan_kernel<kKeys>, blocks, Shape::kThreads, Shape::kSharedBytes, stream, params);
 }
 
 }  // namespace
 
-Status launch_scan(const Problem& p, const ForwardParams& params, const Queue& queue) {
+Status launch_scan(const Problem& p, const ForwardParams& params, cudaStream_t stream) {
   switch (padded_keys(p.K)) {
     case 64:
-      return launch_of<64>(p, params, queue);
+      return launch_of<64>(p, params, stream);
     case 96:
-      return launch_of<96>(p, params, queue);
+      return launch_of<96>(p, params, stream);
     case 128:
-      return launch_of<128>(p, params, queue);
+      return launch_of<128>(p, params, stream);
     case 192:
-      return launch_of<192>(p, params, queue);
+      return launch_of<192>(p, params, stream);
     default:
-      return launch_of<256>(p, params, queue);
+      return launch_of<256>(p, params, stream);
   }
 }
 
