@@ -222,7 +222,12 @@ def _measure_apart(options: Options, file: _File, wanted: Sequence[str], deadlin
             path = Path(folder) / f"{len(todo)}.json"
             given = {"runs": options.runs, "peers": list(options.peers), "seconds": options.seconds, "path": str(path),
                      "seconds_left": deadline - time.monotonic(), "rows": todo}  # fmt: skip
-            well, end = _apart([sys.executable, "-c", _WORK, json.dumps(given)], path, silence)
+            try:
+                well, end = _apart([sys.executable, "-c", _WORK, json.dumps(given)], path, silence)
+            except KeyboardInterrupt:  # what has been measured is not lost
+                _take(file, path, todo)
+                file.save(order)
+                raise
             begun, todo = todo, _take(file, path, todo)
             # One that ends well with rows left has told of a row after which the device no longer answers.
             if not well and (todo or _is_under_way(file, begun)) or todo == begun:
