@@ -12,6 +12,7 @@ line "commit: ..." (build_info() has it); one that does not is refused:
     what cuda_generic_test and the Hopper harnesses print ("<group>: N cases, M failed, S s", and behind that
     "; sm90 120, cuda_generic 30" where a group counts the cases of each path)
     what `python -m flash_qla check` prints
+    an earlier record (.json): its runs of compute-sanitizer are kept where no log has any
     what compute-sanitizer prints around one of those programs, after a line "== compute-sanitizer --tool T PROGRAM.."; with
     cuda_generic_test --kernels it also says which build it is, which of the library's kernels a run has launched, and with which
     tails: the record has these by tool, over all of its runs that ended, for the kernels that the first commit's program has, each
@@ -20,6 +21,7 @@ line "commit: ..." (build_info() has it); one that does not is refused:
 
 import datetime
 import functools
+import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -150,17 +152,23 @@ def main() -> int:
     out = Path(sys.argv[1])
     report = {"machine": None, "commits": [], "date": None, "pytest": [], "programs": [], "check": [], "sanitizers": []}
     newest = 0.0
-    kernels, reached, tails = {}, defaultdict(dict), defaultdict(dict)
+    kernels, reached, tails, earlier = {}, defaultdict(dict), defaultdict(dict), {}
     for argument in sys.argv[2:]:
         log = Path(argument)
         text = log.read_text(errors="replace")
+        if log.suffix == ".json":
+            earlier = json.loads(text)
+            continue
         commit = commit_of(log, text)
         if commit not in report["commits"]:
             report["commits"].append(commit)
         newest = max(newest, log.stat().st_mtime)
         if log.suffix == ".xml" or (PYTEST.search(text) and not CASES.search(text)):
             beside = log.with_suffix(".txt")
-            cut = "KeyboardInterrupt" in (beside.read_text(errors="replace") if beside.exists() else text)
+            told = beside.read_text(errors="replace") if beside.exists() else text
+            gpu = GPU.search(told)
+            report["machine"] = report["machine"] or (gpu and gpu.group(1))
+            cut = "KeyboardInterrupt" in told
             records = read_pytest(text) if log.suffix == ".xml" else read_pytest_text(text)
             report["pytest"] += [{"commit": commit, "cut_short": cut, **record} for record in records]
             continue
@@ -189,6 +197,10 @@ def main() -> int:
             paths = {path: int(count) for path, count in re.findall(r"(\w+) (\d+)", m["paths"] or "")}
             report["programs"].append({"commit": commit, "what": m["group"], "cases": int(m["cases"]), "failed": int(m["failed"]),
                                        "seconds": float(m["seconds"]), **({"paths": paths} if paths else {})})
+    if earlier and not report["sanitizers"]:
+        report["sanitizers"] = earlier["sanitizers"]
+        report["commits"] += sorted({run["commit"] for run in earlier["sanitizers"]} - set(report["commits"]))
+        report |= {part: earlier[part] for part in ("kernels", "tails") if part in earlier}
     report["date"] = datetime.datetime.fromtimestamp(newest, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     counted = [*report["pytest"], *report["programs"], *report["check"]]
     failed = sum(record["failed"] for record in counted)

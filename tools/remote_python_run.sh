@@ -14,13 +14,14 @@ cores=$(nproc)  # before the limits below, which nproc obeys
 # Workers share the cores; the tests' numpy oracle would start a thread for each core in every one of them.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-# What ran is recorded with the commit that each log names (tools/record_reliability.py).
+# What ran is recorded with the commit and the GPU that each log names (tools/record_reliability.py).
 commit=$(python3 -c 'import flash_qla; print(flash_qla.build_info()["commit"])')
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)
 
 # step SECONDS LOG COMMAND...: ends a command that hangs (with an interrupt first, so that it can still report).
 step() {
   local begin=$SECONDS code=0
-  printf '== %s\ncommit: %s\n' "${*:3}" "$commit" >"$out/$2"
+  printf '== %s\ncommit: %s\ngpu_0: %s\n' "${*:3}" "$commit" "$gpu" >"$out/$2"
   timeout --signal INT --kill-after 5 "$1" "${@:3}" >>"$out/$2" 2>&1 || code=$?
   echo "-- $((SECONDS - begin)) s" >>"$out/$2"
   if ((code != 0)); then

@@ -50,6 +50,18 @@ def test_a_sanitizer_that_did_not_end_is_not_clean(tmp_path):
     assert report["sanitizers"][1]["reports"] is None and report["summary"]["sanitizer_runs_with_reports"] == 1 and code == 1
 
 
+def test_an_earlier_records_sanitizers_are_kept(tmp_path):
+    earlier, _ = record(tmp_path, CLEAN)
+    kept, log = tmp_path / "earlier.json", tmp_path / "new.txt"
+    kept.write_text(json.dumps(earlier))
+    log.write_text("commit: ba9876543210\n" + PROGRAM)
+    report, _ = run(tmp_path, log, kept)
+    assert report["sanitizers"] == earlier["sanitizers"] and report["commits"] == ["ba9876543210", "0123456789ab"]
+    log.write_text("commit: ba9876543210\n" + ENDED)
+    report, _ = run(tmp_path, log, kept)
+    assert [(run["commit"], run["tool"]) for run in report["sanitizers"]] == [("ba9876543210", "racecheck")]
+
+
 def test_a_sanitizer_whose_program_ran_nothing_is_not_clean(tmp_path):
     report, code = record(tmp_path, CLEAN.replace("a: 8 cases, 0 failed, 1.0 s\n", "cudaMalloc: out of memory\n"))
     assert report["sanitizers"][0]["reports"] is None and code == 1
