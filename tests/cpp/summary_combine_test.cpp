@@ -15,21 +15,31 @@ namespace {
 
 // Links of three kinds in one stream, as random matrices.
 struct RandomLinks {
-  int64_t L, C = 2, Hv = 2, K = 4, V = 3;
+  int64_t L, C, Hv, K, V;
   std::vector<double> S, M, kind;
 
-  RandomLinks(int64_t L, unsigned seed) : L(L) {
+  RandomLinks(int64_t L, unsigned seed, int64_t heads = 2, int64_t K = 4, int64_t V = 3)
+      : L(L), C(heads), Hv(heads), K(K), V(V) {
     std::mt19937 random(seed);
     std::normal_distribution<double> normal;
     S.resize(static_cast<size_t>(L * C * Hv * K * V));
     M.resize(static_cast<size_t>(L * C * Hv * K * K));
     kind.resize(static_cast<size_t>(L * C * Hv));
     for (double& x : S) x = normal(random);
-    for (double& x : M) x = 0.5 * normal(random);
+    for (double& x : M) x = normal(random) / std::sqrt(static_cast<double>(K));
     for (double& x : kind) x = static_cast<double>(std::uniform_int_distribution<int>(0, 2)(random));
     for (size_t i = 0; i < kind.size(); ++i) {  // what is not used must not be
       if (kind[i] != 2.0) std::fill_n(M.begin() + static_cast<int64_t>(i) * K * K, K * K, std::nan(""));
       if (kind[i] == 0.0) std::fill_n(S.begin() + static_cast<int64_t>(i) * K * V, K * V, std::nan(""));
+    }
+  }
+
+  void make_affine() {
+    std::fill(kind.begin(), kind.end(), 2.0);
+    for (std::vector<double>* x : {&S, &M}) {
+      for (size_t i = 0; i < x->size(); ++i) {
+        if (std::isnan((*x)[i])) (*x)[i] = std::sin(static_cast<double>(i));
+      }
     }
   }
 
@@ -87,14 +97,42 @@ TEST(SummaryCombine, MachinesOfSeveralRanksComposeTheirLinks) {
   }
 }
 
+// Two links of more keys than a kernel takes at once: S_1 + M_1 S_0, and backward S_1 + M_1^T S_2.
+TEST(SummaryCombine, ManyKeys) {
+  for (const int64_t K : {33, 133, 256}) {
+    const int64_t V = 20;
+    RandomLinks links(3, 5, 1, K, V);
+    links.make_affine();
+    for (const bool backward : {false, true}) {
+      for (const bool column_first : {false, true}) {  // M's columns lie side by side, or its rows do
+        const int64_t other = backward ? 2 : 0;
+        std::vector<double> expected(links.S.begin() + K * V, links.S.begin() + 2 * K * V);
+        for (int64_t i = 0; i < K * K; ++i) {
+          const int64_t row = column_first ? i % K : i / K, column = column_first ? i / K : i % K;
+          const int64_t to = backward ? column : row, from = backward ? row : column;
+          for (int64_t v = 0; v < V; ++v) {
+            expected[to * V + v] += links.M[K * K + i] * links.S[(other * K + from) * V + v];
+          }
+        }
+        std::vector<double> result(expected.size(), std::nan(""));
+        std::vector<int64_t> place = {backward ? 0 : 2};
+        SummaryCombineArguments args = links.arguments(0, 3, backward);
+        if (column_first) std::swap(args.M.stride[3], args.M.stride[4]);
+        args.place = tensor(place.data(), DType::kInt64, {1});
+        args.state = tensor(result.data(), DType::kFloat64, {1, 1, 1, K, V});
+        const Status status = run<SummaryCombine>(args);
+        ASSERT_TRUE(status.ok()) << status.message();
+        ASSERT_LT(distance(result, expected), 1e-13) << K << " keys" << (backward ? ", backward" : "");
+      }
+    }
+  }
+}
+
 TEST(SummaryCombine, AFloat32LinkIsOffByRoundingsAlone) {
   RandomLinks links(6, 4);
-  std::fill(links.kind.begin(), links.kind.end(), 2.0);
-  for (std::vector<double>* x : {&links.S, &links.M}) {
-    for (size_t i = 0; i < x->size(); ++i) {
-      if (std::isnan((*x)[i])) (*x)[i] = std::sin(static_cast<double>(i));
-      (*x)[i] = static_cast<float>((*x)[i]);
-    }
+  links.make_affine();
+  for (std::vector<double>* values : {&links.S, &links.M}) {
+    for (double& x : *values) x = static_cast<float>(x);
   }
   std::vector<float> S(links.S.begin(), links.S.end()), M(links.M.begin(), links.M.end()),
       kind(links.kind.begin(), links.kind.end());

@@ -207,6 +207,33 @@ TEST_F(LinkCallsEmulated, SegmentsOfALongPart) {
   expect_close(found.S, wanted.S, p.K * p.V, 1e-5, "S");
 }
 
+// Keys of |k|^2 = 1 + e^x and beta = 1 let a state grow by e^x a token, against a decay of e^-0.5. A NaN forgets
+// nothing.
+TEST_F(LinkCallsEmulated, LongKeysKeepWhatGatesForget) {
+  for (const int64_t K : {18, 128, 200}) {  // rows that are read by element, in one turn of a warp, and in two
+    LinkProblem p = draw(1, 250, {0, 250}, {0, 0}, K, 4);
+    p.crosses = p.through = {1};
+    p.Hq = 3;
+    p.Hv = 6;
+    const std::vector<BFloat16> unit = p.k;
+    p.k.clear();
+    for (int64_t i = 0; i < p.T * p.Hq; ++i) {
+      const double growth = i % p.Hq == 1 ? 0.6 : 0.3, length = std::sqrt(1.0 + std::exp(growth));
+      for (int64_t j = 0; j < K; ++j) {
+        p.k.push_back(to_bfloat16(static_cast<float>(length * to_float(unit[i / p.Hq * K + j]))));
+      }
+    }
+    p.k.back() = to_bfloat16(std::numeric_limits<float>::quiet_NaN());
+    p.v.assign(p.T * p.Hv * p.V, to_bfloat16(0.f));
+    p.g.assign(p.T * p.Hv, -0.5f);
+    p.beta.assign(p.T * p.Hv, 1.f);
+    p.given.assign(p.Hv * K * p.V, 0.f);
+    constexpr float kForgets = FLASH_QLA_LINK_CONSTANT, kKeeps = FLASH_QLA_LINK_AFFINE;
+    EXPECT_EQ(forward(p, "cuda_generic").kind, (std::vector<float>{kForgets, kForgets, kKeeps, kKeeps, kKeeps, kKeeps}))
+        << K << " keys";
+  }
+}
+
 TEST_F(LinkCallsEmulated, SegmentsWithoutForgetting) {
   for (const int mode : {FLASH_QLA_CP_OFF, FLASH_QLA_CP_INVARIANT}) {
     LinkProblem p = draw(1, 2500, {0, 2500}, {0, 0}, 128, 128);

@@ -8,25 +8,42 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kSlice = 1024;  // elements of a block: 16 blocks a state of 128 x 128, 16 bytes of float32 a thread
 
-// One block a (row, value head).
+// One block a slice of a (row, value head). `to` is contiguous: its elements are taken in their order.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    rows_of_states_kernel(DeviceTensor rows, int64_t parts, DeviceStates of_parts, DeviceStates given, DeviceStates to,
-                          int Hv, int K, int V) {
-  const int64_t n = blockIdx.x / Hv, head = blockIdx.x % Hv;
-  int64_t part = parts;
-  for (int64_t i = parts - 1; i >= 0; --i) {
+    rows_of_states_kernel(const __grid_constant__ DeviceTensor rows, int parts,
+                          const __grid_constant__ DeviceStates of_parts, const __grid_constant__ DeviceStates given,
+                          Real* to, int Hv, int K, int V, bool v_first) {
+  constexpr int kVector = 16 / sizeof(Real);
+  struct alignas(16) Vector {
+    Real x[kVector];
+  };
+  const int size = K * V, slices = static_cast<int>(ceil_div(size, kSlice));
+  const int state = static_cast<int>(blockIdx.x) / slices, n = state / Hv, head = state % Hv;
+  int part = parts;
+  for (int i = parts - 1; i >= 0; --i) {
     if (load_index(rows, i) == n) part = i;  // the first of them, as on the host
   }
   const DeviceStates& from = part < parts ? of_parts : given;
-  const int64_t row = part < parts ? part : n;
-  for (int i = threadIdx.x; i < K * V; i += kThreads) {
-    const int64_t key = i / V, value = i % V;
-    const Real x = from.data == nullptr
-                       ? Real(0)
-                       : load<Real>(from, row * from.row + head * from.head + key * from.key + value * from.value);
-    store<Real>(to, n * to.row + head * to.head + key * to.key + value * to.value, x);
+  const int64_t start = (part < parts ? part : n) * from.row + head * from.head;
+  const int64_t outer = v_first ? from.value : from.key, inner = v_first ? from.key : from.value;
+  const int length = v_first ? K : V;
+  const int begin = static_cast<int>(blockIdx.x) % slices * kSlice, end = min(begin + kSlice, size);
+  to += static_cast<int64_t>(state) * size;
+
+  const Real* same = static_cast<const Real*>(from.data) + start;  // of the same type and order
+  constexpr DType kType = std::is_same_v<Real, double> ? DType::kFloat64 : DType::kFloat32;
+  if (from.data != nullptr && from.dtype == static_cast<int32_t>(kType) && inner == 1 && outer == length &&
+      size % kVector == 0 && reinterpret_cast<uintptr_t>(same) % sizeof(Vector) == 0) {
+    for (int i = begin + kVector * threadIdx.x; i < end; i += kVector * kThreads) {
+      *reinterpret_cast<Vector*>(to + i) = *reinterpret_cast<const Vector*>(same + i);
+    }
+    return;
+  }
+  for (int i = begin + threadIdx.x; i < end; i += kThreads) {
+    to[i] = from.data == nullptr ? Real(0) : load<Real>(from, start + i / length * outer + i % length * inner);
   }
 }
 
@@ -45,10 +62,14 @@ RowsOfStates::RowsOfStates(const Tensor& rows, const Tensor& of_parts, bool v_fi
 
 Status RowsOfStates::fill(const Tensor& given, const Problem& p, cudaStream_t stream) const {
   if (!present(states_)) return Status();
-  const auto kernel = p.dtype == DType::kFloat64 ? rows_of_states_kernel<double> : rows_of_states_kernel<float>;
-  return launch("rows_of_states", kernel, p.N * p.Hv, kThreads, 0, stream, device_tensor(rows_), rows_.shape[0],
-                device_states(of_parts_, false), device_states(given, v_first_), device_states(states_, v_first_),
-                static_cast<int>(p.Hv), static_cast<int>(p.K), static_cast<int>(p.V));
+  const auto run =
+      [&]<class Real>(void (*kernel)(DeviceTensor, int, DeviceStates, DeviceStates, Real*, int, int, int, bool)) {
+        return launch("rows_of_states", kernel, p.N * p.Hv * ceil_div(p.K * p.V, kSlice), kThreads, 0, stream,
+                      device_tensor(rows_), static_cast<int>(rows_.shape[0]), device_states(of_parts_, false),
+                      device_states(given, v_first_), static_cast<Real*>(states_.data), static_cast<int>(p.Hv),
+                      static_cast<int>(p.K), static_cast<int>(p.V), v_first_);
+      };
+  return p.dtype == DType::kFloat64 ? run(rows_of_states_kernel<double>) : run(rows_of_states_kernel<float>);
 }
 
 // The path around `kPath`. Name and choice are that path's own, which are not known before the program runs.

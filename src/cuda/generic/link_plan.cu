@@ -44,42 +44,68 @@ __device__ int64_t chunk_of_block(const LinkParams& p, int64_t block, bool backw
   return sequence.first_chunk + at;
 }
 
-// One block a (chunk, value head); a warp takes a token at a time.
+// |k|^2 of a chunk's tokens. A warp takes some at a time, so that it has several loads in flight.
+constexpr int kTogether = 8;
+
+__device__ void square_keys(const DeviceTensor& k, int64_t base, int count, int K, float* s_squares) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int first = warp * kTogether; first < count; first += kWarps * kTogether) {
+    float squares[kTogether] = {};
+    for (int j = 4 * lane; j < K; j += 4 * kWarp) {
+      float4 x[kTogether];
+      const auto row = [&](int i) { return base + min(first + i, count - 1) * k.stride[1]; };
+      if (k.dtype == static_cast<int32_t>(DType::kFloat64)) {  // which has no raw loads
+        const auto at = [&](int i, int n) { return j + n < K ? load<float>(k, row(i) + (j + n) * k.stride[3]) : 0.f; };
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) x[i] = make_float4(at(i, 0), at(i, 1), at(i, 2), at(i, 3));
+      } else {
+        RawQuad raw[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) raw[i] = load_raw_quad(k, row(i), j, K);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) x[i] = unpack(k, raw[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        squares[i] = fmaf(x[i].x, x[i].x, fmaf(x[i].y, x[i].y, fmaf(x[i].z, x[i].z, fmaf(x[i].w, x[i].w, squares[i]))));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float square = warp_sum(squares[i]);
+      if (lane == 0 && first + i < count) s_squares[first + i] = square;
+    }
+  }
+}
+
+// One block a (chunk, key head): its value heads have one |k|^2, and a warp each in turn.
 __global__ void __launch_bounds__(kThreads)
     chunk_log_norms_kernel(const __grid_constant__ LinkParams p, bool backward, float* log_norms) {
-  __shared__ float s_sums[kWarps];
-  const int64_t chunk = chunk_of_block(p, blockIdx.x / p.in.Hv, backward);
-  const int head = static_cast<int>(blockIdx.x % p.in.Hv);
+  __shared__ float s_squares[kChunkSize];
+  const int key_heads = p.in.Hv / p.in.group;
+  const int64_t chunk = chunk_of_block(p, blockIdx.x / key_heads, backward);
+  const int key_head = static_cast<int>(blockIdx.x % key_heads);
   if (chunk < 0) return;
   const DeviceSequence sequence = sequence_at(p.sequences, sequence_of_chunk(p.sequences, chunk));
-  const int64_t first = (chunk - sequence.first_chunk) * kChunkSize;
-  const int64_t left = sequence.length - first, count = left < kChunkSize ? left : kChunkSize;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  float sum = 0.f;
-#pragma unroll 4
-  for (int64_t i = warp; i < count; i += kWarps) {  // loads of several tokens at once
-    const int64_t token = sequence.begin + first + i;
-    const int64_t key = offset_of(p.in.k, sequence.b, token, head / p.in.group);
-    float square = 0.f;
-    for (int j = lane; j < p.in.K; j += kWarp) {
-      const float x = load<float>(p.in.k, key + j * p.in.k.stride[3]);
-      square = fmaf(x, x, square);
-    }
-    square = warp_sum(square);
-    const float g =
-        p.in.g.data == nullptr ? 0.f : clamp_log_decay(load<float>(p.in.g, offset_of(p.in.g, sequence.b, token, head)));
-    const float beta =
-        p.in.beta.data == nullptr ? 1.f : load<float>(p.in.beta, offset_of(p.in.beta, sequence.b, token, head));
-    const float factor = fabsf(1.f - beta * square);
-    sum += g;
-    if (!(factor <= 1.f)) sum += logf(factor);  // a NaN stays one, and forgets nothing
-  }
-  if (lane == 0) s_sums[warp] = sum;
+  const int64_t first = (chunk - sequence.first_chunk) * kChunkSize, left = sequence.length - first;
+  const int64_t token = sequence.begin + first;
+  const int count = static_cast<int>(left < kChunkSize ? left : kChunkSize);
+  square_keys(p.in.k, offset_of(p.in.k, sequence.b, token, key_head), count, p.in.K, s_squares);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    float total = 0.f;
-    for (int i = 0; i < kWarps; ++i) total += s_sums[i];
-    log_norms[chunk * p.in.Hv + head] = total;
+  for (int in_group = threadIdx.x / kWarp; in_group < p.in.group; in_group += kWarps) {
+    const int head = key_head * p.in.group + in_group;
+    float sum = 0.f;
+    for (int i = threadIdx.x % kWarp; i < count; i += kWarp) {
+      const auto of_token = [&](const DeviceTensor& t) {
+        return load<float>(t, offset_of(t, sequence.b, token + i, head));
+      };
+      const float beta = p.in.beta.data == nullptr ? 1.f : of_token(p.in.beta);
+      const float factor = fabsf(1.f - beta * s_squares[i]);
+      if (p.in.g.data != nullptr) sum += clamp_log_decay(of_token(p.in.g));
+      if (!(factor <= 1.f)) sum += logf(factor);  // a NaN stays one, and forgets nothing
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % kWarp == 0) log_norms[chunk * p.in.Hv + head] = sum;
   }
 }
 
@@ -148,8 +174,8 @@ Status launch_chunk_log_norms(const Problem& p, const LinkParams& params, bool b
                               cudaStream_t stream) {
   const int64_t ends = backward ? 1 : 2;
   const int64_t chunks = params.most_window == 0 ? p.chunk_bound : ends * params.P * params.most_window;
-  return launch("chunk_log_norms", chunk_log_norms_kernel, chunks * p.Hv, kThreads, 0, stream, params, backward,
-                log_norms);
+  return launch("chunk_log_norms", chunk_log_norms_kernel, chunks * (p.Hv / p.group), kThreads, 0, stream, params,
+                backward, log_norms);
 }
 
 Status launch_plan_links(const Problem& p, const LinkParams& params, bool backward, cudaStream_t stream) {

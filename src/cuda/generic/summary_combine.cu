@@ -17,8 +17,12 @@ using Arguments = flash_qla_summary_combine_arguments;
 constexpr int kThreads = 256;
 constexpr int kSlice = 16;  // columns of a block: 8 blocks a head of 128 columns, 256 of 32 heads
 constexpr int kRowGroups = kThreads / kSlice;
-constexpr int kRowsPerThread = FLASH_QLA_MAX_HEAD_DIM / kRowGroups;
-constexpr int kTile = 32;  // columns of M in shared memory at once
+constexpr int kTile = 32;  // columns of M in shared memory at once: a warp's lanes
+// A thread has rows four at a time, which it reads at once: those of quad q are 4 (group + q kRowGroups) and behind.
+constexpr int kRowQuads = FLASH_QLA_MAX_HEAD_DIM / (4 * kRowGroups);
+// And 32 elements of a tile at most on their way from memory, while it works on the tile before.
+constexpr int kTileQuads = FLASH_QLA_MAX_HEAD_DIM * kTile / (4 * kThreads);
+constexpr int kWarps = kThreads / kTile;
 
 // Strides of links [L, C, Hv, rows, columns], or of results, whose first may be parts.
 struct LinkTensor {
@@ -58,10 +62,15 @@ __device__ Real* at(const LinkTensor& t, int64_t first, int64_t stream, int64_t 
 }
 
 template <class Real>
+struct alignas(16) Quad {
+  Real x[4];
+};
+
+template <class Real>
 struct Memory {
   Real state[FLASH_QLA_MAX_HEAD_DIM][kSlice];
-  Real M[kTile]
-        [FLASH_QLA_MAX_HEAD_DIM + 1];  // by column of M (M^T): the rows lie side by side, one more against conflicts
+  // By column of M (M^T), whose rows lie side by side: four more keep stores of neighbouring columns' quads apart.
+  alignas(16) Real M[kTile][FLASH_QLA_MAX_HEAD_DIM + 4];
 };
 
 // One block's links.
@@ -79,6 +88,62 @@ struct Chain {
   __device__ double kind(int64_t place) const { return *at<const Real>(p.kind, link(place), stream, head); }
 };
 
+// Tiles of M, or of M^T, one after another on their way through a thread's registers. Rows of M lie along its columns:
+// a warp's lanes read neighbours either way round.
+template <class Real>
+class TilesOfM {
+ public:
+  __device__ TilesOfM(const LinkTensor& t, const Real* M, int K, bool transposed)
+      : inner_stride_(transposed ? t.row : t.column),
+        outer_stride_(transposed ? t.column : t.row),
+        K_(K),
+        transposed_(transposed) {
+    next_ = M + inner(0) * inner_stride_ + outer(0, 0) * outer_stride_;
+  }
+
+  // The next tile, which begins at column `base`; zeros past K. Addresses are counted on: as many kept would spill.
+  __device__ void load(int base) {
+    const int64_t step = transposed_ ? kWarps * inner_stride_ : outer_stride_;
+    const Real* at = next_;
+#pragma unroll
+    for (int q = 0; q < kTileQuads; ++q) {
+      const Real* from = at;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        quads_[q].x[n] = base + inner(n) < K_ && outer(q, n) < K_ ? *from : Real(0);
+        from += step;
+      }
+      at += kTile * outer_stride_;
+    }
+    next_ += kTile * inner_stride_;
+  }
+  __device__ void store(Memory<Real>& memory) const {
+#pragma unroll
+    for (int q = 0; q < kTileQuads; ++q) {
+      if (q * kTile >= K_) break;
+      if (!transposed_) {
+        *reinterpret_cast<Quad<Real>*>(&memory.M[inner(0)][outer(q, 0)]) = quads_[q];
+        continue;
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) memory.M[inner(n)][outer(q, n)] = quads_[q].x[n];
+    }
+  }
+
+ private:
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % kTile; }
+  static __device__ int warp() { return static_cast<int>(threadIdx.x) / kTile; }
+  // Column within the tile and row of the n-th element of quad q.
+  __device__ int inner(int n) const { return transposed_ ? warp() + n * kWarps : lane(); }
+  __device__ int outer(int q, int n) const { return q * kTile + (transposed_ ? lane() : 4 * warp() + n); }
+
+  Quad<Real> quads_[kTileQuads];
+  const Real* next_;
+  int64_t inner_stride_, outer_stride_;
+  int K_;
+  bool transposed_;
+};
+
 // state <- [S +] M state, or M^T state: columns [column0, column0 + kSlice) of the block.
 template <class Real>
 __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transposed, bool adds, bool is_zero,
@@ -86,40 +151,48 @@ __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transpo
   const CombineParams& p = chain.p;
   const int column = threadIdx.x % kSlice, group = threadIdx.x / kSlice;
   const bool valid = column0 + column < p.columns;
-  Real sum[kRowsPerThread];
-  const Real* S = at<const Real>(p.S, chain.link(place), chain.stream, chain.head);
+  const int64_t link = chain.link(place);
+  TilesOfM<Real> tiles(p.M, at<const Real>(p.M, link, chain.stream, chain.head), p.K, transposed);
+  if (!is_zero) tiles.load(0);
+  const auto row_of = [group](int q, int n) { return 4 * (group + q * kRowGroups) + n; };
+  Quad<Real> sum[kRowQuads];
+  const Real* S =
+      at<const Real>(p.S, link, chain.stream, chain.head) + row_of(0, 0) * p.S.row + (column0 + column) * p.S.column;
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    const int row = group + r * kRowGroups;
-    sum[r] = adds && valid && row < p.K ? S[row * p.S.row + (column0 + column) * p.S.column] : Real(0);
+  for (int q = 0; q < kRowQuads; ++q) {
+    const Real* from = S;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      sum[q].x[n] = adds && valid && row_of(q, n) < p.K ? *from : Real(0);
+      from += p.S.row;
+    }
+    S += 4 * kRowGroups * p.S.row;
   }
-  if (!is_zero) {
-    const Real* M = at<const Real>(p.M, chain.link(place), chain.stream, chain.head);
-    for (int base = 0; base < p.K; base += kTile) {
-      __syncthreads();  // the tile before has been read
-      for (int i = threadIdx.x; i < kTile * p.K; i += kThreads) {
-        // Rows of M lie along its columns: neighbours read neighbours either way round.
-        const int inner = transposed ? i / p.K : i % kTile, outer = transposed ? i % p.K : i / kTile;
-        const int row = transposed ? base + inner : outer, col = transposed ? outer : base + inner;
-        if (base + inner < p.K) memory.M[inner][outer] = M[row * p.M.row + col * p.M.column];
-      }
-      __syncthreads();
-      const int count = p.K - base < kTile ? p.K - base : kTile;
-      for (int i = 0; i < count; ++i) {
-        const Real x = memory.state[base + i][column];
+  for (int base = 0; !is_zero && base < p.K; base += kTile) {
+    __syncthreads();  // the tile before has been read
+    tiles.store(memory);
+    __syncthreads();
+    if (base + kTile < p.K) tiles.load(base + kTile);
+    const int count = p.K - base < kTile ? p.K - base : kTile;
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {
+      const Real x = memory.state[base + i][column];
 #pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) {
-          const int row = group + r * kRowGroups;
-          if (row < p.K) sum[r] += memory.M[i][row] * x;
-        }
+      for (int q = 0; q < kRowQuads; ++q) {
+        if (row_of(q, 0) >= p.K) continue;
+        const auto m = *reinterpret_cast<const Quad<Real>*>(&memory.M[i][row_of(q, 0)]);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) sum[q].x[n] += m.x[n] * x;
       }
     }
   }
   __syncthreads();  // all have read the state
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    const int row = group + r * kRowGroups;
-    if (row < p.K) memory.state[row][column] = sum[r];
+  for (int q = 0; q < kRowQuads; ++q) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (row_of(q, n) < p.K) memory.state[row_of(q, n)][column] = sum[q].x[n];
+    }
   }
   __syncthreads();
 }

@@ -1,5 +1,8 @@
 // Links between ranks' parts, before and after the kernel that makes the matrices of segments (link_states.cuh): the
 // list of its items, and the scan along the segments. Neither needs Hopper's instructions.
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/dynamic_shared.cuh"
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/sm90/common/sizes.h"
 #include "cuda/sm90/links/links.h"
 
@@ -197,9 +200,12 @@ __global__ void __launch_bounds__(kScanThreads)
 constexpr int kScanColumns = 16;
 constexpr int kSlices = kHeadDim / kScanColumns;
 constexpr int kColumnsPerThread = kScanColumns * kHeadDim / kScanThreads;
-// Rows of a transition that a thread has on their way, beside as many that it works on.
-constexpr int kBatch = 16;
 constexpr int kMatrix = kHeadDim * kHeadDim;
+// Transitions come through shared memory in tiles of 32 rows. Three of them are on their way while one is used: 48 KB
+// of a multiprocessor, which the L2 cache's latency wants. Three blocks fit, so that those without segments delay
+// nobody.
+constexpr int kTileRows = 32, kTiles = kHeadDim / kTileRows;
+constexpr int kStages = 4;
 
 struct ScanParams {
   DeviceStates S, M;        // [P, Hv, K, V], [P, Hv, K, K]
@@ -210,8 +216,13 @@ struct ScanParams {
 };
 static_assert(std::is_trivially_copyable_v<ScanParams>);
 
+struct alignas(16) ScanMemory {
+  float tiles[kStages][kTileRows][kHeadDim];
+  float state[kScanColumns][kHeadDim];  // [column][row]
+};
+
 __global__ void __launch_bounds__(kScanThreads) scan_links_kernel(const __grid_constant__ ScanParams p) {
-  __shared__ __align__(16) float s_state[kScanColumns][kHeadDim];  // [column][row]
+  ScanMemory& s = *dynamic_shared<ScanMemory>();
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
   const int32_t index = static_cast<int32_t>(blockIdx.x) / p.slices;
   const bool transition = slice >= kSlices;
@@ -219,47 +230,54 @@ __global__ void __launch_bounds__(kScanThreads) scan_links_kernel(const __grid_c
   const int column0 = slice % kSlices * kScanColumns + first;
   const LinkChain chain = p.chains[index];
   const bool wanted = chain.segments > 0 && (!transition || chain.is_affine != 0);
-  const auto cell = [&](int32_t number) { return p.cells + static_cast<int64_t>(number) * kMatrix + row; };
-
-  float state[kColumnsPerThread] = {};
-  if (wanted) {
-    const float* from = cell(transition ? chain.transition_cell(0) : chain.state_cell(0));
+  const auto cell = [&](int32_t number) { return p.cells + static_cast<int64_t>(number) * kMatrix; };
+  const auto load = [&](int32_t number, float (&columns)[kColumnsPerThread]) {
 #pragma unroll
-    for (int i = 0; i < kColumnsPerThread; ++i) state[i] = from[(column0 + i) * kHeadDim];
-  }
-  const int32_t steps = wanted ? chain.segments - 1 : 0;
-  // Row `row` of M, columns of the batch; going backward of M^T. Cells hold that transposed, so that lanes read side by
-  // side.
-  constexpr int kBatches = kHeadDim / kBatch;
-  float next[kBatch];
-  const auto load = [&](int32_t segment, int batch) {
-    const float* from = cell(chain.transition_cell(segment)) + batch * kBatch * kHeadDim;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) next[j] = from[j * kHeadDim];
+    for (int i = 0; i < kColumnsPerThread; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + row];
   };
-  if (steps > 0) load(1, 0);
-  for (int32_t segment = 1; segment <= steps; ++segment) {
-    __syncthreads();  // the state before has been read
+
+  const int32_t steps = wanted ? chain.segments - 1 : 0, tiles = steps * kTiles;
+  // Rows of M^T; going backward of M. Cells hold that, so that lanes read side by side.
+  const auto fetch = [&](int32_t tile) {
+    if (tile < tiles) {
+      const float* from = cell(chain.transition_cell(1 + tile / kTiles)) + tile % kTiles * kTileRows * kHeadDim;
+      const uint32_t to = smem_address(s.tiles[tile % kStages]);
 #pragma unroll
-    for (int i = 0; i < kColumnsPerThread; ++i) {
-      s_state[first + i][row] = state[i];
-      state[i] = transition ? 0.f : cell(chain.state_cell(segment))[(column0 + i) * kHeadDim];
+      for (int i = 0; i < kTileRows * kHeadDim / (4 * kScanThreads); ++i) {
+        const int place = 4 * (i * kScanThreads + static_cast<int>(threadIdx.x));
+        cp_async_16(to + sizeof(float) * place, from + place);
+      }
     }
-    __syncthreads();
-#pragma unroll 2
-    for (int batch = 0; batch < kBatches; ++batch) {
-      float now[kBatch];
+    cp_async_commit();
+  };
+  for (int32_t tile = 0; tile < kStages - 1; ++tile) fetch(tile);
+
+  float state[kColumnsPerThread] = {}, added[kColumnsPerThread] = {};
+  if (wanted) load(transition ? chain.transition_cell(0) : chain.state_cell(0), state);
+  if (!transition && steps > 0) load(chain.state_cell(1), added);
+  for (int32_t tile = 0; tile < tiles; ++tile) {
+    if (tile % kTiles == 0) {  // the next segment
+      __syncthreads();         // the state before has been read
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) now[j] = next[j];
-      const bool last = batch + 1 == kBatches;
-      if (!last || segment < steps) load(last ? segment + 1 : segment, last ? 0 : batch + 1);
+      for (int i = 0; i < kColumnsPerThread; ++i) {
+        s.state[first + i][row] = state[i];
+        state[i] = added[i];
+      }
+      if (!transition && tile + kTiles < tiles) load(chain.state_cell(2 + tile / kTiles), added);
+    }
+    cp_async_wait<kStages - 2>();
+    __syncthreads();  // all threads' copies of the tile are there, the state too; the tile before has been read
+    fetch(tile + kStages - 1);
+    const int base = tile % kTiles * kTileRows;
+#pragma unroll 4
+    for (int j = 0; j < kTileRows; j += 4) {
+      float m[4];
 #pragma unroll
-      for (int j = 0; j < kBatch; j += 4) {
+      for (int n = 0; n < 4; ++n) m[n] = s.tiles[tile % kStages][j + n][row];
 #pragma unroll
-        for (int i = 0; i < kColumnsPerThread; ++i) {
-          const float4 x = *reinterpret_cast<const float4*>(&s_state[first + i][batch * kBatch + j]);
-          state[i] = fmaf(now[j + 3], x.w, fmaf(now[j + 2], x.z, fmaf(now[j + 1], x.y, fmaf(now[j], x.x, state[i]))));
-        }
+      for (int i = 0; i < kColumnsPerThread; ++i) {
+        const float4 x = *reinterpret_cast<const float4*>(&s.state[first + i][base + j]);
+        state[i] = fmaf(m[3], x.w, fmaf(m[2], x.z, fmaf(m[1], x.y, fmaf(m[0], x.x, state[i]))));
       }
     }
   }
@@ -307,7 +325,8 @@ Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspac
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream) {
   const int32_t slices = workspace.tiles != nullptr ? kSlices : 2 * kSlices;
   const ScanParams scan{params.S, params.M, workspace.chains, workspace.cells, params.in.Hv, slices};
-  return launch("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kScanThreads, 0, stream, scan);
+  return launch("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kScanThreads, sizeof(ScanMemory),
+                stream, scan);
 }
 
 }  // namespace flash_qla::cuda::sm90::links
