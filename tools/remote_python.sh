@@ -14,12 +14,14 @@
 #   ./run.sh sanitize     the four compute-sanitizer tools on every kernel (tools/sanitize.sh): two minutes
 #   ./run.sh bench        the four result files, h200_forward.json and so on, the most telling rows first: six minutes, or
 #                         at most BENCH_SECONDS (340) after decode's 60; a file that lacks rows names them
-#   ./run.sh tables       h100_layer.json, h100_portable_forward.json and _backward.json, h100_serving.json: five minutes
+#   ./run.sh tables       h100_layer.json, h100_portable_forward.json and _backward.json, h100_serving.json, beside fla and,
+#                         where they are (FLASH_QLA_ENGINES below), vLLM's and SGLang's operations: ten minutes
 #   ./run.sh cards        tests, table and example of several GPUs (tools/several_cards.sh)
 #   ./run.sh wheel        the wheel in wheels/, in an environment of its own, with the oldest tvm-ffi (FLASH_QLA_WHEEL below)
 #   ./run.sh all          suite, sanitize, check, bench, tables, and wheel where there is one
 #
 # FLASH_QLA_WHEEL: a wheel (tools/wheel.sh cuda) that goes along, with the oldest tvm-ffi that it takes.
+# FLASH_QLA_ENGINES: a folder that `tools/engine_contracts.py fetch` has filled; its engines' operations go along.
 # FLASH_QLA_REMOTE_PYTHON (3.12) is the other machine's Python, FLASH_QLA_CMAKE_FLAGS is passed on to CMake, and
 # FLASH_QLA_REMOTE_BUILD names another build folder to use than build/remote.
 set -euo pipefail
@@ -63,6 +65,14 @@ if [[ -n ${FLASH_QLA_WHEEL:-} ]]; then
   mkdir -p "$stage/wheels"
   floor=$(sed -n 's/^dependencies.*apache-tvm-ffi>=\([0-9.]*\).*/\1/p' pyproject.toml)
   cp "$FLASH_QLA_WHEEL" "$(download "build/remote_wheels/$version/floor" "apache-tvm-ffi==$floor")" "$stage/wheels"
+fi
+if [[ -n ${FLASH_QLA_ENGINES:-} ]]; then
+  for part in vllm/vllm/third_party/flash_linear_attention sglang/sglang/kernels/ops/attention; do
+    engine=${part%%/*}
+    mkdir -p "$stage/peers/${part%/*}"
+    cp -r "$FLASH_QLA_ENGINES/$part" "$stage/peers/$part"
+    cp -r "$FLASH_QLA_ENGINES/$engine/$engine"-*.dist-info "$stage/peers/$engine"
+  done
 fi
 cp -r python tests tools docs examples README.md CHANGELOG.md pyproject.toml "$stage/repository"
 cp -r benchmarks/recorded "$stage/repository/benchmarks"

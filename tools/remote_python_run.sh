@@ -60,11 +60,17 @@ run_bench() {
   step "$((seconds + 20))" bench.txt python3 -m flash_qla bench --mode fwd,bwd,train "${recorded[@]}" --seconds "$seconds" --out "$out/{machine}_{mode}.json"
   grep -hE '^(FAIL|decode:|fwd:|bwd:|train:)' "$out"/bench*.txt | cut -c 1-250
 }
-# Tables in which one mode's rows never wait for other packages that compile.
+# Tables of the other modes. What other packages compile, seconds for each shape, is in their time.
 run_tables() {
-  step 130 bench_layer.txt python3 -m flash_qla bench --mode layer --seconds 80 --out "$out/{machine}_layer.json"
-  step 80 bench_portable.txt python3 -m flash_qla bench --mode portable_forward,portable_backward --seconds 60 --out "$out/{machine}_{mode}.json"
-  step 110 bench_serving.txt python3 -m flash_qla bench --mode serving --seconds 90 --out "$out/{machine}_serving.json"
+  local engines=() name
+  for name in vllm sglang; do [[ -d $package/peers/$name ]] && engines+=("$name=$package/peers/$name"); done
+  # The rows of a model take up to a minute, and one that has begun is not cut.
+  PYTHONPATH=$PYTHONPATH:$package/peers/fla step 230 bench_layer.txt python3 -m flash_qla bench --mode layer --peers fla --seconds 150 \
+    --out "$out/{machine}_layer.json"
+  step 240 bench_portable.txt python3 -m flash_qla bench --mode portable_forward,portable_backward --peers "fla=$package/peers/fla" \
+    --peer-seconds 110 --seconds 200 --out "$out/{machine}_{mode}.json"
+  step 200 bench_serving.txt python3 -m flash_qla bench --mode serving --peers "$(IFS=,; echo "${engines[*]}")" --peer-seconds 90 --seconds 170 \
+    --out "$out/{machine}_serving.json"
   grep -hE '^FAIL' "$out"/bench_{layer,portable,serving}.txt | cut -c 1-250
 }
 run_cards() {
