@@ -17,7 +17,7 @@ const std::vector<const ForwardPath*>& chunk_forward_paths() {
 }
 
 const std::vector<const ForwardPath*>& recurrent_paths() {
-  static const std::vector<const ForwardPath*> paths = {&kCudaGenericRecurrent, &kCudaOracleRecurrent,
+  static const std::vector<const ForwardPath*> paths = {&kCudaDecode, &kCudaGenericRecurrent, &kCudaOracleRecurrent,
                                                         &kReferenceRecurrent};
   return paths;
 }

@@ -2,6 +2,7 @@
 // a thread and access, all of a thread's loads in flight before the first is used, and stays in registers as it was
 // read: nothing turns it round. A [V, K] state goes to warps that know nothing of each other, each with some columns; a
 // [K, V] state to blocks that add up over their warps' keys. Activations and l2 norm are computed on the way.
+#include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/pool.cuh"
 #include "cuda/generic/state_columns.cuh"
@@ -57,9 +58,8 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   using Block = Columns<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kLanes = Block::kLanes, kGroups = Block::kGroups;
   constexpr int kAccesses = Block::kAccesses, kColumns = Block::kColumns;
-  extern __shared__ float4 s_memory[];
   const int tokens = kOneToken ? 1 : p.T;
-  SharedToken<kKeys>* s_tokens = reinterpret_cast<SharedToken<kKeys>*>(s_memory);
+  SharedToken<kKeys>* s_tokens = dynamic_shared<SharedToken<kKeys>>();
   float* s_values = reinterpret_cast<float*>(s_tokens + tokens);  // [T][kColumns]
 
   const Place place = place_of(p);
@@ -182,9 +182,8 @@ __global__ void __launch_bounds__(Use::kThreads, Use::kBlocks)
   using Block = Rows<State, kKeys, Use>;
   constexpr int kVector = Block::kVector, kAccesses = Block::kAccesses, kColumns = Block::kColumns;
   constexpr int kWarps = Block::kWarps, kLeft = Block::kLeft;
-  extern __shared__ float4 s_memory[];
   const int tokens = kOneToken ? 1 : p.T;
-  SharedToken<kKeys>* s_tokens = reinterpret_cast<SharedToken<kKeys>*>(s_memory);
+  SharedToken<kKeys>* s_tokens = dynamic_shared<SharedToken<kKeys>>();
   float* s_values = reinterpret_cast<float*>(s_tokens + tokens);  // [T][kColumns]
   float* s_u = s_values + tokens * kColumns;                      // [kColumns]
   float* s_sums = s_u + kColumns;                                 // [2][warp][kColumns]: along k, along q

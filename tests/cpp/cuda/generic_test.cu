@@ -15,6 +15,7 @@
 #include <sstream>
 
 #include "checker.h"
+#include "decode_tests.h"
 #include "invariance_tests.cuh"
 #include "launches.h"
 #include "malformed_tests.cuh"
@@ -64,39 +65,6 @@ int64_t test_generic(const Settings& settings, Arena& arena) {
     backward.check(what, call, "cuda_generic", "cuda_reference", FLASH_QLA_CUDA);
   });
   return forward.finish() + backward.finish();
-}
-
-ForwardCall draw_decode(Random& random) {
-  Shape s;
-  s.dtype = draw_dtype(random);
-  s.B = random.integer(1, 6);
-  s.T = random.chance(0.5) ? 1 : random.integer(2, FLASH_QLA_MAX_DRAFT_TOKENS);
-  s.Hq = random.integer(1, 3);
-  s.Hv = s.Hq * random.integer(1, 3);
-  s.K = random.chance(0.5) ? 64 : 128;
-  s.V = 16 * random.integer(1, 16);
-  Features f = draw_features(s.dtype, random);
-  // There is a kernel for each of them, K, layout, and one or several tokens: all alike often, so that few cases reach
-  // all.
-  f.state_dtype = random.pick(std::vector<DType>{DType::kFloat32, DType::kBFloat16, DType::kFloat16});
-  if (f.strided && random.chance(0.5)) f.strided = false;
-  PoolFeatures pool = draw_pool_features(true, false, random);
-  if (!pool.pool) {
-    // Without a pool the kernel wants contiguous float32 states.
-    f.strided = false;
-    f.state_dtype = DType::kFloat32;
-  }
-  ForwardCall call;
-  call.draw(s, f, pool, true, random);
-  return call;
-}
-
-int64_t test_decode(const Settings& settings, Arena& arena) {
-  Checker decode("recurrent, cuda_decode", settings, arena, "cuda_decode");
-  for_each_case(settings, settings.cases, draw_decode, [&](const std::string& what, const ForwardCall& call) {
-    decode.check(what, call, "cuda_decode", "cuda_reference", FLASH_QLA_CUDA);
-  });
-  return decode.finish();
 }
 
 // NaN in one sequence: the others must not see it, and it must stand where the oracle has it.
@@ -228,7 +196,7 @@ int run(const Settings& settings) {
   std::vector<Group> groups = {
       {"oracle", false, [&] { return test_oracle(settings, arena); }},
       {"generic", false, [&] { return test_generic(settings, arena); }},
-      {"decode", false, [&] { return test_decode(settings, arena); }},
+      {"decode", false, [&] { return test_decode(settings, arena, "cuda_reference", FLASH_QLA_CUDA); }},
       {"verify", false, [&] { return test_verify(settings, arena, "cuda_reference", FLASH_QLA_CUDA); }},
       {"nan", false, [&] { return test_nan(settings, arena); }},
       {"invariance", false, [&] { return test_invariance(settings, arena, "cuda_generic", 128, 72, {64, 100}); }},
