@@ -10,8 +10,10 @@ namespace flash_qla::cuda::sm90::links {
 using cp::ProducerWarpgroup, cp::StateWarpgroup, cp::reset_stream, cp::queue_descriptors, cp::queue_producer;
 using fwd::Kernel, fwd::KernelArgs, fwd::QueueProducer, fwd::produce_chunk;
 
+// No least number of blocks a multiprocessor is asked for: with one ptxas uses as many registers, and serialises the
+// products (C7512).
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) sm90_link_states_kernel(const __grid_constant__ KernelArgs p) {
+__global__ void __launch_bounds__(Traits::kThreads) sm90_link_states_kernel(const __grid_constant__ KernelArgs p) {
   const int group = warpgroup_number<8>();
   const int thread = threadIdx.x % 128;
   if (threadIdx.x == 0) {
