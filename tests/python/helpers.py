@@ -367,7 +367,7 @@ def captured(step):
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.empty_cache()  # while it captures PyTorch cannot make room on a card that other processes fill
+    torch.cuda.empty_cache()  # it cannot do so while it captures, where other processes fill the card
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()

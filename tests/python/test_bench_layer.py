@@ -3,7 +3,9 @@ where one fails, ends its process or hangs."""
 
 import dataclasses
 import json
+import subprocess
 import sys
+import time
 import types
 
 import helpers
@@ -269,6 +271,28 @@ def test_rows_behind_one_that_ends_its_process(tmp_path, monkeypatch, plan, fail
     report = report_of(tmp_path)
     assert (tmp_path / "x900_layer.json").exists() and report.get("failures", {}) == failures
     assert [row["name"] for row in report["rows"]] == [name for name in wanted if name not in failures]
+
+
+def test_an_interrupt_keeps_the_rows_and_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "plan").write_text(json.dumps({"conv_backward": "pause"}))
+    monkeypatch.setattr(bench_layer, "_WORK", f"PLAN = {str(tmp_path / 'plan')!r}\n{WORK}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X900")
+    started, wait = [], subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        started.append(process)
+        if json.loads((tmp_path / "plan").read_text()) == {}:  # the row that pauses has begun
+            time.sleep(0.5)
+            if None not in started:
+                started.append(None)
+                raise KeyboardInterrupt
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, cpu=False, sizes=bench_layer.Sizes(), only=OPERATIONS[:3])
+    assert "conv_forward" in [row["name"] for row in report_of(tmp_path)["rows"]] and started[0].poll() is not None
 
 
 def test_times_stay_where_fla_ends_the_process(tmp_path, monkeypatch):

@@ -169,18 +169,20 @@ def _apart(command: Sequence[str], path: Path, silence: float) -> Tuple[bool, st
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     process = subprocess.Popen(command, env=environment)
     written, since = 0, time.monotonic()
-    while True:
-        try:
-            code = process.wait(0.2)
-            return code == 0, f"its process ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            now = path.stat().st_mtime_ns if path.exists() else 0
-            if now != written:
-                written, since = now, time.monotonic()
-            if time.monotonic() - since > silence:
-                process.kill()
-                process.wait()
-                return False, f"its process said nothing for {silence:g} s and was ended"
+    try:
+        while True:
+            try:
+                code = process.wait(0.2)
+                return code == 0, f"its process ended with exit code {code}"
+            except subprocess.TimeoutExpired:
+                now = path.stat().st_mtime_ns if path.exists() else 0
+                if now != written:
+                    written, since = now, time.monotonic()
+                if time.monotonic() - since > silence:
+                    return False, f"its process said nothing for {silence:g} s and was ended"
+    finally:  # nor does it go on where this one is interrupted
+        process.kill()
+        process.wait()
 
 
 def _take(file: _File, path: Path, todo: Sequence[str]) -> List[str]:
