@@ -367,9 +367,9 @@ def captured(step):
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.empty_cache()  # it cannot do so while it captures, where other processes fill the card
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Without a stream, PyTorch captures on the one that the process's first capture made, which may be another device's.
+    with torch.cuda.graph(graph, stream=stream):
         results = step()
     return graph, results
 
