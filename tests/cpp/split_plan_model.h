@@ -108,24 +108,102 @@ struct Plan {
   std::vector<uint8_t> warmups;  // [boundary][head]
 };
 
-// Emits the segments of one sequence and head in rounds, as a warp does.
-template <typename Warmups, typename Sink>
-void emit_head(const HeadPlan<Warmups>& plan, Sink& sink) {
-  SegmentCarry carry;
-  for (int32_t base = 1; base <= plan.cuts.pieces; base += 32) {
-    SegmentRound round;
-    round.base = base;
-    for (int32_t lane = 0; lane < 32; ++lane) {
-      bool ends = false, exact = false;
-      if (base + lane <= plan.cuts.pieces) plan.classify(base + lane, &ends, &exact);
-      round.ends |= static_cast<uint32_t>(ends) << lane;
-      round.exact |= static_cast<uint32_t>(exact) << lane;
-    }
-    for (int32_t lane = 0; lane < 32; ++lane) {
-      if (round.ends >> lane & 1) plan.emit(round, carry, lane, sink);
-    }
-    plan.advance(round, &carry);
+// Takes items at their places, each of which must be free.
+struct PlacedItems {
+  std::vector<WorkItem> states, outputs;
+  std::vector<Scan> scans;
+
+  explicit PlacedItems(const ItemCounts& all) {
+    WorkItem none{};
+    none.row = -1;
+    states.assign(static_cast<size_t>(all.states), none);
+    outputs.assign(static_cast<size_t>(all.independent() + all.dependent), none);
+    scans.assign(static_cast<size_t>(all.scans), {-1, -1});
   }
+
+  struct Sink {
+    PlacedItems& to;
+    void state(int32_t at, const WorkItem& t) const { put(to.states, at, t, &WorkItem::row); }
+    void output(int32_t at, const WorkItem& t) const { put(to.outputs, at, t, &WorkItem::row); }
+    void scan(int32_t at, const Scan& c) const { put(to.scans, at, c, &Scan::first_slot); }
+  };
+
+ private:
+  template <typename T>
+  static void put(std::vector<T>& list, int32_t at, const T& x, int32_t T::* field) {
+    ASSERT_TRUE(at >= 0 && at < static_cast<int32_t>(list.size()));
+    ASSERT_EQ(list[static_cast<size_t>(at)].*field, -1);
+    list[static_cast<size_t>(at)] = x;
+  }
+};
+
+// The lists of a batch, as the planner's kernel makes them (list.cu). kinds: of each sequence and head, whether it is
+// exact. independent: the items of these that depend on nothing; first_items: ... that come before all dependent ones.
+template <typename Warmups>
+PlacedItems place_items(const Batch& batch, const CutSpacing& cut_spacing, const Join& join, const AllExactSplit& split,
+                        int32_t capacity, const std::vector<bool>& kinds, const Warmups& warmups_of,
+                        int32_t* independent, int32_t* first_items) {
+  const CutChoice choice{join, split, batch.in_place};
+  const auto cut = [&](size_t s) {
+    const CutSequence cuts(batch.sequences[s], cut_spacing);
+    return cuts.fits(capacity, cut_spacing) ? cuts : CutSequence(batch.sequences[s], CutSpacing{});
+  };
+  std::vector<size_t> order(batch.sequences.size());
+  for (size_t s = 0; s < order.size(); ++s) order[s] = s;
+  if (order.size() <= kMostOrdered) {
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+      return length_of_items(cut(a), choice) > length_of_items(cut(b), choice);
+    });
+  }
+  std::vector<PlannedSequence> sequences;
+  ItemCounts all{};
+  const auto kind = [&](size_t place, int32_t head) {
+    return kinds[order[place] * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
+  };
+  for (size_t place = 0; place < order.size(); ++place) {
+    PlannedSequence s{cut(order[place]), 0, all};
+    for (int32_t head = 0; head < batch.heads; ++head) s.exact += kind(place, head);
+    all += ItemCounts(s.cuts, choice, batch.heads - s.exact, s.exact);
+    sequences.push_back(s);
+  }
+  PlacedItems placed(all);
+  *independent = all.independent();
+  *first_items = 0;
+  if (sequences.empty()) return placed;
+  const OutputOrder groups(
+      all, sequences[0].cuts,
+      sequences[static_cast<size_t>(std::min(all.may_cut, static_cast<int32_t>(sequences.size()) - 1))].cuts, choice,
+      batch.in_place);
+  if (batch.in_place) *first_items = static_cast<int32_t>(kinds.size());
+  for (size_t place = 0; place < order.size(); ++place) {
+    const PlannedSequence& s = sequences[place];
+    int32_t exact_before = 0;
+    for (int32_t head = 0; head < batch.heads; ++head) {
+      const bool is_exact = kind(place, head);
+      const HeadItems items(s, groups, choice, head, batch.heads, is_exact,
+                            is_exact ? exact_before : head - exact_before, capacity, cut_spacing);
+      for (int32_t k = 0; k < items.segments.count; ++k) {
+        items.emit(k, cut_spacing, warmups_of(head), PlacedItems::Sink{placed});
+      }
+      exact_before += is_exact;
+    }
+  }
+  return placed;
+}
+
+// Items as blocks take them, which depends on when states at cuts are there; no dependent one before the first items
+// are given out.
+inline std::vector<WorkItem> in_drawn_order(const std::vector<WorkItem>& items, int32_t independent,
+                                            int32_t first_items, uint32_t seed) {
+  std::vector<WorkItem> taken;
+  auto free = items.begin(), dependent = free + independent;
+  const auto no_free = dependent, first = free + first_items;
+  std::mt19937 order(seed);
+  while (free != no_free || dependent != items.end()) {
+    const bool ready = free >= first && dependent != items.end() && order() % 2 == 0;
+    taken.push_back(free == no_free || ready ? *dependent++ : *free++);
+  }
+  return taken;
 }
 
 inline Plan make_plan(const Batch& batch) {
@@ -165,26 +243,32 @@ inline Plan make_plan(const Batch& batch) {
       return static_cast<int32_t>(plan.warmups[static_cast<size_t>(number * batch.heads + head)]);
     };
   };
+  std::vector<HeadSummary> summaries;
+  std::vector<bool> kinds;
+  for (const SequenceSpan& s : batch.sequences) {
+    CutSequence cuts(s, plan.cut_spacing);
+    if (!cuts.fits(plan.capacity.boundaries, plan.cut_spacing)) cuts = CutSequence(s, CutSpacing{});
+    for (int32_t head = 0; head < batch.heads; ++head) {
+      HeadSummary summary{cuts.chunks, cuts.pieces, false, 0};
+      for (int32_t i = 1, exact = 0; i < summary.pieces; ++i) {
+        if ((i - 1) % kBoundariesInRow == 0) exact = 0;
+        const int32_t warmup = warmups_of(head)(cuts.number(i, plan.cut_spacing));
+        exact += warmup == 0;
+        summary.exact = summary.exact || exact > 1;
+        summary.warmups += warmup;
+      }
+      summaries.push_back(summary);
+      kinds.push_back(summary.exact);
+    }
+  }
   if (batch.mode == Mode::kAuto && !batch.forced) {
     const Costs costs;
     const LengthSummary lengths = batch.summary();
-    ItemEstimate estimates[2][kJoins];  // of heads without a exact boundary, of those with one
-    for (const SequenceSpan& s : batch.sequences) {
-      for (int32_t head = 0; head < batch.heads; ++head) {
-        const CutSequence cuts(s, plan.cut_spacing);
-        HeadSummary summary;
-        summary.chunks = cuts.chunks;
-        summary.pieces = cuts.pieces;
-        for (int32_t i = 1; i < summary.pieces; ++i) {
-          const int32_t number = cuts.number(i, plan.cut_spacing);
-          const int32_t warmup = number < plan.capacity.boundaries ? warmups_of(head)(number) : 0;
-          summary.exact += warmup == 0;
-          summary.warmups += warmup;
-        }
-        for (int32_t i = 0; i < kJoins; ++i) {
-          estimates[summary.exact > 0][i].add(summary, join_step(i),
-                                              long_item(lengths.longest, plan.cut_spacing, join_step(i)), costs);
-        }
+    ItemEstimate estimates[2][kJoins];  // of decaying heads, of exact ones
+    for (const HeadSummary& summary : summaries) {
+      for (int32_t i = 0; i < kJoins; ++i) {
+        estimates[summary.exact][i].add(summary, join_step(i),
+                                        long_item(lengths.longest, plan.cut_spacing, join_step(i)), costs);
       }
     }
     const float uncut = batch.uncut_shared ? time_of_shared(lengths, batch.heads, batch.sms, costs) : 0.0f;
@@ -198,36 +282,12 @@ inline Plan make_plan(const Batch& batch) {
       }
     }
   }
-  struct Sink {
-    std::vector<WorkItem>* items;
-    std::vector<Scan>* scans;
-    void item(const WorkItem& t) { items->push_back(t); }
-    void scan(const Scan& c) { scans->push_back(c); }
-  };
-  std::vector<WorkItem> items;
-  Sink sink{&items, &plan.scans};
-  for (const SequenceSpan& s : batch.sequences) {
-    for (int32_t head = 0; head < batch.heads; ++head) {
-      emit_head(HeadPlan(CutSequence(s, plan.cut_spacing), head, plan.cut_spacing, plan.join, plan.capacity.boundaries,
-                         warmups_of(head)),
-                sink);
-    }
-  }
-  std::stable_sort(items.begin(), items.end(), [&](const WorkItem& a, const WorkItem& b) {
-    return item_bucket(a, batch.in_place) < item_bucket(b, batch.in_place);
-  });
-  std::array<int32_t, kItemLists> lists{};
-  for (const WorkItem& t : items) ++lists[static_cast<size_t>(item_bucket(t, batch.in_place) / kLengthBuckets)];
-  plan.state_items.assign(items.begin(), items.begin() + lists[0]);
-  // Free and dependent items as blocks take them, which depends on when states at cuts are there; no dependent one
-  // before the first list is through.
-  auto free = items.begin() + lists[0], dependent = free + lists[1] + lists[2];
-  const auto no_free = dependent, first = free + lists[1];
-  std::mt19937 order(batch.order);
-  while (free != no_free || dependent != items.end()) {
-    const bool ready = free >= first && dependent != items.end() && order() % 2 == 0;
-    plan.output_items.push_back(free == no_free || ready ? *dependent++ : *free++);
-  }
+  int32_t independent = 0, first_items = 0;
+  const PlacedItems placed = place_items(batch, plan.cut_spacing, plan.join, {}, plan.capacity.boundaries, kinds,
+                                         warmups_of, &independent, &first_items);
+  plan.state_items = placed.states;
+  plan.scans = placed.scans;
+  plan.output_items = in_drawn_order(placed.outputs, independent, first_items, batch.order);
   return plan;
 }
 
@@ -280,6 +340,7 @@ inline void check(const Batch& batch, const Plan& plan) {
   std::vector<int> ends(batch.maps.size(), 0);
   std::vector<bool> overwritten(batch.maps.size(), false);
   for (const WorkItem& t : plan.output_items) {
+    if (t.tokens == 0 && t.flags == 0) continue;  // joined to the segment before
     const SequenceSpan& s = batch.sequences[static_cast<size_t>(t.sequence)];
     const size_t index = static_cast<size_t>(t.sequence * batch.heads + t.head);
     ASSERT_EQ(t.row, s.start + t.position * kChunk);

@@ -1,7 +1,6 @@
 // The planner of the context parallelism, run on the host over drawn lengths, gates and cards (split_plan_model.h).
 #include <cmath>
 
-#include "cuda/sm90/context_parallel/regular_plan.h"
 #include "split_plan_model.h"
 
 namespace flash_qla::cuda::sm90::cp {
@@ -9,7 +8,7 @@ namespace {
 
 TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
   std::mt19937 random(1);
-  int64_t cut = 0, chained = 0, warmed = 0;
+  int64_t cut = 0, chained = 0, warmed = 0, joined = 0;
   for (int i = 0; i < 100000; ++i) {
     const Batch batch = draw(random);
     const Plan plan = make_plan(batch);
@@ -17,112 +16,49 @@ TEST(SplitPlan, EveryChunkOnceFromTheRightState) {
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
     cut += plan.output_items.size() > batch.maps.size();
     chained += !plan.scans.empty();
-    for (const WorkItem& t : plan.output_items) warmed += t.warmup > 0;
+    for (const WorkItem& t : plan.output_items) {
+      warmed += t.warmup > 0;
+      joined += t.tokens == 0 && t.flags == 0;
+    }
   }
   // The cases meet what they are meant to meet.
   EXPECT_GT(cut, 10000);
   EXPECT_GT(chained, 5000);
   EXPECT_GT(warmed, 50000);
+  EXPECT_GT(joined, 1000);
 }
 
-struct CountedSink {
-  std::vector<WorkItem> items;
-  std::vector<Scan> scans;
-  void item(const WorkItem& t) { items.push_back(t); }
-  void scan(const Scan& c) { scans.push_back(c); }
-};
-struct RegularSink {
-  std::vector<WorkItem> states, outputs;
-  std::vector<Scan> scans;
-  struct Reference {
-    RegularSink& to;
-    void state(int32_t at, const WorkItem& t) const { put(to.states, at, t, &WorkItem::row); }
-    void output(int32_t at, const WorkItem& t) const { put(to.outputs, at, t, &WorkItem::row); }
-    void scan(int32_t at, const Scan& c) const { put(to.scans, at, c, &Scan::first_slot); }
-  };
-
- private:
-  // A place that is free has -1.
-  template <typename T>
-  static void put(std::vector<T>& list, int32_t at, const T& x, int32_t T::* field) {
-    ASSERT_TRUE(at >= 0 && at < static_cast<int32_t>(list.size()));
-    ASSERT_EQ(list[static_cast<size_t>(at)].*field, -1);
-    list[static_cast<size_t>(at)] = x;
-  }
-};
-
-// Equal sequences in decaying and exact heads: the items told by their places are those that are counted, each place is
-// taken once, and larger segments come first.
-TEST(SplitPlan, EvenPlansAreTheCountedOnes) {
+// Of equal sequences in heads of both kinds: every place has an item, and what waits comes after what does not.
+TEST(SplitPlan, EveryPlaceHasAnItem) {
   std::mt19937 random(3);
   auto below = [&](int32_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
-  const auto fields = [](const WorkItem& t) {
-    return std::array<int32_t, 9>{t.row, t.tokens, t.sequence, t.chunk, t.position, t.slot, t.head, t.warmup, t.flags};
-  };
   int64_t mixed = 0;
   for (int i = 0; i < 20000; ++i) {
-    const int32_t n = 1 + below(3), heads = 1 + below(9), chunks = 1 + below(300);
-    const int32_t length = (chunks - 1) * kChunk + 1 + below(kChunk);
+    Batch batch;
+    const int32_t n = 1 + below(3), chunks = 1 + below(300), length = (chunks - 1) * kChunk + 1 + below(kChunk);
+    batch.heads = 1 + below(9);
+    batch.in_place = below(4) == 0;
     CutSpacing cut_spacing;
     cut_spacing.set_spacing(kMinSpacing + below(12));
-    const Join join = join_choice(below(kJoinChoices));
-    const int32_t capacity = n * chunks / cut_spacing.spacing + 1;
-    CountedSink counted;
-    RegularSink even;
-    std::vector<bool> exact;
-    for (int32_t pair = 0; pair < n * heads; ++pair) exact.push_back(below(3) == 0);
-    const int32_t exact_heads = static_cast<int32_t>(std::count(exact.begin(), exact.end(), true));
-    const int32_t pieces = pieces_of(chunks, cut_spacing);
-    const RegularPlan plan(pieces, join);
-    const RegularCounts counts{n * heads - exact_heads, exact_heads};
-    WorkItem none{};
-    none.row = -1;
-    even.states.assign(static_cast<size_t>(plan.state_items(counts)), none);
-    even.outputs.assign(static_cast<size_t>(plan.independent_items(counts) + plan.dependent_items(counts)), none);
-    even.scans.assign(static_cast<size_t>(plan.scans(counts)), {-1, -1});
-    int32_t exact_before = 0;
-    for (int32_t pair = 0; pair < n * heads; ++pair) {
-      const int32_t s = pair / heads;
-      const bool is_exact = exact[static_cast<size_t>(pair)];
-      const auto warmups = [&](int32_t number) { return is_exact ? 0 : 4 + (number * 7 + pair) % 5; };
-      const HeadPlan head(CutSequence({s * chunks * kChunk, length, s, s * chunks}, cut_spacing), pair % heads,
-                          cut_spacing, join, capacity, warmups);
-      ASSERT_EQ(head.cuts.pieces, pieces);
-      emit_head(head, counted);
-      const int32_t rank = is_exact ? exact_before : pair - exact_before;
-      for (int32_t k = 0; k < (is_exact ? plan.exact : plan.decaying).joined; ++k) {
-        // Of all heads of a kind the same.
-        const RegularSegment segment = plan.segment(CutSequence({0, length, 0, 0}, cut_spacing), is_exact, k);
-        for (int32_t item = 0; item < 3; ++item) {
-          plan.emit(segment, head, counts, is_exact, rank, k, item, RegularSink::Reference{even});
-        }
+    for (int32_t s = 0; s < n; ++s) batch.sequences.push_back({s * chunks * kChunk, length, s, s * chunks});
+    std::vector<bool> kinds;
+    for (int32_t pair = 0; pair < n * batch.heads; ++pair) kinds.push_back(below(3) == 0);
+    const auto warmups_of = [](int32_t) { return [](int32_t) { return kUsualWarmup; }; };
+    int32_t independent = 0, first_items = 0;
+    const PlacedItems placed =
+        place_items(batch, cut_spacing, join_choice(below(kJoinChoices)), {}, n * chunks / cut_spacing.spacing + 1,
+                    kinds, warmups_of, &independent, &first_items);
+    for (size_t t = 0; t < placed.outputs.size(); ++t) {
+      ASSERT_GE(placed.outputs[t].row, 0);
+      ASSERT_EQ((placed.outputs[t].flags & kItemFromCutState) != 0, t >= static_cast<size_t>(independent));
+      if (t < static_cast<size_t>(first_items)) {
+        ASSERT_EQ(placed.outputs[t].position, 0);
       }
-      exact_before += is_exact;
     }
+    for (const WorkItem& item : placed.states) ASSERT_GE(item.row, 0);
+    for (const Scan& scan : placed.scans) ASSERT_GE(scan.first_slot, 0);
     if (HasFatalFailure()) FAIL() << "case " << i;
-    const auto sorted = [&](const std::vector<WorkItem>& items) {
-      std::vector<std::array<int32_t, 9>> all;
-      for (const WorkItem& t : items) all.push_back(fields(t));
-      std::sort(all.begin(), all.end());
-      return all;
-    };
-    std::vector<WorkItem> all = even.states;
-    all.insert(all.end(), even.outputs.begin(), even.outputs.end());
-    ASSERT_EQ(sorted(all), sorted(counted.items)) << "case " << i;
-    ASSERT_EQ(even.scans.size(), counted.scans.size());
-    for (size_t c = 0; c < even.scans.size(); ++c) {
-      EXPECT_EQ(even.scans[c].first_slot, counted.scans[c].first_slot);
-      EXPECT_EQ(even.scans[c].transitions, counted.scans[c].transitions);
-    }
-    for (size_t t = 0; t < even.outputs.size(); ++t) {
-      EXPECT_EQ((even.outputs[t].flags & kItemFromCutState) != 0,
-                t >= static_cast<size_t>(plan.independent_items(counts)));
-    }
-    // A piece has a chunk more or less than another, and the last one an unfilled chunk.
-    for (size_t t = 1; t < even.states.size(); ++t) {
-      EXPECT_LE(even.states[t].tokens, even.states[t - 1].tokens + plan.exact.least * 2 * kChunk);
-    }
-    mixed += plan.state_items(counts) > 0 && plan.decaying.joined > 1 && exact_heads < n * heads;
+    mixed += independent > n * batch.heads && independent < static_cast<int32_t>(placed.outputs.size());
   }
   EXPECT_GT(mixed, 5000);
 }
@@ -229,8 +165,7 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
             for (int32_t choice = 0; choice < kJoinChoices; ++choice) {
               ItemEstimate parts[2];
               for (const bool decays : {false, true}) {
-                const HeadSummary head{lengths.longest, pieces, decays ? 0 : pieces - 1,
-                                       decays ? warmup * (pieces - 1) : 0};
+                const HeadSummary head{lengths.longest, pieces, !decays, warmup * (pieces - 1)};
                 const int32_t step = join_step(decays ? choice % kJoins : choice / kJoins);
                 ItemEstimate part;
                 part.add(head, step, long_item(lengths.longest, estimate.cut_spacing, step), costs);
@@ -260,8 +195,8 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
 }
 
 // Every chunk once and from the right state, where no head decays and heads are not cut by whole pieces. Lists: what
-// waits comes after what does not, as TPCs take the tickets after those of independent items.
-void check_all_exact(const AllExactPlan& all_exact, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
+// waits comes after what does not, as clusters take the tickets after those of independent items.
+void check_all_exact(const AllExactSplit& split, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
                      const CutSpacing& cut_spacing, int32_t missing) {
   std::mt19937 random(static_cast<uint32_t>(heads * chunks + missing));
   Batch batch;
@@ -279,31 +214,21 @@ void check_all_exact(const AllExactPlan& all_exact, int32_t sequences, int32_t h
   Plan plan;
   plan.cut_spacing = cut_spacing;
   plan.capacity = plan_capacity(Mode::kAuto, false, batch.tokens, sequences, heads, sms);
-  WorkItem none{};
-  none.row = -1;
-  RegularSink lists;
-  lists.states.assign(static_cast<size_t>(all_exact.state_items()), none);
-  lists.outputs.assign(static_cast<size_t>(all_exact.independent_items() + all_exact.dependent_items()), none);
-  lists.scans.assign(static_cast<size_t>(all_exact.scans()), {-1, -1});
-  const auto exact = [](int32_t) { return 0; };
-  for (int32_t i = 0; i < sequences * heads; ++i) {
-    const SequenceSpan& s = batch.sequences[static_cast<size_t>(i / heads)];
-    const HeadPlan head(CutSequence(s, cut_spacing), i % heads, cut_spacing, Join{}, plan.capacity.boundaries, exact);
-    for (int32_t k = 0; k < all_exact.split.segments; ++k) {
-      for (int32_t n = 0; n < 3; ++n) all_exact.emit(head, i, k, n, RegularSink::Reference{lists});
-    }
-  }
-  for (size_t t = 0; t < lists.outputs.size(); ++t) {
-    ASSERT_EQ((lists.outputs[t].flags & kItemFromCutState) != 0,
-              t >= static_cast<size_t>(all_exact.independent_items()));
+  const auto exact = [](int32_t) { return [](int32_t) { return 0; }; };
+  int32_t independent = 0, first_items = 0;
+  const PlacedItems placed =
+      place_items(batch, cut_spacing, Join{}, split, plan.capacity.boundaries,
+                  std::vector<bool>(static_cast<size_t>(sequences * heads), true), exact, &independent, &first_items);
+  ASSERT_EQ(independent, sequences * heads);
+  for (size_t t = 0; t < placed.outputs.size(); ++t) {
+    ASSERT_EQ((placed.outputs[t].flags & kItemFromCutState) != 0, t >= static_cast<size_t>(independent));
   }
   // Every place has a item: a state of each segment but the last, a transition of each but that and the first.
-  for (const WorkItem& t : lists.states) ASSERT_GE(t.row, 0);
-  ASSERT_EQ(all_exact.state_items(), all_exact.heads * (2 * all_exact.split.segments - 3));
-  ASSERT_EQ(all_exact.states_left(), all_exact.state_items() * kStateWarps);
-  plan.state_items = lists.states;
-  plan.output_items = lists.outputs;
-  plan.scans = lists.scans;
+  for (const WorkItem& t : placed.states) ASSERT_GE(t.row, 0);
+  ASSERT_EQ(static_cast<int32_t>(placed.states.size()), sequences * heads * (2 * split.segments - 3));
+  plan.state_items = placed.states;
+  plan.output_items = placed.outputs;
+  plan.scans = placed.scans;
   check(batch, plan);
 }
 
@@ -330,10 +255,9 @@ TEST(SplitPlan, WhatNoHeadDecaysAsksForIsOneWave) {
           }
           if (by_pairs.time == 0.0f) continue;
           ++clustered;
-          const AllExactPlan plan{by_pairs.split, sequences * heads};
-          EXPECT_LE(plan.split.segments, pieces);  // slots of states at cuts
-          EXPECT_LE(2 * plan.dependent_items(), sms);
-          check_all_exact(plan, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
+          EXPECT_LE(by_pairs.split.segments, pieces);  // slots of states at cuts
+          EXPECT_LE(2 * sequences * heads * (by_pairs.split.segments - 1), sms);
+          check_all_exact(by_pairs.split, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
                           clustered % 3 * 30);
           if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
         }
@@ -486,25 +410,24 @@ TEST(SplitPlan, DivisorsDivide) {
 TEST(SplitPlan, EvenMerges) {
   for (int32_t pieces = 1; pieces < 200; ++pieces) {
     for (int32_t join : {1, 2, 3, 5, 16, kNoCut}) {
-      int32_t last = 0, shortest = pieces, longest = 0, count = 0;
-      for (int32_t i = 1; i <= pieces; ++i) {
-        if (i < pieces && !boundary_stays(Divisor(pieces), i, joined_pieces(pieces, join))) continue;
-        shortest = std::min(shortest, i - last);
-        longest = std::max(longest, i - last);
-        last = i;
-        ++count;
+      const Segmentation segments(pieces, join, {}, false);
+      ASSERT_EQ(segments.count, join >= pieces ? 1 : (pieces + join - 1) / join);
+      ASSERT_EQ(segments.boundary(0), 0);
+      ASSERT_EQ(segments.boundary(segments.count), pieces);
+      std::vector<int32_t> by_order(static_cast<size_t>(segments.count), 0);
+      for (int32_t k = 0; k < segments.count; ++k) {
+        const int32_t size = segments.boundary(k + 1) - segments.boundary(k);
+        ASSERT_LE(size, join);
+        ASSERT_TRUE(size == segments.least || size == segments.least + 1);
+        int32_t& at = by_order[static_cast<size_t>(segments.order(k))];
+        ASSERT_EQ(at, 0);
+        at = size;
       }
-      ASSERT_LE(longest - shortest, 1);
-      ASSERT_LE(longest, join);
-      ASSERT_EQ(count, join >= pieces ? 1 : (pieces + join - 1) / join);
+      ASSERT_TRUE(std::is_sorted(by_order.rbegin(), by_order.rend()));
+      ASSERT_EQ(segments.order(0), 0);
+      ASSERT_EQ(segments.order(segments.count - 1), segments.count - 1);
     }
   }
-}
-
-TEST(SplitPlan, BucketsAreInOrder) {
-  for (int32_t chunks = 1; chunks < 100000; ++chunks) ASSERT_LE(length_bucket(chunks), length_bucket(chunks - 1));
-  EXPECT_EQ(length_bucket(0), kLengthBuckets - 1);
-  EXPECT_EQ(length_bucket(1 << 30), 0);
 }
 
 }  // namespace

@@ -11,6 +11,8 @@
 #undef __shared__
 #define __shared__ static  // one block at a time, in one host thread
 #define __launch_bounds__(...)
+#undef __noinline__
+#define __noinline__ inline
 
 #include "device.h"
 

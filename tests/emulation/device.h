@@ -17,6 +17,17 @@ inline constexpr int warpSize = 32;
 inline void __syncthreads(cuda_emulation::Where where = cuda_emulation::Where::current()) {
   cuda_emulation::barrier_sync(0, 0, where);
 }
+// Whether x is not 0 in all threads.
+inline int __syncthreads_and(int x, cuda_emulation::Where where = cuda_emulation::Where::current()) {
+  static int zeros;
+  if (threadIdx.x + threadIdx.y + threadIdx.z == 0) zeros = 0;
+  __syncthreads(where);
+  zeros += x == 0;
+  __syncthreads(where);
+  const int result = zeros == 0;
+  __syncthreads(where);
+  return result;
+}
 
 namespace cuda_emulation {
 

@@ -23,8 +23,7 @@ inline void mix_gates(Buffer& g, Random& random) {
   });
 }
 
-// Every `every`-th head without decay and the others with so much of it that they forget within five chunks: all
-// boundaries of a head are alike, as an even plan wants them.
+// Every `every`-th head without decay and the others with so much of it that they forget within five chunks.
 inline void part_gates(Buffer& g, int64_t every, Random& random) {
   g.fill([&](int64_t, int64_t, int64_t head, int64_t) {
     return head % every == every - 1 ? 0.0 : -0.055 * random.uniform(0.9, 1.1);

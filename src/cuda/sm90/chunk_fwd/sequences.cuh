@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/bulk.cuh"
+#include "cuda/common/overlap.cuh"
 #include "cuda/sm90/chunk_fwd/args.h"
 #include "cuda/sm90/common/sizes.h"
 

@@ -62,14 +62,18 @@ class LaneGroups {
 };
 static_assert(kSmGroups == 8);
 
-// The best of all choices, by all threads of a block, from what is known of each head; and its state items.
+// Kinds of heads, one number a sequence and head: the chunks of all warm-ups together of a decaying one, or this.
+inline constexpr int32_t kExactHead = -1;
+
+// The best of all choices, by all threads of a block, for `count` heads; and its state items.
 struct ChosenJoins {
   int32_t choice, state_items;
 };
 // Not inlined: what it takes a second time in a kernel is in the caches. Arguments by value: the caller's would else be
 // in memory.
-static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const HeadSummary* summaries, int32_t count,
-                                                        LengthSummary lengths, CutSpacing cut_spacing) {
+static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const PlannedSequence* sequences,
+                                                        const int32_t* kinds, int32_t count, LengthSummary lengths,
+                                                        CutSpacing cut_spacing) {
   __shared__ ItemEstimate estimates[2][kJoins];
   __shared__ float choice_times[kJoinChoices];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -79,8 +83,9 @@ static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const
   const float limit = long_item(lengths.longest, cut_spacing, step);
   ItemEstimate estimate;
   for (int32_t i = lane; i < count; i += 32) {
-    const HeadSummary head = summaries[i];
-    if ((head.exact > 0) == with_exact) estimate.add(head, step, limit, p.costs);
+    const CutSequence& cuts = sequences[p.by_heads.divide(i)].cuts;
+    const HeadSummary head{cuts.chunks, cuts.pieces, kinds[i] == kExactHead, kinds[i]};
+    if (head.exact == with_exact) estimate.add(head, step, limit, p.costs);
   }
   sum_over_warp(estimate);
   if (lane == 0) estimates[with_exact][warp % kJoins] = estimate;

@@ -181,10 +181,14 @@ struct CutSequence {
   FLASH_QLA_HOST_DEVICE int32_t at(int32_t i) const { return piece * i + by_pieces.divide(longer * i); }
 
   // Boundaries have numbers: no two of a batch are nearer than the spacing (a sequence's first lies that far inside
-  // it), so the number of the spacing-wide window they fall in is theirs alone. A boundary whose number is past the
-  // capacity is not used. Tokens are 31-bit numbers.
+  // it), so the number of the spacing-wide window they fall in is theirs alone. Tokens are 31-bit numbers.
   FLASH_QLA_HOST_DEVICE int32_t number(int32_t i, const CutSpacing& cut_spacing) const {
     return cut_spacing.windows.divide(sequence.start / kChunk + at(i));
+  }
+  // Whether all numbers are within the capacity: else the sequence is not cut. Where many tokens are before the first
+  // sequence they need not be.
+  FLASH_QLA_HOST_DEVICE bool fits(int32_t capacity, const CutSpacing& cut_spacing) const {
+    return pieces == 1 || number(pieces - 1, cut_spacing) < capacity;
   }
 
   // The boundary that has this number, 1 .. pieces - 1; 0: none.

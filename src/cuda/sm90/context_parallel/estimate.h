@@ -15,8 +15,8 @@ namespace flash_qla::cuda::sm90::cp {
 // What the choice sees of one sequence and head.
 struct HeadSummary {
   int32_t chunks = 0, pieces = 1;
-  int32_t exact = 0;    // boundaries
-  int32_t warmups = 0;  // chunks, of all decaying boundaries together
+  bool exact = false;
+  int32_t warmups = 0;  // chunks, of all boundaries together; of a decaying head
 };
 
 // Items that are nearly alike.
@@ -44,16 +44,15 @@ struct ItemEstimate {
   ItemClass states, free[2], dependent[2];
   int32_t transitions = 0, longest_scan = 0;
 
-  // One sequence and head of which `step` neighbouring pieces are joined. A head with an exact boundary is taken for
-  // one that has no other: where both kinds alternate that is a cautious guess. long_item: chunks that make an item a
-  // long one.
+  // One sequence and head of which `step` neighbouring pieces are joined. long_item: chunks that make an item a long
+  // one.
   FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step, float long_item, const Costs& costs) {
     const int32_t items = joined_pieces(head.pieces, step);
     const float piece = quotient(static_cast<float>(head.chunks), static_cast<float>(head.pieces));
     const int32_t shorter = head.pieces / items, longer = head.pieces - shorter * items;  // pieces, items
-    const int32_t decaying = head.pieces - 1 - head.exact;
-    const bool warms_up = head.exact == 0 && items > 1;
-    const float warmup = warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(decaying)) : 0.0f;
+    const bool warms_up = !head.exact && items > 1;
+    const float warmup =
+        warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(head.pieces - 1)) : 0.0f;
     for (int32_t more = 0; more < 2; ++more) {
       const int32_t count = more != 0 ? longer : items - longer;
       const float chunks = piece * static_cast<float>(shorter + more);
@@ -62,7 +61,7 @@ struct ItemEstimate {
       const float output = chunks * costs.step + warmup * costs.warm_step + costs.item_edge;
       const float most = output + rest * costs.step;
       const bool is_long = chunks >= long_item;
-      if (head.exact == 0) {
+      if (!head.exact) {
         free[0].add(is_long ? count : 0, output, most);
         free[1].add(is_long ? 0 : count, output, most);
         continue;
@@ -78,7 +77,7 @@ struct ItemEstimate {
       const float state = chunks * costs.state_step + costs.state_edge;
       states.add(more != 0 ? of_longer : all - of_longer, state, state + rest * costs.state_step);
     }
-    if (head.exact == 0 || items <= 2) return;
+    if (!head.exact || items <= 2) return;
     transitions += items - 2;
     longest_scan = items - 2 > longest_scan ? items - 2 : longest_scan;
   }
@@ -136,8 +135,8 @@ class SmGroups {
   int32_t next_ = 0;
 };
 
-// Microseconds until the last item ends, of the heads without and of those with an exact boundary: the items as blocks
-// take them, by groups of SMs and of items that are nearly alike.
+// Microseconds until the last item ends, of decaying and of exact heads: the items as blocks take them, by groups of
+// SMs and of items that are nearly alike.
 template <typename Groups>
 FLASH_QLA_HOST_DEVICE float play_through(const ItemEstimate& decaying, const ItemEstimate& exact, int32_t sms,
                                          const Costs& costs, Groups free) {
@@ -230,9 +229,9 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t join_step(int32_t i) {
 }
 FLASH_QLA_HOST_DEVICE constexpr Join join_choice(int32_t i) { return {join_step(i % kJoins), join_step(i / kJoins)}; }
 
-// Microseconds that a choice takes, from its two parts: the heads without and those with an exact boundary, joined by
-// join_step() of their own. uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that
-// takes. (With cuts that was slower for all shapes tried.)
+// Microseconds that a choice takes, from its two parts: decaying and exact heads, joined by join_step() of their own.
+// uncut: where a kernel of several SMs to a head writes O if nothing is cut, what that takes. (With cuts that was
+// slower for all shapes tried.)
 template <typename Groups>
 FLASH_QLA_HOST_DEVICE float time_of_choice(const ItemEstimate& decaying, const ItemEstimate& exact, int32_t choice,
                                            float uncut, int32_t sms, const Costs& costs, const Groups& free) {

@@ -26,7 +26,8 @@ size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, Plan
   w.start = reinterpret_cast<PlanStart*>(take(sizeof(PlanStart)));
   w.classifiers = reinterpret_cast<uint32_t*>(take(sizeof(uint32_t) * kMostUnitBlocks));
   w.warmups = reinterpret_cast<uint8_t*>(take(slots));
-  w.cuts = reinterpret_cast<CutSequence*>(take(sizeof(CutSequence) * n));
+  w.sequences = reinterpret_cast<PlannedSequence*>(take(sizeof(PlannedSequence) * n));
+  w.kinds = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.cut = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
   w.uncut = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));

@@ -1,5 +1,5 @@
 // The context parallelism of the fused Hopper forward, as plain functions: where sequences may be cut (cuts.h), which
-// cuts are taken, and the items that follow (segments.h, regular_plan.h). They run on the device (list.cu) and, in a
+// cuts are taken, and the items that follow (segments.h). They run on the device (list.cu) and, in a
 // test, on the host. docs/kernels/context_parallel.md explains the scheme.
 #pragma once
 
@@ -38,12 +38,11 @@ inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cu
       const float limit = long_item(lengths.longest, cut_spacing, join_step(i));
       ItemEstimate part;
       head.warmups = kUsualWarmup * (head.pieces - 1);
-      head.exact = 0;
+      head.exact = false;
       part.add(head, join_step(i), limit, costs);
       decaying[i].add(part, sequences * (heads - exact));
       part = ItemEstimate{};
-      head.warmups = 0;
-      head.exact = head.pieces - 1;
+      head.exact = true;
       part.add(head, join_step(i), limit, costs);
       without_decay[i].add(part, sequences * exact);
     }
@@ -68,13 +67,6 @@ inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cu
   }
   return best;
 }
-
-// No head decays: how heads are cut where that is not by whole pieces, and clusters of two make what waits for states
-// at cuts. A head that keeps all of its state may be cut at any chunk, not only where boundaries were looked at.
-struct AllExactSplit {
-  int32_t segments = 0;  // of a head; 0: it is by whole pieces
-  int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
-};
 
 // The choices of lengths that are known beforehand, by how many eighths of the heads do not decay: one that some gates
 // ask for is then looked up, not worked out. They are those of kUsualWarmup, and serve warm-ups near it.

@@ -13,12 +13,13 @@ using fwd::Args;
 struct PlanWorkspace {
   PlanCounters* counters;
   PlanStart* start;
-  uint32_t* classifiers;  // [blocks that classify] TPCs
-  uint8_t* warmups;       // [boundaries, Hv] of warmup_chunks()
-  CutSequence* cuts;      // [N]
-  int32_t* cut;           // where lengths are looked at first: whether they ask for a cut
-  void* uncut;            // chunk_forward_workspace_size(N) bytes, likewise
-  uint32_t* readers;      // [N * Hv][2], see KernelArgs
+  uint32_t* classifiers;       // [blocks that classify] TPCs
+  uint8_t* warmups;            // [boundaries, Hv] of warmup_chunks()
+  PlannedSequence* sequences;  // [N] where there are many
+  int32_t* kinds;              // [N * Hv] likewise
+  int32_t* cut;                // where lengths are looked at first: whether they ask for a cut
+  void* uncut;                 // chunk_forward_workspace_size(N) bytes, likewise
+  uint32_t* readers;           // [N * Hv][2], see KernelArgs
   WorkItem *state_items, *output_items;
   Scan* scans;
   float4* cut_states;  // [slots, 128 * 128 / 4], cut_state_position() order

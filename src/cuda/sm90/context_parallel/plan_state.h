@@ -35,7 +35,7 @@ struct PlanCounters {
   uint32_t helpers;                            // blocks without an item that may stay for the scans
   uint32_t scan_ticket;                        // next piece of a scan
   int32_t spacing, decaying_join, exact_join;  // what was chosen; for tests
-  uint32_t even;                               // 1: an regular plan; for tests
+  int32_t exact_heads;                         // sequences times heads that are exact; for tests
   uint32_t planner_tpc;                        // of SMs, of which the planner holds one; for tests
   uint32_t made;                               // 1: all of this is there, and the lists; 0 before
 };

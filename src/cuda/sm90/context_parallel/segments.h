@@ -1,4 +1,6 @@
-// The items of one sequence and head.
+// The segments of sequences, their items, and where each item goes in its list. A head is of one kind in all of a
+// sequence, decaying or exact, so that heads of a kind are cut alike and a place is known without sorting or counting
+// items: sequence by sequence, of each segment by segment, of each segment head by head.
 #pragma once
 
 #include <cstdint>
@@ -8,161 +10,255 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-// --- items ---
+// A head is exact if two boundaries in a row of so many are: fewer are joined away (HeadItems::emit()), as long as
+// segments are not many times longer than they were to be.
+inline constexpr int32_t kBoundariesInRow = 8;
 
-// How many neighbouring pieces make one item, roughly, where the boundaries between them are decaying or exact.
+// How many neighbouring pieces make one segment, roughly, of heads of either kind.
 struct Join {
   int32_t decaying = 1;
   int32_t exact = 1;
 };
-inline constexpr int32_t kNoCut = 1 << 20;  // as a join: one item
+inline constexpr int32_t kNoCut = 1 << 20;  // as a join: one segment
 
-// How many items come of `pieces` of which about `join` are joined.
+// How many segments come of `pieces` of which about `join` are joined.
 FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t join) {
   return join >= pieces ? 1 : (pieces + join - 1) / join;
 }
-// State items of a head that is cut into so many, at exact boundaries: the first segment's end is reached from the
-// start; of those after it but the last a state and a transition each.
+// State items of an exact head that is cut into so many segments: the first one's end is reached from the start; of
+// those after it but the last a state and a transition each.
 FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return pieces == 1 ? 0 : 2 * pieces - 3; }
-// Whether boundary i stays when pieces are joined to so many, as evenly as may be.
-FLASH_QLA_HOST_DEVICE inline bool boundary_stays(const Divisor& by_pieces, int32_t i, int32_t joined) {
-  return by_pieces.divide(joined * i) != by_pieces.divide(joined * (i - 1));
-}
 
-// The segments of one sequence and head, which end at the boundaries that stay and at the sequence's end, are worked
-// out in rounds of 32 boundaries: on the device a lane looks at one, on the host a loop does. Bit j of a round's masks
-// is boundary base + j; the end counts as boundary `pieces`.
-struct SegmentRound {
-  int32_t base = 1;
-  uint32_t ends = 0;   // segments end there
-  uint32_t exact = 0;  // ... and the next one cannot do without this one's last state
+// No head decays: how heads are cut where that is not by whole pieces, and clusters of two make what waits for states
+// at cuts. A head that keeps all of its state may be cut at any chunk, not only where boundaries were looked at.
+struct AllExactSplit {
+  int32_t segments = 0;  // of a head; 0: it is by whole pieces
+  int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
 };
 
-// What a round needs of those before it.
-struct SegmentCarry {
-  int32_t from = 0;        // boundary that the open segment starts at; 0: the sequence's start
-  int32_t from_exact = 0;  // whether it is exact
-  int32_t exact_run = 0;   // exact boundaries in a row up to it
-  int32_t slots = 0;       // exact boundaries so far, of those that stay
+// How the heads of one kind of a sequence are cut: pieces joined as evenly as may be, so that some segments have a
+// piece more than the others, or by an AllExactSplit.
+struct Segmentation {
+  int32_t count;  // segments
+  int32_t pieces;
+  int32_t least;  // pieces of each segment, or one more
+  int32_t large;  // segments of the larger size; all where there is one size, or sizes do not count
+  int32_t first;  // AllExactSplit::first, 0: by pieces
+  Divisor by_count;
+
+  // in_order: items go to lists by their numbers, not by their sizes.
+  FLASH_QLA_HOST_DEVICE Segmentation(int32_t pieces, int32_t join, const AllExactSplit& split, bool in_order)
+      : count(split.segments > 0 ? split.segments : joined_pieces(pieces, join)),
+        pieces(pieces),
+        first(split.segments > 0 ? split.first : 0),
+        by_count(count) {
+    least = by_count.divide(pieces);
+    large = in_order || first > 0 || pieces == least * count ? count : pieces - least * count;
+  }
+
+  // The boundary that segment k starts at; of `count` the sequence's end. By pieces.
+  FLASH_QLA_HOST_DEVICE int32_t boundary(int32_t k) const { return by_count.divide(k * pieces + count - 1); }
+  // ... and the chunk.
+  FLASH_QLA_HOST_DEVICE int32_t start(const CutSequence& cuts, int32_t k) const {
+    if (first == 0) return cuts.at(boundary(k));
+    return k == 0 ? 0 : first + (k - 1) * (cuts.chunks - first) / (count - 1);
+  }
+  // The place of segment k when large ones come first. The first one is large, the last one comes last.
+  FLASH_QLA_HOST_DEVICE int32_t order(int32_t k) const {
+    if (large == count) return k;
+    const int32_t from = boundary(k), large_before = from - k * least;
+    return boundary(k + 1) - from > least ? large_before : large + k - large_before;
+  }
 };
 
-FLASH_QLA_HOST_DEVICE inline int32_t bits_set(uint32_t x) {
-#ifdef __CUDA_ARCH__
-  return __popc(x);
-#else
-  return __builtin_popcount(x);
-#endif
-}
-// Of a number that is not zero.
-FLASH_QLA_HOST_DEVICE inline int32_t highest_bit(uint32_t x) {
-#ifdef __CUDA_ARCH__
-  return 31 - __clz(static_cast<int>(x));
-#else
-  return 31 - __builtin_clz(x);
-#endif
+// How all heads of a batch are cut.
+struct CutChoice {
+  Join join;
+  AllExactSplit split;    // of exact heads, if it has segments
+  bool in_order = false;  // see Segmentation
+
+  FLASH_QLA_HOST_DEVICE Segmentation segments(const CutSequence& cuts, bool is_exact) const {
+    return Segmentation(cuts.pieces, is_exact ? join.exact : join.decaying, is_exact ? split : AllExactSplit{},
+                        in_order);
+  }
+};
+
+// Numbers of items of some sequences.
+struct ItemCounts {
+  static constexpr int kNumbers = 9;
+  // The items that write O and depend on nothing, in groups: first segments of exact heads and of decaying ones, whole
+  // sequences that are too short to be cut, later segments of decaying heads, large and small ones.
+  enum Group : int32_t { kFirstExact, kFirst, kWhole, kLarge, kSmall, kGroups };
+  int32_t free[kGroups];
+  int32_t dependent;  // later segments of exact heads
+  int32_t states, scans;
+  int32_t may_cut;  // sequences that are not too short
+
+  ItemCounts() = default;
+  // Of one sequence, with so many heads of either kind.
+  FLASH_QLA_HOST_DEVICE ItemCounts(const CutSequence& cuts, const CutChoice& choice, int32_t decaying, int32_t exact) {
+    const Segmentation of_decaying = choice.segments(cuts, false), of_exact = choice.segments(cuts, true);
+    may_cut = cuts.pieces > 1 ? 1 : 0;
+    free[kFirstExact] = exact;
+    free[kFirst] = may_cut * decaying;
+    free[kWhole] = decaying - free[kFirst];
+    free[kLarge] = decaying * (of_decaying.large - 1);
+    free[kSmall] = decaying * (of_decaying.count - of_decaying.large);
+    dependent = exact * (of_exact.count - 1);
+    states = exact * states_of_pieces(of_exact.count);
+    scans = of_exact.count > 2 ? exact : 0;
+  }
+  FLASH_QLA_HOST_DEVICE explicit ItemCounts(const int32_t (&x)[kNumbers])
+      : free{x[0], x[1], x[2], x[3], x[4]}, dependent(x[5]), states(x[6]), scans(x[7]), may_cut(x[8]) {}
+  FLASH_QLA_HOST_DEVICE void store(int32_t (&x)[kNumbers]) const {
+    for (int32_t i = 0; i < kGroups; ++i) x[i] = free[i];
+    x[5] = dependent, x[6] = states, x[7] = scans, x[8] = may_cut;
+  }
+  FLASH_QLA_HOST_DEVICE ItemCounts& operator+=(const ItemCounts& other) {
+    for (int32_t i = 0; i < kGroups; ++i) free[i] += other.free[i];
+    dependent += other.dependent, states += other.states, scans += other.scans, may_cut += other.may_cut;
+    return *this;
+  }
+  FLASH_QLA_HOST_DEVICE int32_t independent() const {
+    int32_t sum = 0;
+    for (const int32_t count : free) sum += count;
+    return sum;
+  }
+};
+
+// Sequences of a batch of up to so many, a thread of the listing kernel each, come in lists in this order, larger ones
+// first: those that may be cut by the lengths of their decaying
+// heads' segments, then the others by their own.
+inline constexpr int32_t kMostOrdered = 512;
+FLASH_QLA_HOST_DEVICE inline int32_t length_of_items(const CutSequence& cuts, const CutChoice& choice) {
+  constexpr int32_t kMostChunks = 1 << 26;
+  return cuts.pieces > 1 ? kMostChunks + choice.segments(cuts, false).start(cuts, 1) : cuts.chunks;
 }
 
-// One sequence and head, and how it is cut. warmups(number): chunks of warm-up of that boundary, 0: exact.
-template <typename Warmups>
-struct HeadPlan {
+// One sequence of a batch: where it may be cut, and how many items those before it have.
+struct PlannedSequence {
   CutSequence cuts;
-  int32_t head;
-  CutSpacing cut_spacing;
-  int32_t joined_decaying, joined_exact;  // items, were all boundaries of one kind
-  int32_t capacity;                       // boundaries
-  Warmups warmups;
+  int32_t exact;  // of its value heads
+  ItemCounts before;
+};
 
-  FLASH_QLA_HOST_DEVICE HeadPlan(const CutSequence& cuts, int32_t head, const CutSpacing& cut_spacing, const Join& join,
-                                 int32_t capacity, const Warmups& warmups)
-      : cuts(cuts),
-        head(head),
-        cut_spacing(cut_spacing),
-        joined_decaying(joined_pieces(cuts.pieces, join.decaying)),
-        joined_exact(joined_pieces(cuts.pieces, join.exact)),
-        capacity(capacity),
-        warmups(warmups) {}
+// Where the groups of the items that write O begin in their list.
+struct OutputOrder {
+  int32_t free[ItemCounts::kGroups];
+  int32_t dependent;
 
-  FLASH_QLA_HOST_DEVICE int32_t chunk_at(int32_t i) const { return i >= cuts.pieces ? cuts.chunks : cuts.at(i); }
-  FLASH_QLA_HOST_DEVICE int32_t warmup_at(int32_t i) const {
-    const int32_t number = cuts.number(i, cut_spacing);
-    return number < capacity ? warmups(number) : 0;
-  }
-
-  // Whether boundary i, 1 .. pieces, ends a segment, and is exact.
-  FLASH_QLA_HOST_DEVICE void classify(int32_t i, bool* ends, bool* exact) const {
-    *ends = i == cuts.pieces;
-    *exact = false;
-    if (i >= cuts.pieces) return;
-    const int32_t number = cuts.number(i, cut_spacing);
-    if (number >= capacity) return;
-    const bool decaying = warmups(number) > 0;
-    *ends = boundary_stays(cuts.by_pieces, i, decaying ? joined_decaying : joined_exact);
-    *exact = *ends && !decaying;
-  }
-
-  // The slot of the first exact boundary; the others' follow it. A head has a slot for each boundary number, and a
-  // sequence's boundaries have numbers from its first one's on: its slots are its own, whatever is exact.
-  FLASH_QLA_HOST_DEVICE int32_t first_slot() const { return head * capacity + cuts.number(1, cut_spacing); }
-
-  // The items of the segment that ends at bit `lane` of the round, which must be set in `ends`: sink.item(WorkItem) for
-  // each, and sink.scan(Scan) where a run of transitions ends.
-  template <typename Sink>
-  FLASH_QLA_HOST_DEVICE void emit(const SegmentRound& round, const SegmentCarry& carry, int32_t lane,
-                                  Sink& sink) const {
-    const uint32_t bit = 1u << lane, below = bit - 1;
-    const int32_t i = round.base + lane, end = chunk_at(i);
-    const bool last = i == cuts.pieces, exact = (round.exact & bit) != 0;
-    const uint32_t earlier = round.ends & below;
-    const int32_t from = earlier != 0 ? round.base + highest_bit(earlier) : carry.from;
-    const bool from_exact = earlier != 0 ? (round.exact >> highest_bit(earlier) & 1) != 0 : carry.from_exact != 0;
-    // Slot of this segment's last state; the one that it starts from is the slot before.
-    const int32_t slot = exact || from_exact ? first_slot() + carry.slots + bits_set(round.exact & below) : -1;
-    const int32_t first = from > 0 ? chunk_at(from) : 0, to_end = last ? kItemToEnd : 0;
-    // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
-    const int32_t found = from > 0 && !from_exact ? warmup_at(from) : 0, warmup = found < first ? found : first;
-    const int32_t start = first - warmup;
-    const int32_t from_flag = from_exact ? kItemFromCutState : start == 0 ? kItemFromStart : 0;
-    // What writes O, the state, and the transition: a loop, as the code runs once, and most of the time that it takes
-    // is that of fetching it.
-    const int32_t items = !exact ? 1 : from_exact ? 3 : 2;
-#ifdef __CUDA_ARCH__
-#pragma unroll 1
-#endif
-    for (int32_t n = 0; n < items; ++n) {
-      const bool output = n == 0;
-      const int32_t flags = output   ? from_flag | to_end
-                            : n == 1 ? (from_flag & kItemFromStart) | kItemToCutState
-                                     : kItemToCutState | kItemTransition;
-      sink.item(item(start, end, output ? warmup : 0, output ? (from_exact ? slot - 1 : -1) : slot, flags));
+  // all: counts of all sequences. Groups go by the lengths of their longest items. longest: the first of the sequences
+  // in their order; longest_whole: the first that is too short to be cut, if there is one. in_place: final states
+  // overwrite initial ones, so that who reads one must be given out before who overwrites it: first segments first,
+  // then a head's others in their order (CutChoice::in_order).
+  FLASH_QLA_HOST_DEVICE OutputOrder(const ItemCounts& all, const CutSequence& longest, const CutSequence& longest_whole,
+                                    const CutChoice& choice, bool in_place) {
+    const Segmentation decaying = choice.segments(longest, false), exact = choice.segments(longest, true);
+    const int32_t first = decaying.start(longest, 1), small = decaying.least * longest.piece + kUsualWarmup;
+    const int32_t whole = longest_whole.chunks;
+    const int32_t lengths[] = {exact.start(longest, 1), first, whole, first + kUsualWarmup, small};
+    FLASH_QLA_UNROLL
+    for (int32_t group = 0; group < ItemCounts::kGroups; ++group) {
+      free[group] = 0;
+      FLASH_QLA_UNROLL
+      for (int32_t other = 0; other < ItemCounts::kGroups; ++other) {
+        const bool before =
+            in_place || lengths[other] == lengths[group] ? other < group : lengths[other] > lengths[group];
+        if (before) free[group] += all.free[other];
+      }
     }
-    if (exact || !from_exact) return;
-    const uint32_t decaying = earlier & ~round.exact;
-    const uint32_t since = decaying != 0 ? ~((2u << highest_bit(decaying)) - 1) : ~0u;
-    const int32_t run = bits_set(round.exact & below & since) + (decaying != 0 ? 0 : carry.exact_run);
-    if (run > 1) sink.scan(Scan{slot - run, run - 1});
+    dependent = all.independent();
   }
+  // free[group], of a group that the compiler does not know: by comparisons, so that it stays in registers.
+  FLASH_QLA_HOST_DEVICE int32_t start(int32_t group) const {
+    int32_t found = 0;
+    FLASH_QLA_UNROLL
+    for (int32_t i = 0; i < ItemCounts::kGroups; ++i) found = i == group ? free[i] : found;
+    return found;
+  }
+};
 
-  // What the next round needs.
-  FLASH_QLA_HOST_DEVICE static void advance(const SegmentRound& round, SegmentCarry* carry) {
-    carry->slots += bits_set(round.exact);
-    if (round.ends == 0) return;
-    const int32_t last = highest_bit(round.ends);
-    const uint32_t decaying = round.ends & ~round.exact;
-    const uint32_t since = decaying != 0 ? ~((2u << highest_bit(decaying)) - 1) : ~0u;
-    carry->exact_run = bits_set(round.exact & since) + (decaying != 0 ? 0 : carry->exact_run);
-    carry->from = round.base + last;
-    carry->from_exact = round.exact >> last & 1;
+// One head of a sequence.
+struct HeadItems {
+  const PlannedSequence& sequence;
+  const OutputOrder& order;
+  Segmentation segments;
+  int32_t head;
+  bool is_exact;
+  int32_t rank, alike;  // its number among the sequence's heads of its kind, and how many these are
+  // The slot of its first state at a cut; the others' follow it. A head has a slot for each boundary number, and a
+  // sequence's boundaries have numbers from its first one's on: its slots are its own, whatever is exact.
+  int32_t first_slot;
+
+  // heads: of the sequence. capacity: of boundaries.
+  FLASH_QLA_HOST_DEVICE HeadItems(const PlannedSequence& sequence, const OutputOrder& order, const CutChoice& choice,
+                                  int32_t head, int32_t heads, bool is_exact, int32_t rank, int32_t capacity,
+                                  const CutSpacing& cut_spacing)
+      : sequence(sequence),
+        order(order),
+        segments(choice.segments(sequence.cuts, is_exact)),
+        head(head),
+        is_exact(is_exact),
+        rank(rank),
+        alike(is_exact ? sequence.exact : heads - sequence.exact),
+        first_slot(is_exact ? head * capacity + sequence.cuts.number(1, cut_spacing) : 0) {}
+
+  // The items of segment k: to sink.state(), sink.output() and sink.scan(), each with its place. warmups(number): of
+  // that boundary, of a decaying head.
+  template <typename Warmups, typename Sink>
+  FLASH_QLA_HOST_DEVICE void emit(int32_t k, const CutSpacing& cut_spacing, const Warmups& warmups,
+                                  const Sink& sink) const {
+    const CutSequence& cuts = sequence.cuts;
+    const ItemCounts& before = sequence.before;
+    const bool waits = is_exact && k > 0;
+    const int32_t first = segments.start(cuts, k), place = segments.order(k);
+    // Offsets out of order may leave a boundary unclassified: whatever is read for it, nothing outside the sequence is.
+    const auto warmup_of = [&](int32_t segment) {
+      const int32_t at = segments.start(cuts, segment);
+      const int32_t found = warmups(cut_spacing.windows.divide(cuts.sequence.start / kChunk + at));
+      return found < at ? found : at;
+    };
+    // A boundary at which a decaying head is exact all the same starts no segment: what comes after it belongs to the
+    // segment before, and its item has no tokens.
+    int32_t next = k + 1;
+    while (!is_exact && next < segments.count && warmup_of(next) == 0) ++next;
+    const int32_t warmup = !is_exact && k > 0 ? warmup_of(k) : 0;
+    const bool is_joined = !is_exact && k > 0 && warmup == 0, last = next == segments.count;
+    const int32_t start = first - warmup, end = is_joined ? first : segments.start(cuts, next);
+    if (is_exact && !last) {
+      const int32_t at = before.states + (k == 0 ? rank : (2 * place - 1) * alike + 2 * rank);
+      sink.state(at, item(first, end, 0, first_slot + k, kItemToCutState | (k == 0 ? kItemFromStart : 0)));
+      if (k > 0) sink.state(at + 1, item(first, end, 0, first_slot + k, kItemToCutState | kItemTransition));
+    }
+    int32_t flags = (waits ? kItemFromCutState : start == 0 ? kItemFromStart : 0) | (last ? kItemToEnd : 0);
+    if (is_joined) flags = 0;
+    const WorkItem output = item(start, end, warmup, waits ? first_slot + k - 1 : -1, flags);
+    if (waits) {
+      sink.output(order.dependent + before.dependent + (place - 1) * alike + rank, output);
+    } else {
+      const bool is_large = place < segments.large;
+      const int32_t group = is_exact           ? ItemCounts::kFirstExact
+                            : cuts.pieces == 1 ? ItemCounts::kWhole
+                            : k == 0           ? ItemCounts::kFirst
+                            : is_large         ? ItemCounts::kLarge
+                                               : ItemCounts::kSmall;
+      const int32_t in_group = k == 0 ? 0 : is_large ? place - 1 : place - segments.large;
+      sink.output(order.start(group) + before.free[group] + in_group * alike + rank, output);
+    }
+    if (is_exact && last && segments.count > 2) {
+      sink.scan(before.scans + rank, Scan{first_slot, segments.count - 2});
+    }
   }
 
   // Of chunks `from` .. `end` - 1.
   FLASH_QLA_HOST_DEVICE WorkItem item(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
-    const SequenceSpan& sequence = cuts.sequence;
-    const int32_t last = end * kChunk < sequence.length ? end * kChunk : sequence.length;
+    const SequenceSpan& span = sequence.cuts.sequence;
+    const int32_t last = end * kChunk < span.length ? end * kChunk : span.length;
     WorkItem t;
-    t.row = sequence.start + from * kChunk;
+    t.row = span.start + from * kChunk;
     t.tokens = last - from * kChunk;
-    t.sequence = sequence.index;
-    t.chunk = sequence.first_chunk + from;
+    t.sequence = span.index;
+    t.chunk = span.first_chunk + from;
     t.position = from;
     t.slot = slot;
     t.head = static_cast<int16_t>(head);
@@ -171,27 +267,5 @@ struct HeadPlan {
     return t;
   }
 };
-
-// --- order ---
-
-// Items are sorted by buckets, lowest first: state items are a list of their own; of the items that write O, those that
-// go first because a final state will overwrite the initial one that they read (`in_place`), free and dependent ones;
-// within each the longest first.
-inline constexpr int32_t kLengthBuckets = 128;  // of chunk counts: exact below 8, then eight to each doubling
-FLASH_QLA_HOST_DEVICE inline int32_t length_bucket(int32_t chunks) {
-  int32_t bucket = chunks;
-  if (chunks >= 8) {
-    const int32_t magnitude = highest_bit(static_cast<uint32_t>(chunks));
-    bucket = 8 * (magnitude - 2) + ((chunks >> (magnitude - 3)) & 7);
-  }
-  return bucket < kLengthBuckets ? kLengthBuckets - 1 - bucket : 0;
-}
-inline constexpr int32_t kItemLists = 4;
-inline constexpr int32_t kItemBuckets = kItemLists * kLengthBuckets;
-FLASH_QLA_HOST_DEVICE inline int32_t item_bucket(const WorkItem& t, bool in_place) {
-  const bool first = in_place && (t.flags & (kItemFromStart | kItemToEnd)) == kItemFromStart;
-  const int32_t list = t.flags & kItemToCutState ? 0 : t.flags & kItemFromCutState ? 3 : first ? 1 : 2;
-  return list * kLengthBuckets + length_bucket(chunks_in(t.tokens));
-}
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -1,0 +1,18 @@
+// The SM of an emulated block, and numbers in its memory; src/cuda/sm90/common/device.cuh says what each is for.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace flash_qla::cuda::sm90 {
+
+inline uint32_t tpc() { return 5; }
+
+template <typename Number>
+uint32_t load_now(const Number* data) {
+  static_assert(sizeof(Number) == 4);
+  return static_cast<uint32_t>(*data);
+}
+
+}  // namespace flash_qla::cuda::sm90
