@@ -140,10 +140,9 @@ struct PlacedItems {
 // The lists of a batch, as the planner's kernel makes them (list.cu). kinds: of each sequence and head, whether it is
 // exact. independent: the items of these that depend on nothing; first_items: ... that come before all dependent ones.
 template <typename Warmups>
-PlacedItems place_items(const Batch& batch, const CutSpacing& cut_spacing, const Join& join, const AllExactSplit& split,
-                        int32_t capacity, const std::vector<bool>& kinds, const Warmups& warmups_of,
-                        int32_t* independent, int32_t* first_items) {
-  const CutChoice choice{join, split, batch.in_place};
+PlacedItems place_items(const Batch& batch, const CutSpacing& cut_spacing, const CutChoice& choice, int32_t capacity,
+                        const std::vector<bool>& kinds, const Warmups& warmups_of, int32_t* independent,
+                        int32_t* first_items) {
   const auto cut = [&](size_t s) {
     const CutSequence cuts(batch.sequences[s], cut_spacing);
     return cuts.fits(capacity, cut_spacing) ? cuts : CutSequence(batch.sequences[s], CutSpacing{});
@@ -283,8 +282,8 @@ inline Plan make_plan(const Batch& batch) {
     }
   }
   int32_t independent = 0, first_items = 0;
-  const PlacedItems placed = place_items(batch, plan.cut_spacing, plan.join, {}, plan.capacity.boundaries, kinds,
-                                         warmups_of, &independent, &first_items);
+  const PlacedItems placed = place_items(batch, plan.cut_spacing, {plan.join, 0, batch.in_place},
+                                         plan.capacity.boundaries, kinds, warmups_of, &independent, &first_items);
   plan.state_items = placed.states;
   plan.scans = placed.scans;
   plan.output_items = in_drawn_order(placed.outputs, independent, first_items, batch.order);

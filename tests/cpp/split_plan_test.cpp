@@ -46,8 +46,8 @@ TEST(SplitPlan, EveryPlaceHasAnItem) {
     const auto warmups_of = [](int32_t) { return [](int32_t) { return kUsualWarmup; }; };
     int32_t independent = 0, first_items = 0;
     const PlacedItems placed =
-        place_items(batch, cut_spacing, join_choice(below(kJoinChoices)), {}, n * chunks / cut_spacing.spacing + 1,
-                    kinds, warmups_of, &independent, &first_items);
+        place_items(batch, cut_spacing, {join_choice(below(kJoinChoices)), 0, batch.in_place},
+                    n * chunks / cut_spacing.spacing + 1, kinds, warmups_of, &independent, &first_items);
     for (size_t t = 0; t < placed.outputs.size(); ++t) {
       ASSERT_GE(placed.outputs[t].row, 0);
       ASSERT_EQ((placed.outputs[t].flags & kItemFromCutState) != 0, t >= static_cast<size_t>(independent));
@@ -196,7 +196,7 @@ TEST(SplitPlan, UsualChoicesAreNearTheBest) {
 
 // Every chunk once and from the right state, where no head decays and heads are not cut by whole pieces. Lists: what
 // waits comes after what does not, as clusters take the tickets after those of independent items.
-void check_all_exact(const AllExactSplit& split, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
+void check_all_exact(int32_t segments, int32_t sequences, int32_t heads, int32_t sms, int32_t chunks,
                      const CutSpacing& cut_spacing, int32_t missing) {
   std::mt19937 random(static_cast<uint32_t>(heads * chunks + missing));
   Batch batch;
@@ -217,7 +217,7 @@ void check_all_exact(const AllExactSplit& split, int32_t sequences, int32_t head
   const auto exact = [](int32_t) { return [](int32_t) { return 0; }; };
   int32_t independent = 0, first_items = 0;
   const PlacedItems placed =
-      place_items(batch, cut_spacing, Join{}, split, plan.capacity.boundaries,
+      place_items(batch, cut_spacing, {Join{}, segments, false}, plan.capacity.boundaries,
                   std::vector<bool>(static_cast<size_t>(sequences * heads), true), exact, &independent, &first_items);
   ASSERT_EQ(independent, sequences * heads);
   for (size_t t = 0; t < placed.outputs.size(); ++t) {
@@ -225,7 +225,7 @@ void check_all_exact(const AllExactSplit& split, int32_t sequences, int32_t head
   }
   // Every place has a item: a state of each segment but the last, a transition of each but that and the first.
   for (const WorkItem& t : placed.states) ASSERT_GE(t.row, 0);
-  ASSERT_EQ(static_cast<int32_t>(placed.states.size()), sequences * heads * (2 * split.segments - 3));
+  ASSERT_EQ(static_cast<int32_t>(placed.states.size()), sequences * heads * (2 * segments - 3));
   plan.state_items = placed.states;
   plan.output_items = placed.outputs;
   plan.scans = placed.scans;
@@ -245,19 +245,19 @@ TEST(SplitPlan, WhatNoHeadDecaysAsksForIsOneWave) {
           if (estimate.cut_spacing.spacing == 0) continue;
           const int32_t pieces = pieces_of(lengths.longest, estimate.cut_spacing);
           const ChoiceTable without = choice_table(lengths, estimate.cut_spacing, heads, true, sms, costs);
-          EXPECT_EQ(without.all_exact.segments, 0);
+          EXPECT_EQ(without.all_exact, 0);
           const ChoiceTable usual = choice_table(lengths, estimate.cut_spacing, heads, true, sms, costs, true);
           EXPECT_TRUE(std::equal(std::begin(usual.of_share), std::end(usual.of_share), without.of_share));
           const BestAllExact by_pairs = best_by_clusters(lengths, pieces, heads, sms, costs);
-          if (usual.all_exact.segments > 0) {
+          if (usual.all_exact > 0) {
             ++taken;
             EXPECT_GT(by_pairs.time, 0.0f);
           }
           if (by_pairs.time == 0.0f) continue;
           ++clustered;
-          EXPECT_LE(by_pairs.split.segments, pieces);  // slots of states at cuts
-          EXPECT_LE(2 * sequences * heads * (by_pairs.split.segments - 1), sms);
-          check_all_exact(by_pairs.split, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
+          EXPECT_LE(by_pairs.segments, pieces);  // slots of states at cuts
+          EXPECT_LE(2 * sequences * heads * (by_pairs.segments - 1), sms);
+          check_all_exact(by_pairs.segments, sequences, heads, sms, chunks_in(tokens / sequences), estimate.cut_spacing,
                           clustered % 3 * 30);
           if (HasFatalFailure()) FAIL() << heads << " heads, " << sequences << " x " << tokens / sequences;
         }
@@ -410,13 +410,13 @@ TEST(SplitPlan, DivisorsDivide) {
 TEST(SplitPlan, EvenMerges) {
   for (int32_t pieces = 1; pieces < 200; ++pieces) {
     for (int32_t join : {1, 2, 3, 5, 16, kNoCut}) {
-      const Segmentation segments(pieces, join, {}, false);
+      const Segmentation segments(pieces, join, false);
       ASSERT_EQ(segments.count, join >= pieces ? 1 : (pieces + join - 1) / join);
-      ASSERT_EQ(segments.boundary(0), 0);
-      ASSERT_EQ(segments.boundary(segments.count), pieces);
+      ASSERT_EQ(segments.first_part(0), 0);
+      ASSERT_EQ(segments.first_part(segments.count), pieces);
       std::vector<int32_t> by_order(static_cast<size_t>(segments.count), 0);
       for (int32_t k = 0; k < segments.count; ++k) {
-        const int32_t size = segments.boundary(k + 1) - segments.boundary(k);
+        const int32_t size = segments.first_part(k + 1) - segments.first_part(k);
         ASSERT_LE(size, join);
         ASSERT_TRUE(size == segments.least || size == segments.least + 1);
         int32_t& at = by_order[static_cast<size_t>(segments.order(k))];

@@ -216,7 +216,7 @@ TEST(Sm90List, ExpectedLengthsTakeTheTable) {
     if (HasFatalFailure() || HasNonfatalFailure()) FAIL() << "case " << i;
     ASSERT_EQ(memory.counters.exact_heads, share * batch.heads / 8 * sequences);
     const bool by_clusters = memory.counters.halves.dependent_items > 0;
-    EXPECT_EQ(by_clusters, share == 8 && p.choice_table.all_exact.segments > 0);
+    EXPECT_EQ(by_clusters, share == 8 && p.choice_table.all_exact > 0);
     clusters += by_clusters;
     if (by_clusters) continue;
     int32_t states = 0;

@@ -20,8 +20,7 @@ using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longes
 using cp::kForcedSpacing, cp::kInvariantSpacing, cp::kLeastOfEqual, cp::kMinSpacing, cp::kMostByLengths, cp::kMostLoss,
     cp::kChunk, cp::kItemsPerSmUncut;
 using cp::lay_out_plan, cp::launch_plan;
-using cp::LengthSummary, cp::Capacity, cp::Costs, cp::CutSpacing, cp::PlanArgs, cp::PlanEstimate, cp::AllExactSplit,
-    cp::ChoiceTable;
+using cp::LengthSummary, cp::Capacity, cp::Costs, cp::CutSpacing, cp::PlanArgs, cp::PlanEstimate, cp::ChoiceTable;
 
 // Blocks, or clusters of two, for `items` items: no more than the card has room for.
 int count_queues(const Kernel& kernel, int items, int sms) { return std::max(1, std::min(items, sms / kernel.blocks)); }
@@ -192,8 +191,8 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   split.costs = Costs(args.num_key_heads, args.num_value_heads);
   split.expected_cut_spacing = decided.cut_spacing;
   split.choice_table = decided.choices;
-  AllExactSplit& all_exact = split.choice_table.all_exact;
-  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) all_exact = {};
+  int32_t& all_exact = split.choice_table.all_exact;
+  if (uncut_kernel.blocks != 2 || kernel.blocks != 1) all_exact = 0;
   split.in_place = overlap(args.initial, args.final_state, args.num_sequences, args.num_value_heads);
   split.sms = sms;
   lay_out_plan(args, split.capacity, args.workspace, &split.workspace);
@@ -246,7 +245,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   items.sizes = &counters->halves;
   items.tickets = &start->halves;
   // A cluster to each item, or more than find one.
-  const int32_t segments = all_exact.segments > 0 ? all_exact.segments : 2;
+  const int32_t segments = std::max(all_exact, 2);
   Kernel after = uncut_kernel;
   if (after.after_plan != nullptr) after.function = after.after_plan;
   return launch_items_of(after, items, items.items * (segments - 1), sms, stream);
@@ -294,7 +293,7 @@ DecidedCall work_out(const Args& args, int32_t sms) {
             by_pairs};
   }
   // The uncut kernel is not launched once more for gates that ask for no cut: all calls that are not cut would pay.
-  const float reading = shares_pay(items, sms) ? costs.reading : costs.reading_one_cta;
+  const float reading = shares_pay(items, sms) ? costs.late : costs.plan;
   if (unequal.pays() && args.num_sequences <= kMostByLengths &&
       reading <= kMostLoss * uncut_time(equal, heads, sms, costs)) {
     if (const int32_t least = least_longest(chunks, args.num_sequences, heads, sms, costs); least > 0) {

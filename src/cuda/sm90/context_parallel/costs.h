@@ -9,37 +9,30 @@ namespace flash_qla::cuda::sm90::cp {
 
 // Costs, in microseconds on an H200: what fits best to the times of up to 150 choices each of 26 calls, in rows of
 // calls, and of calls without a cut (docs/kernels/context_parallel.md): near what was measured of each alone, but for
-// what they stand for besides.
+// what they stand for besides. One number stands for two costs where a second one changes no choice of the recorded
+// rows.
 struct Costs {
   // Where sequences are cut. A chunk takes longer the fewer value heads share a key head: more is read from memory.
   float step = 1.74f;        // a chunk of one head in the kernel that writes O
   float warm_step = 0.84f;   // ... of a warm-up, without Q, P and O
   float state_step = 1.48f;  // ... in the kernel that makes states alone
   float key_share = 0.044f;  // more of all, of a key head to each value head beside one to none
-  float item_edge = 4.05f;   // an item's first and last state, and filling the pipeline
+  float item_edge = 4.2f;    // an item's first and last state, and filling the pipeline; or a block's start before it
   float state_edge = 2.9f;   // ... of a state item, which starts from zero
-  float state_crowd = 0.2f;  // more of a state item where others are before it: items that write O run beside it
-  float first_edge = 4.5f;   // a block's start, before its first item that writes O
   float scan_start = 2.4f;   // before the first transition of a scan
   float scan_step = 0.36f;   // one transition applied to a state at a cut
   float load = 0.215f;       // of all work, evenly shared: SMs at work hold up each other
-  float plan = 15.5f;        // planning
+  float plan = 15.5f;        // planning; or reading the lengths, where one SM to a head then finds nothing to be cut
   // ... and more of it for each place where a sequence may be cut: of a key head and up to four value heads, until the
   // constructor has counted them.
   float boundary = 0.045f;
-  // Where nothing is cut: by two SMs to a head, by one.
+  // Where nothing is cut: by two SMs to a head, by one. Clusters of two take as long a chunk after a plan.
   float two_cta_step = 1.11f, two_cta_edge = 10.0f;
-  float two_cta_crowd = 0.19f;  // more of a step, times the square of the share of SMs that are at work, on average
   float one_cta_step = 1.925f, one_cta_edge = 5.3f;
-  float one_cta_crowd = 0.236f;  // likewise
-  // An uncut kernel after a plan that turns out to cut nothing: it starts unevenly, which takes so much of its time.
-  float late = 3.0f, late_share = 0.055f;
+  float crowd = 0.215f;  // more of such a step, times the square of the share of SMs that are at work, on average
+  // A kernel of several SMs to a head behind kernels that look at lengths or gates: it starts late, and unevenly.
+  float late = 8.0f;
   float after = 2.5f;  // a kernel after a plan that gives it no item
-  // Where clusters of two make what waits for states at cuts: they start late; and how much shorter a first segment is
-  // that ends when these are there, made by one SM beside the state items of others.
-  float cluster_edge = 8.0f, first_share = 0.92f;
-  // Lengths looked at first that turn out to ask for no cut: several SMs to a head find their items meanwhile.
-  float reading = 8.0f, reading_one_cta = 14.0f;
 
   Costs() = default;
   Costs(int32_t key_heads, int32_t heads) {
@@ -86,7 +79,7 @@ inline constexpr float kMostLossOfAll = 0.08f;
 // pieces some choice always looks well.
 inline constexpr int32_t kFinerSpacings = 3, kCoarserSpacings = 8;
 inline constexpr float kLeastOfSpacing = 0.015f, kWeightOfOthers = 0.1f;
-// What a plan of its own must promise where no head decays (AllExactSplit).
+// What a plan of its own must promise where no head decays (CutChoice::clusters).
 inline constexpr float kLeastOfAllExact = 0.02f;
 // What is lost if no head decays counts so much beside what a quarter of such heads promises, where lengths are known.
 inline constexpr float kWeightOfAll = 0.1f;

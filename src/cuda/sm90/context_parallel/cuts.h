@@ -81,8 +81,8 @@ FLASH_QLA_HOST_DEVICE inline float uncut_time(const LengthSummary& lengths, int3
   const float average = quotient(static_cast<float>(lengths.chunks), static_cast<float>(lengths.sequences));
   float share = quotient(average * static_cast<float>(blocks * items), longest * cards);
   share = share < 1.0f ? share : 1.0f;
-  if (blocks == 2) return longest * (costs.two_cta_step + costs.two_cta_crowd * share * share) + costs.two_cta_edge;
-  const float step = costs.one_cta_step + costs.one_cta_crowd * share * share;
+  if (blocks == 2) return longest * (costs.two_cta_step + costs.crowd * share * share) + costs.two_cta_edge;
+  const float step = costs.one_cta_step + costs.crowd * share * share;
   const float whole = longest * step + costs.one_cta_edge;
   if (longest <= average * 1.02f) return static_cast<float>((items + sms - 1) / sms) * whole;
   // Longest first: the last items to start are short ones, and about a third of an average item is lost at the end.
@@ -123,7 +123,7 @@ FLASH_QLA_HOST_DEVICE inline CutSpacing choose_cut_spacing(Mode mode, bool force
     // are cut in four, whose states and transitions are another 1.25 of their work.
     const float items = static_cast<float>(lengths.sequences) * static_cast<float>(heads);
     const float even =
-        quotient(static_cast<float>(work) * (costs.one_cta_step + costs.one_cta_crowd) + items * costs.one_cta_edge,
+        quotient(static_cast<float>(work) * (costs.one_cta_step + costs.crowd) + items * costs.one_cta_edge,
                  static_cast<float>(sms));
     const float whole = static_cast<float>(lengths.longest) * costs.step + costs.item_edge;
     const float uncut = even > whole ? even : whole;

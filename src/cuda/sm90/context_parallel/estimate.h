@@ -147,7 +147,7 @@ FLASH_QLA_HOST_DEVICE float play_through(const ItemEstimate& decaying, const Ite
   const int32_t waves = states.items > at_once ? (states.items + at_once - 1) / at_once : 1;
   const int32_t last = states.items - (waves - 1) * at_once, others = sms - last;
   const float before = static_cast<float>(waves - 1) * states.average();
-  const float made = before + (waves > 1 ? 1.0f + costs.state_crowd : 1.0f) * states.longest;
+  const float made = before + states.longest;
   float ready = made;
   int32_t pieces = 0;
   if (exact.longest_scan > 0) {
@@ -157,9 +157,9 @@ FLASH_QLA_HOST_DEVICE float play_through(const ItemEstimate& decaying, const Ite
   }
   const int32_t stay = pieces < last ? pieces : last;
   const int32_t beyond = waves > 1 ? pieces - stay : 0, more = beyond < others ? beyond : others;
-  free.put(ready + costs.first_edge, stay + more);
-  free.put(made + costs.first_edge, last - stay);
-  free.put(before + costs.first_edge, others - more);
+  free.put(ready + costs.item_edge, stay + more);
+  free.put(made + costs.item_edge, last - stay);
+  free.put(before + costs.item_edge, others - more);
   // Free items longest first; once the states at cuts are there, the dependent ones before what is left of them.
   constexpr int32_t kFree = 3, kClasses = 5;
   ItemClass left[kClasses] = {decaying.free[0], decaying.free[1], exact.free[0], exact.dependent[0],
@@ -212,7 +212,7 @@ inline float least_time(const ItemEstimate& decaying, const ItemEstimate& exact,
     longest = std::max({longest, decaying.free[i].longest, exact.free[i].longest});
     dependent = std::max(dependent, exact.dependent[i].longest);
   }
-  float least = std::max(longest + costs.first_edge, work / static_cast<float>(sms));
+  float least = std::max(longest + costs.item_edge, work / static_cast<float>(sms));
   if (const ItemClass& states = exact.states; states.items > 0) {
     const float waves = static_cast<float>((states.items - 1) / std::max(sms - 1, 1));
     least = std::max(least, waves * states.average() + states.longest + dependent +
@@ -241,7 +241,7 @@ FLASH_QLA_HOST_DEVICE float time_of_choice(const ItemEstimate& decaying, const I
 // What an uncut call then takes.
 FLASH_QLA_HOST_DEVICE inline float time_of_shared(const LengthSummary& lengths, int32_t heads, int32_t sms,
                                                   const Costs& costs) {
-  return uncut_time(lengths, heads, sms, costs) * (1.0f + costs.late_share) + costs.late;
+  return uncut_time(lengths, heads, sms, costs) + costs.late;
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

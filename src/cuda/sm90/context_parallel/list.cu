@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   bool cut = may_cut;
   if (chosen) {
     const bool usual = unusual_found == 0;
-    if (expected && exact_heads == pairs && p.in_place == 0 && p.choice_table.all_exact.segments > 0) {
-      choice.split = p.choice_table.all_exact;
-      best = {0, pairs * states_of_pieces(choice.split.segments)};
+    if (expected && exact_heads == pairs && p.in_place == 0 && p.choice_table.all_exact > 0) {
+      choice.clusters = p.choice_table.all_exact;
+      best = {0, pairs * states_of_pieces(choice.clusters)};
     } else {
       if (usual && expected) best.choice = p.choice_table.choice(exact_heads, pairs, &best.state_items);
       if (!usual || (!expected && exact_heads != guessed_exact) || best.choice < 0) {
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // By a thread that seldom has items to place.
   if (thread == kListThreads - 1) {
     PlanCounters counters{};
-    const bool clusters = choice.split.segments > 0, uncut_shared = !cut && p.uncut_shared != 0;
+    const bool clusters = choice.clusters > 0, uncut_shared = !cut && p.uncut_shared != 0;
     counters.states.items = all.states;
     counters.outputs.items = uncut_shared ? 0 : all.independent();
     counters.outputs.dependent_items = clusters ? 0 : all.dependent;

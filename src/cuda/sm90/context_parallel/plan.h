@@ -75,7 +75,7 @@ struct ChoiceTable {
   static constexpr int32_t kLeastWarmup = 4, kMostWarmup = 6;  // chunks, on average over a head's boundaries
   uint8_t of_share[kShares + 1] = {};
   uint16_t states[kShares + 1] = {};  // state items of each of the heads that do not decay
-  AllExactSplit all_exact;            // where no head decays and that is faster
+  int32_t all_exact = 0;              // segments of a head where none decays and CutChoice::clusters is faster, else 0
 
   // Of `exact` heads among `heads`, and all their state items; -1: these are no whole eighths.
   FLASH_QLA_HOST_DEVICE int32_t choice(int32_t exact, int32_t heads, int32_t* state_items) const {
@@ -85,38 +85,33 @@ struct ChoiceTable {
   }
 };
 
-// No head decays, equal lengths: the fastest way to have clusters of two, which are faster for few items, make what
+// No head decays, equal lengths: in how many segments clusters of two, which are faster for few items, best make what
 // waits for states at cuts, all of it at once, and the microseconds that it takes without the planning. They start
-// where SMs are through with state items, or with first segments, which one SM makes each: these are as much shorter
-// that they end when the states at cuts are there, if their SMs are wanted.
+// where SMs are through with state items, or with first segments, which one SM makes each.
 struct BestAllExact {
-  AllExactSplit split;
+  int32_t segments = 0;
   float time = 0.0f;  // 0: there are too many such items
 };
 inline BestAllExact best_by_clusters(const LengthSummary& lengths, int32_t most, int32_t heads, int32_t sms,
                                      const Costs& costs) {
   BestAllExact best;
-  const int32_t all = lengths.sequences * heads, chunks = lengths.longest, at_once = std::max(sms - 1, 1);
+  const int32_t all = lengths.sequences * heads, at_once = std::max(sms - 1, 1);
   for (int32_t segments = 3; segments <= most && 2 * all * (segments - 1) <= sms; ++segments) {
     const int32_t dependent = all * (segments - 1), states = all * states_of_pieces(segments);
     const int32_t waves = (states + at_once - 1) / at_once, idle = sms - (states - (waves - 1) * at_once);
-    const bool wanted = all > idle || 2 * dependent > sms - all;
+    const float chunks = static_cast<float>(divide_up(lengths.longest, segments));
+    const float state = chunks * costs.state_step + costs.state_edge;
     const float scan = costs.scan_start + costs.scan_step * static_cast<float>(segments - 2);
-    const float ratio = wanted ? costs.first_share : 1.0f, others = static_cast<float>(segments - 1);
-    const float even = static_cast<float>(chunks) / (others + ratio);
-    const int32_t first = std::clamp(chunks - static_cast<int32_t>(even * others + 0.5f), 1, chunks - segments + 1);
-    const int32_t longest = (chunks - first + segments - 2) / (segments - 1);
-    const float state = static_cast<float>(std::max(first, longest)) * costs.state_step + costs.state_edge;
     const float before = static_cast<float>(waves - 1) * state, ready = before + state + scan;
-    const float free = static_cast<float>(first) * costs.step + costs.item_edge + costs.first_edge;
+    const float free = chunks * costs.step + 2 * costs.item_edge;
     const float share = static_cast<float>(2 * dependent) / static_cast<float>(sms);
-    const float step = costs.two_cta_step + costs.two_cta_crowd * share * share;
-    const float edge = costs.two_cta_edge + costs.cluster_edge;
+    const float step = costs.two_cta_step + costs.crowd * share * share;
     const float work = static_cast<float>(states) * state + static_cast<float>(all) * free;
     const float late = all > idle ? ready + free : before + free;
-    const float end = std::max((all > idle ? late : ready) + static_cast<float>(longest) * step + edge, late);
+    const float start = (all > idle ? late : ready) + costs.late;
+    const float end = std::max(start + chunks * step + costs.two_cta_edge, late);
     const float time = end + costs.load * work / static_cast<float>(sms);
-    if (best.time == 0.0f || time < best.time) best = {{segments, first}, time};
+    if (best.time == 0.0f || time < best.time) best = {segments, time};
   }
   return best;
 }
@@ -225,7 +220,7 @@ inline ChoiceTable choice_table(const LengthSummary& lengths, const CutSpacing& 
   if (!clustered) return choices;
   const BestAllExact by_pairs = best_by_clusters(lengths, pieces_of(lengths.longest, cut_spacing), heads, sms, costs);
   if (by_pairs.time > 0.0f && by_pairs.time < best.time * (1.0f - kLeastOfAllExact)) {
-    choices.all_exact = by_pairs.split;
+    choices.all_exact = by_pairs.segments;
   }
   return choices;
 }

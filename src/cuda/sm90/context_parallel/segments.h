@@ -29,57 +29,54 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t joined_pieces(int32_t pieces, int32_t jo
 // those after it but the last a state and a transition each.
 FLASH_QLA_HOST_DEVICE constexpr int32_t states_of_pieces(int32_t pieces) { return pieces == 1 ? 0 : 2 * pieces - 3; }
 
-// No head decays: how heads are cut where that is not by whole pieces, and clusters of two make what waits for states
-// at cuts. A head that keeps all of its state may be cut at any chunk, not only where boundaries were looked at.
-struct AllExactSplit {
-  int32_t segments = 0;  // of a head; 0: it is by whole pieces
-  int32_t first = 0;     // chunks of the first one; the others are equal, or differ by a chunk
-};
-
-// How the heads of one kind of a sequence are cut: pieces joined as evenly as may be, so that some segments have a
-// piece more than the others, or by an AllExactSplit.
+// How the heads of one kind of a sequence are cut.
 struct Segmentation {
   int32_t count;  // segments
-  int32_t pieces;
-  int32_t least;  // pieces of each segment, or one more
+  int32_t parts;  // that make them up: pieces, or (even) chunks
+  int32_t least;  // parts of each segment, or one more
   int32_t large;  // segments of the larger size; all where there is one size, or sizes do not count
-  int32_t first;  // AllExactSplit::first, 0: by pieces
+  bool even;
   Divisor by_count;
 
-  // in_order: items go to lists by their numbers, not by their sizes.
-  FLASH_QLA_HOST_DEVICE Segmentation(int32_t pieces, int32_t join, const AllExactSplit& split, bool in_order)
-      : count(split.segments > 0 ? split.segments : joined_pieces(pieces, join)),
-        pieces(pieces),
-        first(split.segments > 0 ? split.first : 0),
-        by_count(count) {
+  // Pieces joined as evenly as may be.
+  FLASH_QLA_HOST_DEVICE Segmentation(int32_t pieces, int32_t join, bool in_order)
+      : count(joined_pieces(pieces, join)), parts(pieces), even(false), by_count(count) {
     least = by_count.divide(pieces);
-    large = in_order || first > 0 || pieces == least * count ? count : pieces - least * count;
+    large = in_order || pieces == least * count ? count : pieces - least * count;
+  }
+  // At any chunk: a head that keeps all of its state may be cut there, not only where boundaries were looked at.
+  FLASH_QLA_HOST_DEVICE Segmentation(const CutSequence& cuts, int32_t segments)
+      : count(segments), parts(cuts.chunks), large(segments), even(true), by_count(segments) {
+    least = by_count.divide(parts);
   }
 
-  // The boundary that segment k starts at; of `count` the sequence's end. By pieces.
-  FLASH_QLA_HOST_DEVICE int32_t boundary(int32_t k) const { return by_count.divide(k * pieces + count - 1); }
+  // The part that segment k starts with; of `count` the number of parts.
+  FLASH_QLA_HOST_DEVICE int32_t first_part(int32_t k) const {
+    return k * least + by_count.divide(k * (parts - least * count) + count - 1);
+  }
   // ... and the chunk.
   FLASH_QLA_HOST_DEVICE int32_t start(const CutSequence& cuts, int32_t k) const {
-    if (first == 0) return cuts.at(boundary(k));
-    return k == 0 ? 0 : first + (k - 1) * (cuts.chunks - first) / (count - 1);
+    return even ? first_part(k) : cuts.at(first_part(k));
   }
   // The place of segment k when large ones come first. The first one is large, the last one comes last.
   FLASH_QLA_HOST_DEVICE int32_t order(int32_t k) const {
     if (large == count) return k;
-    const int32_t from = boundary(k), large_before = from - k * least;
-    return boundary(k + 1) - from > least ? large_before : large + k - large_before;
+    const int32_t from = first_part(k), large_before = from - k * least;
+    return first_part(k + 1) - from > least ? large_before : large + k - large_before;
   }
 };
 
 // How all heads of a batch are cut.
 struct CutChoice {
   Join join;
-  AllExactSplit split;    // of exact heads, if it has segments
-  bool in_order = false;  // see Segmentation
+  // Not 0: no head decays, each is cut evenly into so many segments, and clusters of two make what waits for states at
+  // cuts.
+  int32_t clusters = 0;
+  bool in_order = false;  // items of a head go to their list by their numbers, not by their sizes
 
   FLASH_QLA_HOST_DEVICE Segmentation segments(const CutSequence& cuts, bool is_exact) const {
-    return Segmentation(cuts.pieces, is_exact ? join.exact : join.decaying, is_exact ? split : AllExactSplit{},
-                        in_order);
+    if (is_exact && clusters > 0) return Segmentation(cuts, clusters);
+    return Segmentation(cuts.pieces, is_exact ? join.exact : join.decaying, in_order);
   }
 };
 
