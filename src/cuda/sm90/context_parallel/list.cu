@@ -7,7 +7,7 @@
 namespace flash_qla::cuda::sm90::cp {
 namespace {
 
-using fwd::Args, fwd::initial_slot, fwd::kSkipSequence, fwd::sequence_at;
+using fwd::initial_slot, fwd::kSkipSequence;
 
 constexpr int kListWarps = kListThreads / 32;
 
