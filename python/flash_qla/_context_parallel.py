@@ -114,6 +114,12 @@ def _start(options: Options, what: str, static: Static, link: Tensor) -> Callabl
     return start_gather(options.operation, what, static.ranks, link)
 
 
+def _before_the_gather(halves: Optional[Halves], link: Tensor) -> Optional[Halves]:
+    """The halves, if one of them is computed while the gather runs: on a CPU. A GPU's forward fills all multiprocessors
+    until it ends, and the gather, which needs some too, would wait for it on this rank, and every other rank with it."""
+    return halves if link.device.type == "cpu" else None
+
+
 def _forward(
     options: Options,
     static: Static,
@@ -134,8 +140,8 @@ def _forward(
     link = make_link(options, inputs, parts)
     wait = _start(options, "forward links", static, link)
     kept = keep_of(link, K, V) if output_A else None
-    halves = static.forward
-    if halves is None or halves.local is None:
+    halves = _before_the_gather(static.forward, link)
+    if halves is None:
         entered = entering(options, static, parts, wait(), K, V, False)
         rest = (parts.entering_rows, entered, *wanted[1:])
         found = _torch_links.compute("part_forward", (*inputs, *rest[:2]), options, tuple(inputs), rest)
@@ -158,13 +164,14 @@ def _backward(
     A, entered, of_links, do, dht = kept
     if not static.exchanges:
         states: Tuple[Optional[Tensor], ...] = (None,) * 4
-        wait = None
+        wait: Optional[Callable[[], Tensor]] = None
+        halves: Optional[Halves] = None
     else:
         K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]
         link = make_backward_link(options, inputs, parts, of_links, do, dht, A)
         wait = _start(options, "backward links", static, link)
-    halves = static.backward
-    if wait is None or halves is None or halves.local is None:
+        halves = _before_the_gather(static.backward, link)
+    if wait is None or halves is None:
         if wait is not None:
             leaving = entering(options, static, parts, wait(), K, V, True)
             states = (parts.entering_rows, entered, parts.leaving_rows, leaving)
