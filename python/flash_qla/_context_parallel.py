@@ -116,7 +116,7 @@ def _start(options: Options, what: str, static: Static, link: Tensor) -> Callabl
 
 def _before_the_gather(halves: Optional[Halves], link: Tensor) -> Optional[Halves]:
     """The halves, if one of them is computed while the gather runs: on a CPU. A GPU's forward fills all multiprocessors
-    until it ends, and the gather, which needs some too, would wait for it on this rank, and every other rank with it."""
+    until it ends: the gather, which needs some too, would wait for it on this rank, and every other rank with it."""
     return halves if link.device.type == "cpu" else None
 
 

@@ -47,7 +47,8 @@ def forward_halves(offsets: List[int], tokens: int, entering_row: int) -> Option
 
 
 def backward_halves(offsets: List[int], tokens: int, leaving_row: int) -> Optional[Halves]:
-    """What can be computed before gradients of states come back: all but the sequence that goes on; None if that is little."""
+    """What can be computed before gradients of states come back: all but the sequence that goes on; None if that is
+    little."""
     rows = len(offsets) - 1
     everything = Piece((0, tokens), (0, rows))
     if leaving_row < 0:
