@@ -55,8 +55,8 @@ def _link_options(options: Options) -> Options:
     return options._replace(path=_link_path(options.path))
 
 
-# chunk_summary: the packed forward links [P, Hv, row]. `carry`, from new_carry(): what the forward of the same tokens can
-# go on from.
+# chunk_summary: the packed forward links [P, Hv, row]. `carry`, from new_carry(): what the forward of the same tokens
+# can go on from.
 
 
 def _summary_output(k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
@@ -95,7 +95,8 @@ _SUMMARY_NAMES = (
 
 _define(
     f"chunk_summary({_OPTIONS}, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? cu_seqlens, Tensor? initial_state, Tensor rows, Tensor leaves, Tensor through, Tensor(a!)? carry) -> Tensor",
+    "Tensor? cu_seqlens, Tensor? initial_state, Tensor rows, Tensor leaves, Tensor through, Tensor(a!)? carry) "
+    "-> Tensor",
     _chunk_summary,
     _chunk_summary_fake,
     inputs=8,

@@ -165,7 +165,9 @@ class CarryEmulated : public ::testing::Test {
     const auto kernel = reinterpret_cast<void (*)(cp::PlanArgs)>(const_cast<void*>(cp::list_kernel()));
     ASSERT_EQ(cudaLaunchKernelEx(&shape.config, kernel, p), cudaSuccess);
     ASSERT_EQ(counters_.made, 1u);
-    ASSERT_EQ(counters_.progress.slices_left, counters_.progress.pieces + kHv * cp::kCarrySlices);
+    uint32_t slices = 0;
+    for (int64_t i = 0; i < kHv; ++i) slices += carry_.chains[i].has_cuts() ? cp::kCarrySlices : 0;
+    ASSERT_EQ(counters_.progress.slices_left, counters_.progress.pieces + slices);
     ASSERT_EQ(cp::launch_carried(p, nullptr), cudaSuccess);
     EXPECT_EQ(counters_.progress.slices_left, counters_.progress.pieces) << "who waits for states at cuts goes on";
     items_.resize(counters_.outputs.items + counters_.outputs.dependent_items);
@@ -272,7 +274,7 @@ TEST_F(CarryEmulated, OneSequenceGoesThrough) {
     check();
     EXPECT_EQ(counters_.states.items, 0) << "nothing is left to be made";
   }
-  EXPECT_GT(segments_, 4u);
+  EXPECT_GE(segments_, 4u);
 }
 
 TEST_F(CarryEmulated, OneSequenceBeginsHere) {

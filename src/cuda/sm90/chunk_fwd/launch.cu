@@ -166,12 +166,11 @@ struct DecidedCall {
   CutSpacing cut_spacing{};   // of equal lengths, and choices
   ChoiceTable choices{};
   bool by_pairs = false;  // the kernel after is that of TPCs, and may get what waits for states at cuts
-  CutSpacing carried_cut_spacing{};  // `cut_spacing` of a call with a carry
 };
 
 Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
-  Capacity capacity = plan_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences,
-                                    args.num_value_heads, sms);
+  Capacity capacity =
+      plan_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
   capacity.carried = carry.slots;
   return capacity;
 }
@@ -257,14 +256,6 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   return launch_items_of(after, items, items.items * (segments - 1), sms, stream);
 }
 
-CutSpacing spacing_with_carry(const Args& args, const DecidedCall& decided, int32_t sms) {
-  if (args.force_split != 0 || args.split != Mode::kAuto) return decided.cut_spacing;
-  const bool dense = args.cu_seqlens == nullptr;
-  const LengthSummary equal = equal_lengths(dense ? args.dense_length : args.num_tokens, args.num_sequences, dense);
-  return cp::carried_cut_spacing(equal, decided.cut_spacing, args.num_value_heads, sms,
-                                 Costs(args.num_key_heads, args.num_value_heads));
-}
-
 DecidedCall work_out(const Args& args, int32_t sms) {
   const bool forced = args.force_split != 0;
   if (args.split == Mode::kOff || sms == 0) return {{false, "auto_cp is off"}};
@@ -321,7 +312,7 @@ DecidedCall work_out(const Args& args, int32_t sms) {
 
 // The answers for this thread's latest kinds of calls are kept, the oldest of which goes first: layers of a model ask
 // the same again and again, and the estimates take 20 us, and up to 0.2 ms.
-DecidedCall& decided_call(const Args& args, int32_t sms) {
+const DecidedCall& decided_call(const Args& args, int32_t sms) {
   struct Key {
     int64_t tokens, dense_length;
     int32_t sequences, key_heads, heads, sms, force;
@@ -339,7 +330,7 @@ DecidedCall& decided_call(const Args& args, int32_t sms) {
   const Key key{args.num_tokens,    args.dense_length,    args.num_sequences,
                 args.num_key_heads, args.num_value_heads, sms,
                 args.force_split,   args.split,           args.cu_seqlens == nullptr};
-  for (Kept& one : kept) {
+  for (const Kept& one : kept) {
     if (one.key == key) return one.decided;
   }
   Kept& oldest = kept[next];
@@ -413,7 +404,7 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  DecidedCall& decided = decided_call(args, sms);
+  const DecidedCall& decided = decided_call(args, sms);
   const SavedStates saved = saved_states(args);
   const Variant uncut = variant == Variant::kAuto ? choose_variant(items, sms) : variant;
   // Who asks for a variant gets all of it.
@@ -446,14 +437,11 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
     const Kernel cut_kernel = choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved);
     const bool by_pairs = variant == Variant::kAuto && decided.by_pairs;
     const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved) : kernel;
-    // Where lengths are asked for first they may say that nothing is cut.
-    if (carry.chains == nullptr || decided.least_longest != 0) {
-      return launch_cut(params, decided, cut_kernel, after, sms, {}, stream);
-    }
-    if (decided.carried_cut_spacing.spacing == 0) decided.carried_cut_spacing = spacing_with_carry(args, decided, sms);
+    if (carry.chains == nullptr) return launch_cut(params, decided, cut_kernel, after, sms, carry, stream);
+    // What carried heads start from is there: none of the questions that may find that nothing is to be cut.
     DecidedCall of_carry = decided;
     of_carry.uncut_shared = false;
-    of_carry.cut_spacing = decided.carried_cut_spacing;
+    of_carry.least_longest = 0;
     return launch_cut(params, of_carry, cut_kernel, after, sms, carry, stream);
   }
   if (args.cu_seqlens != nullptr) {

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kChainThreads) scan_carried_kernel(const __gri
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % kChainSlices;
   const int32_t index = static_cast<int32_t>(blockIdx.x) / kChainSlices;
   const LinkChain chain = p.carry.chains[index];
-  if (chain.row >= 0 && chain.segments > 1) {
+  if (chain.has_cuts()) {
     const ChainPlace at;
     const int column0 = slice * kChainColumns + at.first;
     const auto cell = [&](int32_t number, ChainShare& columns) {
@@ -75,9 +75,11 @@ __global__ void __launch_bounds__(kChainThreads) scan_carried_kernel(const __gri
   __threadfence();
   __syncthreads();
   if (threadIdx.x != 0) return;
-  // The planner counts all blocks as slices of states at cuts to come.
-  while (load_acquire(&p.counters->made) != 1) __nanosleep(50);
-  atomicSub(&p.counters->progress.slices_left, 1u);
+  // The planner counts the blocks of such chains as slices of states at cuts to come.
+  if (chain.has_cuts()) {
+    while (load_acquire(&p.counters->made) != 1) __nanosleep(50);
+    atomicSub(&p.counters->progress.slices_left, 1u);
+  }
   // A kernel must not end before those it depends on.
   if (blockIdx.x == 0) wait_for_predecessors();
 }
@@ -97,8 +99,8 @@ cudaError_t launch_carried(const PlanArgs& plan, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(scan_carried_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ChainMemory));
   if (error != cudaSuccess) return error;
-  const LaunchConfig shape(carried_slices(plan.carry, args.num_value_heads), kChainThreads, sizeof(ChainMemory), stream,
-                           true);
+  const LaunchConfig shape(plan.carry.parts * args.num_value_heads * kCarrySlices, kChainThreads, sizeof(ChainMemory),
+                           stream, true);
   return cudaLaunchKernelEx(&shape.config, scan_carried_kernel, params);
 }
 

@@ -1,6 +1,6 @@
-// What a rank's links leave for the forward of the same tokens (`carry` of the C interface): last states and transitions
-// of segments, of heads that keep their state. The forward starts these heads' segments from them, once the state that
-// enters is known, and makes no state of theirs again (carry.cu).
+// What a rank's links leave for the forward of the same tokens (`carry` of the C interface): last states and
+// transitions of segments, of heads that keep their state. The forward starts these heads' segments from them, once the
+// state that enters is known, and makes no state of theirs again (carry.cu).
 #pragma once
 
 #include <cstddef>
@@ -23,6 +23,8 @@ struct LinkChain {
   int32_t row = -1;
   int32_t tokens = 0;
 
+  // Whether there are cuts that the forward has their states of.
+  FLASH_QLA_HOST_DEVICE bool has_cuts() const { return row >= 0 && segments > 1; }
   FLASH_QLA_HOST_DEVICE int32_t transitions() const { return segments == 0 ? 0 : segments - (is_affine != 0 ? 0 : 1); }
   FLASH_QLA_HOST_DEVICE int32_t matrices() const { return segments + transitions(); }
   FLASH_QLA_HOST_DEVICE int32_t state_cell(int32_t segment) const { return first_cell + segment; }
@@ -49,11 +51,10 @@ struct Carry {
 constexpr int64_t carry_header_bytes(int64_t chains) {
   return (chains * static_cast<int64_t>(sizeof(LinkChain)) + 255) / 256 * 256;
 }
-constexpr int64_t carry_bytes(int64_t chains, int64_t cells) { return carry_header_bytes(chains) + cells * kMatrixBytes; }
-inline constexpr int kCarrySlices = 8;  // pieces that a chain's states at cuts are made in, of 16 columns of V
-FLASH_QLA_HOST_DEVICE inline int32_t carried_slices(const Carry& carry, int32_t heads) {
-  return carry.chains == nullptr ? 0 : carry.parts * heads * kCarrySlices;
+constexpr int64_t carry_bytes(int64_t chains, int64_t cells) {
+  return carry_header_bytes(chains) + cells * kMatrixBytes;
 }
+inline constexpr int kCarrySlices = 8;  // pieces that a chain's states at cuts are made in, of 16 columns of V
 inline Carry carry_at(void* data, int64_t bytes, int64_t parts, int64_t heads) {
   const int64_t header = carry_header_bytes(parts * heads);
   if (data == nullptr || bytes < header) return {};

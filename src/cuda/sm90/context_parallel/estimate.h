@@ -51,7 +51,8 @@ struct ItemEstimate {
     if (head.exact < 0) {  // its states at cuts come soon, and its segments are not joined
       const int32_t count = -head.exact;
       const float chunks = quotient(static_cast<float>(head.chunks), static_cast<float>(count));
-      const float each = chunks * costs.step + costs.item_edge, most = each + (ceilf(chunks - 0.01f) - chunks) * costs.step;
+      const float each = chunks * costs.step + costs.item_edge,
+                  most = each + (ceilf(chunks - 0.01f) - chunks) * costs.step;
       const bool is_long = chunks >= long_item;
       free[0].add(is_long ? count : 0, each, most);
       free[1].add(is_long ? 0 : count, each, most);

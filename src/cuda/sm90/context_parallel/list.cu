@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __shared__ int32_t state_items, first_items, independent_items, scans_used, items_used, chunks_before;
   __shared__ int32_t
       kinds;  // heads with an exact boundary, and kUnusual for each whose warm-ups are not the usual ones
-  __shared__ int32_t guessed_exact;  // of those that the choice was made for beforehand
+  __shared__ int32_t carried_slices;  // of states at cuts of carried heads (carry.cu)
+  __shared__ int32_t guessed_exact;   // of those that the choice was made for beforehand
   constexpr int32_t kUnusual = 1 << 16;
   __shared__ RegularSegment segments[2][kMostRegularPieces];
   __shared__ int32_t boundary_sums[kMostRegularHeads];  // of a head: kExactBoundary for each exact one, and warm-ups
@@ -119,8 +120,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   const uint32_t classifier = thread < p.unit_blocks ? load_now(ws.classifiers + thread) : ~0u;
   if (thread < static_cast<int>(kLateWords)) late_tpcs[thread] = 0;
   buckets[thread] = 0;
-  if (thread == 0) scans_used = items_used = chunks_before = kinds = guessed_exact = 0;
+  if (thread == 0) scans_used = items_used = chunks_before = kinds = guessed_exact = carried_slices = 0;
   __syncthreads();
+  for (int32_t i = thread; i < p.carry.parts * heads; i += kListThreads) {
+    if (p.carry.chains[i].has_cuts()) atomicAdd(&carried_slices, kCarrySlices);
+  }
 
   if (classifier < PlanStart::kTpcs) atomicOr(&late_tpcs[classifier / 32], 1u << classifier % 32);
   const int32_t pairs = n * heads;
@@ -139,8 +143,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // depends on no gate is there before, for the choice that a quarter of the heads exact would ask for.
   // Not of offsets out of order.
   const bool carries = p.carry.chains != nullptr && lengths.sequences > 0;
-  const bool may_be_regular = chosen && !carries && expected && kept_here && p.in_place == 0 && pairs <= kMostRegularHeads &&
-                              most_pieces > 1 && most_pieces <= kMostRegularPieces;
+  const bool may_be_regular = chosen && !carries && expected && kept_here && p.in_place == 0 &&
+                              pairs <= kMostRegularHeads && most_pieces > 1 && most_pieces <= kMostRegularPieces;
   if (p.unit_blocks != 0) __syncthreads();
   // The order in which TPCs get state items: from the planner's on, those first on which no boundaries are
   // classified.
@@ -244,7 +248,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     counters.halves.items = halves ? free : 0;
     counters.progress.states_left = static_cast<uint32_t>(states * kStateWarps);
     counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(scans * kScanSlices);
-    counters.progress.slices_left += static_cast<uint32_t>(carried_slices(p.carry, heads));
+    counters.progress.slices_left += static_cast<uint32_t>(carried_slices);
     counters.progress.first_items = static_cast<uint32_t>(first);
     counters.planner_tpc = tpc();
     counters.spacing = cut_spacing.spacing;

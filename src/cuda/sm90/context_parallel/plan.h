@@ -24,10 +24,9 @@ inline int32_t boundaries_of(const LengthSummary& lengths, const CutSpacing& cut
 }
 
 // With `exact` heads that do not decay and the others that do (kUsualWarmup), where all sequences but the longest are
-// equal. guess: a choice that may well be the best, which spares most of the others. carried: segments of each of the
-// exact heads, if they are carried.
+// equal. guess: a choice that may well be the best, which spares most of the others.
 inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cut_spacing, int32_t heads, int32_t exact,
-                              bool uncut_shared, int32_t sms, const Costs& costs, int32_t guess, int32_t carried = 0) {
+                              bool uncut_shared, int32_t sms, const Costs& costs, int32_t guess) {
   ItemEstimate decaying[kJoins], without_decay[kJoins];
   const int32_t others = lengths.sequences - 1;
   for (int32_t kind = 0; kind < (others > 0 ? 2 : 1); ++kind) {
@@ -44,7 +43,7 @@ inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cu
       decaying[i].add(part, sequences * (heads - exact));
       part = ItemEstimate{};
       head.warmups = 0;
-      head.exact = carried > 0 ? -carried : head.pieces - 1;
+      head.exact = head.pieces - 1;
       part.add(head, join_step(i), limit, costs);
       without_decay[i].add(part, sequences * exact);
     }
@@ -202,30 +201,6 @@ inline PlanEstimate estimate_plan(const LengthSummary& lengths, int32_t heads, i
     estimate.all_uncut = (planning + time_of_shared(lengths, heads, sms, costs)) / uncut;
   }
   return estimate;
-}
-
-// Where a call with a carry may be cut: as a quarter of heads that are carried asks for, each cut so that its states and
-// transitions are one wave. usual: without a carry.
-inline CutSpacing carried_cut_spacing(const LengthSummary& lengths, const CutSpacing& usual, int32_t heads, int32_t sms,
-                                      const Costs& costs) {
-  const int32_t exact = std::max(lengths.sequences * heads / 4, 1), segments = std::max(sms / (2 * exact), 1);
-  CutSpacing best = usual;
-  float least = 0.0f;
-  int32_t guess = 0;
-  // From half as far apart on, but for what the workspace has no room for, to twice as far, by sixteenths.
-  const int32_t finest = std::max(spacing_of(lengths.chunks * heads, kMostItemsPerSm * sms), kMinSpacing);
-  const int32_t step = std::max(usual.spacing / 16, 1);
-  for (int32_t spacing = std::max(finest, usual.spacing / 2); spacing <= 2 * usual.spacing; spacing += step) {
-    CutSpacing cut_spacing;
-    cut_spacing.set_spacing(spacing);
-    const BestChoice found = best_choice(lengths, cut_spacing, heads, heads / 4, false, sms, costs, guess, segments);
-    const float time = found.time + costs.planning(boundaries_of(lengths, cut_spacing));
-    guess = found.choice;
-    if (least > 0.0f && time >= least) continue;
-    least = time;
-    best = cut_spacing;
-  }
-  return best;
 }
 
 // Whether a kernel of clusters of two goes after a plan: it makes what waits for states at cuts if no head decays.

@@ -108,7 +108,9 @@ __device__ LinkSpacing choose_spacing(const ListParams& p, bool backward) {
       }
     }
     const bool fits = states + transitions + windows <= ws.capacity;
-    s_times[thread] = fits ? link_time(states, transitions, longest, thread + 1, ws.sms, backward) : INFINITY;
+    float time = link_time(states, transitions, longest, thread + 1, ws.sms, backward);
+    if (ws.carries != 0) time += carried_time(states, p.chains, longest, thread + 1, ws.sms);
+    s_times[thread] = fits ? time : INFINITY;
   }
   __syncthreads();
   int best = 0;
@@ -251,6 +253,7 @@ LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bo
   ws.has_given = has_given;
   ws.counters = workspace->take<LinkCounters>(1);
   ws.items = workspace->take<WorkItem>(ws.capacity);
+  ws.carries = carry.chains != nullptr;
   ws.chains = carry.chains;
   ws.cells = carry.cells;
   if (carry.chains == nullptr) {

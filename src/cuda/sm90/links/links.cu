@@ -204,8 +204,8 @@ constexpr Path<Arguments, SummaryProblem> path() {
 int64_t carry_floats(const ForwardArguments& args, const SummaryProblem& p) {
   if (args.options.cp_mode == FLASH_QLA_CP_OFF || p.P == 0) return 0;
   const int64_t chains = p.P * p.Hv;
-  const int64_t cells = link_capacity(chains, args.options.cp_mode != FLASH_QLA_CP_AUTO,
-                                      fwd::multiprocessors(args.options.device_index));
+  const int64_t cells =
+      link_capacity(chains, args.options.cp_mode != FLASH_QLA_CP_AUTO, fwd::multiprocessors(args.options.device_index));
   return ceil_div(cp::carry_bytes(chains, cells) / 4, p.P);
 }
 

@@ -23,6 +23,7 @@ struct LinkWorkspace {
   float* cells;       // [capacity, 128, 128]: S^T, dS^T and M^T; going backward M
   int64_t capacity;
   int32_t by_length;  // segments are cut by their chain's length alone
+  int32_t carries;    // the forward goes on from them
   int32_t sms;
 
   // Going backward; else NULL.
