@@ -53,13 +53,13 @@ def static_of(plan: Plan) -> Static:
 
 
 def make_link(
-    options: Options, inputs: Sequence[Optional[Tensor]], parts: Parts, carries: bool = False
+    options: Options, inputs: Sequence[Optional[Tensor]], parts: Parts
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """This rank's packed forward links [P, Hv, row], and what the forward of the same inputs can go on from, where
-    `carries` asks for it and the device's kernels make it."""
+    """This rank's packed forward links [P, Hv, row], and what the forward of the same inputs can go on from, where the
+    device's kernels leave it."""
     of_link = (*inputs[1:7], inputs[_CU], inputs[_H0])
     cut = (parts.rows, parts.leaves, parts.through)
-    carry = _torch_links.new_carry(options, of_link, cut) if carries else None
+    carry = _torch_links.new_carry(options, of_link, cut)
     rest = (*cut, carry)
     link: Tensor = _torch_links.compute("chunk_summary", (*of_link, *rest), options, of_link, rest)
     return link, carry
@@ -119,6 +119,12 @@ def _start(options: Options, what: str, static: Static, link: Tensor) -> Callabl
     return start_gather(options.operation, what, static.ranks, link)
 
 
+def _before_the_gather(halves: Optional[Halves], link: Tensor) -> Optional[Halves]:
+    """The halves, if one of them is computed while the gather runs: on a CPU. A GPU's forward fills all multiprocessors
+    until it ends: the gather, which needs some too, would wait for it on this rank, and every other rank with it."""
+    return halves if link.device.type == "cpu" else None
+
+
 def _forward(
     options: Options,
     static: Static,
@@ -136,18 +142,16 @@ def _forward(
     K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]  # type: ignore[union-attr]
     if not _torch.is_traced():
         check_call(options, inputs, output_final_state)
-    halves = static.forward
-    whole = halves is None or halves.local is None
-    link, carry = make_link(options, inputs, parts, whole)
+    link, carry = make_link(options, inputs, parts)
     wait = _start(options, "forward links", static, link)
     kept = keep_of(link, K, V) if output_A else None
-    if whole:
+    halves = _before_the_gather(static.forward, link)
+    if halves is None:
         entered = entering(options, static, parts, wait(), K, V, False)
         rest = (parts.entering_rows, entered, carry, *wanted[1:])
         found = _torch_links.compute("part_forward", (*inputs, *rest[:3]), options, tuple(inputs), rest)
         o, final_state, A = _torch._align(found, wanted)
     else:
-        assert halves is not None and halves.local is not None
         outputs = _torch_links.forward_outputs(tuple(inputs), options.state_v_first, *wanted[1:])
         _pieces.forward(options, inputs, halves.local, (None, None), outputs)
         entered = entering(options, static, parts, wait(), K, V, False)
@@ -165,13 +169,14 @@ def _backward(
     A, entered, of_links, do, dht = kept
     if not static.exchanges:
         states: Tuple[Optional[Tensor], ...] = (None,) * 4
-        wait = None
+        wait: Optional[Callable[[], Tensor]] = None
+        halves: Optional[Halves] = None
     else:
         K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]
         link = make_backward_link(options, inputs, parts, of_links, do, dht, A)
         wait = _start(options, "backward links", static, link)
-    halves = static.backward
-    if wait is None or halves is None or halves.local is None:
+        halves = _before_the_gather(static.backward, link)
+    if wait is None or halves is None:
         if wait is not None:
             leaving = entering(options, static, parts, wait(), K, V, True)
             states = (parts.entering_rows, entered, parts.leaving_rows, leaving)

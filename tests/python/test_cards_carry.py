@@ -38,7 +38,7 @@ def forward(x, enters=True, spoil=None, output_A=False):
         entered.fill_(torch.nan)
     tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, h0)
     options = make_options("carry", **x.options)
-    _, carry = _context_parallel.make_link(options, tensors, parts, True)
+    _, carry = _context_parallel.make_link(options, tensors, parts)
     assert (carry is not None) == carries(x)
     if spoil is not None and carry is not None:
         spoil(carry)

@@ -140,7 +140,7 @@ def cp_forward_prepare(inputs: Any) -> Tuple[Any, Any]:
     tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, None, None, cu_seqlens, None)
     _context_parallel.check_call(options, tensors, False)
     parts = _parts(inputs.q, cu_seqlens)
-    link, carry = _context_parallel.make_link(options, tensors, parts, True)
+    link, carry = _context_parallel.make_link(options, tensors, parts)
     kept = _context_parallel.keep_of(link, inputs.q.shape[-1], inputs.v.shape[-1])
     summary = _megatron("CPForwardPackedSummary", _PackedSummary)(packed=_to_summary(link, cu_seqlens))
     return summary, _Local(options, tensors, parts, (kept, carry))
