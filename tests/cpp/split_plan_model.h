@@ -160,9 +160,9 @@ PlacedItems place_items(const Batch& batch, const CutSpacing& cut_spacing, const
     return kinds[order[place] * static_cast<size_t>(batch.heads) + static_cast<size_t>(head)];
   };
   for (size_t place = 0; place < order.size(); ++place) {
-    PlannedSequence s{cut(order[place]), 0, all};
-    for (int32_t head = 0; head < batch.heads; ++head) s.exact += kind(place, head);
-    all += ItemCounts(s.cuts, choice, batch.heads - s.exact, s.exact);
+    PlannedSequence s{cut(order[place]), 0, 0, all};
+    for (int32_t head = 0; head < batch.heads; ++head) ++(kind(place, head) ? s.exact : s.decaying);
+    all += ItemCounts(s.cuts, choice, s.decaying, s.exact);
     sequences.push_back(s);
   }
   PlacedItems placed(all);
@@ -172,15 +172,15 @@ PlacedItems place_items(const Batch& batch, const CutSpacing& cut_spacing, const
   const OutputOrder groups(
       all, sequences[0].cuts,
       sequences[static_cast<size_t>(std::min(all.may_cut, static_cast<int32_t>(sequences.size()) - 1))].cuts, choice,
-      batch.in_place);
+      batch.in_place, 0);
   if (batch.in_place) *first_items = static_cast<int32_t>(kinds.size());
   for (size_t place = 0; place < order.size(); ++place) {
     const PlannedSequence& s = sequences[place];
     int32_t exact_before = 0;
     for (int32_t head = 0; head < batch.heads; ++head) {
       const bool is_exact = kind(place, head);
-      const HeadItems items(s, groups, choice, head, batch.heads, is_exact,
-                            is_exact ? exact_before : head - exact_before, capacity, cut_spacing);
+      const HeadItems items(s, groups, choice, head, is_exact, is_exact ? exact_before : head - exact_before, capacity,
+                            cut_spacing);
       for (int32_t k = 0; k < items.segments.count; ++k) {
         items.emit(k, cut_spacing, warmups_of(head), PlacedItems::Sink{placed});
       }
@@ -248,16 +248,16 @@ inline Plan make_plan(const Batch& batch) {
     CutSequence cuts(s, plan.cut_spacing);
     if (!cuts.fits(plan.capacity.boundaries, plan.cut_spacing)) cuts = CutSequence(s, CutSpacing{});
     for (int32_t head = 0; head < batch.heads; ++head) {
-      HeadSummary summary{cuts.chunks, cuts.pieces, false, 0};
+      HeadSummary summary{cuts.chunks, cuts.pieces, 0, 0};
       for (int32_t i = 1, exact = 0; i < summary.pieces; ++i) {
         if ((i - 1) % kBoundariesInRow == 0) exact = 0;
         const int32_t warmup = warmups_of(head)(cuts.number(i, plan.cut_spacing));
         exact += warmup == 0;
-        summary.exact = summary.exact || exact > 1;
+        if (exact > 1) summary.exact = 1;
         summary.warmups += warmup;
       }
       summaries.push_back(summary);
-      kinds.push_back(summary.exact);
+      kinds.push_back(summary.exact != 0);
     }
   }
   if (batch.mode == Mode::kAuto && !batch.forced) {

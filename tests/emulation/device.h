@@ -176,6 +176,7 @@ void __stcg(T* p, T x) {
   *p = x;
 }
 inline void __threadfence() {}
+inline void __nanosleep(unsigned) {}
 inline void __threadfence_block() {}
 [[noreturn]] inline void __trap() { cuda_emulation::fail("__trap()"); }
 inline size_t __cvta_generic_to_shared(const void* p) { return cuda_emulation::shared_address(p); }

@@ -1,7 +1,7 @@
 // The kernel that lists the items of a context parallelism, against the model on the host
 // (tests/cpp/split_plan_model.h): each item at its place, and each chunk computed once from the right state.
 #include "cuda/common/launch.h"
-#include "cuda/sm90/context_parallel/list.cu"
+#include "cuda/sm90/context_parallel/plan_device.cuh"
 #include "split_plan_model.h"
 
 namespace flash_qla::cuda::sm90::cp {
@@ -67,7 +67,8 @@ PlanArgs plan_args(const Batch& batch, const Plan& plan, Memory* memory) {
 
 void launch_list(const PlanArgs& p) {
   const LaunchConfig shape(1, kListThreads, 0, nullptr, true);
-  ASSERT_EQ(cudaLaunchKernelEx(&shape.config, &list_items_kernel, p), cudaSuccess);
+  const auto kernel = reinterpret_cast<void (*)(PlanArgs)>(const_cast<void*>(list_kernel()));
+  ASSERT_EQ(cudaLaunchKernelEx(&shape.config, kernel, p), cudaSuccess);
 }
 
 // The lists as the kernel has left them.

@@ -62,8 +62,15 @@ class LaneGroups {
 };
 static_assert(kSmGroups == 8);
 
-// Kinds of heads, one number a sequence and head: the chunks of all warm-ups together of a decaying one, or this.
+// Kinds of heads, one number a sequence and head: of a decaying one the chunks of all warm-ups together, else one of
+// these.
 inline constexpr int32_t kExactHead = -1;
+FLASH_QLA_HOST_DEVICE constexpr int32_t carried_head(int32_t segments) { return kExactHead - segments; }
+
+__device__ HeadSummary summary_of(int32_t kind, const CutSequence& cuts) {
+  const int32_t exact = kind >= 0 ? 0 : kind == kExactHead ? 1 : kind - kExactHead;
+  return {cuts.chunks, cuts.pieces, exact, kind};
+}
 
 // The best of all choices, by all threads of a block, for `count` heads; and its state items.
 struct ChosenJoins {
@@ -84,8 +91,8 @@ static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const
   ItemEstimate estimate;
   for (int32_t i = lane; i < count; i += 32) {
     const CutSequence& cuts = sequences[p.by_heads.divide(i)].cuts;
-    const HeadSummary head{cuts.chunks, cuts.pieces, kinds[i] == kExactHead, kinds[i]};
-    if (head.exact == with_exact) estimate.add(head, step, limit, p.costs);
+    const HeadSummary head = summary_of(kinds[i], cuts);
+    if ((head.exact != 0) == with_exact) estimate.add(head, step, limit, p.costs);
   }
   sum_over_warp(estimate);
   if (lane == 0) estimates[with_exact][warp % kJoins] = estimate;

@@ -15,7 +15,8 @@ namespace flash_qla::cuda::sm90::cp {
 // What the choice sees of one sequence and head.
 struct HeadSummary {
   int32_t chunks = 0, pieces = 1;
-  bool exact = false;
+  // 1: it is exact; 0: it decays; below zero: the links have carried its states (carry.h), of so many segments.
+  int32_t exact = 0;
   int32_t warmups = 0;  // chunks, of all boundaries together; of a decaying head
 };
 
@@ -47,10 +48,20 @@ struct ItemEstimate {
   // One sequence and head of which `step` neighbouring pieces are joined. long_item: chunks that make an item a long
   // one.
   FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step, float long_item, const Costs& costs) {
+    if (head.exact < 0) {  // its states at cuts come soon, and its segments are not joined
+      const int32_t count = -head.exact;
+      const float chunks = quotient(static_cast<float>(head.chunks), static_cast<float>(count));
+      const float each = chunks * costs.step + costs.item_edge,
+                  most = each + (ceilf(chunks - 0.01f) - chunks) * costs.step;
+      const bool is_long = chunks >= long_item;
+      free[0].add(is_long ? count : 0, each, most);
+      free[1].add(is_long ? 0 : count, each, most);
+      return;
+    }
     const int32_t items = joined_pieces(head.pieces, step);
     const float piece = quotient(static_cast<float>(head.chunks), static_cast<float>(head.pieces));
     const int32_t shorter = head.pieces / items, longer = head.pieces - shorter * items;  // pieces, items
-    const bool warms_up = !head.exact && items > 1;
+    const bool decays = head.exact == 0, warms_up = decays && items > 1;
     const float warmup =
         warms_up ? quotient(static_cast<float>(head.warmups), static_cast<float>(head.pieces - 1)) : 0.0f;
     for (int32_t more = 0; more < 2; ++more) {
@@ -61,7 +72,7 @@ struct ItemEstimate {
       const float output = chunks * costs.step + warmup * costs.warm_step + costs.item_edge;
       const float most = output + rest * costs.step;
       const bool is_long = chunks >= long_item;
-      if (!head.exact) {
+      if (decays) {
         free[0].add(is_long ? count : 0, output, most);
         free[1].add(is_long ? 0 : count, output, most);
         continue;
@@ -77,7 +88,7 @@ struct ItemEstimate {
       const float state = chunks * costs.state_step + costs.state_edge;
       states.add(more != 0 ? of_longer : all - of_longer, state, state + rest * costs.state_step);
     }
-    if (!head.exact || items <= 2) return;
+    if (decays || items <= 2) return;
     transitions += items - 2;
     longest_scan = items - 2 > longest_scan ? items - 2 : longest_scan;
   }

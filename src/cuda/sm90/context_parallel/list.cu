@@ -18,9 +18,6 @@ constexpr int32_t kKeptHeads = 2304;
 constexpr int32_t kKeptSequences = 128;
 constexpr int32_t kKeptWarmups = 2048;
 
-// Warps that hold the state's rows of half of V.
-constexpr uint32_t kWarpsOfHalf = 4;
-
 // Puts items to their places, and counts those that read an initial state that will be overwritten.
 struct ItemSink {
   PlanWorkspace workspace;
@@ -143,7 +140,36 @@ __device__ void order_sequences(const PlannedSequence* sequences, int32_t n, con
   if (i < n) order[place] = i;
 }
 
-// One block. Every item has a place that depends on lengths and kinds alone.
+// What the links of a rank have left of a sequence and head; null: nothing.
+__device__ const LinkChain* carried_chain(const PlanArgs& p, const SequenceSpan& sequence, int32_t head) {
+  for (int32_t part = 0; part < p.carry.parts; ++part) {
+    const LinkChain& chain = p.carry.chains[part * p.args.num_value_heads + head];
+    if (chain.row == sequence.index && chain.tokens == sequence.length && chain.segments > 0) return &chain;
+  }
+  return nullptr;
+}
+
+// What writes O of segment k of such a head; its states at cuts are behind those of the call's own.
+__device__ WorkItem carried_item(const PlanArgs& p, const SequenceSpan& sequence, int32_t head, const LinkChain& chain,
+                                 int32_t k) {
+  const int32_t chunks = chunks_in(sequence.length);
+  const int32_t slot = k == 0 ? -1 : static_cast<int32_t>(p.capacity.slots) + chain.state_cell(k - 1);
+  const int32_t flags = (k == 0 ? kItemFromStart : kItemFromCutState) | (k + 1 == chain.segments ? kItemToEnd : 0);
+  return work_item(sequence, head, segment_start(chunks, k, chain.segments),
+                   segment_start(chunks, k + 1, chain.segments), 0, slot, flags);
+}
+
+// Carried heads, and their segments but the first ones.
+struct CarriedCounts {
+  int32_t heads, later;
+  __device__ void add(const LinkChain& chain) {
+    atomicAdd(&heads, 1);
+    atomicAdd(&later, chain.segments - 1);
+  }
+};
+
+// One block. Every item has a place that depends on lengths and kinds alone; but carried heads' ones, which are at the
+// ends of their lists, come in any order.
 __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __grid_constant__ PlanArgs p) {
   launch_dependents();
   const Args& args = p.args;
@@ -165,18 +191,25 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __shared__ uint4 kept_warmups[kKeptWarmups / 16];
   __shared__ int32_t sums[ItemCounts::kNumbers][kListWarps];
   __shared__ int32_t exact_found, unusual_found;  // heads; unusual: whose warm-ups are not the usual ones
+  __shared__ CarriedCounts carried_found, carried_placed;
+  __shared__ int32_t carried_slices;  // of states at cuts of carried heads (carry.cu)
   PlannedSequence* const sequences = n <= kKeptSequences ? kept_sequences : ws.sequences;
   // First the kind of each sequence and head (choose_joins.cuh), then its number among the sequence's of its kind: of a
-  // decaying one all bits of it turned.
+  // decaying one all bits of it turned, of a carried one kCarried.
+  constexpr int32_t kCarried = INT32_MIN;
   int32_t* const kinds = pairs <= kKeptHeads ? kept_kinds : ws.kinds;
-  if (thread == 0) exact_found = unusual_found = 0;
+  if (thread == 0) {
+    exact_found = unusual_found = carried_slices = 0;
+    carried_found = carried_placed = {0, 0};
+  }
 
   const bool may_cut = cut_spacing.spacing > 0;
   const bool chosen = args.split == Mode::kAuto && args.force_split == 0 && may_cut;
   // Heads beyond the room do not take part in the choice; there is always room for as many as a call may have that is
   // planned without being forced to.
   const int32_t chosen_for = min(pairs, kKeptHeads);
-  const bool expected = p.least_longest == 0 && lengths == p.expected_lengths;
+  const bool carries = p.carry.chains != nullptr && lengths.sequences > 0;  // not of offsets out of order
+  const bool expected = p.least_longest == 0 && lengths == p.expected_lengths && !carries;
   // Of the number of state items, to blocks that wait for the plan.
   const auto publish_number = [&](uint32_t* to, int32_t state_items) {
     if (thread != 0 || chosen_for != pairs || state_items > UINT16_MAX) return;
@@ -189,13 +222,17 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     p.choice_table.choice(pairs / 4, pairs, &likely_items);
     publish_number(&ws.start->likely_items, likely_items);
   }
+  if (carries) publish_number(&ws.start->likely_items, 0);  // few states, or none, are still to be made
   cut_sequences(p, cut_spacing, sequences, sums);
   __syncthreads();
+  for (int32_t i = thread; i < p.carry.parts * heads; i += kListThreads) {
+    if (p.carry.chains[i].has_cuts()) atomicAdd(&carried_slices, kCarrySlices);
+  }
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
   ChosenJoins best{-1, 0};
   int32_t guessed_exact = 0;
-  if (chosen && !expected) {
+  if (chosen && !expected && !carries) {
 #pragma unroll 1
     for (int32_t pair = thread; pair < chosen_for; pair += kListThreads) {
       const int32_t i = p.by_heads.divide(pair), boundaries = sequences[i].cuts.pieces - 1;
@@ -241,6 +278,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     exact = __reduce_or_sync(group, exact);
     total = __reduce_add_sync(group, total);
     if (group_lane != 0) continue;
+    if (const LinkChain* chain = carries ? carried_chain(p, cuts.sequence, head) : nullptr; chain != nullptr) {
+      kinds[pair] = carried_head(chain->segments);
+      carried_found.add(*chain);
+      continue;
+    }
     kinds[pair] = exact != 0 ? kExactHead : total;
     const int32_t boundaries = cuts.pieces - 1;
     if (exact != 0) {
@@ -274,17 +316,25 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // Each head's number among those of its kind, a warp a sequence.
 #pragma unroll 1
   for (int32_t i = warp; i < n; i += kListWarps) {
-    int32_t exact = 0;
+    int32_t decaying = 0, exact = 0;
 #pragma unroll 1
     for (int32_t first = 0; first < heads; first += 32) {
       const int32_t head = first + lane, pair = i * heads + head;
-      const bool is_exact = head < heads && kinds[pair] == kExactHead;
-      const uint32_t found = __ballot_sync(0xffffffffu, is_exact);
-      const int32_t before = exact + __popc(found & ((1u << lane) - 1));
-      if (head < heads) kinds[pair] = is_exact ? before : ~(head - before);
-      exact += __popc(found);
+      const int32_t kind = head < heads ? kinds[pair] : carried_head(1);
+      const uint32_t found_decaying = __ballot_sync(0xffffffffu, kind >= 0),
+                     found_exact = __ballot_sync(0xffffffffu, kind == kExactHead), below = (1u << lane) - 1;
+      if (head < heads) {
+        kinds[pair] = kind >= 0            ? ~(decaying + __popc(found_decaying & below))
+                      : kind == kExactHead ? exact + __popc(found_exact & below)
+                                           : kCarried;
+      }
+      decaying += __popc(found_decaying);
+      exact += __popc(found_exact);
     }
-    if (lane == 0) sequences[i].exact = exact;
+    if (lane == 0) {
+      sequences[i].decaying = decaying;
+      sequences[i].exact = exact;
+    }
   }
   if (n <= kMostOrdered) order_sequences(sequences, n, choice, kept_order);
   __syncthreads();
@@ -295,7 +345,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     const bool is_one = first + thread < n;
     PlannedSequence& sequence = sequences[is_one ? in_order(first + thread) : 0];
     ItemCounts counts{};
-    if (is_one) counts = ItemCounts(sequence.cuts, choice, heads - sequence.exact, sequence.exact);
+    if (is_one) counts = ItemCounts(sequence.cuts, choice, sequence.decaying, sequence.exact);
     int32_t numbers[ItemCounts::kNumbers], totals[ItemCounts::kNumbers];
     counts.store(numbers);
     sum_before(numbers, totals, sums);
@@ -305,14 +355,29 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __syncthreads();
 
   const OutputOrder order(all, sequences[in_order(0)].cuts, sequences[in_order(min(all.may_cut, n - 1))].cuts, choice,
-                          p.in_place != 0);
+                          p.in_place != 0, carried_found.heads);
   const ItemSink sink{ws, heads, p.in_place != 0};
 #pragma unroll 1
   for (int32_t pair = first_pair; pair < pairs; pair += pairs_at_once) {
     const int32_t i = p.by_heads.divide(pair), head = pair - i * heads, rank = kinds[pair];
+    if (rank == kCarried) {
+      const SequenceSpan& sequence = sequences[i].cuts.sequence;
+      const LinkChain& chain = *carried_chain(p, sequence, head);
+      CarriedCounts before{0, 0};
+      if (group_lane == 0) {
+        before = {atomicAdd(&carried_placed.heads, 1), atomicAdd(&carried_placed.later, chain.segments - 1)};
+      }
+      const int32_t first = __shfl_sync(group, before.heads, 0, width);
+      const int32_t later = order.dependent + all.dependent + __shfl_sync(group, before.later, 0, width);
+#pragma unroll 1
+      for (int32_t k = group_lane; k < chain.segments; k += width) {
+        sink.output(k == 0 ? first : later + k - 1, carried_item(p, sequence, head, chain, k));
+      }
+      continue;
+    }
     const bool is_exact = rank >= 0;
-    const HeadItems items(sequences[i], order, choice, head, heads, is_exact, is_exact ? rank : ~rank,
-                          p.capacity.boundaries, cut_spacing);
+    const HeadItems items(sequences[i], order, choice, head, is_exact, is_exact ? rank : ~rank, p.capacity.boundaries,
+                          cut_spacing);
     const auto warmups_of = [warmups, heads, head](int32_t number) {
       return static_cast<int32_t>(warmups[static_cast<int64_t>(number) * heads + head]);
     };
@@ -326,14 +391,15 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     PlanCounters counters{};
     const bool clusters = choice.clusters > 0, uncut_shared = !cut && p.uncut_shared != 0;
     counters.states.items = all.states;
-    counters.outputs.items = uncut_shared ? 0 : all.independent();
-    counters.outputs.dependent_items = clusters ? 0 : all.dependent;
+    counters.outputs.items = uncut_shared ? 0 : order.dependent;
+    counters.outputs.dependent_items = clusters ? 0 : all.dependent + carried_found.later;
     counters.halves.items = clusters || uncut_shared ? all.independent() : 0;
     counters.halves.dependent_items = clusters ? all.dependent : 0;
     // The independent ones are the other kernel's. Clusters take tickets after the plan.
     if (clusters) ws.start->halves.ticket = static_cast<uint32_t>(all.independent());
     counters.progress.states_left = static_cast<uint32_t>(all.states * kStateWarps);
     counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(all.scans * kScanSlices);
+    counters.progress.slices_left += static_cast<uint32_t>(carried_slices);
     counters.progress.first_items = p.in_place != 0 ? static_cast<uint32_t>(pairs) : 0;
     counters.planner_tpc = tpc();
     counters.spacing = cut_spacing.spacing;

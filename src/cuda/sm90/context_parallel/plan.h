@@ -38,11 +38,11 @@ inline BestChoice best_choice(const LengthSummary& lengths, const CutSpacing& cu
       const float limit = long_item(lengths.longest, cut_spacing, join_step(i));
       ItemEstimate part;
       head.warmups = kUsualWarmup * (head.pieces - 1);
-      head.exact = false;
+      head.exact = 0;
       part.add(head, join_step(i), limit, costs);
       decaying[i].add(part, sequences * (heads - exact));
       part = ItemEstimate{};
-      head.exact = true;
+      head.exact = 1;
       part.add(head, join_step(i), limit, costs);
       without_decay[i].add(part, sequences * exact);
     }

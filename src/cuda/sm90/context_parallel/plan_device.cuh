@@ -58,6 +58,8 @@ inline constexpr int kClassifyBlocksPerSm = 2;
 inline constexpr int kMostUnitBlocks = 512;  // of 256 SMs; the planner looks at one with each thread
 // A warp for each part of a choice; more threads would have too few registers.
 inline constexpr int kListThreads = 64 * kJoins;
+// Warps that hold the state's rows of half of V: what reads an initial state counts once for each.
+inline constexpr uint32_t kWarpsOfHalf = 4;
 
 // The kernels: their addresses, for the launcher.
 const void* classify_kernel(DType type);

@@ -135,7 +135,7 @@ FLASH_QLA_HOST_DEVICE inline int32_t length_of_items(const CutSequence& cuts, co
 // One sequence of a batch: where it may be cut, and how many items those before it have.
 struct PlannedSequence {
   CutSequence cuts;
-  int32_t exact;  // of its value heads
+  int32_t decaying, exact;  // of its value heads; the others' states are carried (carry.h)
   ItemCounts before;
 };
 
@@ -145,18 +145,19 @@ struct OutputOrder {
   int32_t dependent;
 
   // all: counts of all sequences. Groups go by the lengths of their longest items. longest: the first of the sequences
-  // in their order; longest_whole: the first that is too short to be cut, if there is one. in_place: final states
+  // in their order; longest_whole: the first that is too short to be cut, if there is one. carried: heads whose first
+  // segments come before all others. in_place: final states
   // overwrite initial ones, so that who reads one must be given out before who overwrites it: first segments first,
   // then a head's others in their order (CutChoice::in_order).
   FLASH_QLA_HOST_DEVICE OutputOrder(const ItemCounts& all, const CutSequence& longest, const CutSequence& longest_whole,
-                                    const CutChoice& choice, bool in_place) {
+                                    const CutChoice& choice, bool in_place, int32_t carried) {
     const Segmentation decaying = choice.segments(longest, false), exact = choice.segments(longest, true);
     const int32_t first = decaying.start(longest, 1), small = decaying.least * longest.piece + kUsualWarmup;
     const int32_t whole = longest_whole.chunks;
     const int32_t lengths[] = {exact.start(longest, 1), first, whole, first + kUsualWarmup, small};
     FLASH_QLA_UNROLL
     for (int32_t group = 0; group < ItemCounts::kGroups; ++group) {
-      free[group] = 0;
+      free[group] = carried;
       FLASH_QLA_UNROLL
       for (int32_t other = 0; other < ItemCounts::kGroups; ++other) {
         const bool before =
@@ -164,7 +165,7 @@ struct OutputOrder {
         if (before) free[group] += all.free[other];
       }
     }
-    dependent = all.independent();
+    dependent = carried + all.independent();
   }
   // free[group], of a group that the compiler does not know: by comparisons, so that it stays in registers.
   FLASH_QLA_HOST_DEVICE int32_t start(int32_t group) const {
@@ -174,6 +175,23 @@ struct OutputOrder {
     return found;
   }
 };
+
+// Of chunks `from` .. `end` - 1 of a sequence.
+FLASH_QLA_HOST_DEVICE inline WorkItem work_item(const SequenceSpan& sequence, int32_t head, int32_t from, int32_t end,
+                                                int32_t warmup, int32_t slot, int32_t flags) {
+  const int32_t last = end * kChunk < sequence.length ? end * kChunk : sequence.length;
+  WorkItem t;
+  t.row = sequence.start + from * kChunk;
+  t.tokens = last - from * kChunk;
+  t.sequence = sequence.index;
+  t.chunk = sequence.first_chunk + from;
+  t.position = from;
+  t.slot = slot;
+  t.head = static_cast<int16_t>(head);
+  t.warmup = static_cast<int16_t>(warmup);
+  t.flags = flags;
+  return t;
+}
 
 // One head of a sequence.
 struct HeadItems {
@@ -187,9 +205,9 @@ struct HeadItems {
   // sequence's boundaries have numbers from its first one's on: its slots are its own, whatever is exact.
   int32_t first_slot;
 
-  // heads: of the sequence. capacity: of boundaries.
+  // capacity: of boundaries.
   FLASH_QLA_HOST_DEVICE HeadItems(const PlannedSequence& sequence, const OutputOrder& order, const CutChoice& choice,
-                                  int32_t head, int32_t heads, bool is_exact, int32_t rank, int32_t capacity,
+                                  int32_t head, bool is_exact, int32_t rank, int32_t capacity,
                                   const CutSpacing& cut_spacing)
       : sequence(sequence),
         order(order),
@@ -197,7 +215,7 @@ struct HeadItems {
         head(head),
         is_exact(is_exact),
         rank(rank),
-        alike(is_exact ? sequence.exact : heads - sequence.exact),
+        alike(is_exact ? sequence.exact : sequence.decaying),
         first_slot(is_exact ? head * capacity + sequence.cuts.number(1, cut_spacing) : 0) {}
 
   // The items of segment k: to sink.state(), sink.output() and sink.scan(), each with its place. warmups(number): of
@@ -247,21 +265,8 @@ struct HeadItems {
     }
   }
 
-  // Of chunks `from` .. `end` - 1.
   FLASH_QLA_HOST_DEVICE WorkItem item(int32_t from, int32_t end, int32_t warmup, int32_t slot, int32_t flags) const {
-    const SequenceSpan& span = sequence.cuts.sequence;
-    const int32_t last = end * kChunk < span.length ? end * kChunk : span.length;
-    WorkItem t;
-    t.row = span.start + from * kChunk;
-    t.tokens = last - from * kChunk;
-    t.sequence = span.index;
-    t.chunk = span.first_chunk + from;
-    t.position = from;
-    t.slot = slot;
-    t.head = static_cast<int16_t>(head);
-    t.warmup = static_cast<int16_t>(warmup);
-    t.flags = flags;
-    return t;
+    return work_item(sequence.cuts.sequence, head, from, end, warmup, slot, flags);
   }
 };
 

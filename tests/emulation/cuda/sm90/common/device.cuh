@@ -1,9 +1,11 @@
-// The SM of an emulated block, and numbers in its memory; src/cuda/sm90/common/device.cuh says what each is for.
+// The emulated SM; src/cuda/sm90/common/device.cuh says what each is for.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "cuda/common/mbarrier.cuh"
 
 namespace flash_qla::cuda::sm90 {
 
