@@ -62,7 +62,7 @@ class Gradients {
     const int value_slices = (p_.value_blocks + 3) / 4;
     copy_slice(keys(), p_.k);
     copy_slice(keys() + Tr::kRowsBytes, p_.q);
-    load(0, 0, 0);
+    load_values(0, 0, 0);
     int parity = 0;
     Keys dq, dk;
     dq.clear();
@@ -79,7 +79,7 @@ class Gradients {
       for (int values = 0; values < value_slices; ++values, parity ^= 1) {
         const bool more = values + 1 < value_slices;
         if (more || member + 1 < p_.group) {
-          load(more ? member : member + 1, more ? values + 1 : 0, parity ^ 1);
+          load_values(more ? member : member + 1, more ? values + 1 : 0, parity ^ 1);
         } else {
           cp_async_commit();
         }
@@ -139,7 +139,7 @@ class Gradients {
 
   // Value columns [32 values, 32 values + 32) of a head of the group into a stage: what belongs to tokens by half of
   // the warps, the states by the others. Blocks past the last one become zero.
-  __device__ __forceinline__ void load(int member, int values, int parity) const {
+  __device__ __forceinline__ void load_values(int member, int values, int parity) const {
     constexpr int kThreads = kGradientsThreads / 2;
     int thread = threadIdx.x;
     make_opaque(thread);
@@ -418,7 +418,7 @@ class Gradients {
   // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once. Slices of the keys
   // leave parts of what is to go through it.
   __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const Rows& to, float* parts,
-                                             const InverseNorms& inverse_norms) const {
+                                             const DeviceTensor& inverse_norms) const {
     if (Tr::kSlices == 1 && inverse_norms.data != nullptr) {
       __syncthreads();  // the sums of the halves are used again
 #pragma unroll
@@ -433,8 +433,7 @@ class Gradients {
         const int i = row() + 8 * r;
         if (i >= memory().count) continue;
         const float scale =
-            inverse_norms.data[memory().b * inverse_norms.batch + (memory().token + i) * inverse_norms.token +
-                               memory().key_head * inverse_norms.head];
+            load<float>(inverse_norms, offset_of(inverse_norms, memory().b, memory().token + i, memory().key_head));
         const float along = memory().by_token[0][i] + memory().by_token[1][i];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
