@@ -370,24 +370,10 @@ __device__ void write_transposed(const PrepareParams& p, const PrepareMemory& s,
 
 // Rows of A of a value head; zeros where the sequence is skipped (no inverse).
 __device__ inline void write_A(const PrepareParams& p, const PreparePlace& place, int head, const float* inverse) {
-  constexpr int kPerRow = kChunk / 4;  // lanes of a row, four elements each
-  for (int e = threadIdx.x; e < place.count * kPerRow; e += kPrepareThreads) {
-    const int row = e / kPerRow, column = e % kPerRow * 4;
-    const int64_t to = offset_of(p.A, place.b, place.token + row, head, column);
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = inverse != nullptr && column + i <= row ? inverse[lower_index(row, column + i)] : 0.f;
-    }
-    if (p.A.quads) {
-      const bool bf16 = p.A.dtype == static_cast<int32_t>(DType::kBFloat16);
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.A.data) + to) =
-          bf16 ? make_uint2(pack2<__nv_bfloat16>(x[0], x[1]), pack2<__nv_bfloat16>(x[2], x[3]))
-               : make_uint2(pack2<__half>(x[0], x[1]), pack2<__half>(x[2], x[3]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) store<float>(p.A, to + i * p.A.stride[3], x[i]);
-    }
+  for (int e = threadIdx.x; e < place.count * kChunk; e += kPrepareThreads) {
+    const int row = e / kChunk, column = e % kChunk;
+    const float x = inverse != nullptr && column <= row ? inverse[lower_index(row, column)] : 0.f;
+    store<float>(p.A, offset_of(p.A, place.b, place.token + row, head, column), x);
   }
 }
 
