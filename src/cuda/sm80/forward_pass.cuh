@@ -70,11 +70,10 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, 
   for (int kind = kPass == Pass::kStates ? -1 : 0; kind < 4 || entry >= 0; ++kind) {
     DeviceStates to{};
     int64_t row = -1;
-    StripPlace place = strip_place(p);
+    const bool padded = kind < 0 || kind > 3;
     if (kind < 0) {  // of segments
       to = at_end && part.transition ? p.transitions : p.starts;
       row = at_end ? part.end_row : tokens == 0 ? part.copy_row : -1;
-      place = padded_place<kKeys>(p);
     } else if (kind == 0 && !at_end) {
       to = p.h;
       row = chunk;
@@ -92,9 +91,9 @@ __device__ __forceinline__ void keep_state(const ForwardParams& p, bool at_end, 
       to = p.listed_states;
       row = entry;
       entry = p.listed.next[entry];
-      place = padded_place<kKeys>(p);
     }
-    if (to.data != nullptr && row >= 0 && row < to.rows) store_state(state, to, row, place);
+    if (to.data == nullptr || row < 0 || row >= to.rows) continue;
+    store_state(state, to, row, padded ? padded_place<kKeys>(p) : strip_place(p));
   }
 }
 
@@ -131,7 +130,7 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
 
   Sums<Tr::kKeyTiles> state;
   load_start<kKeys, kPass>(p, part, slot, state);
-  std::conditional_t<kPass == Pass::kBackward, ErrorBlocks, OutputRows<T>> rows{};
+  std::conditional_t<kPass == Pass::kBackward, ErrorBlocks, OutputRows<T>> rows;
   if constexpr (kOutputs) {
     const StripPlace place = strip_place(p);
     const uint16_t* o = row_at(p.o, part.b, part.begin, place.head);
@@ -141,17 +140,17 @@ __device__ void carry_strip(const ForwardParams& p, const Part& part, int64_t sl
   pack<T>(state, packed);
   Step<T, kKeys, kOutputs> step;
   for (int number = 0;; ++number) {
-    const int done = number * kStep;
-    const bool at_end = done >= part.length, at_chunk = number % kStepsPerChunk == 0;
+    const int done = number * kStep, length = place_of_block().part.length;  // which takes no register in between
+    const bool at_end = done >= length;
     if constexpr (kPass == Pass::kBackward) {
-      if (!at_end && at_chunk) {
+      if (!at_end && number % kStepsPerChunk == 0) {
         const int chunk = number / kStepsPerChunk;
         store_blocks(packed, strip_blocks(p.states, p, chunk, Tr::kKeyTiles), Tr::kKeyTiles * kBlockBytes);
         rows.at = strip_blocks(p.errors, p, chunk, kChunkBlocks);
       }
-    } else if (at_end || (at_chunk && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
+    } else if (at_end || (number % kStepsPerChunk == 0 && (p.keeps_states != 0 || (!kOutputs && number == 0)))) {
       // A segment's initial state is kept at its start alone.
-      keep_state<kKeys, kPass>(p, at_end, at_end ? part.length : done, state);
+      keep_state<kKeys, kPass>(p, at_end, at_end ? length : done, state);
       pack<T>(state, packed);  // as it was: without registers for it meanwhile
     }
     if (at_end) break;
