@@ -31,7 +31,7 @@ __device__ int cut_state_element(int v, int k) {
   return 4 * cut_state_position(v / 64, v % 64 / 16, k / 8, lane) + 2 * (v % 16 / 8) + k % 2;
 }
 
-__global__ void __launch_bounds__(kChainThreads) scan_carried_kernel(const __grid_constant__ CarryParams p) {
+__global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __grid_constant__ CarryParams p) {
   // What came before the plan's first kernel was there when that let the next one start. The plan is made by a kernel
   // that runs.
   launch_dependents();

@@ -25,9 +25,9 @@ inline constexpr int kMatrix = kHeadDim * kHeadDim;
 // What a thread adds up.
 inline constexpr int kSumRows = 8, kSumColumns = 8;
 static_assert(kHeadDim / kSumRows * (kChainColumns / kSumColumns) == 32);  // a warp's lanes
-// Rows of M^T come through shared memory, to each warp its own: 8 rows at a time, so that twice as many are on their way
-// while those are used, for about 1,100 clocks, which the L2 cache's latency wants. With the sums that is 90 KB of a
-// multiprocessor. Two blocks fit, so that those without segments delay few.
+// Rows of M^T come through shared memory, to each warp its own: 8 rows at a time, so that twice as many are on their
+// way while those are used, for about 1,100 clocks, which the L2 cache's latency wants. With the sums that is 90 KB of
+// a multiprocessor. Two blocks fit, so that those without segments delay few.
 inline constexpr int kWarpRows = kHeadDim / kChainWarps;
 inline constexpr int kTileRows = 8, kTiles = kWarpRows / kTileRows;
 inline constexpr int kChainStages = 3;

@@ -214,7 +214,7 @@ struct ScanParams {
 static_assert(std::is_trivially_copyable_v<ScanParams>);
 
 // A block takes 16 columns of one link's S (R), or M: rows of the cells.
-__global__ void __launch_bounds__(kChainThreads) scan_links_kernel(const __grid_constant__ ScanParams p) {
+__global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __grid_constant__ ScanParams p) {
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
   const int32_t index = static_cast<int32_t>(blockIdx.x) / p.slices;
   const bool transition = slice >= kChainSlices;
