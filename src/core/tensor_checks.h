@@ -76,8 +76,8 @@ class TensorChecks {
     int32_t i = 0;
     for (const Extent& extent : extents) {
       if (extent.size >= 0 && t.tensor.shape[i] != extent.size) {
-        return value_error("%s.shape[%d] (%lld) must be %s (%lld)", t.name, i, as_ll(t.tensor.shape[i]),
-                           extent.source, as_ll(extent.size));
+        return value_error("%s.shape[%d] (%lld) must be %s (%lld)", t.name, i, as_ll(t.tensor.shape[i]), extent.source,
+                           as_ll(extent.size));
       }
       ++i;
     }

@@ -193,7 +193,8 @@ struct ConvCall {
       if (draw.chance()) bias[i] = Memory(other, {heads[i] * dims[i]}, random);
       if (!step && !l2norm[i] && draw.chance(4)) residual[i] = Memory(type, shape, random);
       if (states)
-        initial_state[i] = Memory(!step && draw.chance() ? DType::kFloat32 : type, {slots, heads[i] * dims[i], L}, random);
+        initial_state[i] =
+            Memory(!step && draw.chance() ? DType::kFloat32 : type, {slots, heads[i] * dims[i], L}, random);
       channels += heads[i] * dims[i];
     }
     if (draw.chance()) {
@@ -205,7 +206,8 @@ struct ConvCall {
       g = Memory(DType::kFloat32, {B, T, Hv}, nullptr);
       beta = Memory(DType::kFloat32, {B, T, Hv}, nullptr);
     }
-    if (update && !step && !varlen && W > 1 && draw.chance()) drafts = Memory(type, {N + 1, T, channels, W - 1}, random);
+    if (update && !step && !varlen && W > 1 && draw.chance())
+      drafts = Memory(type, {N + 1, T, channels, W - 1}, random);
     for (int i = 0; i < parts; ++i) {
       const std::vector<int64_t> shape{B, T, heads[i], dims[i]};
       y[i] = Memory(type, shape, nullptr);

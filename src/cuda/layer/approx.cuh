@@ -1,5 +1,5 @@
-// Exponential, reciprocal and root by one instruction of the special function unit each, about 2^-22 of their value off;
-// subnormal numbers count as zero.
+// Exponential, reciprocal and root by one instruction of the special function unit each, about 2^-22 of their value
+// off; subnormal numbers count as zero.
 #pragma once
 
 #include <cuda_runtime.h>

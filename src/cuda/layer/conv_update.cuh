@@ -52,7 +52,8 @@ __device__ __forceinline__ void finish_token(const ConvParams& p, const LaneChan
   for (int i = 0; i < kPer; ++i) {
     if (!own.has(i)) continue;
     float y = skip ? 0.0f : u[i] * r;
-    if (!kBare && part.residual.data != nullptr && !skip) y += load<float>(part.residual, own.offset(part.residual, span, t, i));
+    if (!kBare && part.residual.data != nullptr && !skip)
+      y += load<float>(part.residual, own.offset(part.residual, span, t, i));
     put(i, y);
   }
 }
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4)
       for (int j = 0; j + 1 < kWidth; ++j) window[i][j] = window[i][j + 1];
     }
     finish_token<false>(p, own, span, t, slots.read == kSkipRow, is_wide(part.x), u,
-                 [&](int i, float y) { store<float>(part.y, own.offset(part.y, span, t, i), y); });
+                        [&](int i, float y) { store<float>(part.y, own.offset(part.y, span, t, i), y); });
   }
 }
 

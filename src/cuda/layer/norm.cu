@@ -109,8 +109,8 @@ struct BackwardPlan {
                Workspace* workspace)
       : short_rows(has_short_rows(p)), step(std::max<int64_t>(1, ceil_div(p.rows, 256))) {
     constexpr int64_t kMultiprocessors = 132;
-    const int64_t at_once =
-        (p.dtype == DType::kFloat32 ? kBackwardRows<float> : kBackwardRows<__half>)*int64_t{kBackwardThreads >> lane_bits};
+    const int64_t at_once = (p.dtype == DType::kFloat32 ? kBackwardRows<float>
+                                                        : kBackwardRows<__half>)*int64_t{kBackwardThreads >> lane_bits};
     parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kBackwardBlocks * kMultiprocessors)
                        : std::max<int64_t>(1, ceil_div(p.rows, step));
     const bool wanted = present(args.dweight) || present(args.dbias);

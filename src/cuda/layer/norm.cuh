@@ -31,7 +31,9 @@ constexpr int kForwardThreads = 256, kBackwardThreads = 256;
 template <class T>
 constexpr int kForwardRows = 2;
 template <class T, NormForm kForm>
-constexpr int kForwardBlocks = kForm != NormForm::kPlain ? 2 : sizeof(T) == 4 ? 3 : 5;
+constexpr int kForwardBlocks = kForm != NormForm::kPlain ? 2
+                               : sizeof(T) == 4          ? 3
+                                                         : 5;
 template <class T>
 constexpr int kBackwardRows = sizeof(T) == 4 ? 1 : 2;
 constexpr int kBackwardBlocks = 2;  // of a multiprocessor
