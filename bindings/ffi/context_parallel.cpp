@@ -8,6 +8,8 @@ namespace flash_qla::python {
 namespace {
 
 constexpr const char* kLinks = "float32 or float64";
+// chunk_summary's third action, beside those of every export: floats of a part's carry.
+constexpr int64_t kCarrySize = 2;
 
 // Options of an operation that has no others.
 void fill_plain_options(flash_qla_options* options, const ffi::String& operation, const OptionalName& path,
@@ -55,7 +57,7 @@ ffi::Any chunk_summary(int64_t action, ffi::String operation, ffi::Optional<ffi:
                        ffi::TensorView v, OptionalTensor g, OptionalTensor beta, OptionalTensor A_log,
                        OptionalTensor dt_bias, OptionalTensor cu_seqlens, OptionalTensor initial_state,
                        ffi::TensorView rows, ffi::TensorView leaves, ffi::TensorView through, ffi::TensorView S,
-                       ffi::TensorView M, ffi::TensorView kind, OptionalTensor workspace) {
+                       ffi::TensorView M, ffi::TensorView kind, OptionalTensor carry, OptionalTensor workspace) {
   const OptionalName path_name(path);
   flash_qla_chunk_summary_arguments args;
   flash_qla_chunk_summary_arguments_init(&args);
@@ -76,6 +78,12 @@ ffi::Any chunk_summary(int64_t action, ffi::String operation, ffi::Optional<ffi:
   args.S = call.tensor("S", S, kLinks);
   args.M = call.tensor("M", M, kLinks);
   args.kind = call.tensor("kind", kind, kLinks);
+  args.carry = call.tensor("carry", carry, kLinks);
+  if (action == kCarrySize) {
+    int64_t floats = 0;
+    raise_if_refused(flash_qla_chunk_summary_carry_size(&args, &floats));
+    return floats;
+  }
   return run_or_explain(static_cast<Action>(action), args, call, workspace, flash_qla_chunk_summary_workspace_size,
                         flash_qla_chunk_summary_run, flash_qla_chunk_summary_explain);
 }
@@ -149,8 +157,8 @@ ffi::Any part_forward(int64_t action, ffi::String operation, ffi::Optional<ffi::
                       bool force_intra_cp, ffi::Optional<double> cp_tolerance, int64_t num_threads, ffi::TensorView q,
                       ffi::TensorView k, ffi::TensorView v, OptionalTensor g, OptionalTensor beta, OptionalTensor A_log,
                       OptionalTensor dt_bias, OptionalTensor cu_seqlens, OptionalTensor initial_state,
-                      OptionalTensor entering_rows, OptionalTensor entering_state, OptionalTensor o,
-                      OptionalTensor final_state, OptionalTensor A, OptionalTensor workspace) {
+                      OptionalTensor entering_rows, OptionalTensor entering_state, OptionalTensor carry,
+                      OptionalTensor o, OptionalTensor final_state, OptionalTensor A, OptionalTensor workspace) {
   const OptionalName path_name(path);
   flash_qla_forward_arguments args;
   flash_qla_forward_arguments_init(&args);
@@ -160,6 +168,7 @@ ffi::Any part_forward(int64_t action, ffi::String operation, ffi::Optional<ffi::
   fill_inputs(call, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, &args);
   args.entering_rows = call.tensor("entering_rows", entering_rows, kIndices);
   args.entering_state = call.tensor("entering_state", entering_state, kLinks);
+  args.carry = call.tensor("carry", carry, kLinks);
   args.o = call.tensor("o", o);
   args.final_state = call.tensor("final_state", final_state);
   args.A = call.tensor("A", A);

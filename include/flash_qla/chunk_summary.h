@@ -44,6 +44,11 @@ typedef struct flash_qla_chunk_summary_arguments {
   flash_qla_tensor S;    /* [P, Hv, K, V] float32 (float64 with float64 inputs) */
   flash_qla_tensor M;    /* [P, Hv, K, K] as S */
   flash_qla_tensor kind; /* [P, Hv] as S: a flash_qla_link_kind */
+
+  /* output, optional: what the forward of the same tokens can go on from, which then does not compute it again
+   * (flash_qla_forward_arguments.carry); [P, n] float32, contiguous, on a 16-byte boundary, with the n of
+   * flash_qla_chunk_summary_carry_size. What is in it is known to this version and this device alone */
+  flash_qla_tensor carry;
 } flash_qla_chunk_summary_arguments;
 
 /* Fills in the defaults, as flash_qla_forward_arguments_init does. Does nothing with NULL. */
@@ -52,6 +57,9 @@ FLASH_QLA_API void flash_qla_chunk_summary_arguments_init(flash_qla_chunk_summar
 FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_can_implement(const flash_qla_chunk_summary_arguments* args);
 FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_workspace_size(const flash_qla_chunk_summary_arguments* args,
                                                                       size_t* bytes);
+/* Floats of a part's carry; 0: the path that would compute the call makes none, and `carry` must be absent. */
+FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_carry_size(const flash_qla_chunk_summary_arguments* args,
+                                                                  int64_t* floats);
 FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_run(const flash_qla_chunk_summary_arguments* args,
                                                            void* workspace, size_t workspace_bytes, void* stream);
 FLASH_QLA_API flash_qla_status flash_qla_chunk_summary_explain(const flash_qla_chunk_summary_arguments* args,

@@ -48,6 +48,9 @@ struct ChunkSummary {
   static Status workspace_size(const ChunkSummaryArguments& args, size_t* bytes) {
     return flash_qla_chunk_summary_workspace_size(&args, bytes);
   }
+  static Status carry_size(const ChunkSummaryArguments& args, int64_t* floats) {
+    return flash_qla_chunk_summary_carry_size(&args, floats);
+  }
   static Status run(const ChunkSummaryArguments& args, void* workspace, size_t bytes, void* stream = nullptr) {
     return flash_qla_chunk_summary_run(&args, workspace, bytes, stream);
   }

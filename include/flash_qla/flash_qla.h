@@ -45,6 +45,9 @@ typedef struct flash_qla_forward_arguments {
   flash_qla_tensor
       entering_rows; /* [P] int32 or int64: the sequence that starts from entering_state[p]; others: none */
   flash_qla_tensor entering_state; /* [P, Hv, K, V] whatever state_v_first says, float32 (float64), any strides */
+  flash_qla_tensor
+      carry; /* [P, n] float32, optional: what flash_qla_chunk_summary_run has left there of the same inputs
+                and options, for all of these parts; the result is that without it but for rounding */
 
   /* states in a pool, read and written in place */
   flash_qla_tensor state_pool; /* [slots, Hv, K, V] float; any slot stride; the inner three dims contiguous */

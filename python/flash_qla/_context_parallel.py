@@ -52,12 +52,17 @@ def static_of(plan: Plan) -> Static:
     )
 
 
-def make_link(options: Options, inputs: Sequence[Optional[Tensor]], parts: Parts) -> Tensor:
-    """This rank's packed forward links [P, Hv, row]."""
+def make_link(
+    options: Options, inputs: Sequence[Optional[Tensor]], parts: Parts
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """This rank's packed forward links [P, Hv, row], and what the forward of the same inputs can go on from, where the
+    device's kernels leave it."""
     of_link = (*inputs[1:7], inputs[_CU], inputs[_H0])
     cut = (parts.rows, parts.leaves, parts.through)
-    link: Tensor = _torch_links.compute("chunk_summary", (*of_link, *cut), options, of_link, cut)
-    return link
+    carry = _torch_links.new_carry(options, of_link, cut)
+    rest = (*cut, carry)
+    link: Tensor = _torch_links.compute("chunk_summary", (*of_link, *rest), options, of_link, rest)
+    return link, carry
 
 
 def make_backward_link(
@@ -114,6 +119,12 @@ def _start(options: Options, what: str, static: Static, link: Tensor) -> Callabl
     return start_gather(options.operation, what, static.ranks, link)
 
 
+def _before_the_gather(halves: Optional[Halves], link: Tensor) -> Optional[Halves]:
+    """The halves, if one of them is computed while the gather runs: on a CPU. A GPU's forward fills all multiprocessors
+    until it ends: the gather, which needs some too, would wait for it on this rank, and every other rank with it."""
+    return halves if link.device.type == "cpu" else None
+
+
 def _forward(
     options: Options,
     static: Static,
@@ -125,20 +136,20 @@ def _forward(
     """o, final_state, A, the states that entered, and what is kept of the links (both None without an exchange)."""
     wanted = (True, output_final_state, output_A)
     if not static.exchanges:
-        found = _torch_links.compute("part_forward", inputs, options, tuple(inputs), (None, None, *wanted[1:]))
+        found = _torch_links.compute("part_forward", inputs, options, tuple(inputs), (*(None,) * 3, *wanted[1:]))
         o, final_state, A = _torch._align(found, wanted)
         return o, _zero_rows(final_state, parts.ends_here, static.masked), A, None, None
     K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]  # type: ignore[union-attr]
     if not _torch.is_traced():
         check_call(options, inputs, output_final_state)
-    link = make_link(options, inputs, parts)
+    link, carry = make_link(options, inputs, parts)
     wait = _start(options, "forward links", static, link)
     kept = keep_of(link, K, V) if output_A else None
-    halves = static.forward
-    if halves is None or halves.local is None:
+    halves = _before_the_gather(static.forward, link)
+    if halves is None:
         entered = entering(options, static, parts, wait(), K, V, False)
-        rest = (parts.entering_rows, entered, *wanted[1:])
-        found = _torch_links.compute("part_forward", (*inputs, *rest[:2]), options, tuple(inputs), rest)
+        rest = (parts.entering_rows, entered, carry, *wanted[1:])
+        found = _torch_links.compute("part_forward", (*inputs, *rest[:3]), options, tuple(inputs), rest)
         o, final_state, A = _torch._align(found, wanted)
     else:
         outputs = _torch_links.forward_outputs(tuple(inputs), options.state_v_first, *wanted[1:])
@@ -158,13 +169,14 @@ def _backward(
     A, entered, of_links, do, dht = kept
     if not static.exchanges:
         states: Tuple[Optional[Tensor], ...] = (None,) * 4
-        wait = None
+        wait: Optional[Callable[[], Tensor]] = None
+        halves: Optional[Halves] = None
     else:
         K, V = inputs[_Q].shape[-1], inputs[_V].shape[-1]
         link = make_backward_link(options, inputs, parts, of_links, do, dht, A)
         wait = _start(options, "backward links", static, link)
-    halves = static.backward
-    if wait is None or halves is None or halves.local is None:
+        halves = _before_the_gather(static.backward, link)
+    if wait is None or halves is None:
         if wait is not None:
             leaving = entering(options, static, parts, wait(), K, V, True)
             states = (parts.entering_rows, entered, parts.leaving_rows, leaving)
@@ -260,7 +272,7 @@ def chunk(
     q, k, v = _torch._autocast(*inputs[:3])  # type: ignore[arg-type]
     inputs = (q, k, v, *inputs[3:])
     if _ffi.is_explaining():
-        rest = (None, None, output_final_state, _torch._wants_gradient(inputs))
+        rest = (None, None, None, output_final_state, _torch._wants_gradient(inputs))
         _torch_links.compute("part_forward", inputs, options, tuple(inputs), rest)
         return q, None
     if plan.serial and plan.exchanges:

@@ -87,8 +87,8 @@ def build_info() -> str:
     return str(load()["build_info"]())
 
 
-# First argument of the exports: compute, or say which path would.
-_RUN, _EXPLAIN = 0, 1
+# First argument of the exports: compute, or say which path would; of chunk_summary also what a carry takes.
+_RUN, _EXPLAIN, _CARRY_SIZE = 0, 1, 2
 
 _state = threading.local()
 
@@ -143,6 +143,12 @@ def call(name: str, allocate: Callable[[int], Any], arguments: tuple) -> bool:
 def check(name: str, arguments: tuple) -> None:
     """Raises what call() would raise before anything is computed."""
     _export(name)(_EXPLAIN, *arguments, None)
+
+
+def carry_size(arguments: tuple) -> int:
+    """Floats of a part's carry: `chunk_summary` of bindings/ffi/context_parallel.cpp, with arguments as call() has."""
+    size: int = _export("chunk_summary")(_CARRY_SIZE, *arguments, None)
+    return size
 
 
 def verify(allocate: Callable[[int], Any], arguments: tuple) -> bool:

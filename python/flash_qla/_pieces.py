@@ -23,9 +23,9 @@ class Piece(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """A call whose first half waits for no other rank; either may be None."""
+    """A call whose first half waits for no other rank; the second may be None."""
 
-    local: Optional[Piece]
+    local: Piece
     waiting: Optional[Piece]
 
 
@@ -33,27 +33,29 @@ class Halves(NamedTuple):
 _LEAST_SHARE = 0.25
 
 
-def forward_halves(offsets: List[int], tokens: int, entering_row: int) -> Halves:
-    """What can be computed before states enter: all but the sequence that does. `offsets`: the rank's, on the host."""
+def forward_halves(offsets: List[int], tokens: int, entering_row: int) -> Optional[Halves]:
+    """What can be computed before states enter: all but the sequence that does; None if that is little. `offsets`: the
+    rank's, on the host."""
     rows = len(offsets) - 1
     everything = Piece((0, tokens), (0, rows))
     if entering_row < 0:
         return Halves(everything, None)
     end = offsets[entering_row + 1]
     if tokens - end < _LEAST_SHARE * tokens or tokens == end:
-        return Halves(None, everything)
+        return None
     return Halves(Piece((end, tokens), (entering_row + 1, rows)), Piece((0, end), (0, entering_row + 1)))
 
 
-def backward_halves(offsets: List[int], tokens: int, leaving_row: int) -> Halves:
-    """What can be computed before gradients of states come back: all but the sequence that goes on."""
+def backward_halves(offsets: List[int], tokens: int, leaving_row: int) -> Optional[Halves]:
+    """What can be computed before gradients of states come back: all but the sequence that goes on; None if that is
+    little."""
     rows = len(offsets) - 1
     everything = Piece((0, tokens), (0, rows))
     if leaving_row < 0:
         return Halves(everything, None)
     begin = offsets[leaving_row]
     if begin < _LEAST_SHARE * tokens or begin == 0:
-        return Halves(None, everything)
+        return None
     return Halves(Piece((0, begin), (0, leaving_row)), Piece((begin, tokens), (leaving_row, rows)))
 
 

@@ -55,7 +55,8 @@ def _link_options(options: Options) -> Options:
     return options._replace(path=_link_path(options.path))
 
 
-# chunk_summary: the packed forward links [P, Hv, row].
+# chunk_summary: the packed forward links [P, Hv, row]. `carry`, from new_carry(): what the forward of the same tokens
+# can go on from.
 
 
 def _summary_output(k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
@@ -66,20 +67,36 @@ def _chunk_summary(options: Options, inputs: tuple, rest: tuple) -> Tensor:
     k, v = inputs[0], inputs[1]
     packed = _summary_output(k, v, rest[0])
     zero_padding(packed)
-    arguments = (*_link_options(options), _threads(k), *inputs, *rest, *unpack(packed, k.shape[-1], v.shape[-1]))
+    links = unpack(packed, k.shape[-1], v.shape[-1])
+    arguments = (*_link_options(options), _threads(k), *inputs, *rest[:3], *links, rest[3])
     _ffi.call("chunk_summary", _allocator(k), arguments)
     return packed
+
+
+def new_carry(options: Options, inputs: tuple, cut: tuple) -> Optional[Tensor]:
+    """Room for a carry of chunk_summary(), or None where no kernel makes one. Not in a traced call: its size is the
+    card's. `cut`: rows, leaves, through."""
+    k, v = inputs[0], inputs[1]
+    if not k.is_cuda or k.dtype not in (torch.bfloat16, torch.float16) or not _torch._nobody_watches((*inputs, *cut)):
+        return None
+    links = unpack(_summary_output(k, v, cut[0]), k.shape[-1], v.shape[-1])
+    size = _ffi.carry_size((*_link_options(options), _threads(k), *inputs, *cut, *links, None))
+    return k.new_empty((cut[0].shape[0], size), dtype=torch.float32) if size > 0 else None
 
 
 def _chunk_summary_fake(options: Options, inputs: tuple, rest: tuple) -> Tensor:
     return _summary_output(inputs[0], inputs[1], rest[0])
 
 
-_SUMMARY_NAMES = ("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state", "rows", "leaves", "through")
+_SUMMARY_NAMES = (
+    *("k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state"),
+    *("rows", "leaves", "through", "carry"),
+)
 
 _define(
     f"chunk_summary({_OPTIONS}, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? cu_seqlens, Tensor? initial_state, Tensor rows, Tensor leaves, Tensor through) -> Tensor",
+    "Tensor? cu_seqlens, Tensor? initial_state, Tensor rows, Tensor leaves, Tensor through, Tensor(a!)? carry) "
+    "-> Tensor",
     _chunk_summary,
     _chunk_summary_fake,
     inputs=8,
@@ -193,10 +210,17 @@ def combine(
 # part_forward: chunk_forward with the states that entered parts; o, then final_state and A where asked for.
 
 
-def forward_into(options: Options, inputs: tuple, entering: tuple, outputs: Tuple[Optional[Tensor], ...]) -> None:
-    """`inputs`: q .. initial_state; `entering`: rows and states; `outputs`: o, final_state, A, which may be views."""
+def forward_into(
+    options: Options,
+    inputs: tuple,
+    entering: tuple,
+    outputs: Tuple[Optional[Tensor], ...],
+    carry: Optional[Tensor] = None,
+) -> None:
+    """`inputs`: q .. initial_state; `entering`: rows and states; `outputs`: o, final_state, A, which may be views;
+    `carry`: what chunk_summary() of the same inputs has left."""
     q = inputs[0]
-    _ffi.call("part_forward", _allocator(q), (*options, _threads(q), *inputs, *entering, *outputs))
+    _ffi.call("part_forward", _allocator(q), (*options, _threads(q), *inputs, *entering, carry, *outputs))
 
 
 def forward_outputs(inputs: tuple, state_v_first: bool, output_final_state: bool, output_A: bool) -> tuple:
@@ -211,26 +235,26 @@ def forward_outputs(inputs: tuple, state_v_first: bool, output_final_state: bool
 
 def check_forward(options: Options, inputs: tuple, entering: tuple, outputs: Tuple[Optional[Tensor], ...]) -> None:
     """Raises what forward_into() would, and computes nothing."""
-    _ffi.check("part_forward", (*options, _threads(inputs[0]), *inputs, *entering, *outputs))
+    _ffi.check("part_forward", (*options, _threads(inputs[0]), *inputs, *entering, None, *outputs))
 
 
 def _part_forward(options: Options, inputs: tuple, rest: tuple) -> List[Tensor]:
-    outputs = forward_outputs(inputs, options.state_v_first, *rest[2:])
-    forward_into(options, inputs, rest[:2], outputs)
+    outputs = forward_outputs(inputs, options.state_v_first, *rest[3:])
+    forward_into(options, inputs, rest[:2], outputs, rest[2])
     return _present(outputs)
 
 
 def _part_forward_fake(options: Options, inputs: tuple, rest: tuple) -> List[Tensor]:
-    return _present(forward_outputs(inputs, options.state_v_first, *rest[2:]))
+    return _present(forward_outputs(inputs, options.state_v_first, *rest[3:]))
 
 
 _define(
     f"part_forward({_OPTIONS}, {_torch._INPUTS}, Tensor? initial_state, Tensor? entering_rows, Tensor? entering_state, "
-    "bool output_final_state, bool output_A) -> Tensor[]",
+    "Tensor? carry, bool output_final_state, bool output_A) -> Tensor[]",
     _part_forward,
     _part_forward_fake,
 )
-_torch._NAMES["part_forward"] = (*INPUT_NAMES, "entering_rows", "entering_state")
+_torch._NAMES["part_forward"] = (*INPUT_NAMES, "entering_rows", "entering_state", "carry")
 
 
 # part_backward: chunk_backward with states of parts; results as there, dh0 in float32 (float64).

@@ -53,7 +53,9 @@ Status validate_summary(const Arguments& args, const char* operation, bool need_
   const Extent parts{p->P, "rows.shape[0]"}, heads{p->Hv, "v.shape[2]"}, key{p->K, "k.shape[3]"};
   FLASH_QLA_RETURN_IF_ERROR(validate_link(check, {"S", args.S}, {parts, heads, key, {p->V, "v.shape[3]"}}, *p));
   FLASH_QLA_RETURN_IF_ERROR(validate_link(check, {"M", args.M}, {parts, heads, key, key}, *p));
-  return validate_link(check, {"kind", args.kind}, {parts, heads}, *p);
+  FLASH_QLA_RETURN_IF_ERROR(validate_link(check, {"kind", args.kind}, {parts, heads}, *p));
+  if (!present(args.carry)) return Status();
+  return check.carry({"carry", args.carry}, Role::kOutput, parts);
 }
 
 struct ChunkSummaryOp {
@@ -69,6 +71,28 @@ struct ChunkSummaryOp {
     return check_offsets(a.options, a.cu_seqlens, name, p, stream);
   }
 };
+
+// Floats of a part's carry on the path that computes the call.
+Status carry_floats(const Arguments& args, const char* name, int64_t* floats) {
+  SummaryProblem problem;
+  FLASH_QLA_RETURN_IF_ERROR(validate_summary(args, name, false, &problem));
+  const ChunkSummaryPath* path;
+  FLASH_QLA_RETURN_IF_ERROR(choose<ChunkSummaryOp>(args, name, problem, &path, nullptr));
+  *floats = path->carry_floats == nullptr ? 0 : path->carry_floats(args, problem);
+  return Status();
+}
+
+// A carry that nobody writes would be taken for one.
+Status check_carry(const Arguments& args, const char* name) {
+  if (!present(args.carry)) return Status();
+  int64_t floats = 0;
+  FLASH_QLA_RETURN_IF_ERROR(carry_floats(args, name, &floats));
+  if (args.carry.ndim == 2 && args.carry.shape[1] == floats && floats > 0) return Status();
+  return make_status(FLASH_QLA_INVALID_VALUE,
+                     "%s: carry.shape[1] (%lld) must be what flash_qla_chunk_summary_carry_size says (%lld; 0: none)",
+                     name, static_cast<long long>(args.carry.ndim == 2 ? args.carry.shape[1] : -1),
+                     static_cast<long long>(floats));
+}
 
 }  // namespace
 }  // namespace flash_qla
@@ -92,7 +116,15 @@ flash_qla_status flash_qla_chunk_summary_workspace_size(const flash_qla_chunk_su
 }
 flash_qla_status flash_qla_chunk_summary_run(const flash_qla_chunk_summary_arguments* args, void* workspace,
                                              size_t bytes, void* stream) {
-  return run<ChunkSummaryOp>(args, workspace, bytes, stream);
+  const flash_qla_status status =
+      guarded_call<ChunkSummaryOp>(args, [&](const char* name) { return check_carry(*args, name); });
+  return status.code != FLASH_QLA_OK ? status : run<ChunkSummaryOp>(args, workspace, bytes, stream);
+}
+flash_qla_status flash_qla_chunk_summary_carry_size(const flash_qla_chunk_summary_arguments* args, int64_t* floats) {
+  return guarded_call<ChunkSummaryOp>(args, [&](const char* name) -> Status {
+    if (floats == nullptr) return make_status(FLASH_QLA_INVALID_VALUE, "%s: floats (NULL) must be given", name);
+    return carry_floats(*args, name, floats);
+  });
 }
 flash_qla_status flash_qla_chunk_summary_explain(const flash_qla_chunk_summary_arguments* args, char* text,
                                                  size_t size) {

@@ -33,6 +33,8 @@ struct Path {
   // Lines, each with its end, that explain() adds: how this path would compute the call, as far as shapes tell. Null:
   // none.
   std::string (*notes)(const Arguments& args, const Problem& problem) = nullptr;
+  // chunk_summary: floats of a part's carry. Null: the path makes none.
+  int64_t (*carry_floats)(const Arguments& args, const Problem& problem) = nullptr;
 };
 
 using ForwardPath = Path<flash_qla_forward_arguments>;

@@ -121,6 +121,7 @@ Status validate_memory(const Validator& check, const flash_qla_forward_arguments
                           {"initial_state", args.initial_state},
                           {"entering_rows", args.entering_rows},
                           {"entering_state", args.entering_state},
+                          {"carry", args.carry},
                           {"initial_state_indices", args.initial_state_indices},
                           {"final_state_indices", args.final_state_indices},
                           {"has_initial_state", args.has_initial_state},
@@ -159,6 +160,12 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
   const Named entering_rows{"entering_rows", args.entering_rows}, entering_state{"entering_state", args.entering_state};
   FLASH_QLA_RETURN_IF_ERROR(validate_parts_states(check, entering_rows, entering_state, *p));
   if (present(args.state_pool)) FLASH_QLA_RETURN_IF_ERROR(check.forbid(entering_rows, "must not come with state_pool"));
+  const Named carry{"carry", args.carry};
+  if (present(carry.tensor)) {
+    FLASH_QLA_RETURN_IF_ERROR(check.require(entering_rows));
+    FLASH_QLA_RETURN_IF_ERROR(
+        check.carry(carry, Role::kInput, {entering_rows.tensor.shape[0], "entering_rows.shape[0]"}));
+  }
 
   const Named o{"o", args.o}, final_state{"final_state", args.final_state}, g_cumsum{"g_cumsum", args.g_cumsum},
       A{"A", args.A}, h{"h", args.h};
@@ -171,7 +178,7 @@ Status validate_forward(const flash_qla_forward_arguments& args, ForwardKind kin
   }
   if (kind == ForwardKind::kRecurrent) {
     for (const Named& t :
-         {g_cumsum, A, h, entering_rows, Named{"checkpoints", args.checkpoints},
+         {g_cumsum, A, h, entering_rows, carry, Named{"checkpoints", args.checkpoints},
           Named{"checkpoint_cu_starts", args.checkpoint_cu_starts},
           Named{"checkpoint_offsets", args.checkpoint_offsets}, Named{"checkpoint_indices", args.checkpoint_indices}}) {
       FLASH_QLA_RETURN_IF_ERROR(check.forbid(t, "must be left to the chunked forward"));

@@ -52,6 +52,16 @@ class Validator : public TensorChecks {
     return shape(t, role, {{p.B, "q.shape[0]"}, {p.T, "q.shape[1]"}, {p.Hv, "v.shape[2]"}, {p.V, "v.shape[3]"}});
   }
 
+  // [P, n] float32 as flash_qla/chunk_summary.h has it.
+  Status carry(const Named& t, Role role, const Extent& parts) const {
+    FLASH_QLA_RETURN_IF_ERROR(shape(t, role, {parts, {-1, ""}}));
+    FLASH_QLA_RETURN_IF_ERROR(dtype_is(t, DType::kFloat32, "float32"));
+    const Tensor& x = t.tensor;
+    const bool side_by_side = x.stride[1] == 1 && (x.shape[0] <= 1 || x.stride[0] == x.shape[1]);
+    if (side_by_side && reinterpret_cast<uintptr_t>(x.data) % 16 == 0) return Status();
+    return value_error("%s must be contiguous and on a 16-byte boundary", t.name);
+  }
+
   // T of a call that takes the tokens of one row as drafts.
   Status draft_tokens(const Problem& p) const {
     if (p.T <= FLASH_QLA_MAX_DRAFT_TOKENS) return Status();

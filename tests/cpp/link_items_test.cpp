@@ -73,15 +73,16 @@ TEST(LinkItems, AnyGatesFit) {
   }
 }
 
-// The number of segments that takes least, of those that fit.
-int32_t best(int32_t heads, int32_t chunks, bool affine, bool backward) {
+// The number of segments that takes least, of those that fit. carried: of so many heads the forward goes on.
+int32_t best(int32_t heads, int32_t chunks, bool affine, bool backward, int32_t carried = 0) {
   int32_t found = 0;
   float least = 0.0f;
   for (int32_t n = 1; n <= kMostLinkSegments; ++n) {
     LinkChain chain{0, 0, 0, 0, affine};
     chain.segments = even_link_spacing(chunks, n).segments(chunks);
     if (heads * chain.matrices() > link_capacity(heads, false, kSms)) continue;
-    const float time = link_time(heads * chain.segments, heads * chain.transitions(), chunks, n, kSms, backward);
+    float time = link_time(heads * chain.segments, heads * chain.transitions(), chunks, n, kSms, backward);
+    if (carried > 0) time += carried_time(heads * chain.segments, carried, chunks, n, kSms);
     if (found == 0 || time < least) {
       found = n;
       least = time;
@@ -96,6 +97,12 @@ TEST(LinkItems, FewHeadsAreSharedByTheCard) {
   EXPECT_LT(best(1, 512, true, false), 40);  // more of them take longer to be put together
   EXPECT_EQ(best(132, 512, false, false), 1);
   EXPECT_GE(best(8, 512, false, true), 8);
+}
+
+// The forward's items are the links' segments: two of each head would leave half of the card idle.
+TEST(LinkItems, SegmentsServeTheForwardToo) {
+  EXPECT_EQ(best(32, 512, true, false, 32), 4);
+  EXPECT_EQ(best(8, 512, true, false, 32), 8) << "others fill the card";
 }
 
 }  // namespace

@@ -18,6 +18,17 @@ inline void __syncthreads(cuda_emulation::Where where = cuda_emulation::Where::c
   cuda_emulation::barrier_sync(0, 0, where);
 }
 
+// One block at a time, in one host thread.
+inline int __syncthreads_and(int x, cuda_emulation::Where where = cuda_emulation::Where::current()) {
+  static bool all;
+  __syncthreads(where);  // the answer before has been read
+  if (threadIdx.x == 0) all = true;
+  __syncthreads(where);
+  if (x == 0) all = false;
+  __syncthreads(where);
+  return all;
+}
+
 namespace cuda_emulation {
 
 struct Nothing {};
@@ -165,6 +176,7 @@ void __stcg(T* p, T x) {
   *p = x;
 }
 inline void __threadfence() {}
+inline void __nanosleep(unsigned) {}
 inline void __threadfence_block() {}
 [[noreturn]] inline void __trap() { cuda_emulation::fail("__trap()"); }
 inline size_t __cvta_generic_to_shared(const void* p) { return cuda_emulation::shared_address(p); }

@@ -23,6 +23,7 @@ import torch
 # Seconds after which a rank that waits for another gives up: the group's own time-out, and how long tests wait for an answer.
 GROUP_TIMEOUT = 20
 ANSWER_TIMEOUT = 3 * GROUP_TIMEOUT
+START_TIMEOUT = 120  # for all of them to be there, where other tests fill the machine
 
 
 @dataclasses.dataclass
@@ -50,7 +51,6 @@ class RemoteError(Exception):
 
 def _serve(rank, size, port, pipe, timeout, backend):
     sys.path.insert(0, str(Path(__file__).parent))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import torch.distributed as distributed
 
     torch.set_num_threads(1)
@@ -60,7 +60,10 @@ def _serve(rank, size, port, pipe, timeout, backend):
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "500"
         torch.cuda.set_device(rank)
         helpers.settings.device = "cuda"
-    distributed.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))
+    # The group's time-out is short for the tests of ranks that fail; processes of a busy machine take longer to get here.
+    store = distributed.TCPStore("localhost", port, size, rank == 0, datetime.timedelta(seconds=START_TIMEOUT))
+    store.set_timeout(datetime.timedelta(seconds=timeout))
+    distributed.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=datetime.timedelta(seconds=timeout))
     groups = {size: distributed.group.WORLD}
     for fewer in range(2, size):
         groups[fewer] = distributed.new_group(list(range(fewer)), timeout=datetime.timedelta(seconds=timeout))
@@ -103,7 +106,7 @@ class Processes:
             self.pipes.append(here)
             self.processes.append(process)
         for rank in range(size):
-            assert self._answer(rank, 120)[0] == "ready"
+            assert self._answer(rank, START_TIMEOUT)[0] == "ready"
 
     def __enter__(self):
         return self

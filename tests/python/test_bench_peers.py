@@ -66,10 +66,13 @@ def test_peers_are_compared_with_the_same_oracle(bench):
     assert third["peer_err_worst_head"] == {}
 
 
-def test_a_process_of_a_peer_has_the_rows_of_one_head_count(bench, monkeypatch):
+def test_a_process_of_a_peer_has_the_rows_that_need_the_same_kernels(bench, monkeypatch):
     groups = [*bench_processes._groups(["a=/x", "b"], bench_inputs.rows_of("fwd", "1x2,2x4", "1x70,5x2"))]  # the fixture's lengths
     assert [(item, [i for i, _ in rows]) for item, rows in groups] == [
         ("a=/x", [0, 1]), ("a=/x", [2, 3]), ("b", [0, 1]), ("b", [2, 3])]
+    portable = [row for mode in ("portable_forward", "portable_backward") for row in bench_inputs.rows_of(mode, "8x8", "")]
+    assert [{(row["mode"], row["K"], row["V"]) for _, row in rows} for _, rows in bench_processes._groups(["a"], portable)] == [
+        {(mode, K, V)} for mode in ("portable_forward", "portable_backward") for K, V in [(64, 64), (96, 96), (128, 256), (256, 256)]]
     code, report, _ = bench(["fwd"], PEER, heads="1x2,2x4")
     assert code == 0 and [bool(row["peers"]) for row in report["rows"]] == [True, True, False, False, False, False]
 

@@ -175,7 +175,7 @@ def test_agrees_with_explain():
             if needs_grad:
                 texts.append(flash_qla.explain(x.q, x.k, x.v, x.g, x.beta, None, x.v, op=BACKWARD))
         paths = {text.splitlines()[0].removeprefix("path: ") for text in texts}
-        timed = torch.cuda.get_device_capability() == (9, 0) and 64 <= min(K, V)
+        timed = torch.cuda.get_device_capability() == (9, 0) and 64 <= min(K, V) and not needs_grad  # of path sm80
         fast = all(path == "sm90" or (path == "sm80" and timed) for path in paths)
         reason = _paths.slow_reason(x.q.device.index, dtype, K, V, needs_grad)
         assert (reason is None) == fast, (dtype, K, V, needs_grad, reason, texts)

@@ -1,4 +1,4 @@
-"""Other packages beside ours in the GPU bench: a process for each and the rows of one head count."""
+"""Other packages beside ours in the GPU bench: a process for each and the rows that need the same kernels."""
 
 from __future__ import annotations
 
@@ -123,12 +123,14 @@ class Peer:
 
 
 def _groups(items: Sequence[str], given: Sequence[Row]) -> Iterator[Tuple[str, List[Tuple[int, Row]]]]:
-    """Each package with the rows of each head count: what is compiled for one serves the others."""
+    """Each package with the rows of each mode, head count and head dims: what is compiled for one serves the others.
+    Several processes compile beside each other."""
     for item in items:
-        heads: Dict[Tuple[int, int], List[Tuple[int, Row]]] = {}
+        alike: Dict[Tuple[Any, ...], List[Tuple[int, Row]]] = {}
         for i, row in enumerate(given):
-            heads.setdefault((row["hq"], row["hv"]), []).append((i, row))
-        for rows in heads.values():
+            key = tuple(row.get(name) for name in ("mode", "hq", "hv", "K", "V"))
+            alike.setdefault(key, []).append((i, row))
+        for rows in alike.values():
             yield item, rows
 
 

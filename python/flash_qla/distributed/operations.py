@@ -184,7 +184,7 @@ def chunk_summary(
     P, Hv, K, V = _link_sizes(operation, rows, v, k)
     links = _new_links(call, P, Hv, K, V)
     inputs = (k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state, rows, leaves, through)
-    call.run(operation, (*options, call.threads, *inputs, *links[:3]))
+    call.run(operation, (*options, call.threads, *inputs, *links[:3], None))
     return links
 
 

@@ -140,10 +140,10 @@ def cp_forward_prepare(inputs: Any) -> Tuple[Any, Any]:
     tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, None, None, cu_seqlens, None)
     _context_parallel.check_call(options, tensors, False)
     parts = _parts(inputs.q, cu_seqlens)
-    link = _context_parallel.make_link(options, tensors, parts)
+    link, carry = _context_parallel.make_link(options, tensors, parts)
     kept = _context_parallel.keep_of(link, inputs.q.shape[-1], inputs.v.shape[-1])
     summary = _megatron("CPForwardPackedSummary", _PackedSummary)(packed=_to_summary(link, cu_seqlens))
-    return summary, _Local(options, tensors, parts, (kept,))
+    return summary, _Local(options, tensors, parts, (kept, carry))
 
 
 def cp_forward_apply(local_context: Any, preceding_summaries: Any) -> Tuple[Any, Any]:
@@ -160,10 +160,11 @@ def cp_forward_apply(local_context: Any, preceding_summaries: Any) -> Tuple[Any,
 
     local: _Local = local_context
     entered = _entering(local, preceding_summaries, False)
-    rest = (local.parts.entering_rows, entered, False, True)
-    o, A = _torch_links.compute("part_forward", (*local.inputs, *rest[:2]), local.options, local.inputs, rest)
+    kept, carry = local.more
+    rest = (local.parts.entering_rows, entered, carry, False, True)
+    o, A = _torch_links.compute("part_forward", (*local.inputs, *rest[:3]), local.options, local.inputs, rest)
     offsets = local.inputs[7]
-    tensors = (*local.inputs[:5], A, entered, *local.more, *(() if offsets is None else (offsets,)))
+    tensors = (*local.inputs[:5], A, entered, kept, *(() if offsets is None else (offsets,)))
     metadata = _Metadata(local.options, offsets is not None)
     return o, _megatron("CPSavedContext", _SavedContext)(tensors=tensors, metadata=metadata)
 

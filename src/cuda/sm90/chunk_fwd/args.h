@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/common/state_set.h"
+#include "cuda/sm90/context_parallel/carry.h"
 #include "cuda/sm90/context_parallel/plan_state.h"
 
 namespace flash_qla::cuda::sm90::fwd {
@@ -104,8 +105,9 @@ enum class Variant : int32_t { kAuto = 0, kOneCta = 1, kTwoCta = 2 };
 size_t chunk_forward_workspace_size(int32_t num_sequences);
 // Of a call with these shapes and options on a card of `sms` SMs; reads num_tokens, num_sequences, num_key_heads,
 // num_value_heads, dense_length, cu_seqlens (null or not), mode and force_split. smaller_too: what serves all calls of
-// no more tokens and sequences, of which some may be cut where this one is not.
-size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too = false);
+// no more tokens and sequences, of which some may be cut where this one is not. carry: what the call goes on from.
+size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too = false,
+                                    const cp::Carry& carry = {});
 
 // Whether a call of these shapes may be cut (its gates and lengths decide on the device), and why or
 // why not, as half a sentence. Reads the same members as above.
@@ -123,7 +125,8 @@ bool writes_listed_states(const Args& args, int64_t entries, int32_t sms);
 // Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four to seven
 // of a call that may be cut; one more where A or the gates' sums are wanted. No allocation, no synchronisation; the
 // arguments must satisfy the comments above (they are not checked here, beyond what the tensor maps refuse).
-cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream);
+// carry: what links of the same tokens have left; its heads are cut as these are, where the call may be cut at all.
+cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream, const cp::Carry& carry = {});
 
 // What the kernel of links (links/link_states.cuh) makes: last states and transitions of items, a matrix each.
 struct LinkMatrices {

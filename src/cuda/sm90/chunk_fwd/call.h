@@ -73,6 +73,12 @@ inline bool contiguous(const Tensor& t) {
   return on_16_bytes(t);
 }
 
+// The places of `carry` in the arguments of either call: [P, n] floats.
+inline cp::Carry carry_of(const Tensor& carry, int64_t heads) {
+  if (!present(carry)) return {};
+  return cp::carry_at(carry.data, carry.shape[0] * carry.shape[1] * 4, carry.shape[0], heads);
+}
+
 // Zero where there is no such device: no sequence is cut then.
 inline int multiprocessors(int device) {
   int count = 0;
@@ -89,8 +95,9 @@ class Call {
     take_offsets(args, workspace);
     // Without tensors a size is asked for that is to serve smaller calls as well.
     const bool smaller_too = args.q.data == nullptr;
+    carry_ = carry_of(args.carry, p.Hv);
     kernel_.workspace = workspace->take<char>(static_cast<int64_t>(
-        chunk_forward_workspace_size(kernel_, multiprocessors(args.options.device_index), smaller_too)));
+        chunk_forward_workspace_size(kernel_, multiprocessors(args.options.device_index), smaller_too, carry_)));
     take_rows(args, workspace);
     take_gates(args, workspace);
     take_states(args, workspace);
@@ -131,7 +138,7 @@ class Call {
     FLASH_QLA_RETURN_IF_ERROR(prepare(stream));
     FLASH_QLA_RETURN_IF_ERROR(launch_list_starts(kernel_, listed_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
-        cuda_status(launch_chunk_forward(kernel_, Variant::kAuto, stream), "the sm90 chunk forward"));
+        cuda_status(launch_chunk_forward(kernel_, Variant::kAuto, stream, carry_), "the sm90 chunk forward"));
     FLASH_QLA_RETURN_IF_ERROR(launch_listed_states(kernel_, listed_, stream));
     return launch_prepare(GateCopy{}, after_, stream);
   }
@@ -316,6 +323,7 @@ class Call {
 
   const Problem& p_;
   Args kernel_;
+  cp::Carry carry_;
   Tensor given_offsets_{};
   void* offsets_copy_ = nullptr;  // null: offsets are read where they are; and where only a size is asked for
   GateCopy gates_;

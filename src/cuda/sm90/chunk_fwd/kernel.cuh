@@ -39,7 +39,6 @@ namespace flash_qla::cuda::sm90::fwd {
 template <typename Traits>
 __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int thread) {
   if (group == 1) {
-    pad_code<Traits::kCodePlacement.products>(p);
     ProductWarpgroup<Traits>{{{}, p, thread}}.run();
     finish_items(p, thread, 128);
     if constexpr (Traits::kEndsAtCheckpoints) zero_skipped(p, thread, 128);
@@ -48,13 +47,10 @@ __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int
   const int warp = uniform(static_cast<uint32_t>(thread) >> 5);
   thread &= 31;
   if (warp == 0) {
-    pad_code<Traits::kCodePlacement.copies>(p);
     LoadWarp<Traits>{{{}, p, thread}}.run();
   } else if (warp == 1) {
-    pad_code<Traits::kCodePlacement.gates>(p);
     GateWarp<Traits>{{{}, p, thread}}.run();
   } else {
-    pad_code<Traits::kCodePlacement.inverse>(p);
     InverseWarp<Traits>{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
   }
 }
@@ -111,7 +107,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) sm90_chunk_fwd_kernel(con
   fence_proxy_async();
   __syncthreads();
 
-  pad_code<CodePlacement::kBeforeRoles>(p);
   if (group < Traits::kProducerGroups) {
     release_registers<Traits::kProducerRegisters>();
     run_producer<Traits>(p, group, thread_from_shuffle(thread, thread & 31));

@@ -19,9 +19,9 @@ using cp::choose_cut_spacing, cp::divide_up, cp::equal_lengths, cp::least_longes
     cp::shares_pay, cp::plan_capacity, cp::uncut_time, cp::choice_table;
 using cp::kForcedSpacing, cp::kInvariantSpacing, cp::kLeastOfEqual, cp::kMinSpacing, cp::kMostByLengths, cp::kMostLoss,
     cp::kChunk, cp::kItemsPerSmUncut;
-using cp::lay_out_plan, cp::launch_plan;
+using cp::lay_out_plan, cp::launch_carried, cp::launch_plan;
 using cp::LengthSummary, cp::Capacity, cp::Costs, cp::CutSpacing, cp::PlanArgs, cp::PlanEstimate, cp::AllExactSplit,
-    cp::ChoiceTable;
+    cp::ChoiceTable, cp::Carry;
 
 // Blocks, or clusters of two, for `items` items: no more than the card has room for.
 int count_queues(const Kernel& kernel, int items, int sms) { return std::max(1, std::min(items, sms / kernel.blocks)); }
@@ -168,23 +168,26 @@ struct DecidedCall {
   bool by_pairs = false;  // the kernel after is that of TPCs, and may get what waits for states at cuts
 };
 
-Capacity capacity_of(const Args& args, int32_t sms) {
-  return plan_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads,
-                       sms);
+Capacity capacity_of(const Args& args, int32_t sms, const Carry& carry) {
+  Capacity capacity =
+      plan_capacity(args.split, args.force_split != 0, args.num_tokens, args.num_sequences, args.num_value_heads, sms);
+  capacity.carried = carry.slots;
+  return capacity;
 }
 
 // Of a call that may be cut: four kernels, each allowed to start while the one before it runs.
-//   classify -> list -> segment states and scan -> outputs
+//   classify -> list -> [states at cuts of carried heads ->] segment states and scan -> outputs
 // The last one begins with items that depend on none of the others, as soon as an SM is free.
 // Where the lengths are asked first, two come before them: one that reads the lengths, and the kernel of a call that
 // is not cut, which finds its items if nothing is to be cut. Where the gates decide and several SMs would share a head,
 // a kernel that does so is the last, with a list.
 cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, const Kernel& kernel,
-                       const Kernel& uncut_kernel, int sms, cudaStream_t stream) {
+                       const Kernel& uncut_kernel, int sms, const Carry& carry, cudaStream_t stream) {
   const Args& args = params.args;
   PlanArgs split{};
   split.args = args;
-  split.capacity = capacity_of(args, sms);
+  split.capacity = capacity_of(args, sms, carry);
+  split.carry = carry;
   split.uncut_shared = decided.uncut_shared;
   const bool lengths_first = decided.least_longest != 0;
   split.least_longest = decided.least_longest;
@@ -217,6 +220,7 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
     if (error != cudaSuccess) return error;
   }
   error = launch_plan(split, stream);
+  if (error == cudaSuccess && carry.chains != nullptr) error = launch_carried(split, stream);
   if (error != cudaSuccess) return error;
 
   PlanCounters* counters = split.workspace.counters;
@@ -337,12 +341,12 @@ const DecidedCall& decided_call(const Args& args, int32_t sms) {
 
 }  // namespace
 
-size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too) {
+size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too, const Carry& carry) {
   const size_t uncut = chunk_forward_workspace_size(args.num_sequences);
   if (args.split == Mode::kOff || sms == 0) return uncut;
   const DecidedCall& decided = decided_call(args, sms);
   if (!decided.decision.planned && !smaller_too) return uncut;
-  return std::max(uncut, lay_out_plan(args, capacity_of(args, sms), nullptr, nullptr));
+  return std::max(uncut, lay_out_plan(args, capacity_of(args, sms, carry), nullptr, nullptr));
 }
 
 Decision decide(const Args& args, int32_t sms) { return decided_call(args, sms).decision; }
@@ -380,7 +384,8 @@ bool saves_a_itself(const Args& args, Variant variant, SavedStates saved, bool p
 
 // All but what launch_save_a() writes. training: A or the gates' sums are wanted; on return, whether they are
 // still to come after it.
-cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* training, cudaStream_t stream) {
+cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* training, const Carry& carry,
+                                      cudaStream_t stream) {
   const int64_t items = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   const bool idle = items == 0 || (args.num_tokens == 0 && args.final_state.data == nullptr);
   // Dense sequences leave no row out, but for skipped ones.
@@ -432,7 +437,12 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
     const Kernel cut_kernel = choose_kernel(args.type, variant == Variant::kAuto ? Variant::kOneCta : variant, saved);
     const bool by_pairs = variant == Variant::kAuto && decided.by_pairs;
     const Kernel after = by_pairs ? choose_kernel(args.type, Variant::kTwoCta, saved) : kernel;
-    return launch_cut(params, decided, cut_kernel, after, sms, stream);
+    if (carry.chains == nullptr) return launch_cut(params, decided, cut_kernel, after, sms, carry, stream);
+    // What carried heads start from is there: none of the questions that may find that nothing is to be cut.
+    DecidedCall of_carry = decided;
+    of_carry.uncut_shared = false;
+    of_carry.least_longest = 0;
+    return launch_cut(params, of_carry, cut_kernel, after, sms, carry, stream);
   }
   if (args.cu_seqlens != nullptr) {
     const int queues = count_queues(kernel, params.items, sms);
@@ -456,10 +466,10 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
 
 }  // namespace
 
-cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream) {
+cudaError_t launch_chunk_forward(const Args& args, Variant variant, cudaStream_t stream, const Carry& carry) {
   bool training = (args.a != nullptr || args.g_cumsum != nullptr) && args.num_tokens > 0 && args.num_sequences > 0 &&
                   args.num_value_heads > 0;
-  const cudaError_t error = launch_states_and_outputs(args, variant, &training, stream);
+  const cudaError_t error = launch_states_and_outputs(args, variant, &training, carry, stream);
   if (error != cudaSuccess || !training) return error;
   SaveAArgs inverse{{}, {}, args};
   if (!encode_map(&inverse.k, args.type, args.k, args.num_tokens, args.num_key_heads, args.k_token_stride,

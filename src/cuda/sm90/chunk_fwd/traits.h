@@ -1,9 +1,7 @@
 // Compile-time shape of the fused Hopper forward: tile sizes, shared-memory map, barriers, register budgets.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/sm90/common/ring.cuh"
 #include "cuda/sm90/common/sizes.h"
@@ -18,12 +16,6 @@ inline constexpr int kMostAssigned = 64;
 // Listed tokens of a call whose forward writes the states after them itself: a block keeps them in shared memory, and
 // looks at all of them at each of its items and at each of them that is in an item, 32 at a time.
 inline constexpr int kMostListed = 128;
-
-// Instructions that the code of each producer role is moved by, from where it would lie after the one before.
-struct CodePlacement {
-  static constexpr int kBeforeRoles = 2;  // of all roles: they lie where they lay when the others were measured
-  int inverse, gates, copies, products;
-};
 
 // What a kernel leaves behind beside O and final states.
 enum class Saves {
@@ -43,7 +35,6 @@ struct OneCtaTraits {
   static constexpr bool kStateOnly = false;                                       // see SegmentStateTraits
   static constexpr int kClusterCtas = 1;     // that work through one queue of chunks
   static constexpr int kProducerGroups = 2;  // one with a role to each warp, one for products (kernel.cuh)
-  static constexpr bool kBf16 = std::is_same_v<Element_, __nv_bfloat16>;
   // The chunks of warm-ups without Q, P and O, which they do not leave behind: a third of their products.
   // Calls that keep A are not cut where this kernel makes them.
   static constexpr bool kSkipsWarmup = kSaves == Saves::kNothing;
@@ -57,15 +48,6 @@ struct OneCtaTraits {
   // The tile of A_g holds A itself where decay is mild, so that it can be sent as it lies: the factors of its columns
   // are applied to W (kGateFactor).
   static constexpr bool kSavesA = kSaves == Saves::kA;
-  // What all roles execute for a mild chunk is 30 KB in several pieces, and the cache of instructions that two SMs
-  // share keeps 32 KB, four lines of 128 bytes to each of 64 sets: pieces at some distances drive one another out.
-  // These moves were chosen by counting what each set would have to keep, and then measured; others cost up to 20 %
-  // (docs/notebook/sm90_forward.md). To be chosen again when the code changes.
-  static constexpr CodePlacement kCodePlacement =
-      kStoresHByTma ? CodePlacement{0, 0, 0, 320}
-      : kSavesA     ? (kBf16 ? CodePlacement{24, 136, 120, 40} : CodePlacement{168, 120, 328, 8})
-      : kSave       ? (kBf16 ? CodePlacement{104, 88, 392, 168} : CodePlacement{56, 104, 392, 168})
-                    : (kBf16 ? CodePlacement{0, 0, 0, 344} : CodePlacement{0, 0, 0, 320});
   static constexpr int kThreads = 128 * (kProducerGroups + kStateGroups);
   static constexpr int kDv = 64 * kStateGroups;
 

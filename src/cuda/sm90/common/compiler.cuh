@@ -56,15 +56,4 @@ __device__ __forceinline__ bool keep_in_branch(const KernelArgs& p) {
   return p.items >= 0;
 }
 
-// Instructions that no warp executes: they move the code behind them to other places of the instruction cache.
-template <int kCount, typename KernelArgs>
-__device__ __forceinline__ void pad_code(const KernelArgs& p) {
-  if constexpr (kCount > 0) {
-    if (p.items < 0) {  // never: as above
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) asm volatile("nanosleep.u32 1;");
-    }
-  }
-}
-
 }  // namespace flash_qla::cuda::sm90

@@ -80,7 +80,7 @@ static __device__ __noinline__ ChosenJoins choose_joins(const PlanArgs& p, const
   ItemEstimate estimate;
   for (int32_t i = lane; i < count; i += 32) {
     const HeadSummary head = summaries[i];
-    if ((head.exact > 0) == with_exact) estimate.add(head, step, limit, p.costs);
+    if ((head.exact != 0) == with_exact) estimate.add(head, step, limit, p.costs);
   }
   sum_over_warp(estimate);
   if (lane == 0) estimates[with_exact][warp % kJoins] = estimate;

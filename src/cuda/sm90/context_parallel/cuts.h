@@ -248,6 +248,7 @@ struct Capacity {
   int64_t state_items = 0;   // an exact boundary takes one, or one and a transition
   int64_t output_items = 0;  // one a sequence and head, one more a boundary
   int64_t scans = 0;
+  int64_t carried = 0;  // states at cuts of carried heads, and as many more items that write O
 };
 
 FLASH_QLA_HOST_DEVICE inline Capacity plan_capacity(Mode mode, bool forced, int64_t tokens, int32_t sequences,

@@ -15,7 +15,7 @@ namespace flash_qla::cuda::sm90::cp {
 // What the choice sees of one sequence and head.
 struct HeadSummary {
   int32_t chunks = 0, pieces = 1;
-  int32_t exact = 0;    // boundaries
+  int32_t exact = 0;    // boundaries; below zero: a carried head (carry.h) of so many segments
   int32_t warmups = 0;  // chunks, of all decaying boundaries together
 };
 
@@ -48,6 +48,16 @@ struct ItemEstimate {
   // one that has no other: where both kinds alternate that is a cautious guess. long_item: chunks that make an item a
   // long one.
   FLASH_QLA_HOST_DEVICE void add(const HeadSummary& head, int32_t step, float long_item, const Costs& costs) {
+    if (head.exact < 0) {  // its states at cuts come soon, and its segments are not joined
+      const int32_t count = -head.exact;
+      const float chunks = quotient(static_cast<float>(head.chunks), static_cast<float>(count));
+      const float each = chunks * costs.step + costs.item_edge,
+                  most = each + (ceilf(chunks - 0.01f) - chunks) * costs.step;
+      const bool is_long = chunks >= long_item;
+      free[0].add(is_long ? count : 0, each, most);
+      free[1].add(is_long ? 0 : count, each, most);
+      return;
+    }
     const int32_t items = joined_pieces(head.pieces, step);
     const float piece = quotient(static_cast<float>(head.chunks), static_cast<float>(head.pieces));
     const int32_t shorter = head.pieces / items, longer = head.pieces - shorter * items;  // pieces, items

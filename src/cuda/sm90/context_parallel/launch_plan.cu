@@ -31,9 +31,11 @@ size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, Plan
   w.uncut = take(chunk_forward_workspace_size(args.num_sequences));
   w.readers = reinterpret_cast<uint32_t*>(take(2 * sizeof(uint32_t) * n * static_cast<size_t>(args.num_value_heads)));
   w.state_items = reinterpret_cast<WorkItem*>(take(sizeof(WorkItem) * static_cast<size_t>(capacity.state_items)));
-  w.output_items = reinterpret_cast<WorkItem*>(take(sizeof(WorkItem) * static_cast<size_t>(capacity.output_items)));
+  const size_t carried = static_cast<size_t>(capacity.carried);
+  w.output_items =
+      reinterpret_cast<WorkItem*>(take(sizeof(WorkItem) * (static_cast<size_t>(capacity.output_items) + carried)));
   w.scans = reinterpret_cast<Scan*>(take(sizeof(Scan) * static_cast<size_t>(capacity.scans)));
-  w.cut_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * slots));
+  w.cut_states = reinterpret_cast<float4*>(take(sizeof(float) * kHeadDim * kHeadDim * (slots + carried)));
   const size_t rows = args.type == DType::kFloat16 ? sizeof(TransitionRows<kTransitionParts<__half>>)
                                                    : sizeof(TransitionRows<kTransitionParts<__nv_bfloat16>>);
   w.transitions = take(rows * kTransitionSteps * slots);

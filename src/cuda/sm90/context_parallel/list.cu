@@ -63,6 +63,15 @@ __device__ __noinline__ void list_all_exact_items(const PlanArgs& p, const CutSe
   if (thread == 0) publish_plan(ws);
 }
 
+// What the links of a rank have left of a sequence and head; null: nothing.
+__device__ const LinkChain* carried_chain(const PlanArgs& p, const SequenceSpan& sequence, int32_t head) {
+  for (int32_t part = 0; part < p.carry.parts; ++part) {
+    const LinkChain& chain = p.carry.chains[part * p.args.num_value_heads + head];
+    if (chain.row == sequence.index && chain.tokens == sequence.length && chain.segments > 0) return &chain;
+  }
+  return nullptr;
+}
+
 // One block. The order of items within a bucket varies from run to run; what is computed does not depend on it.
 __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __grid_constant__ PlanArgs p) {
   launch_dependents();
@@ -86,7 +95,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __shared__ int32_t state_items, first_items, independent_items, scans_used, items_used, chunks_before;
   __shared__ int32_t
       kinds;  // heads with an exact boundary, and kUnusual for each whose warm-ups are not the usual ones
-  __shared__ int32_t guessed_exact;  // of those that the choice was made for beforehand
+  __shared__ int32_t carried_slices;  // of states at cuts of carried heads (carry.cu)
+  __shared__ int32_t guessed_exact;   // of those that the choice was made for beforehand
   constexpr int32_t kUnusual = 1 << 16;
   __shared__ RegularSegment segments[2][kMostRegularPieces];
   __shared__ int32_t boundary_sums[kMostRegularHeads];  // of a head: kExactBoundary for each exact one, and warm-ups
@@ -110,8 +120,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   const uint32_t classifier = thread < p.unit_blocks ? load_now(ws.classifiers + thread) : ~0u;
   if (thread < static_cast<int>(kLateWords)) late_tpcs[thread] = 0;
   buckets[thread] = 0;
-  if (thread == 0) scans_used = items_used = chunks_before = kinds = guessed_exact = 0;
+  if (thread == 0) scans_used = items_used = chunks_before = kinds = guessed_exact = carried_slices = 0;
   __syncthreads();
+  for (int32_t i = thread; i < p.carry.parts * heads; i += kListThreads) {
+    if (p.carry.chains[i].has_cuts()) atomicAdd(&carried_slices, kCarrySlices);
+  }
 
   if (classifier < PlanStart::kTpcs) atomicOr(&late_tpcs[classifier / 32], 1u << classifier % 32);
   const int32_t pairs = n * heads;
@@ -128,8 +141,10 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   };
   // Until there is a plan nothing can begin. Of the expected lengths it is made in few steps, if it is regular: what
   // depends on no gate is there before, for the choice that a quarter of the heads exact would ask for.
-  const bool may_be_regular = chosen && expected && kept_here && p.in_place == 0 && pairs <= kMostRegularHeads &&
-                              most_pieces > 1 && most_pieces <= kMostRegularPieces;
+  // Not of offsets out of order.
+  const bool carries = p.carry.chains != nullptr && lengths.sequences > 0;
+  const bool may_be_regular = chosen && !carries && expected && kept_here && p.in_place == 0 &&
+                              pairs <= kMostRegularHeads && most_pieces > 1 && most_pieces <= kMostRegularPieces;
   if (p.unit_blocks != 0) __syncthreads();
   // The order in which TPCs get state items: from the planner's on, those first on which no boundaries are
   // classified.
@@ -160,6 +175,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     likely_items.choice = max(p.choice_table.choice(pairs / 4, pairs, &likely_items.state_items), 0);
     tell(&ws.start->likely_items, likely_items);
   }
+  if (carries) tell(&ws.start->likely_items, likely_items);  // few states, or none, are still to be made
   // Where sequences are cut; a larger batch's are kept in memory.
   CutSequence* const cuts = n <= kKeptSequences ? kept_sequences : ws.cuts;
   const bool number_chunks = args.h != nullptr && args.cu_seqlens != nullptr;
@@ -194,7 +210,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
   // boundaries are classified. If it is not that, its instructions are in the caches.
   ChosenJoins guess{-1, 0};
-  if (chosen && !expected) {
+  if (chosen && !expected && !carries) {
     __syncthreads();
 #pragma unroll 1
     for (int32_t pair = thread; pair < summarised; pair += kListThreads) {
@@ -218,6 +234,9 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     const int32_t i = min(p.by_heads.divide(pair), n - 1), head = pair - i * heads;
     return HeadPlan(cuts[i], head, cut_spacing, join, p.capacity.boundaries, warmups_of(head));
   };
+  const auto carried_of = [&](int32_t pair, const CutSequence& sequence, int32_t head) {
+    return carries && pair < pairs ? carried_chain(p, sequence.sequence, head) : nullptr;
+  };
   // By one thread.
   const auto write_counters = [&](int32_t states, int32_t first, int32_t free, int32_t dependent, int32_t scans,
                                   const Join& join, bool even) {
@@ -229,6 +248,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     counters.halves.items = halves ? free : 0;
     counters.progress.states_left = static_cast<uint32_t>(states * kStateWarps);
     counters.progress.slices_left = counters.progress.pieces = static_cast<uint32_t>(scans * kScanSlices);
+    counters.progress.slices_left += static_cast<uint32_t>(carried_slices);
     counters.progress.first_items = static_cast<uint32_t>(first);
     counters.planner_tpc = tpc();
     counters.spacing = cut_spacing.spacing;
@@ -372,6 +392,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
       exact = __reduce_add_sync(group, exact);
       total = __reduce_add_sync(group, total);
       if (lane == first_lane && pair < summarised) {
+        if (const LinkChain* chain = carried_of(pair, plan.cuts, plan.head); chain != nullptr) exact = -chain->segments;
         kept.summaries[pair] = {plan.cuts.chunks, plan.cuts.pieces, exact, total};
         const int32_t boundaries = plan.cuts.pieces - 1;
         own_kinds += exact > 0 ? 1
@@ -385,8 +406,8 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     __syncthreads();
     ChosenJoins best = guess;
     const bool usual = kinds < kUnusual;
-    if (usual && expected) best.choice = p.choice_table.choice(kinds, pairs, &best.state_items);
-    if (!usual || (!expected && kinds != guessed_exact) || best.choice < 0) {
+    if (usual && expected && !carries) best.choice = p.choice_table.choice(kinds, pairs, &best.state_items);
+    if (!usual || carries || (!expected && kinds != guessed_exact) || best.choice < 0) {
       best = choose_joins(p, kept.summaries, summarised, lengths, cut_spacing);
     }
     tell(&ws.start->published_items, best);
@@ -406,7 +427,13 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     }
 #pragma unroll 1
     for (int32_t pair = first_pair; pair - lane / width < pairs; pair += pairs_at_once) {
-      emit_head(head_plan(pair, join), pair < pairs, sink, lane, width, most_pieces);
+      const auto plan = head_plan(pair, join);
+      const LinkChain* chain = carried_of(pair, plan.cuts, plan.head);
+      emit_head(plan, pair < pairs && chain == nullptr, sink, lane, width, most_pieces);
+      if (chain == nullptr) continue;
+      for (int32_t k = lane % width; k < chain->segments; k += width) {
+        sink.item(carried_item(plan, *chain, k, static_cast<int32_t>(p.capacity.slots)));
+      }
     }
     if (sink.placing) break;
     __syncthreads();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/context_parallel/carry.h"
 #include "cuda/sm90/context_parallel/plan.h"
 #include "cuda/sm90/context_parallel/plan_state.h"
 
@@ -45,6 +46,7 @@ struct PlanArgs {
   int32_t least_longest;
   int32_t unit_blocks, zero_fill_blocks;  // of the kernel that classifies
   int32_t sms;
+  Carry carry;  // heads that it has are cut as it says, and have no state items
 };
 
 #ifdef __CUDACC__
@@ -66,5 +68,8 @@ size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, Plan
 
 // Classifies the boundaries, then lists the items: two kernels.
 cudaError_t launch_plan(PlanArgs params, cudaStream_t stream);
+
+// The states at cuts of carried heads: after launch_plan(), which counts their slices.
+cudaError_t launch_carried(const PlanArgs& params, cudaStream_t stream);
 
 }  // namespace flash_qla::cuda::sm90::cp

@@ -1,16 +1,17 @@
 // Links between ranks' parts, before and after the kernel that makes the matrices of segments (link_states.cuh): the
 // list of its items, and the scan along the segments. Neither needs Hopper's instructions.
-#include "cuda/common/cp_async.cuh"
 #include "cuda/common/dynamic_shared.cuh"
-#include "cuda/common/mbarrier.cuh"
-#include "cuda/sm90/common/sizes.h"
+#include "cuda/sm90/context_parallel/chain_scan.cuh"
 #include "cuda/sm90/links/links.h"
 
 namespace flash_qla::cuda::sm90::links {
+
+using cp::ChainMemory, cp::ChainPlace, cp::ChainShare, cp::scan_chain;
+using cp::kChainColumns, cp::kChainSlices, cp::kChainThreads, cp::kColumnsPerThread, cp::kMatrix;
+
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kScanThreads = 256;
 // One block lists up to some thousand chunks of each of the heads, going backward.
 constexpr int kListThreads = 1024, kListWarps = kListThreads / kWarp;
 static_assert(kListThreads >= kMostLinkSegments);
@@ -38,7 +39,12 @@ __device__ bool is_cut(const LinkPass& pass) { return pass.row >= 0 && (pass.sta
 // Going backward M is the forward's: of the first segment there is no transition to make.
 __device__ LinkChain chain_of(const LinkPass& pass, const LinkSpacing& spacing, bool backward) {
   LinkChain chain{0, 0, 0, 0, backward ? 0 : pass.is_affine};
-  if (pass.row >= 0) chain.segments = is_cut(pass) ? spacing.segments(chunks_of(pass)) : 1;
+  if (pass.row < 0) return chain;
+  chain.segments = 1;
+  if (!is_cut(pass)) return chain;
+  chain.segments = spacing.segments(chunks_of(pass));
+  chain.row = pass.row;
+  chain.tokens = pass.to - pass.from;
   return chain;
 }
 
@@ -102,7 +108,9 @@ __device__ LinkSpacing choose_spacing(const ListParams& p, bool backward) {
       }
     }
     const bool fits = states + transitions + windows <= ws.capacity;
-    s_times[thread] = fits ? link_time(states, transitions, longest, thread + 1, ws.sms, backward) : INFINITY;
+    float time = link_time(states, transitions, longest, thread + 1, ws.sms, backward);
+    if (ws.carries != 0) time += carried_time(states, p.chains, longest, thread + 1, ws.sms);
+    s_times[thread] = fits ? time : INFINITY;
   }
   __syncthreads();
   int best = 0;
@@ -181,31 +189,19 @@ __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __g
 }
 
 // A given gradient of a chain into its cell. A block each.
-__global__ void __launch_bounds__(kScanThreads)
+__global__ void __launch_bounds__(kChainThreads)
     put_given_kernel(const __grid_constant__ LinkParams p, const __grid_constant__ LinkWorkspace ws) {
   const int64_t chain = blockIdx.x;
   const LinkPass pass = p.passes[chain];
   if (pass.row < 0 || pass.starts == 0) return;
   float* cell = ws.cells + (ws.capacity + chain) * kHeadDim * kHeadDim;
   const int64_t from = pass.row * p.given.row + chain % p.in.Hv * p.given.head;
-  for (int i = threadIdx.x; i < kHeadDim * kHeadDim; i += kScanThreads) {
+  for (int i = threadIdx.x; i < kMatrix; i += kChainThreads) {
     cell[i] = load<float>(p.given, from + i % kHeadDim * p.given.key + i / kHeadDim * p.given.value);
   }
 }
 
 // --- the scan ---
-
-// A block takes 16 columns of one link's S (R), or M: rows of the cells. fp32 products: 16 columns are 262,144 of them
-// a step, 1.2 us of a multiprocessor, and as many blocks as a quarter of 32 heads has are one wave on an H100.
-constexpr int kScanColumns = 16;
-constexpr int kSlices = kHeadDim / kScanColumns;
-constexpr int kColumnsPerThread = kScanColumns * kHeadDim / kScanThreads;
-constexpr int kMatrix = kHeadDim * kHeadDim;
-// Transitions come through shared memory in tiles of 32 rows. Three of them are on their way while one is used: 48 KB
-// of a multiprocessor, which the L2 cache's latency wants. Three blocks fit, so that those without segments delay
-// nobody.
-constexpr int kTileRows = 32, kTiles = kHeadDim / kTileRows;
-constexpr int kStages = 4;
 
 struct ScanParams {
   DeviceStates S, M;        // [P, Hv, K, V], [P, Hv, K, K]
@@ -216,73 +212,31 @@ struct ScanParams {
 };
 static_assert(std::is_trivially_copyable_v<ScanParams>);
 
-struct alignas(16) ScanMemory {
-  float tiles[kStages][kTileRows][kHeadDim];
-  float state[kScanColumns][kHeadDim];  // [column][row]
-};
-
-__global__ void __launch_bounds__(kScanThreads) scan_links_kernel(const __grid_constant__ ScanParams p) {
-  ScanMemory& s = *dynamic_shared<ScanMemory>();
+// A block takes 16 columns of one link's S (R), or M: rows of the cells.
+__global__ void __launch_bounds__(kChainThreads) scan_links_kernel(const __grid_constant__ ScanParams p) {
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
   const int32_t index = static_cast<int32_t>(blockIdx.x) / p.slices;
-  const bool transition = slice >= kSlices;
-  const int row = threadIdx.x % kHeadDim, first = threadIdx.x / kHeadDim * kColumnsPerThread;
-  const int column0 = slice % kSlices * kScanColumns + first;
+  const bool transition = slice >= kChainSlices;
+  const ChainPlace at;
+  const int column0 = slice % kChainSlices * kChainColumns + at.first;
   const LinkChain chain = p.chains[index];
   const bool wanted = chain.segments > 0 && (!transition || chain.is_affine != 0);
   const auto cell = [&](int32_t number) { return p.cells + static_cast<int64_t>(number) * kMatrix; };
-  const auto load = [&](int32_t number, float (&columns)[kColumnsPerThread]) {
+  const auto load = [&](int32_t number, ChainShare& columns) {
 #pragma unroll
-    for (int i = 0; i < kColumnsPerThread; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + row];
+    for (int i = 0; i < kColumnsPerThread; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + at.row];
   };
-
-  const int32_t steps = wanted ? chain.segments - 1 : 0, tiles = steps * kTiles;
-  // Rows of M^T; going backward of M. Cells hold that, so that lanes read side by side.
-  const auto fetch = [&](int32_t tile) {
-    if (tile < tiles) {
-      const float* from = cell(chain.transition_cell(1 + tile / kTiles)) + tile % kTiles * kTileRows * kHeadDim;
-      const uint32_t to = smem_address(s.tiles[tile % kStages]);
-#pragma unroll
-      for (int i = 0; i < kTileRows * kHeadDim / (4 * kScanThreads); ++i) {
-        const int place = 4 * (i * kScanThreads + static_cast<int>(threadIdx.x));
-        cp_async_16(to + sizeof(float) * place, from + place);
-      }
-    }
-    cp_async_commit();
-  };
-  for (int32_t tile = 0; tile < kStages - 1; ++tile) fetch(tile);
-
-  float state[kColumnsPerThread] = {}, added[kColumnsPerThread] = {};
+  ChainShare state = {};
   if (wanted) load(transition ? chain.transition_cell(0) : chain.state_cell(0), state);
-  if (!transition && steps > 0) load(chain.state_cell(1), added);
-  for (int32_t tile = 0; tile < tiles; ++tile) {
-    if (tile % kTiles == 0) {  // the next segment
-      __syncthreads();         // the state before has been read
-#pragma unroll
-      for (int i = 0; i < kColumnsPerThread; ++i) {
-        s.state[first + i][row] = state[i];
-        state[i] = added[i];
-      }
-      if (!transition && tile + kTiles < tiles) load(chain.state_cell(2 + tile / kTiles), added);
-    }
-    cp_async_wait<kStages - 2>();
-    __syncthreads();  // all threads' copies of the tile are there, the state too; the tile before has been read
-    fetch(tile + kStages - 1);
-    const int base = tile % kTiles * kTileRows;
-#pragma unroll 4
-    for (int j = 0; j < kTileRows; j += 4) {
-      float m[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) m[n] = s.tiles[tile % kStages][j + n][row];
-#pragma unroll
-      for (int i = 0; i < kColumnsPerThread; ++i) {
-        const float4 x = *reinterpret_cast<const float4*>(&s.state[first + i][base + j]);
-        state[i] = fmaf(m[3], x.w, fmaf(m[2], x.z, fmaf(m[1], x.y, fmaf(m[0], x.x, state[i]))));
-      }
-    }
-  }
+  // Rows of M^T; going backward of M. Cells hold that, so that lanes read side by side.
+  scan_chain(
+      *dynamic_shared<ChainMemory>(), cell(chain.transition_cell(1)), wanted ? chain.segments - 1 : 0, state,
+      [&](int32_t step, ChainShare& added) {
+        if (!transition) load(chain.state_cell(1 + step), added);
+      },
+      [](int32_t, const ChainShare&) {});
   const DeviceStates& out = transition ? p.M : p.S;
-  const int64_t place = index / p.Hv * out.row + index % p.Hv * out.head + row * out.key;
+  const int64_t place = index / p.Hv * out.row + index % p.Hv * out.head + at.row * out.key;
 #pragma unroll
   for (int i = 0; i < kColumnsPerThread; ++i) store<float>(out, place + (column0 + i) * out.value, state[i]);
 }
@@ -290,7 +244,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_links_kernel(const __grid_c
 }  // namespace
 
 LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bool has_given, bool by_length,
-                                  int32_t sms, Workspace* workspace) {
+                                  int32_t sms, const cp::Carry& carry, Workspace* workspace) {
   LinkWorkspace ws{};
   const bool backward = chunks > 0;
   ws.capacity = link_capacity(chains, by_length, sms);
@@ -298,9 +252,14 @@ LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bo
   ws.sms = sms;
   ws.has_given = has_given;
   ws.counters = workspace->take<LinkCounters>(1);
-  ws.chains = workspace->take<LinkChain>(chains);
   ws.items = workspace->take<WorkItem>(ws.capacity);
-  ws.cells = workspace->take<float>((ws.capacity + (has_given ? chains : 0)) * kMatrix);
+  ws.carries = carry.chains != nullptr;
+  ws.chains = carry.chains;
+  ws.cells = carry.cells;
+  if (carry.chains == nullptr) {
+    ws.chains = workspace->take<LinkChain>(chains);
+    ws.cells = workspace->take<float>((ws.capacity + (has_given ? chains : 0)) * kMatrix);
+  }
   if (backward) {
     // A row's chunks are of as many chains as it has parts.
     ws.most_tiles = chunks * Hv;
@@ -316,16 +275,16 @@ Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspac
   const bool backward = workspace.tiles != nullptr;
   if (workspace.has_given != 0) {
     FLASH_QLA_RETURN_IF_ERROR(
-        launch("put_given", put_given_kernel, chains, kScanThreads, 0, stream, params, workspace));
+        launch("put_given", put_given_kernel, chains, kChainThreads, 0, stream, params, workspace));
   }
   return launch("list_link_items", backward ? list_link_items_kernel<true> : list_link_items_kernel<false>, 1,
                 kListThreads, 0, stream, list);
 }
 
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream) {
-  const int32_t slices = workspace.tiles != nullptr ? kSlices : 2 * kSlices;
+  const int32_t slices = workspace.tiles != nullptr ? kChainSlices : 2 * kChainSlices;
   const ScanParams scan{params.S, params.M, workspace.chains, workspace.cells, params.in.Hv, slices};
-  return launch("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kScanThreads, sizeof(ScanMemory),
+  return launch("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads, sizeof(ChainMemory),
                 stream, scan);
 }
 

@@ -9,14 +9,16 @@
 // the final state), and D <- M^T D + R: segments are numbered as the pass goes, the last tokens' first.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "cuda/sm90/common/host_device.h"
-#include "cuda/sm90/context_parallel/work_items.h"
+#include "cuda/sm90/context_parallel/carry.h"
 
 namespace flash_qla::cuda::sm90::links {
 
-using cp::WorkItem, cp::kItemFromStart, cp::kItemToCutState, cp::kItemTransition;
+using cp::LinkChain, cp::WorkItem, cp::segment_start, cp::kChunk, cp::kItemFromStart, cp::kItemToCutState,
+    cp::kItemTransition;
 
 // Chunks up to which a window is looked for, from either end of a part. Its norms take 15 us for both ends of 32 heads
 // (a guess), and an item of so many chunks is no longer than the segments that 32,768 tokens of eight heads are cut in.
@@ -27,27 +29,14 @@ inline constexpr int32_t kMostLinkWindow = 64;
 // take half of V each.
 inline constexpr int32_t kMostLinkSegments = 64;
 inline constexpr float kLinkStep = 0.9f, kLinkEdge = 2.0f, kReverseChunk = 0.75f;
+// A chunk of the forward, with its outputs (costs.h: step beside state_step).
+inline constexpr float kForwardChunk = 1.18f;
 
 // By a chain's own length alone, where bits may not depend on other heads: as Mode::kInvariant cuts sequences.
 inline constexpr int32_t kInvariantLinkSpacing = 32, kInvariantLinkSegments = 16;
 
 // Items to an SM that a plan may have beyond those of chains that are not cut: one wave, or two shorter ones.
 inline constexpr int32_t kLinkItemsPerSm = 2;
-
-struct LinkChain {
-  int32_t first_cell;   // its matrices: the segments' last states, then their transitions
-  int32_t first_state;  // states of the chains before it
-  int32_t first_tile;   // and chunks, going backward
-  int32_t segments;     // 0: nobody reads the link
-  int32_t is_affine;    // M is wanted, and so the first segment's transition too
-
-  FLASH_QLA_HOST_DEVICE int32_t transitions() const { return segments == 0 ? 0 : segments - (is_affine != 0 ? 0 : 1); }
-  FLASH_QLA_HOST_DEVICE int32_t matrices() const { return segments + transitions(); }
-  FLASH_QLA_HOST_DEVICE int32_t state_cell(int32_t segment) const { return first_cell + segment; }
-  FLASH_QLA_HOST_DEVICE int32_t transition_cell(int32_t segment) const {
-    return first_cell + segments + segment - (is_affine != 0 ? 0 : 1);
-  }
-};
 
 // How chains that are cut are cut.
 struct LinkSpacing {
@@ -78,6 +67,16 @@ FLASH_QLA_HOST_DEVICE inline float link_time(int32_t states, int32_t transitions
   return waves(2 * states) * (kReverseChunk * length + kLinkEdge) + waves(transitions) * (length + kLinkEdge) + scan;
 }
 
+// And of what the forward takes that goes on from them, of `chains` heads as long as the longest: no less than its
+// longest segment, nor than an even share of all.
+FLASH_QLA_HOST_DEVICE inline float carried_time(int32_t states, int32_t chains, int32_t longest, int32_t segments,
+                                                int32_t sms) {
+  const float waves = static_cast<float>((states + sms - 1) / sms), length = static_cast<float>(longest);
+  const float each = waves * ceilf(length / static_cast<float>(segments));
+  const float even = length * static_cast<float>(chains) / static_cast<float>(sms);
+  return kForwardChunk * (each > even ? each : even);
+}
+
 // Matrices, and items, that a plan has at most, whatever the gates are. A chain that is not cut has two.
 FLASH_QLA_HOST_DEVICE inline int64_t link_capacity(int64_t chains, bool by_length, int32_t sms) {
   return by_length ? 2 * kInvariantLinkSegments * chains : 2 * chains + int64_t{kLinkItemsPerSm} * sms;
@@ -97,10 +96,9 @@ FLASH_QLA_HOST_DEVICE inline WorkItem link_item(const LinkChain& chain, int32_t 
   const bool transition = i >= chain.segments;
   const int32_t segment = transition ? i - chain.transitions() : i;         // without the first, or all
   const int32_t place = backward ? chain.segments - 1 - segment : segment;  // in the order of tokens
-  // Below 2^31: 2^25 chunks at most, times a segment's number below 64.
-  const int32_t begin = tokens.chunks() * place / chain.segments * kChunk;
-  const int32_t end =
-      place + 1 == chain.segments ? tokens.to - tokens.from : tokens.chunks() * (place + 1) / chain.segments * kChunk;
+  const int32_t begin = segment_start(tokens.chunks(), place, chain.segments) * kChunk;
+  const int32_t end = place + 1 == chain.segments ? tokens.to - tokens.from
+                                                  : segment_start(tokens.chunks(), place + 1, chain.segments) * kChunk;
   WorkItem t{};
   t.row = tokens.first + tokens.from + begin;
   t.tokens = end - begin;

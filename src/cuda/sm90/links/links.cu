@@ -49,9 +49,14 @@ class Links {
     if (may_forget(args.options, p.dtype)) log_norms_ = workspace->take<float>(p.chunk_bound * p.Hv);
     const int sms = fwd::multiprocessors(args.options.device_index);
     bool has_given = false;
-    if constexpr (kBackward) has_given = present(args.dht);
+    cp::Carry carry;
+    if constexpr (kBackward) {
+      has_given = present(args.dht);
+    } else {
+      carry = fwd::carry_of(args.carry, p.Hv);
+    }
     workspace_ = take_link_workspace(p.P * p.Hv, kBackward ? p.chunk_bound : 0, p.Hv, has_given,
-                                     args.options.cp_mode != FLASH_QLA_CP_AUTO, sms, workspace);
+                                     args.options.cp_mode != FLASH_QLA_CP_AUTO, sms, carry, workspace);
     if constexpr (kBackward) {
       scratch_ = workspace->take<uint8_t>(
           bwd::link_gradients_scratch(p.B * p.T, p.Hv, workspace_.most_tiles, !present(args.A)));
@@ -195,10 +200,25 @@ constexpr Path<Arguments, SummaryProblem> path() {
   return {"sm90", FLASH_QLA_CUDA, false, reject<Arguments>, Links<Arguments>::workspace_size, run<Arguments>};
 }
 
+// Of a part. None where the forward would not go on from it: uncut (kOff).
+int64_t carry_floats(const ForwardArguments& args, const SummaryProblem& p) {
+  if (args.options.cp_mode == FLASH_QLA_CP_OFF || p.P == 0) return 0;
+  const int64_t chains = p.P * p.Hv;
+  const int64_t cells =
+      link_capacity(chains, args.options.cp_mode != FLASH_QLA_CP_AUTO, fwd::multiprocessors(args.options.device_index));
+  return ceil_div(cp::carry_bytes(chains, cells) / 4, p.P);
+}
+
+constexpr ChunkSummaryPath summary_path() {
+  ChunkSummaryPath found = path<ForwardArguments>();
+  found.carry_floats = carry_floats;
+  return found;
+}
+
 }  // namespace
 }  // namespace cuda::sm90::links
 
-const ChunkSummaryPath kSm90ChunkSummary = cuda::sm90::links::path<cuda::sm90::links::ForwardArguments>();
+const ChunkSummaryPath kSm90ChunkSummary = cuda::sm90::links::summary_path();
 const ChunkSummaryBackwardPath kSm90ChunkSummaryBackward =
     cuda::sm90::links::path<cuda::sm90::links::BackwardArguments>();
 

@@ -18,11 +18,12 @@ struct LinkCounters {
 };
 struct LinkWorkspace {
   LinkCounters* counters;
-  LinkChain* chains;  // [P, Hv]
+  LinkChain* chains;  // [P, Hv]; these and the cells may be a carry's
   WorkItem* items;    // [capacity] of the forward's kernel: states and transitions; going backward, transitions alone
   float* cells;       // [capacity, 128, 128]: S^T, dS^T and M^T; going backward M
   int64_t capacity;
   int32_t by_length;  // segments are cut by their chain's length alone
+  int32_t carries;    // the forward goes on from them
   int32_t sms;
 
   // Going backward; else NULL.
@@ -32,9 +33,9 @@ struct LinkWorkspace {
   int32_t has_given;  // there are gradients of final states: in cells [capacity, capacity + P * Hv)
 };
 
-// Chunks: that all rows may have, going backward; 0: forward.
+// Chunks: that all rows may have, going backward; 0: forward. carry: the caller's, for chains and cells.
 LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bool has_given, bool by_length,
-                                  int32_t sms, Workspace* workspace);
+                                  int32_t sms, const cp::Carry& carry, Workspace* workspace);
 
 // What the passes of a call are cut into; and given gradients into their cells.
 Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream);
