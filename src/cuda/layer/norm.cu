@@ -92,7 +92,7 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
       };
       // A step of a few sequences waits for its own instructions alone: each row to a group of its own.
       if (p.rows < kFewRows) return launch_rows(std::integral_constant<int, 1>());
-      return launch_rows(std::integral_constant<int, kForwardRows<T>>());
+      return launch_rows(std::integral_constant<int, kForwardRows>());
     });
   });
 }

@@ -1,6 +1,5 @@
 // The gated norm of rows of at most 256 values: a group of lanes has a row, eight values a lane. Several rows of a
-// group are on their way at once. kVectors: values lie side by side on 16-byte boundaries, and their number is a
-// multiple of eight; else they lie anywhere. Bits are the same.
+// group are on their way at once.
 #pragma once
 
 #include "cuda/layer/norm_params.cuh"
@@ -9,9 +8,9 @@ namespace flash_qla::cuda {
 
 constexpr int kLongestRow = 32 * kVector;  // a warp's
 
-// How much of a call is known when its kernel is compiled. kPlain: vectors, SiLU of z behind the norm, the weight in T
-// on a 16-byte boundary, no bias; half of the instructions go then, without which the kernels wait for their own
-// instructions and not for memory. Bits are the same.
+// How much of a call is known when its kernel is compiled. kVectors: values lie side by side on 16-byte boundaries, and
+// their number is a multiple of eight; kAny: they lie anywhere. kPlain: vectors, SiLU of z behind the norm, the weight
+// in T, no bias: a third less instructions, for which the kernels waited as long as for memory. Bits are the same.
 enum class NormForm { kPlain, kVectors, kAny };
 
 // The same as seen by a kernel.
@@ -26,9 +25,11 @@ struct NormRules {
         biased(kForm != NormForm::kPlain && p.bias.data != nullptr) {}
 };
 
-// Rows of a group whose loads are under way together.
+// Rows of a group whose loads are under way together. Forward: blocks that come and go, as many as plain 16-bit rows
+// leave registers for (48 of a thread): 80 KB of a multiprocessor. A kernel of two reads and a write that does nothing
+// else needs that form to reach the speed of a copy; blocks that stay are 5 % slower. Backward: blocks that stay, for
+// the sums; 48 KB beside the rows that are computed. Of 256 threads, which leave half as many parts of the sums as 128.
 constexpr int kForwardThreads = 256, kBackwardThreads = 256;
-template <class T>
 constexpr int kForwardRows = 2;
 template <class T, NormForm kForm>
 constexpr int kForwardBlocks = kForm != NormForm::kPlain ? 2
@@ -37,6 +38,9 @@ constexpr int kForwardBlocks = kForm != NormForm::kPlain ? 2
 template <class T>
 constexpr int kBackwardRows = sizeof(T) == 4 ? 1 : 2;
 constexpr int kBackwardBlocks = 2;  // of a multiprocessor
+
+// Below this a group has one row: a decode step of up to 512 sequences waits for one group's instructions, and four
+// rows of a group took twice as long as one.
 constexpr int64_t kFewRows = 16384;
 
 __device__ __forceinline__ NormRow row_at(const NormParams& p, uint32_t row) {
