@@ -22,6 +22,8 @@
 #
 # FLASH_QLA_WHEEL: a wheel (tools/wheel.sh cuda) that goes along, with the oldest tvm-ffi that it takes.
 # FLASH_QLA_ENGINES: a folder that `tools/engine_contracts.py fetch` has filled; its engines' operations go along.
+# FLASH_QLA_FLA_TILELANG: a folder that benchmarks/peers/fla/build_tilelang.py has filled: fla's backward, too, is timed on
+# Hopper with Triton 3.4 to 3.7.0, which it refuses to use there.
 # FLASH_QLA_REMOTE_PYTHON (3.12) is the other machine's Python, FLASH_QLA_CMAKE_FLAGS is passed on to CMake, and
 # FLASH_QLA_REMOTE_BUILD names another build folder to use than build/remote.
 set -euo pipefail
@@ -61,6 +63,9 @@ sed -i '/^__version__/!d' "$stage/peers/fla/fla/__init__.py"
 : >"$stage/peers/fla/fla/ops/__init__.py"
 echo "two of its files, which only import the others, are emptied" >"$stage/peers/fla/bench_note.txt"  # for the results' protocol
 
+if [[ -n ${FLASH_QLA_FLA_TILELANG:-} ]]; then
+  cp -r "$FLASH_QLA_FLA_TILELANG" "$stage/peers/fla_tilelang"
+fi
 if [[ -n ${FLASH_QLA_WHEEL:-} ]]; then
   mkdir -p "$stage/wheels"
   floor=$(sed -n 's/^dependencies.*apache-tvm-ffi>=\([0-9.]*\).*/\1/p' pyproject.toml)

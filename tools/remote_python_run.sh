@@ -67,7 +67,7 @@ run_tables() {
   # The rows of a model take up to a minute, and one that has begun is not cut.
   PYTHONPATH=$PYTHONPATH:$package/peers/fla step 230 bench_layer.txt python3 -m flash_qla bench --mode layer --peers fla --seconds 150 \
     --out "$out/{machine}_layer.json"
-  step 240 bench_portable.txt python3 -m flash_qla bench --mode portable_forward,portable_backward --peers "fla=$package/peers/fla" \
+  step 240 bench_portable.txt python3 -m flash_qla bench --mode portable_forward,portable_backward --peers "fla=$package/peers/fla:$package/peers/fla_tilelang" \
     --peer-seconds 110 --seconds 200 --out "$out/{machine}_{mode}.json"
   step 200 bench_serving.txt python3 -m flash_qla bench --mode serving --peers "$(IFS=,; echo "${engines[*]}")" --peer-seconds 90 --seconds 170 \
     --out "$out/{machine}_serving.json"

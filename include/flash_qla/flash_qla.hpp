@@ -44,7 +44,11 @@ enum class DeviceType : int32_t {
 // Outcome of a call; message() is "operation: argument rule (what was given)" when it is not ok().
 class [[nodiscard]] Status {
  public:
-  Status() : status_{} {}
+  // The rest of the message stays as it is: a call makes some hundred of these, each half a kilobyte.
+  Status() {
+    status_.code = FLASH_QLA_OK;
+    status_.message[0] = '\0';
+  }
   Status(const flash_qla_status& status) : status_(status) {}  // implicit on purpose: it wraps every C return value
   bool ok() const { return status_.code == FLASH_QLA_OK; }
   flash_qla_code code() const { return static_cast<flash_qla_code>(status_.code); }

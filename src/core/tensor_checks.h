@@ -41,7 +41,7 @@ struct Named {
 // One extent that a shape must have: a value and where it comes from.
 struct Extent {
   int64_t size;
-  std::string source;
+  const char* source;
 };
 
 enum class Role { kInput, kOutput };
@@ -76,8 +76,8 @@ class TensorChecks {
     int32_t i = 0;
     for (const Extent& extent : extents) {
       if (extent.size >= 0 && t.tensor.shape[i] != extent.size) {
-        return value_error("%s.shape[%d] (%lld) must be %s (%lld)", t.name, i, as_ll(t.tensor.shape[i]),
-                           extent.source.c_str(), as_ll(extent.size));
+        return value_error("%s.shape[%d] (%lld) must be %s (%lld)", t.name, i, as_ll(t.tensor.shape[i]), extent.source,
+                           as_ll(extent.size));
       }
       ++i;
     }

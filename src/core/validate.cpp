@@ -101,9 +101,9 @@ Status validate_parts_states(const Validator& check, const Named& rows, const Na
   FLASH_QLA_RETURN_IF_ERROR(check.shape(rows, Role::kInput, {{-1, ""}}));
   FLASH_QLA_RETURN_IF_ERROR(check.dtype_index(rows));
   const std::string parts = std::string(rows.name) + ".shape[0]";
-  FLASH_QLA_RETURN_IF_ERROR(
-      check.shape(states, Role::kInput,
-                  {{rows.tensor.shape[0], parts}, {p.Hv, "v.shape[2]"}, {p.K, "q.shape[3]"}, {p.V, "v.shape[3]"}}));
+  FLASH_QLA_RETURN_IF_ERROR(check.shape(
+      states, Role::kInput,
+      {{rows.tensor.shape[0], parts.c_str()}, {p.Hv, "v.shape[2]"}, {p.K, "q.shape[3]"}, {p.V, "v.shape[3]"}}));
   return check.dtype_accumulator(states, p);
 }
 

@@ -24,6 +24,8 @@ using cp::WorkItem, cp::LinkChain;
 
 constexpr int64_t kHq = 2, kHv = 4, kSize = int64_t{kHeadDim} * kHeadDim;
 constexpr int32_t kSms = 132;
+// In place of a spacing: it was not chosen beforehand; the lengths were expected, and no cut of them.
+constexpr int32_t kNoSpacing = -1, kExpectedWhole = -2;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 // docs/numerics.md: of float32. Segments' matrices are made in double here, and go along in float32.
 constexpr double kBound = 1e-5;
@@ -106,7 +108,7 @@ class CarryEmulated : public ::testing::Test {
   }
 
   // The forward's plan with that carry, and the states at its cuts. Boundaries: of a warm-up of one chunk in the heads
-  // that forget, else exact. spacing: 0: cut wherever it is possible.
+  // that forget, else exact. spacing: 0: cut wherever it is possible; or kNoSpacing, kExpectedWhole.
   void plan(int32_t spacing, bool v_first) {
     cp::PlanArgs p{};
     fwd::Args& args = p.args;
@@ -133,14 +135,14 @@ class CarryEmulated : public ::testing::Test {
     p.sms = kSms;
     p.costs = cp::Costs(kHq, kHv);
     p.by_heads = cp::Divisor(kHv);
-    if (spacing > 0) {
+    if (spacing > 0 || spacing == kExpectedWhole) {
       for (int64_t n = 0; n < sequences(); ++n) {
         const int32_t chunks = cp::chunks_in(static_cast<int32_t>(length(n)));
         p.expected_lengths.chunks += chunks;
         p.expected_lengths.sequences += chunks > 0;
         p.expected_lengths.longest = std::max(p.expected_lengths.longest, chunks);
       }
-      p.expected_cut_spacing.set_spacing(spacing);
+      if (spacing > 0) p.expected_cut_spacing.set_spacing(spacing);
     }
     slots_ = p.capacity.slots;
     warmups_.assign(slots_ + 16, 0);
@@ -296,10 +298,13 @@ TEST_F(CarryEmulated, OthersBesideIt) {
     k_.clear(), v_.clear(), g_.clear(), beta_.clear(), initial_.clear();
     make({0, 37, 700, 2000}, 1, starts);
     summarise(FLASH_QLA_CP_AUTO);
-    for (const int32_t spacing : {4, 0}) {
+    for (const int32_t spacing : {4, 0, kNoSpacing, kExpectedWhole}) {
       plan(spacing, false);
       check();
-      EXPECT_GT(counters_.states.items, 0) << "spacing " << spacing << ", the last sequence, which no link has";
+      if (spacing >= 0) {
+        EXPECT_GT(counters_.states.items, 0) << "the last sequence's, which no link has";
+      }
+      EXPECT_GT(counters_.outputs.dependent_items, 0) << "carried heads are cut in any case";
     }
   }
 }

@@ -15,7 +15,7 @@ namespace flash_qla {
 namespace cuda::sm90::fwd {
 
 size_t chunk_forward_workspace_size(const Args&, int32_t, bool, const cp::Carry&) { return 256; }
-bool writes_listed_states(const Args&, int64_t, int32_t) { return false; }
+bool writes_listed_states(const Args&, int64_t, int32_t, bool) { return false; }
 void take_listed(const flash_qla_forward_arguments&, const Args&, Workspace*, ListedStates*) {}
 bool prepares(const GateCopy&, const RowCopy (&)[kMostRowCopies]) { return false; }
 Status launch_prepare(const GateCopy& gates, const RowCopy (&copies)[kMostRowCopies], cudaStream_t) {

@@ -130,3 +130,21 @@ def test_dtypes_of_results():
     o, final_state = helpers.call(x)
     assert (o.dtype, final_state.dtype) == (torch.bfloat16, torch.float32)
     assert o.shape == x.v.shape and final_state.shape == (1, 2, 32, 32)
+
+
+def in_narrower_heads(x, parts=2, **overrides):
+    """A call with each value head as `parts` of them with as many fewer columns, which the recurrence does not mix."""
+    def split(state):  # [N, Hv, K, V]
+        return None if state is None else state.unflatten(-1, (parts, -1)).movedim(-2, 2).flatten(1, 2)
+
+    narrow = x.replace(v=x.v.unflatten(-1, (parts, -1)).flatten(2, 3), initial_state=split(x.initial_state),
+                       g=x.g.repeat_interleave(parts, -1), beta=x.beta.repeat_interleave(parts, -1))  # fmt: skip
+    o, final_state = helpers.call(narrow, **overrides)
+    return o.reshape(x.v.shape), final_state.unflatten(1, (-1, parts)).movedim(2, -2).flatten(-2)
+
+
+@pytest.mark.parametrize("dtype", helpers.dtypes(), ids=helpers.dtype_name)
+def test_more_than_256_value_columns_go_as_more_heads(dtype):
+    """As docs/kernels/sm80.md says."""
+    x = make_inputs(T=150, Hq=1, Hv=2, K=64, V=512, dtype=dtype)
+    helpers.compare(helpers.run(x, function=in_narrower_heads), helpers.reference(x), dtype)

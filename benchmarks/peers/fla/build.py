@@ -13,19 +13,16 @@ FOLDER needs torch and Triton there, and a C compiler, by which Triton makes its
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tilelang"), str(HERE.parents[2] / "python" / "flash_qla" / "cli")]
-TILELANG_MODULE = "fla.ops.common.backends.tilelang.chunk_bwd"
 # Of an H200.
 MULTIPROCESSORS, SHARED_BYTES, CAPABILITY = 132, 232448, (9, 0)
 
@@ -118,31 +115,6 @@ def compile_with_triton(rows) -> None:
             peer.run()
 
 
-def compile_with_tilelang(fla: Path, heads, folder: Path) -> None:
-    """By a process of its own: it imports the TileLang that FOLDER has a stand-in for."""
-    import compile_kernels
-
-    at = compile_kernels.start(folder)
-    compile_kernels.tilelang()
-    # What the module imports beside TileLang, and needs for launches alone.
-    for name, values in {"fla": {}, "fla.ops": {}, "fla.ops.utils": {"prepare_chunk_indices": None},
-                         "fla.utils": {"check_shared_mem": None}, "triton": {}}.items():  # fmt: skip
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name]).update(values)
-    spec = importlib.util.spec_from_file_location(TILELANG_MODULE, fla / f"{TILELANG_MODULE.replace('.', '/')}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    build = module._build_chunk_bwd_dqkwg_kernel
-    for hq, hv in heads:
-        options = dict(
-            B=1, H=hq, HV=hv, K=128, V=128, BT=64, BK=64, BV=64, NK=2, hD1=128, hD2=128, dtype_str="bfloat16",
-            USE_G=True, USE_DW=True, STATE_V_FIRST=False, IS_VARLEN=True, num_warps=4,
-        )  # fmt: skip
-        path = at / compile_kernels.kernel_name(build.func.orig_func, (), options)
-        if not path.with_suffix(".launch").exists():
-            compile_kernels.save(build(**options), path)
-
-
 def main() -> None:
     fla, folder = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
     import bench_inputs
@@ -150,8 +122,10 @@ def main() -> None:
 
     rows = [row for mode in ("fwd", "bwd", "train", "decode") for row in bench_inputs.rows_of(mode, "", "", "peers")]
     if sys.argv[3:] == ["tilelang"]:
-        heads = {(row["hq"], row["hv"]) for row in rows if row["mode"] in ("bwd", "train")}
-        return compile_with_tilelang(fla, sorted(heads), folder)
+        import build_tilelang  # in a process of its own: it imports the TileLang that FOLDER has a stand-in for
+
+        shapes = {(row["hq"], row["hv"], 128, 128) for row in rows if row["mode"] in ("bwd", "train")}
+        return build_tilelang.compile_for(fla, sorted(shapes), folder)
     folder.mkdir(parents=True, exist_ok=True)
     for source in (HERE / "stand_in", fla):
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -54,6 +54,10 @@ __device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t& r0
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrix_x4_trans(uint32_t smem, uint32_t (&r)[4]) {
+  load_matrix_x4_trans(smem, r[0], r[1], r[2], r[3]);
+}
+
 // The transpose of an 8x8 matrix of 16-bit elements: lane l holds elements 2 (l % 4) and the next of row l / 4, before
 // and after.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {

@@ -83,16 +83,8 @@ __device__ inline Real effective_beta(const Gates& gates, int64_t b, int64_t t, 
 // Whether token t of a batch row is the first of a chunk of its sequence.
 __device__ inline bool starts_chunk(const SequenceTable& table, int64_t t) {
   if (table.bounds == nullptr) return t % kChunkSize == 0;
-  int64_t low = 0, high = table.N;  // the last n with bounds[n] <= t
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (table.bounds[middle] <= t) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return (t - table.bounds[low]) % kChunkSize == 0;
+  const int64_t n = last_not_above(table.N, t, [&](int64_t i) { return table.bounds[i]; });
+  return (t - table.bounds[n]) % kChunkSize == 0;
 }
 
 }  // namespace flash_qla::cuda

@@ -29,6 +29,11 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, uint32_t a0, uint32_t a1,
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma_m16n8k16<T>(d, a[0], a[1], a[2], a[3], b0, b1);
+}
+
 // d [16x8] += A [16x8] B [8x8] of fp16: a0 and a1 are rows lane / 4 and + 8 of A.
 __device__ __forceinline__ void mma_m16n8k8_half(float* d, uint32_t a0, uint32_t a1, uint32_t b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"

@@ -1,17 +1,12 @@
 #include "cuda/common/prepare.cuh"
 
+#include "cuda/common/warp.cuh"
+
 namespace flash_qla::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-
-template <class Real>
-__device__ Real warp_sum(Real x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
 
 // Grid-stride index of this warp among `rows` rows, one row a warp.
 __device__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }

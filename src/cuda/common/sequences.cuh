@@ -31,19 +31,25 @@ __device__ inline int64_t total_chunks(const SequenceTable& table) {
   return table.bounds == nullptr ? table.N * ceil_div(table.T, kChunkSize) : table.first_chunk[table.N];
 }
 
-// The sequence that has chunk number `chunk`, which is below total_chunks().
-__device__ inline int64_t sequence_of_chunk(const SequenceTable& table, int64_t chunk) {
-  if (table.bounds == nullptr) return chunk / ceil_div(table.T, kChunkSize);
-  int64_t low = 0, high = table.N;  // first_chunk[low] <= chunk < first_chunk[high]
+// The last n of N for which at(n) <= number; at(0) is not above it.
+template <class At>
+__device__ __forceinline__ int64_t last_not_above(int64_t N, int64_t number, At at) {
+  int64_t low = 0, high = N;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (table.first_chunk[middle] <= chunk) {
+    if (at(middle) <= number) {
       low = middle;
     } else {
       high = middle;
     }
   }
   return low;
+}
+
+// The sequence that has chunk number `chunk`, which is below total_chunks().
+__device__ inline int64_t sequence_of_chunk(const SequenceTable& table, int64_t chunk) {
+  if (table.bounds == nullptr) return chunk / ceil_div(table.T, kChunkSize);
+  return last_not_above(table.N, chunk, [&](int64_t n) { return table.first_chunk[n]; });
 }
 
 // Whether token t of a batch row belongs to a sequence: those before the first offset and after the last do not.

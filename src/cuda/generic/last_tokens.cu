@@ -1,6 +1,7 @@
 #include "cuda/generic/last_tokens.cuh"
 
 #include "cuda/common/dynamic_shared.cuh"
+#include "cuda/common/warp.cuh"
 
 namespace flash_qla::cuda {
 namespace {
@@ -29,12 +30,6 @@ struct Memory {
   int chosen;
 };
 static_assert(sizeof(Memory) <= 99 * 1024);
-
-__device__ float warp_sum(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
 
 // The tokens of one sequence and value head.
 struct Window {

@@ -1,5 +1,6 @@
 // Which heads forget, and which tokens make a link: decided on the device, so that lengths and gates may change under a
 // captured graph.
+#include "cuda/common/warp.cuh"
 #include "cuda/generic/links.cuh"
 
 namespace flash_qla::cuda {
@@ -8,11 +9,6 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-
-__device__ float warp_sum(float x) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
 
 // The part's row at one end, or -1 where it has none.
 __device__ int64_t row_of_part(const LinkParams& p, int64_t part, int end) {

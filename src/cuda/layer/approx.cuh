@@ -1,5 +1,5 @@
-// Exponential and reciprocal by one instruction of the special function unit each, about 2^-22 of their value off;
-// subnormal numbers count as zero.
+// Exponential, reciprocal and root by one instruction of the special function unit each, about 2^-22 of their value
+// off; subnormal numbers count as zero.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +10,13 @@ namespace flash_qla::cuda {
 __device__ __forceinline__ float approx_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / sqrt(x)
+__device__ __forceinline__ float approx_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

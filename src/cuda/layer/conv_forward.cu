@@ -23,6 +23,7 @@ bool takes_vectors(const Arguments& args, const ConvProblem& p) {
     for (const Tensor* t : {&part.x, &part.y, &part.residual}) {
       if (present(*t) && !allows_token_vectors(*t)) return false;
     }
+    if (present(part.inverse_norm) && !has_near_tokens(part.inverse_norm)) return false;
   }
   return true;
 }

@@ -69,10 +69,10 @@ __device__ __forceinline__ void load_weights(const DeviceTensor& weight, int cha
 struct SharedBias {
   float4 x[2][kConvThreads];
 
-  __device__ __forceinline__ void fill(const DeviceTensor& bias, int channel) {
+  __device__ __forceinline__ void fill(const DeviceTensor& bias, int channel, float scale = 1.0f) {
     float b[kVector];
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) b[c] = load<float>(bias, offset_of(bias, channel + c));
+    for (int c = 0; c < kVector; ++c) b[c] = scale * load<float>(bias, offset_of(bias, channel + c));
     x[0][threadIdx.x] = make_float4(b[0], b[1], b[2], b[3]);
     x[1][threadIdx.x] = make_float4(b[4], b[5], b[6], b[7]);
   }
@@ -134,86 +134,138 @@ __device__ __forceinline__ void move_on(float (&v)[kW][kVector]) {
   }
 }
 
-// One thread's run.
+// What a run has to do beside the convolution, known when it is compiled: SiLU alone, SiLU and the norm of heads, or
+// whatever the call says. No bias and no residual in the first two.
+enum class ConvForm { kSilu, kSiluNorm, kAny };
+
+// One thread's run. Four tokens at a time, so that what they wait for overlaps; the next four are on their way.
 template <class T, int kW>
 struct ConvRun {
+  static constexpr int kStep = 4, kHalf = 2;  // kHalf: of which so many are computed together, as registers allow
+
   const ConvParams& p;
   const ConvPart& part;
   const ConvPlace& place;
   const SharedBias& bias;
   const int b, first;
-  const int tokens, x_step, y_step;
+  const int tokens, x_step, y_step, residual_step, norm_step;
   const T* x;  // of the run's first token
   T* y;
-  const T* residual;  // or NULL
-  float* norms;       // of the run's first token, where this thread stores a head's; else NULL
-  float w[kW][kVector];
+  const T* residual;     // or NULL
+  float* norms;          // where this thread stores a head's; else NULL
+  float w[kW][kVector];  // times silu_scale() where there is SiLU
+  Packed<T> next[kStep];
 
-  // From u of token i to what is stored.
-  __device__ __forceinline__ void finish(int i, float (&u)[kVector], bool skip) {
-    if (p.silu) {
+  __device__ __forceinline__ void load_next(int i) {
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) u[c] *= sigmoid_for<T>(u[c]);
-    }
-    if (part.l2norm) normalise(i, u, skip);
-    if (residual != nullptr) {
-      float add[kVector];
-      unpack(load_packed(at_token(residual, i, token_step<T>(part.residual))), add);
-#pragma unroll
-      for (int c = 0; c < kVector; ++c) u[c] += add[c];
-    }
-    if (skip) {
-#pragma unroll
-      for (int c = 0; c < kVector; ++c) u[c] = 0.0f;
-    }
-    if (place.active) store_packed(at_token(y, i, y_step), pack<T>(u));
+    for (int k = 0; k < kStep; ++k) next[k] = load_packed(at_token(x, min(i + k, tokens - 1), x_step));
   }
 
-  __device__ __forceinline__ void normalise(int i, float (&u)[kVector], bool skip) {
-    float sum = 0.0f;
+  // From u of tokens i and following to what is stored; those from `end` on are not.
+  template <ConvForm kForm>
+  __device__ __forceinline__ void finish(int i, int end, float (&u)[kHalf][kVector]) {
+    if (kForm != ConvForm::kAny || p.silu) {
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) sum = fmaf(u[c], u[c], sum);
-    if (!place.active) sum = 0.0f;
-    sum = group_sum(sum, place.lanes) + static_cast<float>(kL2NormEps);
-    const float r = sizeof(T) == 4 ? 1.0f / sqrtf(sum) : rsqrtf(sum);
+      for (int k = 0; k < kHalf; ++k) {
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) u[c] *= r;
-    if (norms == nullptr) return;
-    norms[i * part.inverse_norm.stride[1]] = skip ? 1.0f / sqrtf(static_cast<float>(kL2NormEps)) : r;
+        for (int c = 0; c < kVector; ++c) u[k][c] = scaled_silu<T>(u[k][c]);
+      }
+    }
+    if (kForm == ConvForm::kSiluNorm || (kForm == ConvForm::kAny && part.l2norm)) normalise(i, end, u);
+    if (kForm == ConvForm::kAny && residual != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kHalf; ++k) {
+        float add[kVector];
+        unpack(load_packed(at_token(residual, min(i + k, end - 1), residual_step)), add);
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) u[k][c] += add[c];
+      }
+    }
+    const int stored = place.active ? end : 0;
+#pragma unroll
+    for (int k = 0; k < kHalf; ++k) {
+      if (i + k < stored) store_packed(at_token(y, i + k, y_step), pack<T>(u[k]));
+    }
   }
 
-  // All tokens, sequence by sequence.
-  __device__ __forceinline__ void all(TokenRing<T, 1>& ring) {
-    constexpr int kNext = TokenRing<T, 1>::kSlots - 1;
+  __device__ __forceinline__ void normalise(int i, int end, float (&u)[kHalf][kVector]) {
+    float r[kHalf];
+#pragma unroll
+    for (int k = 0; k < kHalf; ++k) {
+      r[k] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) r[k] = fmaf(u[k][c], u[k][c], r[k]);
+      if (!place.active) r[k] = 0.0f;
+    }
+    group_sums(r, place.lanes);
+    const int stored = norms != nullptr ? end : 0;
+#pragma unroll
+    for (int k = 0; k < kHalf; ++k) {
+      const float sum = r[k] + static_cast<float>(kL2NormEps);
+      r[k] = sizeof(T) == 4 ? 1.0f / sqrtf(sum) : approx_rsqrt(sum);
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) u[k][c] *= r[k];
+      if (i + k < stored) *at_token(norms, i + k, norm_step) = r[k];
+    }
+  }
+
+  // Tokens that belong to no sequence, or to one that is skipped.
+  __device__ __forceinline__ void clear(int i, int end) {
+    for (; i < end; ++i) {
+      if (place.active) store_packed(at_token(y, i, y_step), Packed<T>{});
+      if (norms != nullptr) *at_token(norms, i, norm_step) = 1.0f / sqrtf(static_cast<float>(kL2NormEps));
+    }
+  }
+
+  // All tokens, sequence by sequence. The first ones are under way.
+  template <ConvForm kForm>
+  __device__ __forceinline__ void all() {
     for (int i = 0; i < tokens;) {
       const ConvSpan span = span_at(p.sequences, b, first + i);
       const int end = static_cast<int>(span.end - first < tokens ? span.end - first : tokens);
-      float v[kW][kVector];  // the last inputs, newest last
+      // The last inputs, in a circle of four: v[k] has those of tokens i + k, i + k - 4 ..
+      float before[kW][kVector], v[kStep][kVector];
       const bool wanted = load_window<T, kW>(p.sequences, part.initial_state, span, first + i, at_token(x, i, x_step),
-                                             x_step, place.channel, v);
-#pragma unroll kW  // the window is where it was after so many
-      for (; i < end; ++i) {
-        fetch(ring, i + kNext);
-        ring.wait();
-        unpack(ring.take(i, 0), v[kW - 1]);
-        float u[kVector];
-        open(part.bias.data != nullptr, bias, u);
+                                             x_step, place.channel, before);
 #pragma unroll
-        for (int j = 0; j < kW; ++j) {
+      for (int k = 1; k < kW; ++k) {
 #pragma unroll
-          for (int c = 0; c < kVector; ++c) u[c] = fmaf(w[j][c], v[j][c], u[c]);
-        }
-        finish(i, u, !wanted);
-        move_on(v);
+        for (int c = 0; c < kVector; ++c) v[kStep - k][c] = before[kW - 1 - k][c];
       }
+      if (!wanted) clear(i, end);
+#pragma unroll 1
+      for (; wanted && i < end; i += kStep) {
+        Packed<T> now[kStep];
+#pragma unroll
+        for (int k = 0; k < kStep; ++k) now[k] = next[k];
+        load_next(i + kStep);
+#pragma unroll
+        for (int k0 = 0; k0 < kStep; k0 += kHalf) {
+          float u[kHalf][kVector], start[kVector] = {};
+          if (kForm == ConvForm::kAny && part.bias.data != nullptr) bias.read(start);
+#pragma unroll
+          for (int k = 0; k < kHalf; ++k) {
+            unpack(now[k0 + k], v[k0 + k]);
+#pragma unroll
+            for (int c = 0; c < kVector; ++c) {
+              u[k][c] = start[c];
+#pragma unroll
+              for (int j = 0; j < kW; ++j) {
+                u[k][c] = fmaf(w[j][c], v[(k0 + k + kStep + 1 - kW + j) % kStep][c], u[k][c]);
+              }
+            }
+          }
+          finish<kForm>(i + k0, end, u);
+        }
+      }
+      i = end;
+      if (i < tokens) load_next(i);
     }
   }
-
-  __device__ __forceinline__ void fetch(TokenRing<T, 1>& ring, int i) const {
-    ring.fetch(i, 0, at_token(x, i < tokens ? i : 0, x_step), i < tokens);
-    ring.close();
-  }
 };
+
+// Elements of the gates that a thread reads with its first tokens: as many as it has with 32 heads to 8,192 channels.
+constexpr int kEarlyGates = 4;
 
 // Four blocks a multiprocessor, as registers allow.
 template <class T, int kW>
@@ -229,22 +281,45 @@ __global__ void __launch_bounds__(kConvThreads, sizeof(T) == 4 ? 3 : 4)
     return b * t.stride[0] + first * t.stride[1] + place.head * t.stride[2] + place.dim;
   };
   __shared__ SharedBias s_bias;
-  ConvRun<T, kW> run_of = {p, part, place, s_bias, b, first, tokens, token_step<T>(part.x), token_step<T>(part.y)};
+  ConvRun<T, kW> run_of = {p,
+                           part,
+                           place,
+                           s_bias,
+                           b,
+                           first,
+                           tokens,
+                           token_step<T>(part.x),
+                           token_step<T>(part.y),
+                           token_step<T>(part.residual),
+                           token_step<float>(part.inverse_norm)};
   run_of.x = static_cast<const T*>(part.x.data) + at(part.x);
   run_of.y = static_cast<T*>(part.y.data) + at(part.y);
   run_of.residual =
       part.residual.data == nullptr ? nullptr : static_cast<const T*>(part.residual.data) + at(part.residual);
-  // On their way before anything else is asked for.
-  TokenRing<T, 1>& ring = *dynamic_shared<TokenRing<T, 1>>();
-  for (int i = 0; i + 1 < ring.kSlots; ++i) run_of.fetch(ring, i);
-  load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, run_of.w);
-  if (part.bias.data != nullptr) s_bias.fill(part.bias, place.channel);
   run_of.norms = nullptr;
   if (part.inverse_norm.data != nullptr && place.active && place.dim == 0) {
     run_of.norms = static_cast<float*>(part.inverse_norm.data) + offset_of(part.inverse_norm, b, first, place.head);
   }
-  finish_gates(p.gates, blockIdx.x, gridDim.x);
-  run_of.all(ring);
+  // All loads before anything is waited for, which the gates are.
+  run_of.load_next(0);
+  GateElements<kEarlyGates> gates;
+  gates.load(p.gates, blockIdx.x * kConvThreads + threadIdx.x, gridDim.x * kConvThreads);
+  load_weights<T, kW>(part.weight, place.channel, grid.vector_weights >> place.part & 1, run_of.w);
+  gates.finish_all(p.gates);
+  const float scale = p.silu ? silu_scale<T>() : 1.0f;
+#pragma unroll
+  for (int j = 0; j < kW; ++j) {
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) run_of.w[j][c] *= scale;
+  }
+  if (part.bias.data != nullptr) s_bias.fill(part.bias, place.channel, scale);
+  if (!p.silu || part.bias.data != nullptr || part.residual.data != nullptr) {
+    run_of.template all<ConvForm::kAny>();
+  } else if (part.l2norm) {
+    run_of.template all<ConvForm::kSiluNorm>();
+  } else {
+    run_of.template all<ConvForm::kSilu>();
+  }
 }
 
 }  // namespace flash_qla::cuda

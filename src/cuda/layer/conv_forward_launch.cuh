@@ -12,7 +12,7 @@ Status launch_conv_forward(const ConvParams& params, const ConvGrid& grid, int64
                       : params.width == 2 ? conv_forward_kernel<T, 2>
                       : params.width == 3 ? conv_forward_kernel<T, 3>
                                           : conv_forward_kernel<T, 4>;
-  return launch("conv_forward", kernel, blocks, kConvThreads, sizeof(TokenRing<T, 1>), stream, params, grid);
+  return launch("conv_forward", kernel, blocks, kConvThreads, 0, stream, params, grid);
 }
 
 }  // namespace flash_qla::cuda

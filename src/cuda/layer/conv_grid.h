@@ -36,9 +36,10 @@ inline bool has_vector_weights(const Tensor& weight, DType type) {
 // As long as four blocks a multiprocessor, one round of them, allow: each run reads W - 1 tokens before it once more.
 // Past kMost that is nothing, and more rounds even out what some blocks take longer.
 inline int32_t run_tokens(const ConvProblem& p, int64_t columns, int device) {
-  constexpr int64_t kLeast = 16, kMost = 256;
+  constexpr int64_t kLeast = 16, kMost = 256, kRunStep = 4;  // what the forward takes at a time
   const int64_t places = std::max(1, 4 * device_attribute(cudaDevAttrMultiProcessorCount, device));
-  return static_cast<int32_t>(std::clamp(ceil_div(p.B * p.T * columns, places), kLeast, kMost));
+  const int64_t tokens = std::clamp(ceil_div(p.B * p.T * columns, places), kLeast, kMost);
+  return static_cast<int32_t>(ceil_div(tokens, kRunStep) * kRunStep);
 }
 
 }  // namespace flash_qla::cuda

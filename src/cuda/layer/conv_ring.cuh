@@ -23,10 +23,10 @@ __device__ __forceinline__ T* at_token(T* first, int i, int step) {
   return reinterpret_cast<T*>(reinterpret_cast<Byte*>(first) + static_cast<int64_t>(i) * step);
 }
 
-// The same on the host: a tensor [B, T, H, D] that is read and written by vectors, token by token.
-inline bool allows_token_vectors(const Tensor& t) {
-  return allows_vectors(t) && (t.shape[1] <= 1 || std::abs(t.stride[1]) < int64_t{1} << 29);
-}
+// The same on the host: a tensor [B, T, ..] whose tokens are near enough, and one [B, T, H, D] that is read and written
+// by vectors, token by token.
+inline bool has_near_tokens(const Tensor& t) { return t.shape[1] <= 1 || std::abs(t.stride[1]) < int64_t{1} << 29; }
+inline bool allows_token_vectors(const Tensor& t) { return allows_vectors(t) && has_near_tokens(t); }
 
 // Vectors of kTensors tensors, token after token. A thread reads what it has fetched itself, so nothing is shared.
 // Eight slots of 16 bits: with four blocks of one tensor, or three of two, 57 to 84 KB of a multiprocessor are under

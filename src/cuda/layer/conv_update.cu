@@ -19,25 +19,34 @@ Status run(const Arguments& args, const ConvProblem& p, void*, void* raw_stream)
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const auto stream = static_cast<cudaStream_t>(raw_stream);
   const ConvParams params = conv_params_of(args, p);
-  const int32_t units = units_of<kUpdateChannels>(params.parts, params.num_parts);
   int most = 0;  // channels of a unit
   bool is_short = p.W <= kShortWindow && p.L <= kShortWindow && !present(args.num_accepted_tokens) &&
                   !present(args.cache_seqlens) && !present(args.draft_states);
+  bool is_step = p.T == 1 && !p.varlen && p.W == kShortWindow && p.L == kShortWindow;
   for (int i = 0; i < params.num_parts; ++i) {
     const ConvPart& part = params.parts[i];
     most = std::max(most, part.l2norm ? part.dim : std::min(part.dim, kUpdateChannels));
     for (const DeviceTensor* t : {&part.weight, &part.bias, &part.initial_state, &part.final_state, &part.y}) {
       is_short &= t->data == nullptr || t->dtype == part.x.dtype;
     }
+    is_step &= !part.l2norm && part.residual.data == nullptr;
+    for (const DeviceTensor* t : {&part.weight, &part.initial_state, &part.final_state}) {
+      is_step &= t->data == nullptr || t->quads;
+    }
   }
+  is_step &= is_short;
   const bool is_narrow = most <= kUpdateChannels;
   const auto short_kernel = [&](auto value) {
     using T = decltype(value);
-    return is_narrow ? conv_update_kernel<T, 4> : conv_update_kernel<T, 8>;
+    return is_step     ? conv_update_kernel<T, kStepChannels / 32, true>
+           : is_narrow ? conv_update_kernel<T, 4, false>
+                       : conv_update_kernel<T, 8, false>;
   };
   const auto kernel = is_short                           ? with_dtype(p.dtype, short_kernel)
                       : is_narrow && p.W <= kShortWindow ? conv_update_any_kernel<4, kShortWindow>
                                                          : conv_update_any_kernel<8, FLASH_QLA_MAX_CONV_WIDTH>;
+  const int32_t units = is_step ? units_of<kStepChannels>(params.parts, params.num_parts)
+                                : units_of<kUpdateChannels>(params.parts, params.num_parts);
   const int64_t blocks = ceil_div(p.N * units, kUpdateThreads / 32);
   // In blocks of their own, which run beside the others: a step of one sequence waits for each access to memory.
   const int64_t of_gates = ceil_div(p.B * p.T * p.gate_heads, kUpdateThreads);

@@ -39,9 +39,29 @@ NormParams common_params(const Arguments& args, const NormProblem& p) {
 // Whether the rows are short enough for a warp; numbers of rows have 31 bits then.
 bool has_short_rows(const NormProblem& p) { return p.V <= kLongestRow && p.rows < int64_t{1} << 31; }
 
-// Whether all tensors are laid out for vectors.
-bool takes_vectors(std::initializer_list<const Tensor*> tensors) {
-  return std::all_of(tensors.begin(), tensors.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); });
+// The form of a call's kernels, whose tensors of rows are these.
+template <class Arguments>
+NormForm form_of(const Arguments& args, std::initializer_list<const Tensor*> rows, bool wants_dbias = false) {
+  if (!std::all_of(rows.begin(), rows.end(), [](auto* t) { return !present(*t) || allows_vectors(*t); })) {
+    return NormForm::kAny;
+  }
+  const bool plain = present(args.z) && args.activation == FLASH_QLA_ACTIVATION_SILU && args.gate_first == 0 &&
+                     !present(args.bias) && !wants_dbias && present(args.weight) && args.weight.dtype == args.x.dtype &&
+                     allows_vectors(args.weight);
+  return plain ? NormForm::kPlain : NormForm::kVectors;
+}
+
+// Calls f with the form as a constant.
+template <class Function>
+Status with_form(NormForm form, Function&& f) {
+  switch (form) {
+    case NormForm::kPlain:
+      return f(std::integral_constant<NormForm, NormForm::kPlain>());
+    case NormForm::kVectors:
+      return f(std::integral_constant<NormForm, NormForm::kVectors>());
+    default:
+      return f(std::integral_constant<NormForm, NormForm::kAny>());
+  }
 }
 
 template <class Arguments>
@@ -57,17 +77,23 @@ Status run(const flash_qla_norm_gated_arguments& args, const NormProblem& p, voi
   NormParams params = common_params(args, p);
   params.y = norm_rows(args.y);
   params.inverse_rms = device_tensor(args.inverse_rms);
-  const bool vectors = takes_vectors({&args.x, &args.z, &args.y});
+  const bool overlaps = allows_overlap(args.options.device_index);
   return with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
     if (!has_short_rows(p)) {
       return launch("norm_gated_any", norm_gated_any_kernel<T>, ceil_div(p.rows, kNormThreads / 32), kNormThreads, 0,
                     stream, params, false);
     }
-    const int64_t blocks = ceil_div(p.rows, kForwardRows<T> * int64_t{kNormThreads >> params.lane_bits});
-    const auto kernel = vectors ? norm_gated_kernel<T, true> : norm_gated_kernel<T, false>;
-    return launch_kernel("norm_gated", kernel, blocks, kNormThreads, 0, stream,
-                         allows_overlap(args.options.device_index), params);
+    return with_form(form_of(args, {&args.x, &args.z, &args.y}), [&](auto form) {
+      const auto launch_rows = [&](auto rows) {
+        const int64_t of_block = rows * int64_t{kForwardThreads >> params.lane_bits};
+        return launch_kernel("norm_gated", norm_gated_kernel<T, form, rows>, ceil_div(p.rows, of_block),
+                             kForwardThreads, 0, stream, overlaps, params);
+      };
+      // A step of a few sequences waits for its own instructions alone: each row to a group of its own.
+      if (p.rows < kFewRows) return launch_rows(std::integral_constant<int, 1>());
+      return launch_rows(std::integral_constant<int, kForwardRows>());
+    });
   });
 }
 
@@ -83,9 +109,9 @@ struct BackwardPlan {
                Workspace* workspace)
       : short_rows(has_short_rows(p)), step(std::max<int64_t>(1, ceil_div(p.rows, 256))) {
     constexpr int64_t kMultiprocessors = 132;
-    const int64_t at_once =
-        (p.dtype == DType::kFloat32 ? kBackwardRows<float> : kBackwardRows<__half>)*int64_t{kNormThreads >> lane_bits};
-    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kNormBlocks * kMultiprocessors)
+    const int64_t at_once = (p.dtype == DType::kFloat32 ? kBackwardRows<float>
+                                                        : kBackwardRows<__half>)*int64_t{kBackwardThreads >> lane_bits};
+    parts = short_rows ? std::clamp(ceil_div(p.rows, at_once), int64_t{1}, kBackwardBlocks * kMultiprocessors)
                        : std::max<int64_t>(1, ceil_div(p.rows, step));
     const bool wanted = present(args.dweight) || present(args.dbias);
     sums = wanted ? workspace->take<float>(parts * 2 * p.V) : nullptr;
@@ -128,13 +154,15 @@ Status run_backward(const flash_qla_norm_gated_backward_arguments& args, const N
   const BackwardPlan plan(args, p, params.lane_bits, &workspace);
   params.sums = plan.sums;
   params.parts = plan.parts;
-  const bool vectors = takes_vectors({&args.x, &args.z, &args.dy, &args.dx, &args.dz});
   const bool overlaps = allows_overlap(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(with_dtype(p.dtype, [&](auto value) {
     using T = decltype(value);
     if (!plan.short_rows) return run_any<T>(params, p, plan, stream);
-    const auto kernel = vectors ? norm_gated_backward_kernel<T, true> : norm_gated_backward_kernel<T, false>;
-    return launch_kernel("norm_gated_backward", kernel, plan.parts, kNormThreads, 0, stream, overlaps, params);
+    const auto rows = {&args.x, &args.z, &args.dy, &args.dx, &args.dz};
+    return with_form(form_of(args, rows, present(args.dbias)), [&](auto form) {
+      return launch_kernel("norm_gated_backward", norm_gated_backward_kernel<T, form>, plan.parts, kBackwardThreads, 0,
+                           stream, overlaps, params);
+    });
   }));
   if (plan.sums == nullptr) return Status();
   return launch_kernel("norm_add_sums", norm_add_sums_kernel, ceil_div(2 * p.V, kSumColumns), kSumThreads, 0, stream,

@@ -21,7 +21,10 @@ struct AnyRow {
   __device__ void put(const NormRows& t, int v, float x) const {
     if (t.data != nullptr) static_cast<T*>(t.data)[row.offset(t) + v * t.column] = static_cast<T>(x);
   }
-  __device__ NormGate gate(int v) const { return gate_of<T>(p, p.z.data == nullptr ? 0.0f : at(p.z, v)); }
+  __device__ NormGate gate(int v) const {
+    const bool gated = p.z.data != nullptr;
+    return gate_of<T>(gated, p.silu, gated ? at(p.z, v) : 0.0f);
+  }
   // What is normalised, and the gradient of what the weight multiplied.
   __device__ float before(int v) const { return at(p.x, v) * (p.gate_first ? gate(v).value : 1.0f); }
   __device__ float after(int v) const { return at(p.dy, v) * (p.gate_first ? 1.0f : gate(v).value); }

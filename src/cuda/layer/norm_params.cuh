@@ -43,10 +43,12 @@ struct NormGate {
   float value, slope;
 };
 template <class T>
-__device__ __forceinline__ NormGate gate_of(const NormParams& p, float z) {
+__device__ __forceinline__ NormGate gate_of(bool gated, bool silu, float z) {
+  if (!gated) return {1.0f, 0.0f};
   const float s = sigmoid_for<T>(z);
-  if (p.z.data == nullptr) return {1.0f, 0.0f};
-  return p.silu ? NormGate{z * s, silu_slope(z, s)} : NormGate{s, s * (1.0f - s)};
+  if (!silu) return {s, s * (1.0f - s)};
+  const float value = z * s;
+  return {value, fmaf(-value, s, value + s)};
 }
 
 // Gradients of weight and bias from the parts of their sums.

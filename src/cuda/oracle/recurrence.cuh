@@ -3,6 +3,7 @@
 // when it is named. The generic path has it compute the calls whose few keys need double (computes_in_double()).
 #pragma once
 
+#include "cuda/common/warp.cuh"
 #include "cuda/generic/backward_call.cuh"
 #include "cuda/generic/forward_call.cuh"
 
@@ -16,12 +17,6 @@ Status launch_oracle_forward(const Problem& p, const ForwardParams& params, doub
 
 size_t oracle_backward_workspace(const flash_qla_backward_arguments& args, const Problem& p);
 Status run_oracle_backward(const flash_qla_backward_arguments& args, const Problem& p, void* memory, void* stream);
-
-// Sum over a warp, in all lanes.
-__device__ inline double warp_sum(double x) {
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
-}
 
 // e^g and beta of a token.
 __device__ inline double oracle_decay(const TokenInputs& in, int64_t b, int64_t t, int head) {

@@ -1,16 +1,12 @@
 // Path "sm80", chunked backward: bf16 and fp16, every head dimension from 5 on, on every GPU from compute capability
 // 8.0. Key heads go through in groups where all at once would take too much scratch.
 #include <algorithm>
-#include <string>
 
 #include "cuda/common/few_tokens.h"
 #include "cuda/common/heads.h"
-#include "cuda/common/prepare.cuh"
 #include "cuda/generic/last_tokens.cuh"
 #include "cuda/paths.h"
-#include "cuda/sm80/launch.h"
-#include "cuda/sm80/plan.h"
-#include "cuda/sm80/rows.h"
+#include "cuda/sm80/call.h"
 
 namespace flash_qla {
 namespace cuda::sm80 {
@@ -20,9 +16,7 @@ namespace {
 using Arguments = flash_qla_backward_arguments;
 
 std::string reject(const Arguments& args, const Problem& p) {
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "needs bf16 or fp16";
-  if (p.K <= kFewKeys) return "needs more than 4 key dimensions";
-  if (p.dtype == DType::kBFloat16 && p.K < kLeastBf16Keys) return "needs at least 32 key dimensions in bf16";
+  if (std::string reason = reject_any(args.options, p); !reason.empty()) return reason;
   if (p.T == 0 || p.N == 0) return "needs tokens and sequences";
   // Numbers of blocks and tokens are 32-bit.
   constexpr int64_t kMost = INT32_MAX;
@@ -32,9 +26,6 @@ std::string reject(const Arguments& args, const Problem& p) {
   }
   for (const Tensor* t : {&args.g, &args.beta, &args.initial_state, &args.dht, &args.dh0, &args.dg, &args.dbeta}) {
     if (present(*t) && !is_float(dtype(*t))) return "needs gates, states and their gradients in fp32, bf16 or fp16";
-  }
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, args.options.device_index) < 8) {
-    return "needs a GPU of compute capability 8.0 or newer";
   }
   if (wants_float32(args.options, p)) return "needs more than 64 tokens";
   return {};
@@ -77,12 +68,15 @@ class HeadsBackward {
     };
     take_rows(whole.dq, &dq_, &dq_parts_);
     take_rows(whole.dk, &dk_, &dk_parts_);
-    if (normalizes_ && !by_parts) {
-      q_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
-      k_inverse_norms_ = workspace->take<float>(p.B * p.T * p.Hq);
-    }
-    for (char** states : {&states_, &gradients_})
+    const auto norms = [&](const Tensor& given) {
+      if (!normalizes_ || by_parts) return device_tensor(given);
+      return workspace_tensor(workspace->take<float>(p.B * p.T * p.Hq), DType::kFloat32, p.B, p.T, p.Hq, 1);
+    };
+    q_inverse_norms_ = norms(args.q_inverse_norm);
+    k_inverse_norms_ = norms(args.k_inverse_norm);
+    for (char** states : {&states_, &gradients_}) {
       *states = workspace->take<char>(items * padded_keys(p.K) * columns * 2);
+    }
     for (char** errors : {&errors_, &d_errors_}) *errors = workspace->take<char>(items * kChunkSize * columns * 2);
     d_log_decay_ = workspace->take<float>(p.B * p.T * p.Hv);
     d_beta_ = workspace->take<float>(p.B * p.T * p.Hv);
@@ -92,28 +86,19 @@ class HeadsBackward {
 
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    Rows q, k, v, d_o{};
-    FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.q, q_, q_inverse_norms_, &q, stream));
-    FLASH_QLA_RETURN_IF_ERROR(take_keys(args_.k, k_, k_inverse_norms_, &k, stream));
-    FLASH_QLA_RETURN_IF_ERROR(take_values(args_.v, v_, &v, stream));
-    if (present(args_.d_o)) FLASH_QLA_RETURN_IF_ERROR(take_values(args_.d_o, d_o_, &d_o, stream));
+    FLASH_QLA_RETURN_IF_ERROR(q_.take(p_, args_.q, normalizes_, static_cast<float*>(q_inverse_norms_.data), stream));
+    FLASH_QLA_RETURN_IF_ERROR(k_.take(p_, args_.k, normalizes_, static_cast<float*>(k_inverse_norms_.data), stream));
+    FLASH_QLA_RETURN_IF_ERROR(v_.take(p_, args_.v, false, nullptr, stream));
+    FLASH_QLA_RETURN_IF_ERROR(d_o_.take(p_, args_.d_o, false, nullptr, stream));
 
-    BackwardPrepareParams prepare{};
-    prepare.common.sequences = sequences_;
-    prepare.common.q = q;
-    prepare.common.k = k;
-    prepare.common.gates = device_gates(args_, args_.g_is_cumsum != 0);
-    prepare.common.records = records_;
-    prepare.common.scale = static_cast<float>(p_.scale);
-    set_sizes(&prepare.common);
-    prepare.common.Hq = static_cast<int32_t>(p_.Hq);
-    prepare.common.heads_per_block = static_cast<int32_t>(prepared_heads(p_.chunk_bound, p_.Hq, p_.group, sms_));
+    PrepareParams prepare = prepare_params(p_, sequences_, device_gates(args_, args_.g_is_cumsum != 0), records_, sms_);
+    prepare.q = q_.rows(p_, args_.q);
+    prepare.k = k_.rows(p_, args_.k);
     prepare.reverse_records = reverse_records_;
-    prepare.gates = gates_;
-    const int64_t blocks_per_chunk = p_.Hq * ceil_div(p_.group, prepare.common.heads_per_block);
-    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, p_.chunk_bound * blocks_per_chunk, stream));
-    FLASH_QLA_RETURN_IF_ERROR(run_passes(q, k, v, d_o, stream));
-    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(q, k, d_o, stream));
+    prepare.chunk_gates = gates_;
+    FLASH_QLA_RETURN_IF_ERROR(kernels_.backward_prepare(prepare, prepare_blocks(prepare, p_.chunk_bound), stream));
+    FLASH_QLA_RETURN_IF_ERROR(run_passes(stream));
+    if (wants_parts_) FLASH_QLA_RETURN_IF_ERROR(run_gradients(stream));
     if (last_tokens_ != nullptr) FLASH_QLA_RETURN_IF_ERROR(run_last_tokens(stream));
     return finish(stream);
   }
@@ -122,86 +107,50 @@ class HeadsBackward {
   static constexpr int64_t kPairGrain = 2;  // elements of one store of dq and dk
   static constexpr int64_t kMostKeysAtOnce = 128;
 
-  template <class Params>
-  void set_sizes(Params* params) const {
-    params->K = static_cast<int32_t>(p_.K);
-    params->Hv = static_cast<int32_t>(p_.Hv);
-    params->group = static_cast<int32_t>(p_.group);
-  }
-
-  // Rows of q or k as the kernels read them.
-  Status take_keys(const Tensor& t, const RowCopy& copy, float* inverse_norms, Rows* rows, cudaStream_t stream) const {
-    *rows = copy.used() ? copy.rows(p_) : rows_of(t);
-    if (!copy.used()) return Status();
-    return normalizes_ ? launch_normalize<float>(p_, device_tensor(t), copy.tensor(p_), inverse_norms, stream, copy.row)
-                       : launch_copy_rows(p_, p_.Hq, p_.K, device_tensor(t), copy.tensor(p_), stream, copy.row);
-  }
-  Status take_values(const Tensor& t, const RowCopy& copy, Rows* rows, cudaStream_t stream) const {
-    *rows = copy.used() ? copy.rows(p_) : rows_of(t);
-    return copy.used() ? launch_copy_rows(p_, p_.Hv, p_.V, device_tensor(t), copy.tensor(p_), stream, copy.row)
-                       : Status();
-  }
-  // Of rows that the caller has normalised, or this call.
-  InverseNorms norms_of(const Tensor& given, const float* own) const {
-    if (!present(given)) return {own, p_.T * p_.Hq, p_.Hq, 1};
-    return {static_cast<const float*>(given.data), given.stride[0], given.stride[1], given.stride[2]};
-  }
-  // Where a gradient's rows are stored.
-  Rows place_of(const Tensor& t, const RowCopy& copy) const {
-    return copy.used() ? copy.rows(p_) : present(t) ? rows_of(t) : Rows{};
-  }
-
-  Status run_passes(const Rows& q, const Rows& k, const Rows& v, const Rows& d_o, cudaStream_t stream) const {
+  Status run_passes(cudaStream_t stream) const {
     const bool v_first = args_.options.state_v_first != 0;
     PassesParams params{};
-    ForwardParams& forward = params.forward;
-    forward.sequences = sequences_;
-    forward.q = q;
-    forward.k = k;
-    forward.v = v;
-    forward.records = records_;
-    forward.initial_state = device_states(args_.initial_state, v_first);
-    set_sizes(&forward);
-    forward.V = static_cast<int32_t>(p_.V);
-    const int64_t blocks_per_head = ceil_div(p_.V, kStrip * strips_);
-    forward.strips = strips_;
-    forward.blocks_per_head = static_cast<int32_t>(blocks_per_head);
+    params.forward = forward_params(p_, sequences_, records_, strips_);
+    params.forward.q = q_.rows(p_, args_.q);
+    params.forward.k = k_.rows(p_, args_.k);
+    params.forward.v = v_.rows(p_, args_.v);
+    params.forward.initial_state = device_states(args_.initial_state, v_first);
+    params.forward.states = states_;
+    params.forward.errors = errors_;
     params.reverse_records = reverse_records_;
-    params.d_o = d_o;
-    params.dv = place_of(args_.dv, dv_);
-    params.states = states_;
-    params.errors = errors_;
+    params.d_o = d_o_.rows(p_, args_.d_o);
+    params.dv = dv_.rows(p_, args_.dv);
     params.gradients = gradients_;
     params.d_errors = d_errors_;
     params.dht = device_states(args_.dht, v_first);
     params.dh0 = device_states(args_.dh0, v_first);
-    params.dv_columns = static_cast<int32_t>(dv_.used() ? dv_.row : p_.V);
-    const int64_t blocks = p_.N * p_.Hv * blocks_per_head;
+    params.dv_columns = dv_.columns(args_.dv);
+    const int64_t blocks = p_.N * p_.Hv * params.forward.blocks_per_head;
     params.reverse_blocks = static_cast<uint32_t>(blocks);
     return kernels_.passes(params, wants_parts_ ? 2 * blocks : blocks, stream);
   }
 
-  Status run_gradients(const Rows& q, const Rows& k, const Rows& d_o, cudaStream_t stream) const {
+  Status run_gradients(cudaStream_t stream) const {
     GradientsParams params{};
     params.sequences = sequences_;
-    params.q = q;
-    params.k = k;
-    params.d_o = d_o;
-    if (dq_parts_ == nullptr) params.dq = place_of(args_.dq, dq_);
-    if (dk_parts_ == nullptr) params.dk = place_of(args_.dk, dk_);
+    params.q = q_.rows(p_, args_.q);
+    params.k = k_.rows(p_, args_.k);
+    params.d_o = d_o_.rows(p_, args_.d_o);
+    if (dq_parts_ == nullptr) params.dq = dq_.rows(p_, args_.dq);
+    if (dk_parts_ == nullptr) params.dk = dk_.rows(p_, args_.dk);
     params.states = states_;
     params.gradients = gradients_;
     params.errors = errors_;
     params.d_errors = d_errors_;
     params.gates = gates_;
-    params.q_inverse_norms = norms_of(args_.q_inverse_norm, q_inverse_norms_);
-    params.k_inverse_norms = norms_of(args_.k_inverse_norm, k_inverse_norms_);
+    params.q_inverse_norms = q_inverse_norms_;
+    params.k_inverse_norms = k_inverse_norms_;
     params.dq_parts = dq_parts_;
     params.dk_parts = dk_parts_;
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
     params.scale = static_cast<float>(p_.scale);
-    set_sizes(&params);
+    set_sizes(p_, &params);
     params.Hq = static_cast<int32_t>(p_.Hq);
     params.value_blocks = static_cast<int32_t>(ceil_div(p_.V, kStrip) * kStrip / 8);
     params.starts_from_zero = !present(args_.initial_state);
@@ -225,7 +174,7 @@ class HeadsBackward {
     params.d_log_decay = d_log_decay_;
     params.d_beta = d_beta_;
     params.scale = static_cast<float>(p_.scale);
-    set_sizes(&params);
+    set_sizes(p_, &params);
     params.V = static_cast<int32_t>(p_.V);
     params.type = static_cast<int32_t>(p_.dtype);
     params.exact_short = has_exact_short(args_.options, p_);
@@ -234,19 +183,14 @@ class HeadsBackward {
 
   // Gradients to where and as the caller wants them.
   Status finish(cudaStream_t stream) const {
-    const auto hand_out = [&](const Tensor& t, const RowCopy& copy, int64_t heads, int64_t size) {
-      const DeviceTensor out = device_tensor(t);
-      if (copy.used()) FLASH_QLA_RETURN_IF_ERROR(launch_copy_rows(p_, heads, size, copy.tensor(p_), out, stream));
-      return launch_zero_outside(p_, sequences_, out, heads, size, stream);
-    };
-    FLASH_QLA_RETURN_IF_ERROR(hand_out(args_.dv, dv_, p_.Hv, p_.V));
+    FLASH_QLA_RETURN_IF_ERROR(dv_.hand_out(p_, sequences_, args_.dv, stream));
     if (!wants_parts_) return Status();
     Problem keys = p_;  // the sums over a group are there already
     keys.Hv = p_.Hq;
     keys.group = 1;
     const auto finish_keys = [&](const Tensor& t, const RowCopy& copy, const float* parts, const Tensor& x,
                                  const Tensor& norm) {
-      if (parts == nullptr) return hand_out(t, copy, p_.Hq, p_.K);
+      if (parts == nullptr) return copy.hand_out(p_, sequences_, t, stream);
       return launch_finish_keys<float>(keys, sequences_, parts, device_tensor(x), normalizes_, device_tensor(norm),
                                        device_tensor(t), stream);
     };
@@ -264,12 +208,13 @@ class HeadsBackward {
   int sms_, strips_;
   bool wants_parts_ = false, normalizes_;
   SequenceTable sequences_;
-  RowCopy q_, k_, v_, d_o_, dq_, dk_, dv_;  // not used: the caller's rows
+  RowCopy q_, k_, v_, d_o_, dq_, dk_, dv_;
   StepRecord* records_;
   ReverseRecord* reverse_records_;
   ChunkGates* gates_;
   char *states_ = nullptr, *gradients_ = nullptr, *errors_ = nullptr, *d_errors_ = nullptr;
-  float *q_inverse_norms_ = nullptr, *k_inverse_norms_ = nullptr, *dq_parts_ = nullptr, *dk_parts_ = nullptr;
+  DeviceTensor q_inverse_norms_{}, k_inverse_norms_{};
+  float *dq_parts_ = nullptr, *dk_parts_ = nullptr;
   float *d_log_decay_ = nullptr, *d_beta_ = nullptr;
   double* gate_sums_ = nullptr;
   float* last_tokens_ = nullptr;

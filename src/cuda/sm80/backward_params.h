@@ -35,34 +35,19 @@ struct ChunkGates {
   float high[kChunk], low[kChunk], beta[kChunk];
 };
 
-struct BackwardPrepareParams {
-  PrepareParams common;
-  ReverseRecord* reverse_records;  // [chunks, Hv, kStepsPerChunk]
-  ChunkGates* gates;               // [chunks, Hv]
-};
-static_assert(std::is_trivially_copyable_v<BackwardPrepareParams>);
-
-// Both serial passes. Matrices of value columns lie as 8x8 blocks, [chunks, Hv, V / 8, K / 8] and
-// [chunks, Hv, V / 8, 8] of them, rows of a block being value columns.
+// Both serial passes. Matrices of value columns lie as the forward pass leaves its own.
 struct PassesParams {
   ForwardParams forward;  // of the forward pass, and what both have in common
   const ReverseRecord* reverse_records;
   Rows d_o;                    // [B, T, Hv, V]; null and without pieces: zero
   Rows dv;                     // [B, T, Hv, dv_columns], rows on 8-byte boundaries; null: not wanted
-  char *states, *errors;       // S at each chunk's start, E; null: not wanted, nor are those below
-  char *gradients, *d_errors;  // dS at each chunk's end, Z
+  char *gradients, *d_errors;  // dS at each chunk's end, Z; null: not wanted
   DeviceStates dht;            // [N, Hv, K, V]; absent: zero
   DeviceStates dh0;            // [N, Hv, K, V]; absent: not wanted
   int32_t dv_columns;          // V or more, a multiple of 4
   uint32_t reverse_blocks;
 };
 static_assert(std::is_trivially_copyable_v<PassesParams>);
-
-// What rows of q or k were multiplied by, [B, T, Hq].
-struct InverseNorms {
-  const float* data;  // null: rows were taken as they are
-  int64_t batch, token, head;
-};
 
 struct GradientsParams {
   SequenceTable sequences;
@@ -71,9 +56,9 @@ struct GradientsParams {
   Rows dq, dk;                                         // [B, T, Hq, K], rows on 4-byte boundaries; null: not wanted
   const char *states, *gradients, *errors, *d_errors;  // S, dS, E and Z as the passes have left them
   const ChunkGates* gates;                             // [chunks, Hv]
-  InverseNorms q_inverse_norms, k_inverse_norms;
-  float *dq_parts, *dk_parts;   // [B * T, Hq, K] before the l2 norm; null: not wanted
-  float *d_log_decay, *d_beta;  // [B * T, Hv]
+  DeviceTensor q_inverse_norms, k_inverse_norms;       // [B, T, Hq] what rows were multiplied by; absent: as they are
+  float *dq_parts, *dk_parts;                          // [B * T, Hq, K] before the l2 norm; null: not wanted
+  float *d_log_decay, *d_beta;                         // [B * T, Hv]
   float scale;
   int32_t K, Hq, Hv, group;
   int32_t value_blocks;  // of 8 value columns

@@ -20,17 +20,6 @@ struct Part {
   bool transition;   // from the identity, without values
 };
 
-// The last n of N for which at(n) <= number; at(0) is not above it.
-template <class At>
-__device__ __forceinline__ int64_t last_not_above(int64_t N, int64_t number, At at) {
-  int64_t low = 0, high = N;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (at(middle) <= number ? low : high) = middle;
-  }
-  return low;
-}
-
 // Part `number` of a pass; false: there is none. kLocal: segments for their ends alone, which the last one of a
 // sequence does not need, and (transition) their transitions, which the first one does not need either.
 template <bool kLocal>
@@ -98,16 +87,36 @@ __device__ __forceinline__ Place& place_of_block() {
   return *reinterpret_cast<Place*>(dynamic_shared<char>() + Traits<64>::kPlaceAt);
 }
 
+// What a block of a pass works on, and its strips.
+struct BlockStrips {
+  int64_t part;  // its number
+  int head, column, strips;
+};
+__device__ __forceinline__ BlockStrips strips_of_block(const ForwardParams& p, unsigned block, int blocks_per_head,
+                                                       int columns) {
+  const unsigned rest = block / blocks_per_head;
+  const int column = static_cast<int>(block % blocks_per_head) * p.strips * kStrip;
+  const int strips = min(p.strips, (columns - column + kStrip - 1) / kStrip);
+  return {rest / p.Hv, static_cast<int>(rest % p.Hv), column, strips};
+}
+
 // The stages of a block's ring, and where a warp is in it.
 class Ring {
  public:
   __device__ __forceinline__ Ring(uint32_t barriers, int stages, int stage_bytes)
       : barriers_(barriers), stages_(stages), stage_bytes_(stage_bytes) {}
-  static __device__ void init(uint32_t barriers, int stages, int readers) {
-    for (int i = 0; i < stages; ++i) {
-      mbarrier_init(barriers + 16 * i, 32);  // every lane that loads
-      mbarrier_init(barriers + 16 * i + 8, static_cast<uint32_t>(readers) * kWarpArrivals);
+  // By all threads of a block: its ring and its place are ready behind this.
+  static __device__ __forceinline__ Ring start(const ForwardParams& p, const Part& part, const BlockStrips& block) {
+    const uint32_t barriers = smem_address(dynamic_shared<char>());
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < p.stages; ++i) {
+        mbarrier_init(barriers + 16 * i, 32);  // every lane that loads
+        mbarrier_init(barriers + 16 * i + 8, static_cast<uint32_t>(block.strips) * kWarpArrivals);
+      }
+      place_of_block() = {part, block.head, block.column};
     }
+    __syncthreads();
+    return Ring(barriers, p.stages, p.stage_bytes);
   }
   __device__ __forceinline__ uint32_t full() const { return barriers_ + 16 * (place_ >> 1); }
   __device__ __forceinline__ uint32_t free() const { return full() + 8; }
@@ -118,8 +127,8 @@ class Ring {
     __syncwarp();  // all lanes have read
     mbarrier_arrive_warp(free(), lane);
   }
-  __device__ __forceinline__ uint32_t stage(uint32_t first_stage) const {
-    return first_stage + (place_ >> 1) * static_cast<uint32_t>(stage_bytes_);
+  __device__ __forceinline__ uint32_t stage() const {
+    return barriers_ + Traits<64>::kStagesAt + (place_ >> 1) * static_cast<uint32_t>(stage_bytes_);
   }
   // Where step `number` is in a ring of two stages.
   __device__ __forceinline__ void set_of_two(int number) {
@@ -168,19 +177,20 @@ class ValueCopier {
 // a record. `values`: V or dO, null: zero. Those of a transition are zero, too.
 template <int kKeys, bool kQueries, bool kBack, int kRecordBytes, class Record>
 __device__ void load_steps(const ForwardParams& p, const Part& part, const Record* records, const Rows& values,
-                           int head, int column, int lane, uint32_t first_stage, Ring ring) {
+                           const BlockStrips& block, Ring ring) {
   using Tr = Traits<kKeys, Record>;
-  const int steps = static_cast<int>(ceil_div(part.length, kStep)), key_head = head / p.group;
+  const int lane = threadIdx.x % 32, head = block.head, key_head = head / p.group;
+  const int steps = static_cast<int>(ceil_div(part.length, kStep));
   const bool has_values = values.data != nullptr && !part.transition;
   const TileCopier<kKeys, kStep, 32> copy_keys(p.k.pieces, lane), copy_queries(p.q.pieces, lane);
-  const ValueCopier copy_values(values, column, p.strips, lane, has_values);
+  const ValueCopier copy_values(values, block.column, p.strips, lane, has_values);
   const int64_t direction = kBack ? -kStep : kStep, first_token = part.begin + (kBack ? (steps - 1) * kStep : 0);
   const uint16_t* k = row_at(p.k, part.b, first_token, key_head);
   const uint16_t* q = row_at(p.q, part.b, first_token, key_head);
-  const uint16_t* v = row_at(values, part.b, first_token, head) + column;
+  const uint16_t* v = row_at(values, part.b, first_token, head) + block.column;
   for (int i = 0; i < steps; ++i, ring.next()) {
     const int step = kBack ? steps - 1 - i : i, count = min(kStep, part.length - step * kStep);
-    const uint32_t stage = ring.stage(first_stage);
+    const uint32_t stage = ring.stage();
     ring.wait_free();
     copy_keys.copy(stage + Tr::kKeysAt, k, p.k.token, count);
     const int64_t chunk = part.first_chunk + step / kStepsPerChunk;

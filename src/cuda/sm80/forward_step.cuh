@@ -21,6 +21,13 @@ struct Sums {
       for (int e = 0; e < 4; ++e) x[i][e] = 0.f;
     }
   }
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[i][e] *= factor;
+    }
+  }
 };
 
 // The same rounded to 16 bits, as the left operands of products that sum over the columns.
@@ -88,7 +95,7 @@ class Step {
       if (group + 1 < kGroups) multiply_both(packed, group + 1);
       PackedGroup w;
       subtract_from_values(w, group);
-      if (group == 0) decay(state);
+      if (group == 0) state.scale(load_shared_f1(record_at(offsetof(StepRecord, decay))));
       if (group > 0) update(state, scaled, group - 1);
       add_triangle(transform_, errors_, keys_[group], w, group);
       if constexpr (kOutputs) {
@@ -146,20 +153,18 @@ class Step {
                                                         uint32_t address) {
     uint32_t b[4];
     load_matrix_x4(address, b);
-    product(sums.x[tile], left, b[0], b[1]);
-    product(sums.x[tile + 1], left, b[2], b[3]);
+    mma_m16n8k16<T>(sums.x[tile], left, b[0], b[1]);
+    mma_m16n8k16<T>(sums.x[tile + 1], left, b[2], b[3]);
   }
 
   // W = V - diag(gamma) K S0 of a group, rounded; in the place of its products with keys W and what the groups before
   // add to it in E.
   __device__ __forceinline__ void subtract_from_values(PackedGroup& w, int group) {
-    const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
-    const uint32_t values = values_ + value_offset(row, matrix & 1) + static_cast<uint32_t>(group * kTiles * 8 * 32);
     Group& sums = keys_[group];
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
       uint32_t v[4];
-      load_matrix_x4_trans(values + static_cast<uint32_t>(pair * 16 * 32), v[0], v[1], v[2], v[3]);
+      load_values(values_, group * kTiles / 2 + pair, lane_, v);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tile = 2 * pair + i;
@@ -223,20 +228,12 @@ class Step {
         // Above the diagonal there is no block.
         const uint32_t upper = blocks.take(triangle_block(row, 2 * pair));
         const uint32_t lower = row == 2 * pair ? 0u : blocks.take(triangle_block(row, 2 * pair + 1));
-        product(row < (group + 1) * kTiles ? own.x[row % kTiles] : later.x[row], left.x[i], upper, lower);
+        mma_m16n8k16<T>(row < (group + 1) * kTiles ? own.x[row % kTiles] : later.x[row], left.x[i], upper, lower);
       }
     }
   }
 
-  // S^T = gamma_C S^T + (beta gamma_C / gamma E)^T K, the sum over a group's tokens.
-  __device__ __forceinline__ void decay(State& state) const {
-    const float decay = load_shared_f1(record_at(offsetof(StepRecord, decay)));
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) state.x[i][e] *= decay;
-    }
-  }
+  // S^T += (beta gamma_C / gamma E)^T K, the sum over a group's tokens; gamma_C S^T is there already.
   __device__ __forceinline__ void update(State& state, const PackedGroup& scaled, int group) const {
     const BlockReader<kKeys> keys(stage_ + Tr::kKeysAt, lane_, Order::kLeftOperand);
 #pragma unroll
@@ -244,18 +241,15 @@ class Step {
 #pragma unroll
       for (int tile = 0; tile < kKeyTiles; tile += 2) {
         uint32_t b[4];
-        load_matrix_x4_trans(keys.at(group * kTiles / 2 + pair, tile / 2), b[0], b[1], b[2], b[3]);
-        product(state.x[tile], scaled.x[pair], b[0], b[1]);
-        product(state.x[tile + 1], scaled.x[pair], b[2], b[3]);
+        load_matrix_x4_trans(keys.at(group * kTiles / 2 + pair, tile / 2), b);
+        mma_m16n8k16<T>(state.x[tile], scaled.x[pair], b[0], b[1]);
+        mma_m16n8k16<T>(state.x[tile + 1], scaled.x[pair], b[2], b[3]);
       }
     }
   }
 
   __device__ __forceinline__ uint32_t record_at(size_t offset) const {
     return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
-  }
-  static __device__ __forceinline__ void product(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    mma_m16n8k16<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
   }
 
   uint32_t stage_, values_;

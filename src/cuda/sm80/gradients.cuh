@@ -62,7 +62,7 @@ class Gradients {
     const int value_slices = (p_.value_blocks + 3) / 4;
     copy_slice(keys(), p_.k);
     copy_slice(keys() + Tr::kRowsBytes, p_.q);
-    load(0, 0, 0);
+    load_values(0, 0, 0);
     int parity = 0;
     Keys dq, dk;
     dq.clear();
@@ -79,7 +79,7 @@ class Gradients {
       for (int values = 0; values < value_slices; ++values, parity ^= 1) {
         const bool more = values + 1 < value_slices;
         if (more || member + 1 < p_.group) {
-          load(more ? member : member + 1, more ? values + 1 : 0, parity ^ 1);
+          load_values(more ? member : member + 1, more ? values + 1 : 0, parity ^ 1);
         } else {
           cp_async_commit();
         }
@@ -139,7 +139,7 @@ class Gradients {
 
   // Value columns [32 values, 32 values + 32) of a head of the group into a stage: what belongs to tokens by half of
   // the warps, the states by the others. Blocks past the last one become zero.
-  __device__ __forceinline__ void load(int member, int values, int parity) const {
+  __device__ __forceinline__ void load_values(int member, int values, int parity) const {
     constexpr int kThreads = kGradientsThreads / 2;
     int thread = threadIdx.x;
     make_opaque(thread);
@@ -192,13 +192,6 @@ class Gradients {
 
   // ---- products with a slice of the values
 
-  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    mma_m16n8k16<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
-  }
-  static __device__ __forceinline__ void load_trans(uint32_t at, uint32_t (&r)[4]) {
-    load_matrix_x4_trans(at, r[0], r[1], r[2], r[3]);
-  }
-
   __device__ __forceinline__ void add_slice(uint32_t stage, Keys& of_q, Keys& plus, Keys& minus, Scores& by_d_o,
                                             Scores& by_d_error, float& of_states) const {
     constexpr int kStateRow = Tr::kSlice / 8;
@@ -207,38 +200,40 @@ class Gradients {
       {
         uint32_t d_o[4], d_error[4];
         load_matrix_x4(stage + slice_offset(row_of_left(), 2 * k + lane_ / 16), d_o);
-        load_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), d_error);
+        load_matrix_x4_trans(four_blocks(stage + Tr::kDErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true),
+                             d_error);
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile += 2) {
           uint32_t s[4];
-          load_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
+          load_matrix_x4_trans(four_blocks(stage + Tr::kStatesAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), s);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            multiply(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
-            multiply(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
+            mma_m16n8k16<T>(of_q.x[tile + i], d_o, s[2 * i], s[2 * i + 1]);
+            mma_m16n8k16<T>(plus.x[tile + i], d_error, s[2 * i], s[2 * i + 1]);
           }
         }
 #pragma unroll
         for (int tile = 0; tile < kScoreTiles; tile += 2) {
           if (tile > strip()) continue;
           uint32_t e[4];
-          load_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_), e);
+          load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, first_column() + tile, lane_),
+                               e);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if (tile + i > strip()) continue;
-            multiply(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
-            multiply(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
+            mma_m16n8k16<T>(by_d_o.x[tile + i], d_o, e[2 * i], e[2 * i + 1]);
+            mma_m16n8k16<T>(by_d_error.x[tile + i], d_error, e[2 * i], e[2 * i + 1]);
           }
         }
       }
       uint32_t error[4];
-      load_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), error);
+      load_matrix_x4_trans(four_blocks(stage + Tr::kErrorsAt, kChunkBlocks, 2 * k, 2 * strip(), lane_, true), error);
 #pragma unroll
       for (int tile = 0; tile < kTiles; tile += 2) {
         uint32_t d[4];
-        load_trans(four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), d);
-        multiply(minus.x[tile], error, d[0], d[1]);
-        multiply(minus.x[tile + 1], error, d[2], d[3]);
+        load_matrix_x4_trans(four_blocks(stage + Tr::kGradientsAt, kStateRow, 2 * k, half() * kTiles + tile, lane_), d);
+        mma_m16n8k16<T>(minus.x[tile], error, d[0], d[1]);
+        mma_m16n8k16<T>(minus.x[tile + 1], error, d[2], d[3]);
       }
     }
     // The diagonals of S0 dS1^T, of two tiles of keys a warp: a right operand of eight columns is half of a left one of
@@ -249,11 +244,11 @@ class Gradients {
     for (int k = 0; k < kValueSlice / 16; ++k) {
       uint32_t s[4], d[4];
       const uint32_t at = four_blocks(stage, kStateRow, 2 * k, half() * kTiles + 2 * strip(), lane_);
-      load_trans(at + Tr::kStatesAt, s);
-      load_trans(at + Tr::kGradientsAt, d);
+      load_matrix_x4_trans(at + Tr::kStatesAt, s);
+      load_matrix_x4_trans(at + Tr::kGradientsAt, d);
       const uint32_t upper[4] = {s[0], 0u, s[1], 0u}, lower[4] = {0u, s[2], 0u, s[3]};
-      multiply(sums, upper, d[0], d[1]);
-      multiply(sums, lower, d[2], d[3]);
+      mma_m16n8k16<T>(sums, upper, d[0], d[1]);
+      mma_m16n8k16<T>(sums, lower, d[2], d[3]);
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -347,8 +342,8 @@ class Gradients {
       }
       if (pair >= strip()) {  // columns
         uint32_t score[4], correction[4];
-        load_trans(four_blocks(scores, kChunkBlocks, 2 * pair, 2 * strip(), lane_, true), score);
-        load_trans(four_blocks(corrections, kChunkBlocks, 2 * pair, 2 * strip(), lane_, true), correction);
+        load_matrix_x4_trans(four_blocks(scores, kChunkBlocks, 2 * pair, 2 * strip(), lane_, true), score);
+        load_matrix_x4_trans(four_blocks(corrections, kChunkBlocks, 2 * pair, 2 * strip(), lane_, true), correction);
         add_rows(minus, score, queries, pair);
         add_rows(minus, correction, keys(), pair);
       }
@@ -361,11 +356,11 @@ class Gradients {
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += 2) {
       uint32_t b[4];
-      load_trans(reader.at(pair, half() * (kTiles / 2) + tile / 2), b);
+      load_matrix_x4_trans(reader.at(pair, half() * (kTiles / 2) + tile / 2), b);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        multiply(sums.x[tile + i], left, b[2 * i], b[2 * i + 1]);
-        if (others != nullptr) multiply(others->x[tile + i], other_left, b[2 * i], b[2 * i + 1]);
+        mma_m16n8k16<T>(sums.x[tile + i], left, b[2 * i], b[2 * i + 1]);
+        if (others != nullptr) mma_m16n8k16<T>(others->x[tile + i], other_left, b[2 * i], b[2 * i + 1]);
       }
     }
   }
@@ -418,7 +413,7 @@ class Gradients {
   // A group's dq or dk: through the l2 norm where the rows were divided by theirs, rounded once. Slices of the keys
   // leave parts of what is to go through it.
   __device__ __forceinline__ void store_rows(Keys& sums, uint32_t rows, const Rows& to, float* parts,
-                                             const InverseNorms& inverse_norms) const {
+                                             const DeviceTensor& inverse_norms) const {
     if (Tr::kSlices == 1 && inverse_norms.data != nullptr) {
       __syncthreads();  // the sums of the halves are used again
 #pragma unroll
@@ -433,8 +428,7 @@ class Gradients {
         const int i = row() + 8 * r;
         if (i >= memory().count) continue;
         const float scale =
-            inverse_norms.data[memory().b * inverse_norms.batch + (memory().token + i) * inverse_norms.token +
-                               memory().key_head * inverse_norms.head];
+            load<float>(inverse_norms, offset_of(inverse_norms, memory().b, memory().token + i, memory().key_head));
         const float along = memory().by_token[0][i] + memory().by_token[1][i];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {

@@ -1,19 +1,19 @@
 // What each source of this folder's instantiations compiles.
 #pragma once
 
-#include "cuda/sm80/backward_prepare.cuh"
 #include "cuda/sm80/forward_pass.cuh"
 #include "cuda/sm80/gradients.cuh"
 #include "cuda/sm80/launch.h"
-#include "cuda/sm80/passes.cuh"
 #include "cuda/sm80/prepare.cuh"
+#include "cuda/sm80/reverse_pass.cuh"
+#include "cuda/sm80/scan.cuh"
 
 namespace flash_qla::cuda::sm80 {
 
-template <class T, int kKeys>
+template <class T, int kKeys, bool kBackward>
 Status launch_prepare(const PrepareParams& params, int64_t blocks, cudaStream_t stream) {
-  return launch("sm80_prepare", sm80_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
-                prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
+  return launch(kBackward ? "sm80_backward_prepare" : "sm80_prepare", sm80_prepare_kernel<T, kKeys, kBackward>, blocks,
+                kPrepareThreads, prepare_shared_bytes<kKeys>(params.A.data != nullptr), stream, params);
 }
 
 template <class T, int kKeys, bool kOutputs>
@@ -26,10 +26,9 @@ Status launch_forward(const ForwardParams& given, int64_t blocks, cudaStream_t s
                 32 * (params.strips + 1), static_cast<size_t>(Tr::shared_bytes(params.strips)), stream, params);
 }
 
-template <class T, int kKeys>
-Status launch_backward_prepare(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream) {
-  return launch("sm80_backward_prepare", sm80_backward_prepare_kernel<T, kKeys>, blocks, kPrepareThreads,
-                prepare_shared_bytes<kKeys>(false), stream, params);
+template <int kKeys>
+Status launch_scan(const ForwardParams& params, int64_t strips, cudaStream_t stream) {
+  return launch("sm80_scan", sm80_scan_kernel<kKeys>, strips, 2 * kKeys, 0, stream, params);
 }
 
 template <class T, int kKeys>
@@ -50,8 +49,14 @@ Status launch_gradients(const GradientsParams& params, int64_t blocks, cudaStrea
 }
 
 template <class T, int kKeys>
-inline constexpr Kernels kKernels = {launch_prepare<T, kKeys>,        launch_forward<T, kKeys, true>,
-                                     launch_forward<T, kKeys, false>, launch_backward_prepare<T, kKeys>,
-                                     launch_passes<T, kKeys>,         launch_gradients<T, kKeys>};
+inline constexpr Kernels kKernels = {launch_prepare<T, kKeys, false>, launch_forward<T, kKeys, true>,
+                                     launch_forward<T, kKeys, false>, launch_scan<kKeys>,
+                                     launch_prepare<T, kKeys, true>,  launch_passes<T, kKeys>,
+                                     launch_gradients<T, kKeys>};
+
+template <int kKeys>
+const Kernels& kernels_of(DType type) {
+  return type == DType::kBFloat16 ? kKernels<__nv_bfloat16, kKeys> : kKernels<__half, kKeys>;
+}
 
 }  // namespace flash_qla::cuda::sm80

@@ -12,11 +12,14 @@ struct Kernels {
   Status (*forward)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
   // The same without outputs: states alone.
   Status (*states)(const ForwardParams& params, int64_t blocks, cudaStream_t stream);
-  Status (*backward_prepare)(const BackwardPrepareParams& params, int64_t blocks, cudaStream_t stream);
+  Status (*scan)(const ForwardParams& params, int64_t strips, cudaStream_t stream);
+  Status (*backward_prepare)(const PrepareParams& params, int64_t blocks, cudaStream_t stream);
   Status (*passes)(const PassesParams& params, int64_t blocks, cudaStream_t stream);
   Status (*gradients)(const GradientsParams& params, int64_t blocks, cudaStream_t stream);
 };
 
-const Kernels& kernels_for(DType type, int64_t K);
+// In a source for each number of keys, so that these compile side by side.
+template <int kKeys>
+const Kernels& kernels_of(DType type);
 
 }  // namespace flash_qla::cuda::sm80

@@ -24,6 +24,9 @@ struct ChunkLists {
   int32_t* next;   // [entries] the next entry of the same chunk, or -1
 };
 
+struct ReverseRecord;
+struct ChunkGates;
+
 struct PrepareParams {
   SequenceTable sequences;
   // Parts of at most a chunk in the place of the sequences' chunks, part i in place of chunk i; null: none.
@@ -42,6 +45,10 @@ struct PrepareParams {
   int32_t K, Hq, Hv, group;
   int32_t row_elements;     // of normal_q and normal_k
   int32_t heads_per_block;  // of a group
+
+  // Of the backward.
+  ReverseRecord* reverse_records;  // [chunks, Hv, kStepsPerChunk]
+  ChunkGates* chunk_gates;         // [chunks, Hv]
 };
 static_assert(std::is_trivially_copyable_v<PrepareParams>);
 
@@ -65,10 +72,11 @@ struct ForwardParams {
   DeviceTensor checkpoint_starts;
   int64_t checkpoint_every;
   ChunkLists listed;           // chunks of which the state at the start is wanted
-  DeviceStates listed_states;  // [entries, Hv, K, V]
+  DeviceStates listed_states;  // [entries, Hv]
 
-  // Of segments: states at their starts [rows, Hv, V, K] and transitions [Hv, rows, K, K], both fp32 with K padded as
-  // the kernels have it and V to whole strips; and what is as good as no transition.
+  // Of segments: states at their starts [rows, Hv] and transitions [rows, Hv], whose values are keys; and what is as
+  // good as no transition. These and listed_states are fp32, keys beside each other and padded as the kernels have
+  // them, values to whole strips.
   DeviceStates starts, transitions;
   const float* decays;  // [chunks, Hv]
   float decay_threshold;
@@ -82,6 +90,10 @@ struct ForwardParams {
   int32_t transition_blocks_per_head;
   int32_t stages, stage_bytes;
   int32_t keeps_states;  // at the starts of chunks
+
+  // Of the backward: S at each chunk's start and E, as 8x8 blocks, [chunks, Hv, V / 8, K / 8] and [chunks, Hv, V / 8,
+  // 8] of them, rows of a block being value columns.
+  char *states, *errors;
 };
 static_assert(std::is_trivially_copyable_v<ForwardParams>);
 

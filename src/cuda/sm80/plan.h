@@ -108,7 +108,7 @@ inline double pass_clocks(const Problem& p, int64_t chunks, int64_t segments, in
   if (segments == 1) return outputs;
   const double states = steps * strips_for_states(p, segments, multiprocessors).step;
   const int keys = padded_keys(p.K);
-  const double blocks = static_cast<double>(p.N * p.Hv * ceil_div(p.V, scan_strips(keys) * kStrip));
+  const double blocks = static_cast<double>(p.N * p.Hv * ceil_div(p.V, kStrip));
   const double bytes = 4.0 * keys * keys, sms = std::max(multiprocessors, 1);
   const double segment = std::max({cost::kSegment + cost::kSegmentPerKey * keys, bytes / cost::kLoadedBytesAlone,
                                    blocks * bytes / (cost::kLoadedBytes * sms)});

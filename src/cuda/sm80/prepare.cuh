@@ -1,11 +1,12 @@
-// What the serial pass needs of a chunk and does not depend on the state: the triangular inverses, the products of
-// queries and keys, and the gates (docs/kernels/sm80.md). A block takes a chunk of 64 tokens of a key head, and the
-// value heads of its group one pair after another.
+// What the serial passes and the gradients need of a chunk and does not depend on a state: the triangular inverses, the
+// products of queries and keys, and the gates (docs/kernels/sm80.md, sm80_backward.md). A block takes a chunk of 64
+// tokens of a key head, and the value heads of its group one pair after another.
 #pragma once
 
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/sm80/backward_params.h"
 #include "cuda/sm80/substitution.cuh"
 #include "cuda/sm80/tile.cuh"
 
@@ -322,26 +323,57 @@ __device__ void write_triangles(const PrepareParams& p, const PrepareMemory& s, 
   });
 }
 
+// ---- of the backward
+
+// Gates of a value head as the reverse pass and the gradients take them, a token a thread.
+__device__ inline void write_gates(const PrepareParams& p, const HeadGates& s, int64_t chunk, int head, int t) {
+  const int step = t / kStep, at = t % kStep, last = (step + 1) * kStep - 1;
+  const float high = s.high[t], low = s.low[t], beta = s.beta[t], gamma = exp2_approx(high);
+  ReverseRecord& record = p.reverse_records[(chunk * p.Hv + head) * kStepsPerChunk + step];
+  record.to_end[at] = exp2_approx((s.high[last] - high) + (s.low[last] - low));
+  record.scaled_gamma[at] = p.scale * gamma;
+  record.minus_gamma[at] = -gamma;
+  record.beta[at] = beta;
+  if (at < 4) record.decay[at] = exp2_approx(s.high[last]);
+  double sum = static_cast<double>(high) + static_cast<double>(low);
+  if (step > 0) sum += static_cast<double>(s.high[kStep - 1]) + static_cast<double>(s.low[kStep - 1]);
+  ChunkGates& gates = p.chunk_gates[chunk * p.Hv + head];
+  const float rounded = static_cast<float>(sum);
+  gates.high[t] = rounded;
+  gates.low[t] = static_cast<float>(sum - static_cast<double>(rounded));
+  gates.beta[t] = beta;
+}
+
+// strict(G o A) and P, transposed, for the reverse pass. s.inverse: A.
+template <class T>
+__device__ void write_transposed(const PrepareParams& p, const PrepareMemory& s, int64_t chunk, int first, int heads) {
+  visit_blocks<true>([&](int step, int row, int column, int i, int j, int at) {
+    at += transposed_block(row, column) * kBlockBytes;
+    for (int h = 0; h < heads; ++h) {
+      const HeadGates& gates = s.gates[h];
+      float inverse[2], score[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float G = decay_between(j > i + e, gates.high[i + e], gates.high[j], gates.low[i + e], gates.low[j]);
+        const int element = lower_index(i + e, j);
+        inverse[e] = j < i + e ? G * s.inverse(h)[element] : 0.f;
+        score[e] = j <= i + e ? p.scale * G * s.qk()[element] : 0.f;
+      }
+      ReverseRecord& record = p.reverse_records[(chunk * p.Hv + first + h) * kStepsPerChunk + step];
+      *reinterpret_cast<uint32_t*>(record.inverse + at) = pack2<T>(inverse[0], inverse[1]);
+      *reinterpret_cast<uint32_t*>(record.scores + at) = pack2<T>(score[0], score[1]);
+    }
+  });
+}
+
+// ---- the kernel
+
 // Rows of A of a value head; zeros where the sequence is skipped (no inverse).
 __device__ inline void write_A(const PrepareParams& p, const PreparePlace& place, int head, const float* inverse) {
-  constexpr int kPerRow = kChunk / 4;  // lanes of a row, four elements each
-  for (int e = threadIdx.x; e < place.count * kPerRow; e += kPrepareThreads) {
-    const int row = e / kPerRow, column = e % kPerRow * 4;
-    const int64_t to = offset_of(p.A, place.b, place.token + row, head, column);
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = inverse != nullptr && column + i <= row ? inverse[lower_index(row, column + i)] : 0.f;
-    }
-    if (p.A.quads) {
-      const bool bf16 = p.A.dtype == static_cast<int32_t>(DType::kBFloat16);
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.A.data) + to) =
-          bf16 ? make_uint2(pack2<__nv_bfloat16>(x[0], x[1]), pack2<__nv_bfloat16>(x[2], x[3]))
-               : make_uint2(pack2<__half>(x[0], x[1]), pack2<__half>(x[2], x[3]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) store<float>(p.A, to + i * p.A.stride[3], x[i]);
-    }
+  for (int e = threadIdx.x; e < place.count * kChunk; e += kPrepareThreads) {
+    const int row = e / kChunk, column = e % kChunk;
+    const float x = inverse != nullptr && column <= row ? inverse[lower_index(row, column)] : 0.f;
+    store<float>(p.A, offset_of(p.A, place.b, place.token + row, head, column), x);
   }
 }
 
@@ -377,12 +409,12 @@ __device__ __forceinline__ void copy_tiles(const PrepareParams& p, const Prepare
 }
 
 // Once the tiles are there: their products in their place, and before it the rows' norms taken out.
-template <class T, int kKeys>
+template <class T, int kKeys, bool kNormalizes>
 __device__ __forceinline__ void multiply_tiles(const PrepareParams& p, const PreparePlace& place,
                                                const PrepareMemory& s, bool whole) {
   cp_async_wait<0>();
   __syncthreads();
-  if (p.normal_q != nullptr || p.normal_k != nullptr) {
+  if (kNormalizes && (p.normal_q != nullptr || p.normal_k != nullptr)) {
     const int64_t stride = static_cast<int64_t>(p.Hq) * p.row_elements;
     const int64_t at = (place.b * p.sequences.T + place.token) * stride + place.key_head * p.row_elements;
     const auto normalize = [&](char* tile, uint16_t* out) {
@@ -400,32 +432,33 @@ __device__ __forceinline__ void multiply_tiles(const PrepareParams& p, const Pre
 // a step's inverse, a third of the work of the first one.
 __device__ __forceinline__ int short_columns_head(int warp) { return warp % 2 == 0 ? kHeadsAtOnce : warp / 2; }
 
-template <class T, int kKeys>
+// kBackward: leaves what the backward needs, with one inverse after the other, in the place of outputs.
+template <class T, int kKeys, bool kBackward>
 __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
     sm80_prepare_kernel(const __grid_constant__ PrepareParams p) {
-  const bool wants_A = p.A.data != nullptr;
+  const bool wants_A = !kBackward && p.A.data != nullptr;
   const PrepareMemory s(dynamic_shared<char>(), wants_A);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0 && !find_place(p, s.place)) s.place->count = 0;
   __syncthreads();
   const PreparePlace& place = *s.place;
   if (place.count == 0) return;
-  if (place.skipped) return write_zeros(p, place);
+  if (!kBackward && place.skipped) return write_zeros(p, place);
 
   copy_tiles<kKeys>(p, place, smem_address(s.tiles));  // and while they are on their way the first gates
 #pragma unroll 1
   for (int first = place.first_head; first < place.last_head; first += kHeadsAtOnce) {
     const int heads = min(kHeadsAtOnce, place.last_head - first);
     load_gates(p, place, first, heads, s.gates);
-    if (first == place.first_head) multiply_tiles<T, kKeys>(p, place, s, wants_A);
+    if (first == place.first_head) multiply_tiles<T, kKeys, !kBackward>(p, place, s, wants_A);
     __syncthreads();
-    const int of = short_columns_head(warp);
-    if (of < heads) {
-      sum_gates(p, place, first + of, s.gates[of]);
-      if (p.decays != nullptr) write_decay(p, place, first + of, s.gates[of], s.kk());
+    const int sums_of = short_columns_head(warp);
+    if (sums_of < heads) {
+      sum_gates(p, place, first + sums_of, s.gates[sums_of]);
+      if (!kBackward && p.decays != nullptr) write_decay(p, place, first + sums_of, s.gates[sums_of], s.kk());
     }
     // A warp makes a block of columns, each half of it for a head of its own (or both for the last one).
-    const int slot = min(lane / kSide, heads - 1);
+    const int slot = min(lane / kSide, heads - 1), last = (warp / 2 + 1) * 2;
     const float* beta = s.gates[slot].beta;
     if (wants_A) {
       substitute<true>(s.kk(), beta, s.inverse(slot), warp, kSides, lane % kSide);
@@ -433,9 +466,17 @@ __global__ void __launch_bounds__(kPrepareThreads, prepare_blocks(kKeys))
       for (int h = 0; h < heads; ++h) write_A(p, place, first + h, s.inverse(h));
       __syncthreads();
     }
-    substitute<false>(s.kk(), beta, s.inverse(slot), warp, (warp / 2 + 1) * 2, lane % kSide);
+    substitute<false>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
     __syncthreads();
-    write_triangles<T, true>(p, s, place.chunk, first, heads);
+    write_triangles<T, !kBackward>(p, s, place.chunk, first, heads);
+    if constexpr (kBackward) {
+      const int of = threadIdx.x / kChunk;
+      if (of < heads) write_gates(p, s.gates[of], place.chunk, first + of, threadIdx.x % kChunk);
+      __syncthreads();
+      substitute<true>(s.kk(), beta, s.inverse(slot), warp, last, lane % kSide);
+      __syncthreads();
+      write_transposed<T>(p, s, place.chunk, first, heads);
+    }
     __syncthreads();
   }
 }

@@ -45,15 +45,6 @@ struct Range {
   }
 };
 
-template <int kTiles>
-__device__ __forceinline__ void multiply_all(Sums<kTiles>& sums, float factor) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums.x[i][e] *= factor;
-  }
-}
-
 // Products that do not wait for each other stand one behind the other: of a pair of tiles of tokens what waits for one
 // sum has the products of another in between.
 template <class T, int kKeys>
@@ -83,15 +74,15 @@ class ReverseStep {
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t b[4];
         load_matrix_x4(keys.at(pair, k), b);
-        multiply(sums.x[2 * pair], packed.x[k], b[0], b[1]);
-        multiply(sums.x[2 * pair + 1], packed.x[k], b[2], b[3]);
+        mma_m16n8k16<T>(sums.x[2 * pair], packed.x[k], b[0], b[1]);
+        mma_m16n8k16<T>(sums.x[2 * pair + 1], packed.x[k], b[2], b[3]);
       }
     }
     // Without it ptxas brings the loads of dO forward over the products, and with 256 keys it spills for them.
     if (kKeys == 256) __syncwarp();
     PackedTokens scaled;
     of_d_o = scale_d_o(scaled);
-    multiply_all(state, load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down() * of_d_o.up());
+    state.scale(load_shared_f1(record_at(offsetof(ReverseRecord, decay))) * of_state.down() * of_d_o.up());
     Blocks blocks;
     blocks.start(record_at(offsetof(ReverseRecord, scores)), lane_);
 #pragma unroll
@@ -100,7 +91,7 @@ class ReverseStep {
 #pragma unroll
       for (int row = pair; row < kPairs; ++row) {
         uint32_t d_o[4];
-        load_d_o(row, d_o);
+        load_values(values_, row, lane_, d_o);
         multiply_triangle(blocks, sums, d_o, row, pair);
       }
       add_rows(state, scaled.x[pair], Tr::kQueriesAt, pair);
@@ -117,7 +108,7 @@ class ReverseStep {
 #pragma unroll
       for (int row = pair; row < kPairs; ++row) multiply_triangle(blocks, sums, rounded.x[row], row, pair);
     }
-    if (Range<T>::kNarrow) multiply_all(sums, of_sums.down());
+    if (Range<T>::kNarrow) sums.scale(of_sums.down());
   }
 
   // dV = B Z, rounded; dS0 = dS - K^T diag(gamma) dV.
@@ -129,35 +120,29 @@ class ReverseStep {
     for (int pair = kPairs - 1; pair >= 0; --pair) multiply_tokens(sums, pair, offsetof(ReverseRecord, minus_gamma));
     PackedTokens left;
     const Range<T> range = pack_in_range(sums, left);
-    if (Range<T>::kNarrow) multiply_all(state, of_d_o.down() * range.up());
+    if (Range<T>::kNarrow) state.scale(of_d_o.down() * range.up());
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) add_rows(state, left.x[pair], Tr::kKeysAt, pair);
-    if (Range<T>::kNarrow) multiply_all(state, range.down());
+    if (Range<T>::kNarrow) state.scale(range.down());
   }
 
   // Rounded in the range that is returned; the sums are left in it.
   template <int kTiles>
   static __device__ __forceinline__ Range<T> pack_in_range(Sums<kTiles>& sums, Packed<kTiles>& packed) {
     const Range<T> range(sums);
-    if (Range<T>::kNarrow) multiply_all(sums, range.up());
+    if (Range<T>::kNarrow) sums.scale(range.up());
     pack<T>(sums, packed);
     return range;
   }
 
  private:
-  // Two tiles of dO^T.
-  __device__ __forceinline__ void load_d_o(int pair, uint32_t (&d_o)[4]) const {
-    const int matrix = lane_ / 8, row = (matrix >> 1) * 8 + lane_ % 8;
-    const uint32_t at = values_ + value_offset(row, matrix & 1) + static_cast<uint32_t>(pair * 16 * 32);
-    load_matrix_x4_trans(at, d_o[0], d_o[1], d_o[2], d_o[3]);
-  }
   // scale gamma dO, rounded in the range that is returned.
   __device__ __forceinline__ Range<T> scale_d_o(PackedTokens& scaled) const {
     Tokens sums;
 #pragma unroll
     for (int pair = kPairs - 1; pair >= 0; --pair) {
       uint32_t d_o[4];
-      load_d_o(pair, d_o);
+      load_values(values_, pair, lane_, d_o);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 x = unpack2<T>(d_o[i]);
@@ -187,7 +172,7 @@ class ReverseStep {
       const bool above = row == pair && column % 2 == 1;
       const uint32_t upper = above ? 0u : blocks.take(transposed_block(2 * row, column));
       const uint32_t lower = blocks.take(transposed_block(2 * row + 1, column));
-      multiply(sums.x[column], left, upper, lower);
+      mma_m16n8k16<T>(sums.x[column], left, upper, lower);
     }
   }
 
@@ -197,15 +182,12 @@ class ReverseStep {
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; tile += 2) {
       uint32_t b[4];
-      load_matrix_x4_trans(rows.at(pair, tile / 2), b[0], b[1], b[2], b[3]);
-      multiply(state.x[tile], left, b[0], b[1]);
-      multiply(state.x[tile + 1], left, b[2], b[3]);
+      load_matrix_x4_trans(rows.at(pair, tile / 2), b);
+      mma_m16n8k16<T>(state.x[tile], left, b[0], b[1]);
+      mma_m16n8k16<T>(state.x[tile + 1], left, b[2], b[3]);
     }
   }
 
-  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    mma_m16n8k16<T>(sum, a[0], a[1], a[2], a[3], b0, b1);
-  }
   __device__ __forceinline__ uint32_t record_at(size_t offset) const {
     return stage_ + Tr::kRecordAt + static_cast<uint32_t>(offset);
   }

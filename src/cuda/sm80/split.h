@@ -20,10 +20,6 @@ inline constexpr int kInvariantChunks = 32;
 // With two segments the second pass waits for the whole of the first one: nothing is gained.
 inline constexpr int kLeastSegments = 3;
 
-// Strips of a block of the scan: transitions are read once for all of them, and with many keys their bytes are what
-// takes time.
-constexpr int scan_strips(int keys) { return keys <= 128 ? 1 : 2; }
-
 struct SegmentRule {
   int32_t least_chunks;    // of a segment; 0: nothing is cut
   int32_t least_segments;  // a sequence that would have fewer stays whole

@@ -59,21 +59,6 @@ __device__ __forceinline__ void store_state(const Sums<kTiles>& state, const Dev
   });
 }
 
-// The same for states that the kernels of a split leave for each other: fp32, keys beside each other, and with all of a
-// strip's columns and padded keys, so that pairs of keys are read and written without a question. visit(pair, first,
-// second): the pair, and the state's elements.
-template <int kTiles, class Visit>
-__device__ __forceinline__ void visit_padded(Sums<kTiles>& state, const DeviceStates& t, int64_t row,
-                                             const StripPlace& place, Visit visit) {
-  float* at = static_cast<float*>(t.data) + row * t.row + place.head * t.head +
-              (place.column + place.lane / 4) * (8 * kTiles) + place.lane % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 2 * kTiles; ++i) {
-    float* const x = &state.x[i / 2][i % 2 * 2];
-    visit(*reinterpret_cast<float2*>(at + 8 * (i / 2) + i % 2 * 64 * kTiles), x[0], x[1]);
-  }
-}
-
 // The identity, whose value columns are keys.
 template <int kTiles>
 __device__ __forceinline__ void set_identity(Sums<kTiles>& state, const StripPlace& place) {

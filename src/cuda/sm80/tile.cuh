@@ -4,6 +4,7 @@
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/traits.h"
 
@@ -16,13 +17,6 @@ __device__ __forceinline__ void make_opaque(int64_t& x) { asm volatile("" : "+l"
 template <class T>
 __device__ __forceinline__ void make_opaque(T*& x) {
   asm volatile("" : "+l"(x));
-}
-
-// Over a warp's lanes.
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
-  return x;
 }
 
 // A row's 16-byte pieces change places with the row's number, so that eight rows' pieces of one column lie in different
@@ -123,6 +117,12 @@ class TileCopier {
 // V of a strip, [tokens x 16]: 32 bytes a row, whose halves change places every four rows for the sake of the banks.
 __device__ __forceinline__ uint32_t value_offset(int row, int half) {
   return static_cast<uint32_t>(row * 32 + (half ^ (row >> 2 & 1)) * 16);
+}
+
+// Values of a strip, of a pair of tiles of tokens and transposed: as sums have them, two elements of 16 bits each.
+__device__ __forceinline__ void load_values(uint32_t values, int pair, int lane, uint32_t (&x)[4]) {
+  const int matrix = lane / 8, row = (matrix >> 1) * 8 + lane % 8;
+  load_matrix_x4_trans(values + value_offset(row, matrix & 1) + static_cast<uint32_t>(pair * 16 * 32), x);
 }
 
 __device__ __forceinline__ const uint16_t* row_at(const Rows& rows, int64_t b, int64_t token, int64_t head) {

@@ -188,9 +188,7 @@ cudaError_t make_edges_map(float* edges, int64_t count, CUtensorMap* map) {
   return encode_tensor_map(map, DType::kFloat32, edges, dims, strides, box);
 }
 
-}  // namespace
-
-int32_t choose_segment_chunks(const Args& p, int multiprocessors) {
+int32_t fastest_segment_chunks(const Args& p, int multiprocessors) {
   // In steps of a pass (about 1.2 us). Its numbers are fitted to the times of 30 calls of 4 to 16 value heads, 8,192
   // and 32,768 tokens in one to eight sequences, each with four to sixteen lengths of segments and none.
   const int64_t chunks = p.cu_seqlens == nullptr ? p.chunk_bound : p.chunk_bound - p.N;
@@ -233,6 +231,33 @@ int32_t choose_segment_chunks(const Args& p, int multiprocessors) {
     }
   }
   return best_length;
+}
+
+}  // namespace
+
+// The answers for this thread's latest shapes are kept, the oldest of which goes first: layers of a model ask the same
+// again and again, a call several times, and the search takes a microsecond, or ten for 32,768 tokens.
+int32_t choose_segment_chunks(const Args& p, int multiprocessors) {
+  struct Key {
+    int32_t sequences, heads, chunks, per_sequence, multiprocessors;
+    bool dense;
+    bool operator==(const Key&) const = default;
+  };
+  struct Kept {
+    Key key{-1, -1, -1, -1, -1, false};
+    int32_t segment_chunks = 0;
+  };
+  constexpr size_t kKept = 16;  // two of a call, that of its longest sequence as well
+  thread_local Kept kept[kKept];
+  thread_local size_t next = 0;
+  const Key key{p.N, p.Hv, p.chunk_bound, p.per_sequence, multiprocessors, p.cu_seqlens == nullptr};
+  for (const Kept& one : kept) {
+    if (one.key == key) return one.segment_chunks;
+  }
+  Kept& oldest = kept[next];
+  next = (next + 1) % kKept;
+  oldest = {key, fastest_segment_chunks(p, multiprocessors)};
+  return oldest.segment_chunks;
 }
 
 int32_t choose_run_chunks(const Args& p, int multiprocessors) {

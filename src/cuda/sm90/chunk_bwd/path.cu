@@ -315,14 +315,14 @@ size_t bytes_for(const Arguments& args, const Problem& p, const Wrapping& wrappi
 constexpr size_t kWholeScratch = size_t{768} << 20;
 constexpr int64_t kLeastValueHeads = 32;
 
-bool goes_in_halves(const Problem& p, size_t bytes_of_all) {
-  return bytes_of_all > kWholeScratch && p.Hq > 1 && p.Hq / 2 * p.group >= kLeastValueHeads;
+// Few heads never do, and then the scratch of all is not worked out.
+bool goes_in_halves(const Arguments& args, const Problem& p, const Wrapping& wrapping) {
+  return p.Hq > 1 && p.Hq / 2 * p.group >= kLeastValueHeads && bytes_for(args, p, wrapping, p.Hq) > kWholeScratch;
 }
 
 size_t workspace_size(const Arguments& args, const Problem& p) {
   const Wrapping wrapping(args);
-  const size_t all = bytes_for(args, p, wrapping, p.Hq);
-  if (!goes_in_halves(p, all)) return all;
+  if (!goes_in_halves(args, p, wrapping)) return bytes_for(args, p, wrapping, p.Hq);
   // Not less than a smaller call that goes as a whole.
   return std::max(kWholeScratch, bytes_for(args, p, wrapping, ceil_div(p.Hq, 2)));
 }
@@ -331,7 +331,7 @@ Status run(const Arguments& args, const Problem& p, void* memory, void* stream) 
   const DeviceGuard guard(args.options.device_index);
   FLASH_QLA_RETURN_IF_ERROR(guard.status());
   const Wrapping wrapping(args);
-  const int64_t at_once = goes_in_halves(p, bytes_for(args, p, wrapping, p.Hq)) ? ceil_div(p.Hq, 2) : p.Hq;
+  const int64_t at_once = goes_in_halves(args, p, wrapping) ? ceil_div(p.Hq, 2) : p.Hq;
   for (int64_t first = 0; first < p.Hq; first += at_once) {
     const int64_t count = std::min(at_once, p.Hq - first);
     Workspace workspace(memory);

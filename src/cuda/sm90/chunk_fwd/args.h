@@ -110,17 +110,17 @@ size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_
                                     const cp::Carry& carry = {});
 
 // Whether a call of these shapes may be cut (its gates and lengths decide on the device), and why or
-// why not, as half a sentence. Reads the same members as above.
+// why not, as half a sentence. Reads the same members as above. carries: there is a carry.
 struct Decision {
   bool planned;
   const char* reason;
 };
-Decision decide(const Args& args, int32_t sms);
+Decision decide(const Args& args, int32_t sms, bool carries);
 
 // Whether the forward of a call with `entries` listed tokens can write the states after them itself: where whole heads
 // are made by one SM each and bits may depend on the list (a chunk ends at a listed token, and the next one begins
 // there). Reads the same members.
-bool writes_listed_states(const Args& args, int64_t entries, int32_t sms);
+bool writes_listed_states(const Args& args, int64_t entries, int32_t sms, bool carries);
 
 // Enqueues the forward on `stream`: one kernel, after a small planning kernel where lengths vary, or the four to seven
 // of a call that may be cut; one more where A or the gates' sums are wanted. No allocation, no synchronisation; the

@@ -110,7 +110,9 @@ class Call {
 
   static std::string notes(const Arguments& args, const Problem& p) {
     Workspace workspace(nullptr);
-    const Decision split = decide(Call(args, p, &workspace).kernel_, multiprocessors(args.options.device_index));
+    const Call call(args, p, &workspace);
+    const Decision split =
+        decide(call.kernel_, multiprocessors(args.options.device_index), call.carry_.chains != nullptr);
     return std::string("sequence split: ") + (split.planned ? "planned on the device" : "none") + " (" + split.reason +
            ")\n";
   }
@@ -301,7 +303,8 @@ class Call {
       // The workspace is that of either way: it serves smaller calls as well.
       take_listed(args, kernel_, workspace, &listed_);
       const int64_t entries = args.checkpoint_offsets.shape[0];
-      if (writes_listed_states(kernel_, entries, multiprocessors(args.options.device_index))) {
+      if (writes_listed_states(kernel_, entries, multiprocessors(args.options.device_index),
+                               carry_.chains != nullptr)) {
         kernel_.num_listed = static_cast<int32_t>(entries);
         kernel_.listed_offsets = args.checkpoint_offsets.data;
         kernel_.listed_offsets_stride = args.checkpoint_offsets.stride[0];

@@ -256,7 +256,8 @@ cudaError_t launch_cut(const KernelArgs& params, const DecidedCall& decided, con
   return launch_items_of(after, items, items.items * (segments - 1), sms, stream);
 }
 
-DecidedCall work_out(const Args& args, int32_t sms) {
+// carries: links of the same tokens have left what a part's heads go on from.
+DecidedCall work_out(const Args& args, int32_t sms, bool carries) {
   const bool forced = args.force_split != 0;
   if (args.split == Mode::kOff || sms == 0) return {{false, "auto_cp is off"}};
   if (args.num_tokens == 0 || args.num_sequences == 0 || args.num_value_heads == 0)
@@ -297,6 +298,10 @@ DecidedCall work_out(const Args& args, int32_t sms) {
             choice_table(equal, estimate.cut_spacing, heads, shared, sms, costs, by_pairs),
             by_pairs};
   }
+  // The sequence that goes on on another card may be the long one, and its heads' states at cuts cost next to nothing.
+  if (carries && unequal.pays()) {
+    return {{true, "a part goes on from its links' segments; lengths and gates decide on the device"}};
+  }
   // The uncut kernel is not launched once more for gates that ask for no cut: all calls that are not cut would pay.
   const float reading = shares_pay(items, sms) ? costs.late : costs.plan;
   if (unequal.pays() && args.num_sequences <= kMostByLengths &&
@@ -312,30 +317,37 @@ DecidedCall work_out(const Args& args, int32_t sms) {
 
 // The answers for this thread's latest kinds of calls are kept, the oldest of which goes first: layers of a model ask
 // the same again and again, and the estimates take 20 us, and up to 0.2 ms.
-const DecidedCall& decided_call(const Args& args, int32_t sms) {
+const DecidedCall& decided_call(const Args& args, int32_t sms, bool carries) {
   struct Key {
     int64_t tokens, dense_length;
     int32_t sequences, key_heads, heads, sms, force;
     Mode mode;
-    bool dense;
+    bool dense, carries;
     bool operator==(const Key&) const = default;
   };
   struct Kept {
-    Key key{-1, -1, -1, -1, -1, -1, -1, Mode::kOff, false};
+    Key key{-1, -1, -1, -1, -1, -1, -1, Mode::kOff, false, false};
     DecidedCall decided;
   };
   constexpr size_t kKept = 8;  // lengths, and options, that take turns
   thread_local Kept kept[kKept];
   thread_local size_t next = 0;
-  const Key key{args.num_tokens,    args.dense_length,    args.num_sequences,
-                args.num_key_heads, args.num_value_heads, sms,
-                args.force_split,   args.split,           args.cu_seqlens == nullptr};
+  const Key key{args.num_tokens,
+                args.dense_length,
+                args.num_sequences,
+                args.num_key_heads,
+                args.num_value_heads,
+                sms,
+                args.force_split,
+                args.split,
+                args.cu_seqlens == nullptr,
+                carries};
   for (const Kept& one : kept) {
     if (one.key == key) return one.decided;
   }
   Kept& oldest = kept[next];
   next = (next + 1) % kKept;
-  oldest = {key, work_out(args, sms)};
+  oldest = {key, work_out(args, sms, carries)};
   return oldest.decided;
 }
 
@@ -344,17 +356,17 @@ const DecidedCall& decided_call(const Args& args, int32_t sms) {
 size_t chunk_forward_workspace_size(const Args& args, int32_t sms, bool smaller_too, const Carry& carry) {
   const size_t uncut = chunk_forward_workspace_size(args.num_sequences);
   if (args.split == Mode::kOff || sms == 0) return uncut;
-  const DecidedCall& decided = decided_call(args, sms);
+  const DecidedCall& decided = decided_call(args, sms, carry.chains != nullptr);
   if (!decided.decision.planned && !smaller_too) return uncut;
   return std::max(uncut, lay_out_plan(args, capacity_of(args, sms, carry), nullptr, nullptr));
 }
 
-Decision decide(const Args& args, int32_t sms) { return decided_call(args, sms).decision; }
+Decision decide(const Args& args, int32_t sms, bool carries) { return decided_call(args, sms, carries).decision; }
 
-bool writes_listed_states(const Args& args, int64_t entries, int32_t sms) {
+bool writes_listed_states(const Args& args, int64_t entries, int32_t sms, bool carries) {
   const int64_t items = static_cast<int64_t>(args.num_sequences) * args.num_value_heads;
   return args.split == Mode::kAuto && entries <= kMostListed && sms > 0 && !two_ctas_pay(items, sms) &&
-         !decided_call(args, sms).decision.planned;
+         !decided_call(args, sms, carries).decision.planned;
 }
 
 namespace {
@@ -403,7 +415,7 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
   cudaError_t error = count_multiprocessors(&sms);
   if (error != cudaSuccess) return error;
 
-  const DecidedCall& decided = decided_call(args, sms);
+  const DecidedCall& decided = decided_call(args, sms, carry.chains != nullptr);
   const SavedStates saved = saved_states(args);
   const Variant uncut = variant == Variant::kAuto ? choose_variant(items, sms) : variant;
   // Who asks for a variant gets all of it.

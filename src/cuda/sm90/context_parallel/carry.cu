@@ -31,7 +31,7 @@ __device__ int cut_state_element(int v, int k) {
   return 4 * cut_state_position(v / 64, v % 64 / 16, k / 8, lane) + 2 * (v % 16 / 8) + k % 2;
 }
 
-__global__ void __launch_bounds__(kChainThreads) scan_carried_kernel(const __grid_constant__ CarryParams p) {
+__global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __grid_constant__ CarryParams p) {
   // What came before the plan's first kernel was there when that let the next one start. The plan is made by a kernel
   // that runs.
   launch_dependents();
@@ -41,16 +41,16 @@ __global__ void __launch_bounds__(kChainThreads) scan_carried_kernel(const __gri
   const LinkChain chain = p.carry.chains[index];
   if (chain.has_cuts()) {
     const ChainPlace at;
-    const int column0 = slice * kChainColumns + at.first;
+    const int column0 = slice * kChainColumns;
     const auto cell = [&](int32_t number, ChainShare& columns) {
       const float* from = p.carry.cells + static_cast<int64_t>(number) * kMatrix;
 #pragma unroll
-      for (int i = 0; i < kColumnsPerThread; ++i) columns[i] = from[(column0 + i) * kHeadDim + at.row];
+      for (int i = 0; i < kChainColumns; ++i) columns[i] = from[(column0 + i) * kHeadDim + at.row];
     };
     const auto put = [&](int32_t segment, const ChainShare& columns) {
       float* to = p.cut_states + static_cast<int64_t>(chain.state_cell(segment)) * kMatrix;
 #pragma unroll
-      for (int i = 0; i < kColumnsPerThread; ++i) to[cut_state_element(column0 + i, at.row)] = columns[i];
+      for (int i = 0; i < kChainColumns; ++i) to[cut_state_element(column0 + i, at.row)] = columns[i];
     };
     // Where the sequence begins here the first segment's last state is the true one.
     const int32_t first = chain.is_affine != 0 ? 0 : 1;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kChainThreads) scan_carried_kernel(const __gri
     } else if (p.initial != nullptr) {
       const float* from = p.initial + chain.row * p.row_stride + index % p.heads * p.head_stride;
 #pragma unroll
-      for (int i = 0; i < kColumnsPerThread; ++i) {
+      for (int i = 0; i < kChainColumns; ++i) {
         const int key = at.row, value = column0 + i;
         state[i] = from[p.v_first != 0 ? value * kHeadDim + key : key * kHeadDim + value];
       }

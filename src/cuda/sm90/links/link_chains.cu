@@ -7,7 +7,7 @@
 namespace flash_qla::cuda::sm90::links {
 
 using cp::ChainMemory, cp::ChainPlace, cp::ChainShare, cp::scan_chain;
-using cp::kChainColumns, cp::kChainSlices, cp::kChainThreads, cp::kColumnsPerThread, cp::kMatrix;
+using cp::kChainColumns, cp::kChainSlices, cp::kChainThreads, cp::kMatrix;
 
 namespace {
 
@@ -188,15 +188,16 @@ __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __g
   }
 }
 
+constexpr int kGivenThreads = 256;
 // A given gradient of a chain into its cell. A block each.
-__global__ void __launch_bounds__(kChainThreads)
+__global__ void __launch_bounds__(kGivenThreads)
     put_given_kernel(const __grid_constant__ LinkParams p, const __grid_constant__ LinkWorkspace ws) {
   const int64_t chain = blockIdx.x;
   const LinkPass pass = p.passes[chain];
   if (pass.row < 0 || pass.starts == 0) return;
   float* cell = ws.cells + (ws.capacity + chain) * kHeadDim * kHeadDim;
   const int64_t from = pass.row * p.given.row + chain % p.in.Hv * p.given.head;
-  for (int i = threadIdx.x; i < kMatrix; i += kChainThreads) {
+  for (int i = threadIdx.x; i < kMatrix; i += kGivenThreads) {
     cell[i] = load<float>(p.given, from + i % kHeadDim * p.given.key + i / kHeadDim * p.given.value);
   }
 }
@@ -213,18 +214,18 @@ struct ScanParams {
 static_assert(std::is_trivially_copyable_v<ScanParams>);
 
 // A block takes 16 columns of one link's S (R), or M: rows of the cells.
-__global__ void __launch_bounds__(kChainThreads) scan_links_kernel(const __grid_constant__ ScanParams p) {
+__global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __grid_constant__ ScanParams p) {
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
   const int32_t index = static_cast<int32_t>(blockIdx.x) / p.slices;
   const bool transition = slice >= kChainSlices;
   const ChainPlace at;
-  const int column0 = slice % kChainSlices * kChainColumns + at.first;
+  const int column0 = slice % kChainSlices * kChainColumns;
   const LinkChain chain = p.chains[index];
   const bool wanted = chain.segments > 0 && (!transition || chain.is_affine != 0);
   const auto cell = [&](int32_t number) { return p.cells + static_cast<int64_t>(number) * kMatrix; };
   const auto load = [&](int32_t number, ChainShare& columns) {
 #pragma unroll
-    for (int i = 0; i < kColumnsPerThread; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + at.row];
+    for (int i = 0; i < kChainColumns; ++i) columns[i] = cell(number)[(column0 + i) * kHeadDim + at.row];
   };
   ChainShare state = {};
   if (wanted) load(transition ? chain.transition_cell(0) : chain.state_cell(0), state);
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kChainThreads) scan_links_kernel(const __grid_
   const DeviceStates& out = transition ? p.M : p.S;
   const int64_t place = index / p.Hv * out.row + index % p.Hv * out.head + at.row * out.key;
 #pragma unroll
-  for (int i = 0; i < kColumnsPerThread; ++i) store<float>(out, place + (column0 + i) * out.value, state[i]);
+  for (int i = 0; i < kChainColumns; ++i) store<float>(out, place + (column0 + i) * out.value, state[i]);
 }
 
 }  // namespace
@@ -275,7 +276,7 @@ Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspac
   const bool backward = workspace.tiles != nullptr;
   if (workspace.has_given != 0) {
     FLASH_QLA_RETURN_IF_ERROR(
-        launch("put_given", put_given_kernel, chains, kChainThreads, 0, stream, params, workspace));
+        launch("put_given", put_given_kernel, chains, kGivenThreads, 0, stream, params, workspace));
   }
   return launch("list_link_items", backward ? list_link_items_kernel<true> : list_link_items_kernel<false>, 1,
                 kListThreads, 0, stream, list);

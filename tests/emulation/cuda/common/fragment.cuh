@@ -101,6 +101,11 @@ inline void load_matrix_x4_trans(uint32_t smem, uint32_t& r0, uint32_t& r1, uint
   r3 = m.r[3];
 }
 
+inline void load_matrix_x4_trans(uint32_t smem, uint32_t (&r)[4],
+                                 cuda_emulation::Where where = cuda_emulation::Where::current()) {
+  load_matrix_x4_trans(smem, r[0], r[1], r[2], r[3], where);
+}
+
 inline uint32_t transpose_8x8(uint32_t x, cuda_emulation::Where where = cuda_emulation::Where::current()) {
   return cuda_emulation::of_lanes("movmatrix", where, 0xffffffffu, x, [](int lane, const uint32_t* in) {
     const auto element = [&](int row, int column) { return in[row * 4 + column / 2] >> 16 * (column % 2) & 0xffff; };

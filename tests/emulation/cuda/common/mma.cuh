@@ -73,6 +73,12 @@ inline void mma_m16n8k16(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32
   for (int i = 0; i < 4; ++i) d[i] = out.d[i];
 }
 
+template <typename T>
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         cuda_emulation::Where where = cuda_emulation::Where::current()) {
+  mma_m16n8k16<T>(d, a[0], a[1], a[2], a[3], b0, b1, where);
+}
+
 inline void mma_m16n8k8_half(float* d, uint32_t a0, uint32_t a1, uint32_t b,
                              cuda_emulation::Where where = cuda_emulation::Where::current()) {
   const emulated::ProductIn in{{a0, a1, 0u, 0u}, {b, 0u}, {d[0], d[1], d[2], d[3]}};

@@ -12,6 +12,8 @@ inline float approx_exp2(float x) {
   return std::fabs(y) < 1.17549435e-38f ? 0.0f : y;
 }
 
+inline float approx_rsqrt(float x) { return 1.0f / std::sqrt(x); }
+
 inline float approx_reciprocal(float x) {
   const float y = 1.0f / x;
   return std::fabs(y) < 1.17549435e-38f ? 0.0f : y;

@@ -2,7 +2,6 @@
 
 namespace flash_qla::cuda::sm80 {
 
-extern const Kernels kK128Fp16;
-const Kernels kK128Fp16 = kKernels<__half, 128>;
+template const Kernels& kernels_of<192>(DType type);
 
 }  // namespace flash_qla::cuda::sm80

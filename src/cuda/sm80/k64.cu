@@ -2,7 +2,6 @@
 
 namespace flash_qla::cuda::sm80 {
 
-extern const Kernels kK64Fp16;
-const Kernels kK64Fp16 = kKernels<__half, 64>;
+template const Kernels& kernels_of<64>(DType type);
 
 }  // namespace flash_qla::cuda::sm80

@@ -2,7 +2,6 @@
 
 namespace flash_qla::cuda::sm80 {
 
-extern const Kernels kK192Fp16;
-const Kernels kK192Fp16 = kKernels<__half, 192>;
+template const Kernels& kernels_of<256>(DType type);
 
 }  // namespace flash_qla::cuda::sm80

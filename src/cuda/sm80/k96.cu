@@ -2,7 +2,6 @@
 
 namespace flash_qla::cuda::sm80 {
 
-extern const Kernels kK256Bf16;
-const Kernels kK256Bf16 = kKernels<__nv_bfloat16, 256>;
+template const Kernels& kernels_of<96>(DType type);
 
 }  // namespace flash_qla::cuda::sm80

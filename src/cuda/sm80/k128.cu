@@ -2,7 +2,6 @@
 
 namespace flash_qla::cuda::sm80 {
 
-extern const Kernels kK256Fp16;
-const Kernels kK256Fp16 = kKernels<__half, 256>;
+template const Kernels& kernels_of<128>(DType type);
 
 }  // namespace flash_qla::cuda::sm80
