@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/context_parallel/plan_args.h"
 namespace flash_qla::cuda::sm90::bench {
 

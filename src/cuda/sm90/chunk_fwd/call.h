@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cuda/common/launch.h"
-#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/listed.h"
 #include "cuda/sm90/chunk_fwd/prepare.h"
 #include "cuda/sm90/common/sizes.h"

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cuda/common/launch.h"
-#include "cuda/sm90/chunk_fwd/args.h"
+#include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/save_a.h"
 #include "cuda/sm90/chunk_fwd/sequence_order.h"
 #include "cuda/sm90/chunk_fwd/sequences.cuh"

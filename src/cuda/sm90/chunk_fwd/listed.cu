@@ -1,5 +1,6 @@
 #include "cuda/sm90/chunk_fwd/listed.h"
 
+#include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {

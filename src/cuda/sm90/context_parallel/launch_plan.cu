@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
+#include "cuda/sm90/chunk_fwd/launch.h"
 #include "cuda/sm90/context_parallel/cut_states.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
 
