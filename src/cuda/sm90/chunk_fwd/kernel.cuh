@@ -24,13 +24,12 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/gate_warp.cuh"
-#include "cuda/sm90/chunk_fwd/inverse_warp.cuh"
 #include "cuda/sm90/chunk_fwd/load_warp.cuh"
 #include "cuda/sm90/chunk_fwd/product_warpgroup.cuh"
+#include "cuda/sm90/chunk_fwd/sequences.cuh"
 #include "cuda/sm90/chunk_fwd/state_warpgroup.cuh"
 #include "cuda/sm90/chunk_fwd/traits.h"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
-#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
 #include "cuda/sm90/common/compiler.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
@@ -39,7 +38,7 @@ namespace flash_qla::cuda::sm90::fwd {
 template <typename Traits>
 __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int thread) {
   if (group == 1) {
-    ProductWarpgroup<Traits>{{{}, p, thread}}.run();
+    ProductWarpgroup<Traits>{{p, thread}}.run();
     finish_items(p, thread, 128);
     if constexpr (Traits::kEndsAtCheckpoints) zero_skipped(p, thread, 128);
     return;
@@ -47,11 +46,11 @@ __device__ __forceinline__ void run_producer(const KernelArgs& p, int group, int
   const int warp = uniform(static_cast<uint32_t>(thread) >> 5);
   thread &= 31;
   if (warp == 0) {
-    LoadWarp<Traits>{{{}, p, thread}}.run();
+    LoadWarp<Traits>{{p, thread}}.run();
   } else if (warp == 1) {
-    GateWarp<Traits>{{{}, p, thread}}.run();
+    GateWarp<Traits>{{p, thread}}.run();
   } else {
-    InverseWarp<Traits>{{{}, p, thread}}.run(static_cast<uint32_t>(warp - 2));
+    InverseWarp<Traits>{{p, thread}}.run(static_cast<uint32_t>(warp - 2));
   }
 }
 

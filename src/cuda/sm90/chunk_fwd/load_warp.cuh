@@ -5,7 +5,7 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/tma.cuh"
-#include "cuda/sm90/chunk_fwd/warp_role.cuh"
+#include "cuda/sm90/chunk_fwd/chunk_descriptor.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
 

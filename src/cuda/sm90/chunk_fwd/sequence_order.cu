@@ -4,7 +4,7 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
+#include "cuda/sm90/chunk_fwd/sequences.cuh"
 
 namespace flash_qla::cuda::sm90::fwd {
 namespace {

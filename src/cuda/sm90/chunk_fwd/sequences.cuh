@@ -1,8 +1,9 @@
-// Sequences from the caller's offsets, and the slots of their states.
+// Sequences from the caller's offsets, the slots of their states, and zeros in what no sequence writes.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/common/bulk.cuh"
 #include "cuda/sm90/chunk_fwd/args.h"
 #include "cuda/sm90/common/sizes.h"
 
@@ -72,6 +73,135 @@ __device__ __forceinline__ int64_t element_size(DType type) { return type == DTy
 
 __device__ __forceinline__ char* state_matrix(const StateSet& set, int64_t slot, int32_t head) {
   return static_cast<char*>(set.data) + (slot * set.slot_stride + head * set.head_stride) * element_size(set.type);
+}
+
+// Zeros in what no sequence writes: rows of tokens outside all sequences, those of skipped sequences, rows of h that no
+// chunk has. Usually there are none, and all that is left is reading the offsets.
+inline constexpr int kZeroFillThreads = 1024;
+inline constexpr int kZeroFillBlocks = 32;  // a quarter of the card: enough for the speed of memory
+
+// A thread among all that share the work, over all blocks.
+struct Sharer {
+  int64_t first;  // its number
+  int64_t step;   // how many there are
+};
+
+// Zeros `bytes` bytes, a multiple of 16 from a 16-byte boundary.
+__device__ __forceinline__ void zero_bytes(void* data, int64_t bytes, Sharer share) {
+  for (int64_t i = share.first; i < bytes / 16; i += share.step) {
+    static_cast<uint4*>(data)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Tokens [begin, end) of o, A and the cumsum.
+__device__ __forceinline__ void zero_tokens(const Args& args, int64_t begin, int64_t end, Sharer share) {
+  constexpr int kPieces = kHeadDim / 8;  // of 16 bytes, in a row of one head
+  const int64_t heads = (end - begin) * args.num_value_heads;
+  for (int64_t i = share.first; i < heads * kPieces; i += share.step) {
+    const int64_t row = i / kPieces / args.num_value_heads, head = i / kPieces % args.num_value_heads;
+    char* out = static_cast<char*>(args.o) +
+                2 * ((begin + row) * args.o_token_stride + head * args.o_head_stride + i % kPieces * 8);
+    *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
+  }
+  const int64_t first = begin * args.num_value_heads;
+  if (args.a != nullptr) {
+    constexpr int64_t kBytes = kChunk * 2;
+    zero_bytes(static_cast<char*>(args.a) + first * kBytes, heads * kBytes, share);
+  }
+  if (args.g_cumsum != nullptr) {
+    for (int64_t i = share.first; i < heads; i += share.step) {
+      args.g_cumsum[first + i] = 0.0f;
+    }
+  }
+}
+
+// Rows [begin, end) of h, as far as it has them.
+__device__ __forceinline__ void zero_h(const Args& args, int64_t begin, int64_t end, Sharer share) {
+  const int64_t row_bytes = static_cast<int64_t>(args.num_value_heads) * kHeadDim * kHeadDim * 2;
+  begin = max(begin, int64_t{0});
+  end = min(end, args.h_rows);
+  if (begin < end) zero_bytes(static_cast<char*>(args.h) + begin * row_bytes, (end - begin) * row_bytes, share);
+}
+
+// Tokens before the first offset and after the last.
+__device__ __forceinline__ void zero_around(const Args& args, Sharer share) {
+  const auto offset = [&](int64_t i) {
+    return min(max(load_index(args.cu_seqlens, args.cu_seqlens_are_64_bit, i), int64_t{0}), args.num_tokens);
+  };
+  zero_tokens(args, 0, offset(0), share);
+  zero_tokens(args, offset(args.num_sequences), args.num_tokens, share);
+}
+
+// By `threads` threads of each block of a kernel of items when they have nothing else left to do.
+__device__ __forceinline__ void finish_items(const KernelArgs& p, int thread, int threads) {
+  if (p.list != nullptr) return;  // the planner has cleared, and lets the kernels start
+  // The next call's blocks take the SMs that become free. Not earlier: they hold what another queue might use.
+  launch_dependents();
+  if (p.plan == nullptr && p.args.cu_seqlens != nullptr) {
+    zero_around(p.args,
+                {static_cast<int64_t>(blockIdx.x) * threads + thread, static_cast<int64_t>(gridDim.x) * threads});
+  }
+}
+
+// Rows of skipped sequences, likewise. Not inlined: the role before it would spill.
+static __device__ __noinline__ void zero_skipped(const KernelArgs& p, int thread, int threads) {
+  const Args& args = p.args;
+  if (p.list != nullptr || p.plan != nullptr || args.cu_seqlens == nullptr || args.initial.indices == nullptr) return;
+#pragma unroll 1
+  for (int32_t i = 0; i < args.num_sequences; ++i) {
+    if (initial_slot(args, i) != kSkipSequence) continue;
+    const SequenceSpan s = sequence_at(args, i);
+    zero_tokens(args, s.start, int64_t{s.start} + s.length,
+                {static_cast<int64_t>(blockIdx.x) * threads + thread, static_cast<int64_t>(gridDim.x) * threads});
+  }
+}
+
+// One of `blocks` blocks of kZeroFillThreads threads.
+__device__ __forceinline__ void zero_outside(const Args& args, int block, int blocks) {
+  const int n = args.num_sequences, thread = threadIdx.x;
+  const Sharer share{static_cast<int64_t>(block) * kZeroFillThreads + thread,
+                     static_cast<int64_t>(blocks) * kZeroFillThreads};
+  if (args.cu_seqlens != nullptr) zero_around(args, share);
+  const bool may_skip = args.initial.data != nullptr && args.initial.indices != nullptr;
+  if (!may_skip && args.h == nullptr) return;
+  // Every block looks at all sequences, a thread at one, and clears its share of each skipped one.
+  __shared__ int64_t skipped[kZeroFillThreads][4];  // first token, tokens, first row of h, rows
+  __shared__ int64_t warp_chunks[kZeroFillThreads / 32];
+  __shared__ int skipped_count;
+  int64_t chunks_before = 0;
+  for (int64_t first = 0; first < n; first += kZeroFillThreads) {
+    if (thread == 0) skipped_count = 0;
+    const int64_t i = first + thread;
+    const SequenceSpan sequence = i < n ? sequence_at(args, static_cast<int32_t>(i)) : SequenceSpan{};
+    const int64_t chunks = (sequence.length + kChunk - 1) / kChunk;
+    int64_t inclusive = chunks;
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (thread % 32 >= step) inclusive += below;
+    }
+    if (thread % 32 == 31) warp_chunks[thread / 32] = inclusive;
+    __syncthreads();
+    int64_t before = chunks_before, total = chunks_before;
+    for (int w = 0; w < kZeroFillThreads / 32; ++w) {
+      if (w < thread / 32) before += warp_chunks[w];
+      total += warp_chunks[w];
+    }
+    chunks_before = total;
+    if (may_skip && i < n && initial_slot(args, i) == kSkipSequence) {
+      int64_t (&entry)[4] = skipped[atomicAdd(&skipped_count, 1)];
+      entry[0] = sequence.start;
+      entry[1] = sequence.length;
+      entry[2] = before + inclusive - chunks;
+      entry[3] = chunks;
+    }
+    __syncthreads();
+    for (int s = 0; s < skipped_count; ++s) {
+      zero_tokens(args, skipped[s][0], skipped[s][0] + skipped[s][1], share);
+      if (args.h != nullptr) zero_h(args, skipped[s][2], skipped[s][2] + skipped[s][3], share);
+    }
+    __syncthreads();
+  }
+  if (args.h != nullptr) zero_h(args, chunks_before, args.h_rows, share);
 }
 
 }  // namespace flash_qla::cuda::sm90::fwd

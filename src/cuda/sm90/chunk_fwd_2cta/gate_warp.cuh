@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/sm90/chunk_fwd/chunk_descriptor.cuh"
-#include "cuda/sm90/chunk_fwd/input_gates.cuh"
+#include "cuda/sm90/chunk_fwd/gate_warp.cuh"
 #include "cuda/sm90/common/gate_vectors.cuh"
 
 namespace flash_qla::cuda::sm90::fwd_2cta {

@@ -17,8 +17,8 @@
 
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/cluster.cuh"
+#include "cuda/sm90/chunk_fwd/sequences.cuh"
 #include "cuda/sm90/chunk_fwd/work_queue.cuh"
-#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/gate_warp.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/output_rows.cuh"
 #include "cuda/sm90/chunk_fwd_2cta/places.cuh"

@@ -1,7 +1,7 @@
 // What the two planning kernels share.
 #pragma once
 
-#include "cuda/sm90/chunk_fwd/zero_fill.cuh"
+#include "cuda/sm90/chunk_fwd/sequences.cuh"
 #include "cuda/sm90/common/device.cuh"
 #include "cuda/sm90/context_parallel/lengths.cuh"
 #include "cuda/sm90/context_parallel/plan_args.h"
