@@ -110,104 +110,41 @@ __device__ __forceinline__ void pin(uint32_t (&a)[kCount]) {
   }
 #define FLASH_QLA_WGMMA_A_REGISTERS(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
-// D[64x16] = A B.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n16_init(float (&d)[8], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 0, 1, 1, 0",
-                  FLASH_QLA_WGMMA_SUMS_8("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
+// Two products each, D = A B (name_init) and D += A B (name), of 64 rows of A. transposed: B is stored with N
+// contiguous. A in registers:
+#define FLASH_QLA_WGMMA_RS(name, shape, values, a_and_b, transposed)                                \
+  template <typename T>                                                                             \
+  __device__ __forceinline__ void name##_init(float (&d)[values], const uint32_t* a, uint64_t b) {  \
+    FLASH_QLA_WGMMA(shape, FLASH_QLA_WGMMA_TEXT_##values, a_and_b ", 0, 1, 1, " transposed,         \
+                    FLASH_QLA_WGMMA_SUMS_##values("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b)) \
+  }                                                                                                 \
+  template <typename T>                                                                             \
+  __device__ __forceinline__ void name(float (&d)[values], const uint32_t* a, uint64_t b) {         \
+    FLASH_QLA_WGMMA(shape, FLASH_QLA_WGMMA_TEXT_##values, a_and_b ", 1, 1, 1, " transposed,         \
+                    FLASH_QLA_WGMMA_SUMS_##values("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b)) \
+  }
+FLASH_QLA_WGMMA_RS(mma_rs_n16_trans, "m64n16", 8, "{%8, %9, %10, %11}, %12", "1")
+FLASH_QLA_WGMMA_RS(mma_rs_n32, "m64n32", 16, "{%16, %17, %18, %19}, %20", "0")
+FLASH_QLA_WGMMA_RS(mma_rs_n32_trans, "m64n32", 16, "{%16, %17, %18, %19}, %20", "1")
+FLASH_QLA_WGMMA_RS(mma_rs_n64, "m64n64", 32, "{%32, %33, %34, %35}, %36", "0")
+FLASH_QLA_WGMMA_RS(mma_rs_n128_trans, "m64n128", 64, "{%64, %65, %66, %67}, %68", "1")
+// Both from shared memory:
+#define FLASH_QLA_WGMMA_SS(name, shape, values, a_and_b, transposed)                           \
+  template <typename T>                                                                        \
+  __device__ __forceinline__ void name##_init(float (&d)[values], uint64_t a, uint64_t b) {    \
+    FLASH_QLA_WGMMA(shape, FLASH_QLA_WGMMA_TEXT_##values, a_and_b ", 0, 1, 1, 0, " transposed, \
+                    FLASH_QLA_WGMMA_SUMS_##values("=f", d), "l"(a), "l"(b))                    \
+  }                                                                                            \
+  template <typename T>                                                                        \
+  __device__ __forceinline__ void name(float (&d)[values], uint64_t a, uint64_t b) {           \
+    FLASH_QLA_WGMMA(shape, FLASH_QLA_WGMMA_TEXT_##values, a_and_b ", 1, 1, 1, 0, " transposed, \
+                    FLASH_QLA_WGMMA_SUMS_##values("+f", d), "l"(a), "l"(b))                    \
+  }
+FLASH_QLA_WGMMA_SS(mma_ss_n64, "m64n64", 32, "%32, %33", "0")
+FLASH_QLA_WGMMA_SS(mma_ss_n128_trans, "m64n128", 64, "%64, %65", "1")
 
-// D[64x16] += A B.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n16(float (&d)[8], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 1, 1, 1, 0",
-                  FLASH_QLA_WGMMA_SUMS_8("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x16] = A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n16_trans_init(float (&d)[8], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 0, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_8("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x16] += A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n16_trans(float (&d)[8], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n16", FLASH_QLA_WGMMA_TEXT_8, "{%8, %9, %10, %11}, %12, 1, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_8("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x32] = A B.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n32_init(float (&d)[16], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 0, 1, 1, 0",
-                  FLASH_QLA_WGMMA_SUMS_16("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x32] += A B.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n32(float (&d)[16], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 1, 1, 1, 0",
-                  FLASH_QLA_WGMMA_SUMS_16("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x32] = A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n32_trans_init(float (&d)[16], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 0, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_16("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x32] += A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n32_trans(float (&d)[16], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n32", FLASH_QLA_WGMMA_TEXT_16, "{%16, %17, %18, %19}, %20, 1, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_16("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x64] = A B.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n64_init(float (&d)[32], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n64", FLASH_QLA_WGMMA_TEXT_32, "{%32, %33, %34, %35}, %36, 0, 1, 1, 0",
-                  FLASH_QLA_WGMMA_SUMS_32("=f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x64] += A B.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n64(float (&d)[32], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n64", FLASH_QLA_WGMMA_TEXT_32, "{%32, %33, %34, %35}, %36, 1, 1, 1, 0",
-                  FLASH_QLA_WGMMA_SUMS_32("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x64] = A B, both from shared memory.
-template <typename T>
-__device__ __forceinline__ void mma_ss_n64_init(float (&d)[32], uint64_t a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n64", FLASH_QLA_WGMMA_TEXT_32, "%32, %33, 0, 1, 1, 0, 0", FLASH_QLA_WGMMA_SUMS_32("=f", d),
-                  "l"(a), "l"(b))
-}
-
-// D[64x64] += A B, both from shared memory.
-template <typename T>
-__device__ __forceinline__ void mma_ss_n64(float (&d)[32], uint64_t a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n64", FLASH_QLA_WGMMA_TEXT_32, "%32, %33, 1, 1, 1, 0, 0", FLASH_QLA_WGMMA_SUMS_32("+f", d),
-                  "l"(a), "l"(b))
-}
-
-// D[64x128] += A B, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_rs_n128_trans(float (&d)[64], const uint32_t* a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n128", FLASH_QLA_WGMMA_TEXT_64, "{%64, %65, %66, %67}, %68, 1, 1, 1, 1",
-                  FLASH_QLA_WGMMA_SUMS_64("+f", d), FLASH_QLA_WGMMA_A_REGISTERS(a), "l"(b))
-}
-
-// D[64x128] += A B, both from shared memory, B stored with N contiguous.
-template <typename T>
-__device__ __forceinline__ void mma_ss_n128_trans(float (&d)[64], uint64_t a, uint64_t b) {
-  FLASH_QLA_WGMMA("m64n128", FLASH_QLA_WGMMA_TEXT_64, "%64, %65, 1, 1, 1, 0, 1", FLASH_QLA_WGMMA_SUMS_64("+f", d),
-                  "l"(a), "l"(b))
-}
-
+#undef FLASH_QLA_WGMMA_RS
+#undef FLASH_QLA_WGMMA_SS
 #undef FLASH_QLA_WGMMA
 #undef FLASH_QLA_WGMMA_A_REGISTERS
 #undef FLASH_QLA_WGMMA_TEXT_8

@@ -108,7 +108,7 @@ struct Args {
   // What the passes have left of each pair for the gradients, which run beside them: chunks, counted once for each
   // pass, half of V and value head of the group, a chunk without a second one twice (kPairCount of a value head).
   uint32_t* progress;  // [pair_bound, Hq]
-  uint32_t* prepared;  // [chunk_bound, Hq] 1 when prepare.cuh (or decay_sums.cuh) has left it to who is beside it
+  uint32_t* prepared;  // [chunk_bound, Hq] 1 when prepare.cuh has left it to who is beside it
   // The gradients' work, (pair * Hq + key head) + 1, in the order in which the passes leave it; 0: not yet there. And
   // how many places are filled, and how many are taken.
   uint32_t* ready;                    // [pair_bound, Hq]

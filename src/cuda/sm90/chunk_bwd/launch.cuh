@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "cuda/sm90/chunk_bwd/decay_sums.cuh"
 #include "cuda/sm90/chunk_bwd/exact_products.cuh"
 #include "cuda/sm90/chunk_bwd/gradients/kernel.cuh"
 #include "cuda/sm90/chunk_bwd/last_tokens.cuh"

@@ -10,7 +10,7 @@
 namespace flash_qla::cuda::sm90::cp {
 namespace {
 
-using fwd::Args, fwd::initial_slot, fwd::kSkipSequence, fwd::load_index, fwd::sequence_at;
+using fwd::load_index;
 
 static_assert(kRoundChunks * kRoundHeads == kClassifyThreads / 32);
 // A token's key by four threads.

@@ -10,7 +10,7 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-using fwd::Args, fwd::chunk_forward_workspace_size, fwd::kZeroFillBlocks;
+using fwd::chunk_forward_workspace_size, fwd::kZeroFillBlocks;
 
 size_t lay_out_plan(const Args& args, const Capacity& capacity, void* base, PlanWorkspace* workspace) {
   size_t used = 0;
