@@ -23,6 +23,13 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
 }
 
+// Of the current device.
+inline cudaError_t count_multiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
 // Makes a device current for as long as the object lives. Its context too: a thread that has made no call of the
 // runtime yet (a framework's own for the backward pass, say) has none, and the driver's encoder of tensor maps wants
 // one.

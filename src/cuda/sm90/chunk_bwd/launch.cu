@@ -362,9 +362,8 @@ cudaError_t launch_scan(const Args& p, const Maps& maps, int multiprocessors, cu
 }
 
 cudaError_t launch_chunk_backward(const Args& params, const Maps& maps, const Parts& stage, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  FLASH_QLA_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  int multiprocessors = 0;
+  FLASH_QLA_RETURN_IF_CUDA_ERROR(count_multiprocessors(&multiprocessors));
   Args p = params;
   p.beside = leaves_half_idle(p, multiprocessors);
   if (!takes_runs(p, multiprocessors)) p.run_chunks = 0;

@@ -10,6 +10,7 @@
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/launch.h"
 #include "cuda/sm90/chunk_bwd/traits.h"
+#include "cuda/sm90/common/tensor_map.h"
 
 namespace flash_qla {
 namespace cuda::sm90::bwd {
@@ -27,13 +28,6 @@ bool copy_engine_takes(const Tensor& t) {
     if (t.shape[i] > 1 && (t.stride[i] % 8 != 0 || t.stride[i] <= 0 || t.stride[i] >= kMostStride)) return false;
   }
   return true;
-}
-
-bool is_hopper(int device) {
-  int major = 0, minor = 0;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
-         minor == 0;
 }
 
 // Chunks of a forced cut's segments: as many edges as there can be with chunks inside.
@@ -120,10 +114,8 @@ size_t plan_segments(const flash_qla_options& options, Args* params) {
   params->segment_chunks = 0;
   const size_t whole = chunk_backward_workspace_size(*params);
   if (options.cp_mode != FLASH_QLA_CP_AUTO) return whole;  // whole sequences are planned from nothing but themselves
-  int multiprocessors = 0;
-  if (cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device_index) != cudaSuccess) {
-    return whole;
-  }
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, options.device_index);
+  if (multiprocessors == 0) return whole;
   params->run_chunks = choose_run_chunks(*params, multiprocessors);
   const auto choose = [&](const Args& of) {
     return options.force_intra_cp ? kForcedSegment : choose_segment_chunks(of, multiprocessors);

@@ -80,10 +80,7 @@ inline cp::Carry carry_of(const Tensor& carry, int64_t heads) {
 }
 
 // Zero where there is no such device: no sequence is cut then.
-inline int multiprocessors(int device) {
-  int count = 0;
-  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 0;
-}
+inline int multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
 // One call: what the kernel reads of the caller's tensors and what of copies. The constructor lays out the workspace.
 class Call {

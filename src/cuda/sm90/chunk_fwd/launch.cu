@@ -411,9 +411,8 @@ cudaError_t launch_states_and_outputs(const Args& args, Variant variant, bool* t
     if (stride < -kLargestGateStride || stride > kLargestGateStride) return cudaErrorInvalidValue;
   }
 
-  int device = 0, sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  int sms = 0;
+  cudaError_t error = count_multiprocessors(&sms);
   if (error != cudaSuccess) return error;
 
   const DecidedCall& decided = decided_call(args, sms, carry.chains != nullptr);

@@ -1,19 +1,13 @@
 // Path "sm90", chunked forward: K = V = 128 in bf16 and fp16 on Hopper.
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_fwd/call.h"
+#include "cuda/sm90/common/tensor_map.h"
 
 namespace flash_qla {
 namespace cuda::sm90::fwd {
 namespace {
 
 using Arguments = flash_qla_forward_arguments;
-
-bool is_hopper(int device) {
-  int major = 0, minor = 0;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
-         minor == 0;
-}
 
 std::string reject(const Arguments& args, const Problem& p) {
   if (p.K != kHeadDim || p.V != kHeadDim) return "needs K = V = 128";

@@ -396,12 +396,8 @@ cudaError_t launch(const SaveAArgs& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   // With few teams the card is better used by more of them, with many a team's first keys are waited for less often:
   // its time goes by its windows and about one more.
-  int device = 0, sms = 0;
-  if (const cudaError_t failed = cudaGetDevice(&device); failed != cudaSuccess) return failed;
-  if (const cudaError_t failed = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-      failed != cudaSuccess) {
-    return failed;
-  }
+  int sms = 0;
+  if (const cudaError_t failed = count_multiprocessors(&sms); failed != cudaSuccess) return failed;
   SaveAArgs launched = params;
   int64_t blocks = 0, least = INT64_MAX;
   for (int windows = 1; windows <= Shape::kMostWindows; ++windows) {

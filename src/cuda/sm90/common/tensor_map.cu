@@ -29,6 +29,13 @@ CUtensorMapDataType map_type(DType type) {
 
 }  // namespace
 
+bool is_hopper(int device) {
+  int major = 0, minor = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+         minor == 0;
+}
+
 cudaError_t encode_tensor_map(CUtensorMap* map, DType type, void* data, int rank, const cuuint64_t* sizes,
                               const cuuint64_t* strides, const cuuint32_t* box) {
   if (encode_tiled() == nullptr) return cudaErrorNotSupported;

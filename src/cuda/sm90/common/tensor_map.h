@@ -1,4 +1,4 @@
-// Tensor maps: what the copy engine knows of a tensor.
+// What the host asks and tells a Hopper GPU: whether it is one, and what the copy engine knows of a tensor.
 #pragma once
 
 #include <cuda.h>
@@ -9,6 +9,9 @@
 #include "core/problem.h"
 
 namespace flash_qla::cuda::sm90 {
+
+// Of compute capability 9.0: what these kernels are for.
+bool is_hopper(int device);
 
 // The innermost dimension is contiguous; strides of the others in bytes. A box arrives as rows of 128 bytes, swizzled.
 // Elements outside the tensor arrive as zeros.
