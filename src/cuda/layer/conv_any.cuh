@@ -49,13 +49,15 @@ __device__ inline float warp_total(float x) {
 // u of one token: lane l has channels l, l + 32 .. of the unit. scale: a factor of the weights and the bias.
 template <class Part>
 __device__ inline void any_u(const Part& part, const ConvSequences& s, const ConvUnit& unit, const ConvSpan& span,
-                             int64_t slot, int64_t b, int64_t t, int width, float (&u)[kLaneChannels], float scale = 1.0f) {
+                             int64_t slot, int64_t b, int64_t t, int width, float (&u)[kLaneChannels],
+                             float scale = 1.0f) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t own = s.seq_idx.data != nullptr ? load_index(s.seq_idx, b, t) : 0;
 #pragma unroll
   for (int i = 0; i < kLaneChannels; ++i) {
     const int c = lane + 32 * i, channel = unit.head * part.dim + unit.first + c;
-    u[i] = c < unit.count && part.bias.data != nullptr ? scale * load<float>(part.bias, offset_of(part.bias, channel)) : 0.0f;
+    u[i] = c < unit.count && part.bias.data != nullptr ? scale * load<float>(part.bias, offset_of(part.bias, channel))
+                                                       : 0.0f;
   }
   for (int j = 0; j < width; ++j) {
     const int64_t position = t - (width - 1) + j;
