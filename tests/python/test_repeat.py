@@ -253,11 +253,16 @@ def test_no_synchronisation_and_no_copies_to_the_host(case, dtype, request):
         request.node.user_properties.append(("cuda_calls", count))
 
 
+def uncached_bytes():
+    """More than PyTorch's cache has free, of which empty_cache() leaves what lies beside a tensor that is alive."""
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated() + (1 << 24)
+
+
 @pytest.mark.requirement(11)
 @pytest.mark.cuda
 @pytest.mark.parametrize("planted", [
     lambda x: torch.cuda.synchronize(), lambda x: torch.cuda.current_stream().synchronize(), lambda x: x.q.flatten()[0].item(),
-    lambda x: x.q.cpu(), lambda x: torch.empty(1 << 29, dtype=torch.uint8, device=x.q.device)],
+    lambda x: x.q.cpu(), lambda x: torch.empty(uncached_bytes(), dtype=torch.uint8, device=x.q.device)],
     ids=["device", "stream", "item", "copy", "allocation"])
 def test_a_planted_synchronisation_is_seen(planted):
     x = make_inputs(T=300, Hq=1, Hv=2, dtype=torch.bfloat16, grads=False)

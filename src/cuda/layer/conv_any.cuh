@@ -46,16 +46,18 @@ __device__ inline float warp_total(float x) {
   return x;
 }
 
-// u of one token: lane l has channels l, l + 32 .. of the unit.
+// u of one token: lane l has channels l, l + 32 .. of the unit. scale: a factor of the weights and the bias.
 template <class Part>
 __device__ inline void any_u(const Part& part, const ConvSequences& s, const ConvUnit& unit, const ConvSpan& span,
-                             int64_t slot, int64_t b, int64_t t, int width, float (&u)[kLaneChannels]) {
+                             int64_t slot, int64_t b, int64_t t, int width, float (&u)[kLaneChannels],
+                             float scale = 1.0f) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t own = s.seq_idx.data != nullptr ? load_index(s.seq_idx, b, t) : 0;
 #pragma unroll
   for (int i = 0; i < kLaneChannels; ++i) {
     const int c = lane + 32 * i, channel = unit.head * part.dim + unit.first + c;
-    u[i] = c < unit.count && part.bias.data != nullptr ? load<float>(part.bias, offset_of(part.bias, channel)) : 0.0f;
+    u[i] = c < unit.count && part.bias.data != nullptr ? scale * load<float>(part.bias, offset_of(part.bias, channel))
+                                                       : 0.0f;
   }
   for (int j = 0; j < width; ++j) {
     const int64_t position = t - (width - 1) + j;
@@ -69,7 +71,7 @@ __device__ inline void any_u(const Part& part, const ConvSequences& s, const Con
       const float x = input ? load<float>(part.x, offset_of(part.x, b, position, unit.head, unit.first + c))
                             : load<float>(part.initial_state,
                                           offset_of(part.initial_state, slot, channel, s.L - (span.begin - position)));
-      u[i] = fmaf(load<float>(part.weight, offset_of(part.weight, channel, j)), x, u[i]);
+      u[i] = fmaf(scale * load<float>(part.weight, offset_of(part.weight, channel, j)), x, u[i]);
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/layer/conv_any.cuh"
+#include "cuda/layer/vector.cuh"
 
 namespace flash_qla::cuda {
 
@@ -18,12 +19,15 @@ __global__ void __launch_bounds__(kAnyThreads)
   const ConvSpan span = span_at(p.sequences, b, t);
   const int64_t slot = conv_read_slot(p.sequences, span.n);
   const bool wanted = has_output(p.sequences, slot, b, t);
+  // By the vector kernel's operations: rounded to 16 bits, a result does not depend on how x lies.
+  const bool exact = is_wide(part.x);
+  const float scale = !p.silu ? 1.0f : exact ? silu_scale<float>() : silu_scale<__half>();
   float u[kLaneChannels];
-  any_u(part, p.sequences, unit, span, slot, b, t, p.width, u);
+  any_u(part, p.sequences, unit, span, slot, b, t, p.width, u, scale);
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneChannels; ++i) {
-    if (p.silu) u[i] *= sigmoid(u[i]);
+    if (p.silu) u[i] = exact ? scaled_silu<float>(u[i]) : scaled_silu<__half>(u[i]);
     if (lane + 32 * i < unit.count) sum = fmaf(u[i], u[i], sum);
   }
   if (part.l2norm) {
