@@ -30,16 +30,13 @@ struct LinkParams {
   // Of each chunk, sum g + sum log max(1, |1 - beta |k|^2|): [chunks, Hv]. NULL: nothing is forgotten.
   const float* log_norms;
   float threshold;
-  // Chunks of a window at most; 0: a row's own. With a bound only the norms of windows are made.
-  int32_t most_window;
   int64_t P;
   double scale;
 };
 static_assert(std::is_trivially_copyable_v<LinkParams>);
 
-// The log norms of the chunks of the parts' rows that windows may have.
-Status launch_chunk_log_norms(const Problem& p, const LinkParams& params, bool backward, float* log_norms,
-                              cudaStream_t stream);
+// The log norms of the chunks of the parts' rows, which serve both directions.
+Status launch_chunk_log_norms(const Problem& p, const LinkParams& params, float* log_norms, cudaStream_t stream);
 // Kinds, and the passes.
 Status launch_plan_links(const Problem& p, const LinkParams& params, bool backward, cudaStream_t stream);
 
@@ -108,8 +105,7 @@ class LinkCall {
     params->P = p_.P;
     params->scale = p_.scale;
     if (!forgets_) return Status();
-    constexpr bool kBackward = false;  // norms of all chunks serve both directions
-    FLASH_QLA_RETURN_IF_ERROR(launch_chunk_log_norms(p_, *params, kBackward, log_norms_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_chunk_log_norms(p_, *params, log_norms_, stream));
     params->log_norms = log_norms_;
     return Status();
   }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kChainThreads, 2) scan_carried_kernel(const __
   launch_dependents();
   ChainMemory& memory = *dynamic_shared<ChainMemory>();
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % kChainSlices;
-  const int32_t index = static_cast<int32_t>(blockIdx.x) / kChainSlices;
+  const int32_t index = p.carry.order[blockIdx.x / kChainSlices];
   const LinkChain chain = p.carry.chains[index];
   if (chain.has_cuts()) {
     const ChainPlace at;

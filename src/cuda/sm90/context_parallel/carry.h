@@ -41,15 +41,16 @@ FLASH_QLA_HOST_DEVICE constexpr int32_t segment_start(int32_t chunks, int32_t pl
 
 inline constexpr int64_t kMatrixBytes = int64_t{4} * kHeadDim * kHeadDim;
 
-// Places in a carry: chains [parts, value heads], then matrices of 128 x 128 floats, S^T and M^T.
+// Places in a carry: chains [parts, value heads], their order, then matrices of 128 x 128 floats, S^T and M^T.
 struct Carry {
   LinkChain* chains = nullptr;  // null: none
+  int32_t* order = nullptr;     // numbers of chains: first those with cuts
   float* cells = nullptr;
   int32_t parts = 0;
   int32_t slots = 0;  // matrices that there is room for
 };
 constexpr int64_t carry_header_bytes(int64_t chains) {
-  return (chains * static_cast<int64_t>(sizeof(LinkChain)) + 255) / 256 * 256;
+  return (chains * static_cast<int64_t>(sizeof(LinkChain) + sizeof(int32_t)) + 255) / 256 * 256;
 }
 constexpr int64_t carry_bytes(int64_t chains, int64_t cells) {
   return carry_header_bytes(chains) + cells * kMatrixBytes;
@@ -58,8 +59,10 @@ inline constexpr int kCarrySlices = 8;  // pieces that a chain's states at cuts 
 inline Carry carry_at(void* data, int64_t bytes, int64_t parts, int64_t heads) {
   const int64_t header = carry_header_bytes(parts * heads);
   if (data == nullptr || bytes < header) return {};
-  return {static_cast<LinkChain*>(data), reinterpret_cast<float*>(static_cast<char*>(data) + header),
-          static_cast<int32_t>(parts), static_cast<int32_t>((bytes - header) / kMatrixBytes)};
+  LinkChain* chains = static_cast<LinkChain*>(data);
+  return {chains, reinterpret_cast<int32_t*>(chains + parts * heads),
+          reinterpret_cast<float*>(static_cast<char*>(data) + header), static_cast<int32_t>(parts),
+          static_cast<int32_t>((bytes - header) / kMatrixBytes)};
 }
 
 }  // namespace flash_qla::cuda::sm90::cp

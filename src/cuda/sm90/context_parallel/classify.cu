@@ -1,10 +1,8 @@
 // Which boundaries are decaying.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/common/bulk.cuh"
 #include "cuda/common/tma.cuh"
+#include "cuda/sm90/common/key_squares.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
 
 namespace flash_qla::cuda::sm90::cp {
@@ -13,25 +11,6 @@ namespace {
 using fwd::load_index;
 
 static_assert(kRoundChunks * kRoundHeads == kClassifyThreads / 32);
-// A token's key by four threads.
-constexpr int kThreadsPerKey = 4;
-
-template <typename Element>
-__device__ float sum_of_squares(uint4 x) {
-  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    Element low, high;
-    const uint16_t bits[2] = {static_cast<uint16_t>(words[i] & 0xffff), static_cast<uint16_t>(words[i] >> 16)};
-    memcpy(&low, &bits[0], 2);
-    memcpy(&high, &bits[1], 2);
-    const float a = static_cast<float>(low), b = static_cast<float>(high);
-    sum = fmaf(a, a, fmaf(b, b, sum));
-  }
-  return sum;
-}
-
 // The sequence that holds a token, by a whole warp, which looks at 32 offsets at a time; its length is 0 where none
 // does, as it may be where offsets are out of order. own: see summarise_lengths().
 __device__ SequenceSpan find_sequence(const Args& args, int64_t token, const SequenceSpan& own, int lane) {
@@ -203,15 +182,10 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
           float squares = 0.0f;
           if (chunk >= 0) {
             const int64_t token = s.start + static_cast<int64_t>(chunk) * kChunk + t % kChunk;
-            const uint4* key = reinterpret_cast<const uint4*>(
-                static_cast<const Element*>(args.k) + token * args.k_token_stride + key_head * args.k_head_stride);
-#pragma unroll
-            for (int i = 0; i < kHeadDim / 8 / kThreadsPerKey; ++i) {
-              squares += sum_of_squares<Element>(key[i * kThreadsPerKey + thread % kThreadsPerKey]);
-            }
+            squares = own_part_of_square(static_cast<const Element*>(args.k) + token * args.k_token_stride +
+                                         key_head * args.k_head_stride);
           }
-          squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-          squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+          squares = sum_of_parts(squares);
           if (thread % kThreadsPerKey == 0) key_squares[t] = squares;
         }
         __syncthreads();

@@ -1,6 +1,7 @@
 // The lists of items.
 
 #include "cuda/common/overlap.cuh"
+#include "cuda/sm90/context_parallel/block_sums.cuh"
 #include "cuda/sm90/context_parallel/choose_joins.cuh"
 #include "cuda/sm90/context_parallel/plan_device.cuh"
 
@@ -39,31 +40,6 @@ struct ItemSink {
     for (int half = 0; half < 2; ++half) atomicAdd(readers + half, kWarpsOfHalf);
   }
 };
-
-// Sums over the threads before each, of an array of numbers; `all`: over all of them. sums: shared.
-template <int kNumbers>
-__device__ void sum_before(int32_t (&x)[kNumbers], int32_t (&all)[kNumbers], int32_t (*sums)[kListWarps]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  __syncthreads();  // the sums before have been read
-#pragma unroll
-  for (int i = 0; i < kNumbers; ++i) {
-    int32_t inclusive = x[i];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (lane >= step) inclusive += below;
-    }
-    if (lane == 31) sums[i][warp] = inclusive;
-    x[i] = inclusive - x[i];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kNumbers; ++i) {
-    const int32_t of_warp = lane < kListWarps ? sums[i][lane] : 0;
-    x[i] += __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
-    all[i] = __reduce_add_sync(0xffffffffu, of_warp);
-  }
-}
 
 // The order in which TPCs get state items: from the planner's on, those first on which no boundaries are classified, as
 // the state kernel's blocks come late there.
@@ -229,15 +205,25 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
     if (p.carry.chains[i].has_cuts()) atomicAdd(&carried_slices, kCarrySlices);
   }
   // Of other lengths than the expected ones the choice is made for a quarter of the heads without decay while the
-  // boundaries are classified. If it is not that, its instructions are in the caches.
+  // boundaries are classified; with carried heads, which are known, as if all others decayed. If it is not that, its
+  // instructions are in the caches.
   ChosenJoins best{-1, 0};
   int32_t guessed_exact = 0;
-  if (chosen && !expected && !carries) {
+  if (chosen && !expected) {
 #pragma unroll 1
     for (int32_t pair = thread; pair < chosen_for; pair += kListThreads) {
-      const int32_t i = p.by_heads.divide(pair), boundaries = sequences[i].cuts.pieces - 1;
-      kinds[pair] = boundaries > 0 && (pair - i * heads) % 4 == 3 ? kExactHead : kUsualWarmup * boundaries;
-      if (kinds[pair] == kExactHead) atomicAdd(&exact_found, 1);
+      const int32_t i = p.by_heads.divide(pair), head = pair - i * heads;
+      const CutSequence& cuts = sequences[i].cuts;
+      const int32_t boundaries = cuts.pieces - 1;
+      int32_t kind = kUsualWarmup * boundaries;
+      if (carries) {
+        const LinkChain* chain = carried_chain(p, cuts.sequence, head);
+        if (chain != nullptr) kind = carried_head(chain->segments);
+      } else if (boundaries > 0 && head % 4 == 3) {
+        kind = kExactHead;
+        atomicAdd(&exact_found, 1);
+      }
+      kinds[pair] = kind;
     }
     __syncthreads();
     guessed_exact = exact_found;

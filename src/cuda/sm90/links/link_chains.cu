@@ -1,6 +1,9 @@
 // Links between ranks' parts, before and after the kernel that makes the matrices of segments (link_states.cuh): the
-// list of its items, and the scan along the segments. Neither needs Hopper's instructions.
+// passes and the list of its items, and the scan along the segments. Neither needs Hopper's instructions.
 #include "cuda/common/dynamic_shared.cuh"
+#include "cuda/common/overlap.cuh"
+#include "cuda/generic/link_pass.cuh"
+#include "cuda/sm90/context_parallel/block_sums.cuh"
 #include "cuda/sm90/context_parallel/chain_scan.cuh"
 #include "cuda/sm90/links/links.h"
 
@@ -14,20 +17,22 @@ namespace {
 constexpr int kWarp = 32;
 // One block lists up to some thousand chunks of each of the heads, going backward.
 constexpr int kListThreads = 1024, kListWarps = kListThreads / kWarp;
-static_assert(kListThreads >= kMostLinkSegments);
+// Every number of segments is tried by so many neighbouring threads, which share the chains.
+constexpr int kTryLanes = kListThreads / kMostLinkSegments;
+static_assert(kTryLanes >= 1 && kTryLanes <= kWarp && kListThreads % kMostLinkSegments == 0);
 
 struct ListParams {
-  const LinkPass* passes;  // [P, Hv]
-  SequenceTable sequences;
+  LinkParams links;
   LinkWorkspace workspace;
-  int32_t chains, Hv;
+  const int32_t* windows;  // [ends][P, Hv]; NULL: nothing is forgotten
+  int32_t chains;
 };
 static_assert(std::is_trivially_copyable_v<ListParams>);
 
 // The tokens of a pass that somebody reads.
-__device__ LinkTokens tokens_of(const ListParams& p, const LinkPass& pass) {
-  const DeviceSequence sequence = sequence_at(p.sequences, pass.row);
-  return {static_cast<int32_t>(sequence.b * p.sequences.T + sequence.begin), static_cast<int32_t>(sequence.first_chunk),
+__device__ LinkTokens tokens_of(const SequenceTable& sequences, const LinkPass& pass) {
+  const DeviceSequence sequence = sequence_at(sequences, pass.row);
+  return {static_cast<int32_t>(sequence.b * sequences.T + sequence.begin), static_cast<int32_t>(sequence.first_chunk),
           pass.from, pass.to, pass.row};
 }
 __device__ int32_t chunks_of(const LinkPass& pass) {
@@ -48,69 +53,38 @@ __device__ LinkChain chain_of(const LinkPass& pass, const LinkSpacing& spacing, 
   return chain;
 }
 
-struct Sums {
-  int32_t states, transitions, tiles;
-};
-__device__ Sums operator+(const Sums& a, const Sums& b) {
-  return {a.states + b.states, a.transitions + b.transitions, a.tiles + b.tiles};
-}
-// Sums over the block's threads before each; `all`: over all of them.
-__device__ Sums sum_before(const Sums& x, Sums* s_warps, Sums* all) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  Sums sum = x;
-  for (int step = 1; step < kWarp; step *= 2) {
-    const Sums below = {__shfl_up_sync(0xffffffffu, sum.states, step),
-                        __shfl_up_sync(0xffffffffu, sum.transitions, step),
-                        __shfl_up_sync(0xffffffffu, sum.tiles, step)};
-    if (lane >= step) sum = sum + below;
-  }
-  if (lane == kWarp - 1) s_warps[warp] = sum;
-  __syncthreads();
-  Sums before{}, total{};
-  for (int w = 0; w < kListWarps; ++w) {
-    if (w < warp) before = before + s_warps[w];
-    total = total + s_warps[w];
-  }
-  __syncthreads();  // the sums have been read
-  *all = total;
-  return {before.states + sum.states - x.states, before.transitions + sum.transitions - x.transitions,
-          before.tiles + sum.tiles - x.tiles};
-}
+// Numbers that are summed over the chains before each.
+enum Sum : int { kStates, kTransitions, kTiles, kChains, kSums };
 
-// How the chains are cut, by the whole block.
-__device__ LinkSpacing choose_spacing(const ListParams& p, bool backward) {
-  __shared__ int32_t s_longest;
+// How the chains are cut, by the whole block. longest: in chunks, of those that are.
+__device__ LinkSpacing choose_spacing(const ListParams& p, bool backward, int32_t longest) {
   __shared__ float s_times[kMostLinkSegments];
   const LinkWorkspace& ws = p.workspace;
   if (ws.by_length != 0) return invariant_link_spacing();
-  const int thread = threadIdx.x;
-  if (thread == 0) s_longest = 0;
-  __syncthreads();
-  int32_t longest = 0;
-  for (int32_t i = thread; i < p.chains; i += kListThreads) {
-    if (is_cut(p.passes[i])) longest = max(longest, chunks_of(p.passes[i]));
-  }
-  atomicMax(&s_longest, longest);
-  __syncthreads();
-  longest = s_longest;
-  // Every number of segments by a thread: the fastest of those that fit. One segment always does.
-  if (thread < kMostLinkSegments) {
-    const LinkSpacing tried = even_link_spacing(longest, thread + 1);
-    int32_t states = 0, transitions = 0, windows = 0;
-    for (int32_t i = 0; i < p.chains; ++i) {
-      const LinkPass pass = p.passes[i];
-      const LinkChain chain = chain_of(pass, tried, backward);
-      if (is_cut(pass)) {
-        states += chain.segments;
-        transitions += chain.transitions();
-      } else {
-        windows += chain.segments;
-      }
+  // The fastest of those that fit. One segment always does.
+  const int tried = threadIdx.x / kTryLanes + 1, lane = threadIdx.x % kTryLanes;
+  const LinkSpacing spacing = even_link_spacing(longest, tried);
+  int32_t states = 0, transitions = 0, windows = 0;
+  for (int32_t i = lane; i < p.chains; i += kTryLanes) {
+    const LinkPass pass = p.links.passes[i];
+    const LinkChain chain = chain_of(pass, spacing, backward);
+    if (is_cut(pass)) {
+      states += chain.segments;
+      transitions += chain.transitions();
+    } else {
+      windows += chain.segments;
     }
-    const bool fits = states + transitions + windows <= ws.capacity;
-    float time = link_time(states, transitions, longest, thread + 1, ws.sms, backward);
-    if (ws.carries != 0) time += carried_time(states, p.chains, longest, thread + 1, ws.sms);
-    s_times[thread] = fits ? time : INFINITY;
+  }
+#pragma unroll
+  for (int step = kTryLanes / 2; step > 0; step /= 2) {
+    states += __shfl_xor_sync(0xffffffffu, states, step);
+    transitions += __shfl_xor_sync(0xffffffffu, transitions, step);
+    windows += __shfl_xor_sync(0xffffffffu, windows, step);
+  }
+  if (lane == 0) {
+    float time = link_time(states, transitions, longest, tried, ws.sms, backward);
+    if (ws.carries != 0) time += carried_time(states, p.chains, longest, tried, ws.sms);
+    s_times[tried - 1] = states + transitions + windows <= ws.capacity ? time : INFINITY;
   }
   __syncthreads();
   int best = 0;
@@ -123,41 +97,68 @@ __device__ LinkSpacing choose_spacing(const ListParams& p, bool backward) {
 // One block. Chains that are cut come first: their items are the long ones.
 template <bool kBackward>
 __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __grid_constant__ ListParams p) {
-  __shared__ Sums s_warps[kListWarps];
+  __shared__ int32_t s_sums[kSums][kListWarps];
+  __shared__ int32_t s_longest;
   const int thread = threadIdx.x;
   const LinkWorkspace& ws = p.workspace;
-  const LinkSpacing spacing = choose_spacing(p, kBackward);
-  Sums so_far{};
+  const LinkPass* passes = p.links.passes;
+  const int32_t Hv = p.links.in.Hv;
+  launch_dependents();
+  if (thread == 0) s_longest = 0;
+  __syncthreads();
+  wait_for_predecessors();
+  for (int32_t i = thread; i < p.chains; i += kListThreads) {
+    const int32_t part = i / Hv, head = i % Hv;
+    const auto window = [&](const DeviceSequence&, bool from_end) -> int64_t {
+      return p.windows[(from_end || kBackward ? 0 : p.chains) + i];
+    };
+    float kind;
+    const LinkPass pass = link_pass(p.links, part, head, kBackward, p.windows != nullptr, window, &kind);
+    p.links.passes[i] = pass;
+    store<float>(p.links.kind, offset_of(p.links.kind, part, head), kind);
+    if (is_cut(pass)) atomicMax(&s_longest, chunks_of(pass));
+  }
+  __syncthreads();  // the passes are in memory
+  const LinkSpacing spacing = choose_spacing(p, kBackward, s_longest);
+  int32_t so_far[kSums] = {};
   for (int turn = 0; turn < 2; ++turn) {  // those that are cut, the others
     for (int32_t base = 0; base < p.chains; base += kListThreads) {
       const int32_t i = base + thread;
       LinkChain chain{};
       bool mine = false;
-      Sums own{};
+      int32_t before[kSums] = {}, all[kSums];
       if (i < p.chains) {
-        mine = is_cut(p.passes[i]) == (turn == 0);
+        mine = is_cut(passes[i]) == (turn == 0);
         if (mine) {
-          chain = chain_of(p.passes[i], spacing, kBackward);
-          own = {chain.segments, chain.transitions(), chunks_of(p.passes[i])};
+          chain = chain_of(passes[i], spacing, kBackward);
+          before[kStates] = chain.segments;
+          before[kTransitions] = chain.transitions();
+          before[kTiles] = chunks_of(passes[i]);
+          before[kChains] = 1;
         }
       }
-      Sums all;
-      const Sums before = so_far + sum_before(own, s_warps, &all);
-      chain.first_cell = before.states + before.transitions;
-      chain.first_state = before.states;
-      chain.first_tile = before.tiles;
-      if (mine) ws.chains[i] = chain;
-      so_far = so_far + all;
+      cp::sum_before(before, all, s_sums);
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) before[n] += so_far[n];
+      chain.first_cell = before[kStates] + before[kTransitions];
+      chain.first_state = before[kStates];
+      chain.first_tile = before[kTiles];
+      if (mine) {
+        ws.chains[i] = chain;
+        ws.order[before[kChains]] = i;
+      }
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) so_far[n] += all[n];
     }
   }
   __syncthreads();  // the chains are in memory
   for (int32_t i = thread / kWarp; i < p.chains; i += kListWarps) {
     const LinkChain chain = ws.chains[i];
     if (chain.segments == 0) continue;
-    const LinkPass pass = p.passes[i];
-    const LinkTokens tokens = tokens_of(p, pass);
+    const LinkPass pass = passes[i];
+    const LinkTokens tokens = tokens_of(p.links.sequences, pass);
     for (int32_t k = thread % kWarp; k < chain.matrices(); k += kWarp) {
-      WorkItem item = link_item(chain, k, tokens, pass.starts != 0, i % p.Hv, kBackward);
+      WorkItem item = link_item(chain, k, tokens, pass.starts != 0, i % Hv, kBackward);
       if (!kBackward) {
         ws.items[chain.first_cell + k] = item;
       } else if (k >= chain.segments) {
@@ -174,17 +175,17 @@ __global__ void __launch_bounds__(kListThreads) list_link_items_kernel(const __g
         if (static_cast<uint32_t>(chain.first_tile + c) >= ws.most_tiles) break;
         const int32_t left = tokens.to - c * kChunk;
         ws.tiles[chain.first_tile + c] = {tokens.first + c * kChunk, left < kChunk ? left : kChunk,
-                                          (tokens.first_chunk + c) * p.Hv + i % p.Hv};
+                                          (tokens.first_chunk + c) * Hv + i % Hv};
       }
     }
   }
   if (thread == 0) {
     ws.counters->plan = PlanCounters{};
-    ws.counters->plan.states.items = so_far.transitions + (kBackward ? 0 : so_far.states);
+    ws.counters->plan.states.items = so_far[kTransitions] + (kBackward ? 0 : so_far[kStates]);
     ws.counters->tickets = ItemTickets{};
-    ws.counters->reverse_items = so_far.states;
+    ws.counters->reverse_items = so_far[kStates];
     ws.counters->tiles =
-        static_cast<int32_t>(min(static_cast<int64_t>(static_cast<uint32_t>(so_far.tiles)), ws.most_tiles));
+        static_cast<int32_t>(min(static_cast<int64_t>(static_cast<uint32_t>(so_far[kTiles])), ws.most_tiles));
   }
 }
 
@@ -207,6 +208,7 @@ __global__ void __launch_bounds__(kGivenThreads)
 struct ScanParams {
   DeviceStates S, M;        // [P, Hv, K, V], [P, Hv, K, K]
   const LinkChain* chains;  // [P, Hv]
+  const int32_t* order;
   const float* cells;
   int32_t Hv;
   int32_t slices;  // of S, and behind them of M, forward
@@ -215,8 +217,10 @@ static_assert(std::is_trivially_copyable_v<ScanParams>);
 
 // A block takes 16 columns of one link's S (R), or M: rows of the cells.
 __global__ void __launch_bounds__(kChainThreads, 2) scan_links_kernel(const __grid_constant__ ScanParams p) {
+  launch_dependents();
+  wait_for_predecessors();
   const int32_t slice = static_cast<int32_t>(blockIdx.x) % p.slices;
-  const int32_t index = static_cast<int32_t>(blockIdx.x) / p.slices;
+  const int32_t index = p.order[static_cast<int32_t>(blockIdx.x) / p.slices];
   const bool transition = slice >= kChainSlices;
   const ChainPlace at;
   const int column0 = slice % kChainSlices * kChainColumns;
@@ -256,9 +260,11 @@ LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bo
   ws.items = workspace->take<WorkItem>(ws.capacity);
   ws.carries = carry.chains != nullptr;
   ws.chains = carry.chains;
+  ws.order = carry.order;
   ws.cells = carry.cells;
   if (carry.chains == nullptr) {
     ws.chains = workspace->take<LinkChain>(chains);
+    ws.order = workspace->take<int32_t>(chains);
     ws.cells = workspace->take<float>((ws.capacity + (has_given ? chains : 0)) * kMatrix);
   }
   if (backward) {
@@ -270,23 +276,24 @@ LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bo
   return ws;
 }
 
-Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream) {
+Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspace, const int32_t* windows,
+                         cudaStream_t stream) {
   const auto chains = static_cast<int32_t>(params.P * params.in.Hv);
-  const ListParams list{params.passes, params.sequences, workspace, chains, params.in.Hv};
+  const ListParams list{params, workspace, windows, chains};
   const bool backward = workspace.tiles != nullptr;
-  if (workspace.has_given != 0) {
-    FLASH_QLA_RETURN_IF_ERROR(
-        launch("put_given", put_given_kernel, chains, kGivenThreads, 0, stream, params, workspace));
-  }
-  return launch("list_link_items", backward ? list_link_items_kernel<true> : list_link_items_kernel<false>, 1,
-                kListThreads, 0, stream, list);
+  FLASH_QLA_RETURN_IF_ERROR(launch_kernel("list_link_items",
+                                          backward ? list_link_items_kernel<true> : list_link_items_kernel<false>, 1,
+                                          kListThreads, 0, stream, true, list));
+  if (workspace.has_given == 0) return Status();
+  return launch("put_given", put_given_kernel, chains, kGivenThreads, 0, stream, params, workspace);
 }
 
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream) {
   const int32_t slices = workspace.tiles != nullptr ? kChainSlices : 2 * kChainSlices;
-  const ScanParams scan{params.S, params.M, workspace.chains, workspace.cells, params.in.Hv, slices};
-  return launch("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads, sizeof(ChainMemory),
-                stream, scan);
+  const ScanParams scan{params.S,          params.M,     workspace.chains, workspace.order,
+                        workspace.cells, params.in.Hv, slices};
+  return launch_kernel("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads,
+                       sizeof(ChainMemory), stream, true, scan);
 }
 
 }  // namespace flash_qla::cuda::sm90::links

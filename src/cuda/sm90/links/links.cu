@@ -1,6 +1,6 @@
 // Path "sm90" of the two summaries: the links of parts by segments of the fused kernels, without their outputs. Which
-// tokens make a link, and what it is to be, is decided on the device (cuda/generic/link_plan.cu), per value head.
-//   norms of windows -> passes -> items (link_chains.cu) -> matrices of segments (link_states.cuh) -> scan -> S, M
+// tokens make a link, and what it is to be, is decided on the device (cuda/generic/link_pass.cuh), per value head.
+//   windows (windows.cu) -> passes, items (link_chains.cu) -> matrices of segments (link_states.cuh) -> scan -> S, M
 // Going backward the forward's kernel makes transitions alone, and reverse passes (chunk_bwd/links.cuh) the gradients.
 #include "cuda/paths.h"
 #include "cuda/sm90/chunk_bwd/links.h"
@@ -46,7 +46,7 @@ class Links {
       : args_(args), p_(p), call_(forward_of(args), p, workspace) {
     sequences_ = take_sequences(p, workspace);
     passes_ = workspace->take<LinkPass>(p.P * p.Hv);
-    if (may_forget(args.options, p.dtype)) log_norms_ = workspace->take<float>(p.chunk_bound * p.Hv);
+    if (may_forget(args.options, p.dtype)) windows_ = workspace->take<int32_t>(kLinkEnds * p.P * p.Hv);
     const int sms = fwd::multiprocessors(args.options.device_index);
     bool has_given = false;
     cp::Carry carry;
@@ -72,13 +72,11 @@ class Links {
   Status run(cudaStream_t stream) const {
     FLASH_QLA_RETURN_IF_ERROR(call_.prepare(stream));
     FLASH_QLA_RETURN_IF_ERROR(plan_sequences(args_.cu_seqlens, p_, sequences_, stream));
-    LinkParams params = make_params();
+    const LinkParams params = make_params();
     if (may_forget(args_.options, p_.dtype)) {
-      FLASH_QLA_RETURN_IF_ERROR(launch_chunk_log_norms(p_, params, kBackward, log_norms_, stream));
-      params.log_norms = log_norms_;
+      FLASH_QLA_RETURN_IF_ERROR(launch_link_windows(params, kBackward, windows_, stream));
     }
-    FLASH_QLA_RETURN_IF_ERROR(launch_plan_links(p_, params, kBackward, stream));
-    FLASH_QLA_RETURN_IF_ERROR(launch_link_items(params, workspace_, stream));
+    FLASH_QLA_RETURN_IF_ERROR(launch_link_items(params, workspace_, windows_, stream));
     FLASH_QLA_RETURN_IF_ERROR(
         cuda_status(fwd::launch_link_states(call_.kernel(), matrices(), stream), "the states of links"));
     if constexpr (kBackward) {
@@ -103,7 +101,6 @@ class Links {
     params.rows = device_tensor(args_.rows);
     params.passes = passes_;
     params.threshold = decay_threshold(args_.options);
-    params.most_window = kMostLinkWindow;
     params.P = p_.P;
     params.in.k = {const_cast<void*>(kernel.k),
                    {p_.T * kernel.k_token_stride, kernel.k_token_stride, kernel.k_head_stride, 1},
@@ -162,7 +159,7 @@ class Links {
   fwd::Call call_;
   SequenceTable sequences_;
   LinkPass* passes_ = nullptr;
-  float* log_norms_ = nullptr;  // of windows' chunks
+  int32_t* windows_ = nullptr;
   LinkWorkspace workspace_;
   uint8_t* scratch_ = nullptr;  // going backward
 };

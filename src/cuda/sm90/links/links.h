@@ -18,7 +18,8 @@ struct LinkCounters {
 };
 struct LinkWorkspace {
   LinkCounters* counters;
-  LinkChain* chains;  // [P, Hv]; these and the cells may be a carry's
+  LinkChain* chains;  // [P, Hv]; these, their order and the cells may be a carry's
+  int32_t* order;     // [P, Hv] numbers of chains: first those that are cut, which take long
   WorkItem* items;    // [capacity] of the forward's kernel: states and transitions; going backward, transitions alone
   float* cells;       // [capacity, 128, 128]: S^T, dS^T and M^T; going backward M
   int64_t capacity;
@@ -37,8 +38,14 @@ struct LinkWorkspace {
 LinkWorkspace take_link_workspace(int64_t chains, int64_t chunks, int64_t Hv, bool has_given, bool by_length,
                                   int32_t sms, const cp::Carry& carry, Workspace* workspace);
 
-// What the passes of a call are cut into; and given gradients into their cells.
-Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream);
+// Within how many chunks of a row's end each head forgets, up to kMostLinkWindow: [ends][P, Hv], 0: later or never. The
+// end is that which the pass comes to, and for a part that is gone through forward the start of it as well.
+inline constexpr int kLinkEnds = 2;
+Status launch_link_windows(const LinkParams& params, bool backward, int32_t* windows, cudaStream_t stream);
+// The passes and kinds, and what the passes are cut into; given gradients into their cells. windows: NULL: nothing is
+// forgotten.
+Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspace, const int32_t* windows,
+                         cudaStream_t stream);
 // Along the segments, to S and M, or R, of all links; zeros where a link has none.
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream);
 
