@@ -234,6 +234,47 @@ TEST_F(LinkCallsEmulated, LongKeysKeepWhatGatesForget) {
   }
 }
 
+// Windows of every length up to the row's own, of heads whose gates decide and of heads whose keys do: six value heads
+// share a key head, and a block looks at four. A NaN behind a window does not matter, one within it does.
+TEST_F(LinkCallsEmulated, WindowsOfManyLengths) {
+  constexpr int64_t kChunks = 11, kTokens = kChunks * 64 - 20, kGroup = 6;
+  LinkProblem p = draw(1, 30 + kTokens, {0, 30, 30 + kTokens}, {1, 1}, 128, 128);
+  p.crosses = p.through = {1};
+  p.Hq = 4;
+  p.Hv = p.Hq * kGroup;
+  const std::vector<BFloat16> unit = p.k;
+  const double growths[4] = {0.0, 0.1, 0.2, 0.0};
+  p.k.clear();
+  for (int64_t i = 0; i < p.T * p.Hq; ++i) {
+    const double length = std::sqrt(1.0 + std::exp(growths[i % p.Hq]));
+    for (int64_t j = 0; j < p.K; ++j) {
+      const double x = growths[i % p.Hq] == 0.0 ? 1.0 : length;
+      p.k.push_back(to_bfloat16(static_cast<float>(x * to_float(unit[i / p.Hq * p.K + j]))));
+    }
+  }
+  // In the middle of the row: a window of five chunks from either end does not see it.
+  p.k[((30 + 340) * p.Hq + 3) * p.K] = to_bfloat16(std::numeric_limits<float>::quiet_NaN());
+  p.v.assign(p.T * p.Hv * p.V, to_bfloat16(0.f));
+  p.given.assign(p.sequences() * p.Hv * p.K * p.V, 0.f);
+  p.beta.assign(p.T * p.Hv, 1.f);
+  for (int round = 0; round < 3; ++round) {
+    p.g.clear();
+    for (int64_t i = 0; i < p.T * p.Hv; ++i) {
+      const int64_t head = i % p.Hv, in_group = head % kGroup;
+      const double chunks = in_group == 5 ? 100.0 : 0.5 + 2.2 * static_cast<double>(in_group) + 0.6 * round;
+      p.g.push_back(static_cast<float>(-16.0 / (64.0 * chunks) - growths[head / kGroup] * (0.9 + 0.1 * round)));
+    }
+    LinkProblem few_values = p;  // kinds do not depend on them
+    few_values.V = 4;
+    few_values.v.resize(p.T * p.Hv * 4);
+    const Links wanted = forward(few_values, "cuda_generic");
+    for (float kind : wanted.kind) ++kinds_[static_cast<int>(kind)];
+    EXPECT_EQ(forward(p, "sm90").kind, wanted.kind) << "round " << round;
+  }
+  EXPECT_GT(kinds_[FLASH_QLA_LINK_CONSTANT], 20);
+  EXPECT_GT(kinds_[FLASH_QLA_LINK_AFFINE], 20);
+}
+
 TEST_F(LinkCallsEmulated, SegmentsWithoutForgetting) {
   for (const int mode : {FLASH_QLA_CP_OFF, FLASH_QLA_CP_INVARIANT}) {
     LinkProblem p = draw(1, 2500, {0, 2500}, {0, 0}, 128, 128);
