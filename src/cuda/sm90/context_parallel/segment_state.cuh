@@ -45,8 +45,12 @@ __device__ __forceinline__ bool leaves_at_once(const KernelArgs& p) {
   uint32_t published_items = 0;
   while (published_items == 0 && load_now(&p.counters->made) != 1)
     published_items = load_now(&p.start->published_items);
+  // The plan was there before: as all other blocks do, if there is no state to be made, as where all have been carried.
+  if (published_items == 0) {
+    return load_acquire(&p.counters->made) == 1 && p.sizes->items == 0 && blockIdx.x != 0;
+  }
   const uint32_t tiles = (published_items - 1) & 0xffff, planner_tpc = (published_items - 1) >> 16;
-  return published_items != 0 && !has_tpc(place, tiles) && leaves_early(p.start, tiles, planner_tpc);
+  return !has_tpc(place, tiles) && leaves_early(p.start, tiles, planner_tpc);
 }
 
 // Other blocks without a TPC let those that have one take the items, and take what is left, if anything is, after some
