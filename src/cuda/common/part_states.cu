@@ -1,6 +1,7 @@
 #include "cuda/common/part_states.cuh"
 
 #include "cuda/common/device_tensor.cuh"
+#include "cuda/common/overlap.cuh"
 #include "cuda/paths.h"
 
 namespace flash_qla {
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   struct alignas(16) Vector {
     Real x[kVector];
   };
+  begin_after_predecessors();
   const int size = K * V, slices = static_cast<int>(ceil_div(size, kSlice));
   const int state = static_cast<int>(blockIdx.x) / slices, n = state / Hv, head = state % Hv;
   int part = parts;
@@ -60,14 +62,15 @@ RowsOfStates::RowsOfStates(const Tensor& rows, const Tensor& of_parts, bool v_fi
   states_ = tensor(data, wide ? DType::kFloat64 : DType::kFloat32, {p.N, p.Hv, inner[0], inner[1]});
 }
 
-Status RowsOfStates::fill(const Tensor& given, const Problem& p, cudaStream_t stream) const {
+Status RowsOfStates::fill(const Tensor& given, const Problem& p, const Queue& queue) const {
   if (!present(states_)) return Status();
   const auto run =
       [&]<class Real>(void (*kernel)(DeviceTensor, int, DeviceStates, DeviceStates, Real*, int, int, int, bool)) {
-        return launch("rows_of_states", kernel, p.N * p.Hv * ceil_div(p.K * p.V, kSlice), kThreads, 0, stream,
-                      device_tensor(rows_), static_cast<int>(rows_.shape[0]), device_states(of_parts_, false),
-                      device_states(given, v_first_), static_cast<Real*>(states_.data), static_cast<int>(p.Hv),
-                      static_cast<int>(p.K), static_cast<int>(p.V), v_first_);
+        return launch_kernel("rows_of_states", kernel, p.N * p.Hv * ceil_div(p.K * p.V, kSlice), kThreads, 0,
+                             queue.stream, queue.overlaps, device_tensor(rows_), static_cast<int>(rows_.shape[0]),
+                             device_states(of_parts_, false), device_states(given, v_first_),
+                             static_cast<Real*>(states_.data), static_cast<int>(p.Hv), static_cast<int>(p.K),
+                             static_cast<int>(p.V), v_first_);
       };
   return p.dtype == DType::kFloat64 ? run(rows_of_states_kernel<double>) : run(rows_of_states_kernel<float>);
 }

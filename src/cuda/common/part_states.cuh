@@ -18,7 +18,7 @@ class RowsOfStates {
   const Tensor& in_place_of(const Tensor& given) const { return present(states_) ? states_ : given; }
 
   // Fills the rows: those of parts with theirs, the others with those of `given` or zeros.
-  Status fill(const Tensor& given, const Problem& p, cudaStream_t stream) const;
+  Status fill(const Tensor& given, const Problem& p, const Queue& queue) const;
 
  private:
   Tensor rows_, of_parts_, states_{};
@@ -36,8 +36,8 @@ struct ForwardOfRows {
     args.initial_state = initial.in_place_of(given.initial_state);
     args.entering_rows = args.entering_state = Tensor{};
   }
-  Status fill(const Arguments& given, const Problem& p, cudaStream_t stream) const {
-    return initial.fill(given.initial_state, p, stream);
+  Status fill(const Arguments& given, const Problem& p, const Queue& queue) const {
+    return initial.fill(given.initial_state, p, queue);
   }
 
   Workspace workspace;
@@ -57,9 +57,9 @@ struct BackwardOfRows {
     args.dht = last.in_place_of(given.dht);
     args.entering_rows = args.entering_state = args.leaving_rows = args.leaving_dht = Tensor{};
   }
-  Status fill(const Arguments& given, const Problem& p, cudaStream_t stream) const {
-    FLASH_QLA_RETURN_IF_ERROR(initial.fill(given.initial_state, p, stream));
-    return last.fill(given.dht, p, stream);
+  Status fill(const Arguments& given, const Problem& p, const Queue& queue) const {
+    FLASH_QLA_RETURN_IF_ERROR(initial.fill(given.initial_state, p, queue));
+    return last.fill(given.dht, p, queue);
   }
 
   Workspace workspace;
@@ -85,7 +85,8 @@ struct WithPartStates {
     if (used > 0) {
       const DeviceGuard guard(args.options.device_index);
       FLASH_QLA_RETURN_IF_ERROR(guard.status());
-      FLASH_QLA_RETURN_IF_ERROR(call.fill(args, p, static_cast<cudaStream_t>(stream)));
+      const Queue queue{static_cast<cudaStream_t>(stream), allows_overlap(args.options.device_index)};
+      FLASH_QLA_RETURN_IF_ERROR(call.fill(args, p, queue));
     }
     return kPath->run(call.args, p, memory == nullptr ? nullptr : static_cast<char*>(memory) + used, stream);
   }

@@ -6,6 +6,7 @@
 #include "cuda/common/device_tensor.cuh"
 #include "cuda/common/dynamic_shared.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/overlap.cuh"
 #include "cuda/paths.h"
 
 namespace flash_qla {
@@ -199,6 +200,7 @@ __device__ void apply_link(const Chain<Real>& chain, int64_t place, bool transpo
 
 template <class Real>
 __global__ void __launch_bounds__(kThreads) summary_combine_kernel(const __grid_constant__ CombineParams p) {
+  launch_dependents();
   Memory<Real>& memory = *dynamic_shared<Memory<Real>>();
   const int slices = static_cast<int>(ceil_div(p.columns, kSlice));
   const int64_t rest = blockIdx.x / slices;
