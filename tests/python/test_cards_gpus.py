@@ -37,14 +37,26 @@ def test_random_cuts(ranks, dtype, layout, options):
         held_to_one_rank(ranks, world, dict(CASE, dtype=dtype, **options), cut)
 
 
-def test_the_error_is_that_of_one_card(ranks):
-    case = dict(CASE, seqlens=[4096])
+def errors_beside_one_card(ranks, case):
+    """By name: the error over two ranks in that of one card, of all heads together, and what it may be."""
     x = whole(case)
     got = cards.merge(x, *zip(*ranks.run(cards_on_ranks.results, 2, case, {})))
     alone = {name: value.cpu() for name, value in helpers.run(cards_on_ranks.inputs_of(case)).items()}
     for name, want in helpers.library_reference(x).items():
         error, of_one = ((found[name].double() - want).norm() / want.norm() for found in (got, alone))
-        assert error <= (1.3 if name == "dg" else 1.1) * of_one, name
+        yield name, float(error / of_one), 1.3 if name == "dg" else 1.1
+
+
+def test_the_error_is_that_of_one_card(ranks):
+    for name, times, most in errors_beside_one_card(ranks, dict(CASE, seqlens=[4096])):
+        assert times <= most, (name, times)
+
+
+def test_the_error_of_many_heads_is_that_of_one_card(ranks):
+    """Of one head without decay dg's errors are a few draws, by chance larger or smaller than those of one card; of eight such
+    heads chance says little (docs/numerics.md)."""
+    for name, times, most in errors_beside_one_card(ranks, dict(CASE, Hq=16, Hv=32, seqlens=[4096])):
+        assert times <= most, (name, times)
 
 
 @pytest.mark.parametrize("cut", [{}, dict(layout="zigzag"), dict(rank_tokens=[1000, 24])], ids=str)

@@ -29,7 +29,8 @@ __device__ LinkPass link_pass(const LinkParams& p, int64_t part, int head, bool 
   const DeviceSequence sequence = sequence_at(p.sequences, row);
   const int64_t chunks = ceil_div(sequence.length, kChunkSize);
   // Going backward, a part that is gone through forgets where the forward has said so.
-  const bool was_constant = backward && is_constant(load<double>(p.forward_kind, offset_of(p.forward_kind, part, head)));
+  const bool was_constant =
+      backward && is_constant(load<double>(p.forward_kind, offset_of(p.forward_kind, part, head)));
   const bool asks = may_forget && !(backward && through && !was_constant);
   int64_t length = asks ? window(sequence, !backward) : 0;
   // One decision for both directions: the state and its gradient must both be forgotten.

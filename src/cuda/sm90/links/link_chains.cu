@@ -290,8 +290,7 @@ Status launch_link_items(const LinkParams& params, const LinkWorkspace& workspac
 
 Status launch_link_scan(const LinkParams& params, const LinkWorkspace& workspace, cudaStream_t stream) {
   const int32_t slices = workspace.tiles != nullptr ? kChainSlices : 2 * kChainSlices;
-  const ScanParams scan{params.S,          params.M,     workspace.chains, workspace.order,
-                        workspace.cells, params.in.Hv, slices};
+  const ScanParams scan{params.S, params.M, workspace.chains, workspace.order, workspace.cells, params.in.Hv, slices};
   return launch_kernel("scan_links", scan_links_kernel, params.P * params.in.Hv * slices, kChainThreads,
                        sizeof(ChainMemory), stream, true, scan);
 }
