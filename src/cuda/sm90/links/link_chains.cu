@@ -88,8 +88,10 @@ __device__ LinkSpacing choose_spacing(const ListParams& p, bool backward, int32_
   }
   __syncthreads();
   int best = 0;
+  float least = s_times[0];
+#pragma unroll
   for (int i = 1; i < kMostLinkSegments; ++i) {
-    if (s_times[i] < s_times[best]) best = i;
+    if (s_times[i] < least) least = s_times[best = i];
   }
   return even_link_spacing(longest, best + 1);
 }
