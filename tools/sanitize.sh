@@ -8,11 +8,11 @@
 # (-DFLASH_QLA_RACECHECK, src/cuda/common/mbarrier.cuh); without it racecheck leaves the Hopper kernels out, and initcheck reports
 # what the backward's copies have written.
 # FLASH_QLA_SANITIZE: an extended regular expression; only the runs whose "TOOL NAME" it matches ("sm90" are those named
-# backward, split, lengths, batch, single, forward or malformed).
+# backward, split, lengths, batch, single, forward, links or malformed).
 set -uo pipefail
 program=$1 out=$2 end=$((SECONDS + $3)) race=${4:-}
 wanted=${FLASH_QLA_SANITIZE:-.}
-[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|batch|single|forward|malformed)'
+[[ $wanted == sm90 ]] && wanted='(backward|split|lengths|batch|single|forward|links|malformed)'
 failed=$(mktemp)
 workers=$(nproc) running=0
 
@@ -27,12 +27,12 @@ tool() {
   if [[ $1 == racecheck ]]; then
     [[ -n $race ]] && run=$race
     # The tool fails, with an internal error, where one stream's kernels run beside another's.
-    [[ $2 == backward* ]] && tool_options+=(--force-blocking-launches)
+    [[ $2 == backward* || $2 == links_backward* ]] && tool_options+=(--force-blocking-launches)
   fi
   # What goes past the end of an allocation is not to end in the next one.
   [[ $2 == malformed* ]] && tool_options+=(--padding 4096)
   # Nor does initcheck see all that the copy engine writes to memory; that build shows it (src/cuda/common/bulk.cuh).
-  [[ $1 == initcheck && $2 == backward* && -n $race ]] && run=$race
+  [[ $1 == initcheck && ($2 == backward* || $2 == links*) && -n $race ]] && run=$race
   local command=("$run" --kernels --small --once "${@:3}")
   echo "== compute-sanitizer ${tool_options[*]} ${command[*]}" >"$log"
   timeout "$((end > SECONDS ? end - SECONDS : 1))" compute-sanitizer "${tool_options[@]}" --print-limit 8 "${command[@]}" >>"$log" 2>&1 ||
@@ -71,8 +71,11 @@ if [[ -n $race ]]; then
   for number in 1 2 5 16; do start racecheck "backward_$number" --only "sm90 backward, drawn" --only-case "$number"; done
   for number in 0 1; do start racecheck "backward_segments_$number" --only "sm90 backward, segments" --only-case "$number"; done
   for number in 1 2 3; do start racecheck "split_$number" --only "sm90 split, drawn" --only-case "$number"; done
+  for number in 2 4 5; do start racecheck "links_alone_$number" --only "sm90 links, alone" --only-case "$number"; done
+  for number in 0 1 2 3; do start racecheck "links_forward_$number" --only "sm90 links, forward" --only-case "$number"; done
+  for number in 0 2; do start racecheck "links_backward_$number" --only "sm90 links, backward" --only-case "$number"; done
 fi
-# 32 malformed calls of the Hopper kernels and 4 of others to each seed: 576 in all.
+# 32 malformed calls of the Hopper kernels, 24 of links between ranks and 4 of others to each seed: 960 in all.
 for seed in {1..16}; do start memcheck "malformed_$seed" --only malformed --cases 8 --seed "$seed"; done
 for name in initcheck memcheck synccheck; do
   start "$name" lengths --only "sm90 lengths"
@@ -100,6 +103,10 @@ for name in initcheck memcheck synccheck; do
   start "$name" backward --only "sm90 backward, drawn" --only-case 0,1,2,5,16
   start "$name" backward_segments --only "sm90 backward, segments" --cases 4
   start "$name" split --only "sm90 split, drawn" --cases 4
+  start "$name" links_alone --only "sm90 links, alone"
+  start "$name" links_forward --only "sm90 links, forward"
+  start "$name" links_backward --only "sm90 links, backward"
+  start "$name" links_carry --only "sm90 links, carry"
   start "$name" generic_a --only generic --only-case 0,5,9
   start "$name" generic_b --only generic --only-case 11,27,45
   start "$name" generic_fp32 --only generic --only-case 20,66,78,100,118,124,134,137

@@ -57,7 +57,9 @@ This page says what each tool has looked at, in which build and at which commit,
 
 So racecheck, and initcheck of the backward, say nothing about a hand-over that the plain build alone has. Those are what other tests of the plain build are for: every form over stale memory (`--only stale`), a thousand runs beside other kernels (`--only repeats`), ten thousand replays of graphs (`--only soak`), and a third build whose warps sleep at random wherever they meet (`FLASH_QLA_JITTER`).
 
-Under memcheck, the group `malformed` draws calls whose device memory holds anything (offsets that go back, slots that are not there, NaN, any bits), with each tensor an allocation of its own.
+Under memcheck, the groups `malformed` draw calls whose device memory holds anything (offsets that go back, slots, rows and places that are not there, kinds that no link has, NaN, any bits), with each tensor an allocation of its own.
+
+Links between ranks and the forwards that go on from them (`sm90 links`) run under every tool on the few-token cases: `alone`, `forward` and `backward` (racecheck: a case a process), `carry` under all but racecheck. What the ranks' calls leave each other is an allocation a tensor, and in a small run nobody fills it, so that initcheck sees what is read before it is written. Under initcheck they are of the build `FLASH_QLA_RACECHECK`, as the backward is.
 """
 
 

@@ -46,7 +46,9 @@ cudaError_t launch_link_states(const Args& args, const LinkMatrices& links, cuda
       const float* given = static_cast<const float*>(args.initial.data) + item.sequence * args.initial.slot_stride +
                            item.head * args.initial.head_stride;
       for (int64_t v = 0; v < kHeadDim; ++v) {
-        for (int64_t k = 0; k < kHeadDim; ++k) S[v * kHeadDim + k] = given[k * kHeadDim + v];
+        for (int64_t k = 0; k < kHeadDim; ++k) {
+          S[v * kHeadDim + k] = given[args.state_v_first != 0 ? v * kHeadDim + k : k * kHeadDim + v];
+        }
       }
     }
     for (int64_t t = item.row; t < item.row + item.tokens; ++t) {
@@ -83,7 +85,9 @@ int64_t link_gradients_scratch(int64_t, int64_t, int64_t, bool) { return 256; }
 
 namespace {
 double element(const StridedTensor& t, int64_t token, int64_t head, int64_t i) {
-  return to_float(static_cast<const BFloat16*>(t.data)[token * t.stride[1] + head * t.stride[2] + i]);
+  const int64_t offset = token * t.stride[1] + head * t.stride[2] + i;
+  return t.type == DType::kBFloat16 ? to_float(static_cast<const BFloat16*>(t.data)[offset])
+                                    : to_float(static_cast<const Float16*>(t.data)[offset]);
 }
 double gate(const StridedTensor& t, int64_t token, int64_t head) {
   return static_cast<const float*>(t.data)[token * t.stride[1] + head * t.stride[2]];

@@ -26,10 +26,17 @@ struct Settings {
   int64_t largest_state() const { return small ? 256 * 8 : 256 * 256; }
 };
 
+// What computes what results are compared with.
+struct Oracle {
+  const char* path;
+  flash_qla_device_type device;
+};
+inline constexpr Oracle kDeviceOracle = {"cuda_reference", FLASH_QLA_CUDA}, kHostOracle = {"reference", FLASH_QLA_CPU};
+
 // Bounds against fp64 by dtype of the inputs and of the output; the larger one holds.
 inline double bound(const std::string& name, DType input, DType output) {
   const bool gate = name == "dg" || name == "dbeta" || name == "dA_log" || name == "ddt_bias";
-  const bool gradient = name[0] == 'd';
+  const bool gradient = name[0] == 'd' || name == "R";
   // The rounding of a half-precision output alone is up to 2^-9.
   if (input != DType::kFloat32 || output != DType::kFloat32) return gate ? 1.5e-2 : gradient ? 8e-3 : 5e-3;
   return 1e-5;
@@ -38,7 +45,7 @@ inline double bound(const std::string& name, DType input, DType output) {
 inline int head_dim(const std::string& name) {
   if (name == "dA_log" || name == "ddt_bias") return -1;
   const bool state = name == "final_state" || name == "state_pool" || name == "checkpoints" || name == "h" ||
-                     name == "dh0" || name == "states_out";
+                     name == "dh0" || name == "states_out" || name == "S" || name == "M" || name == "R";
   return state ? 1 : 2;
 }
 
@@ -337,6 +344,8 @@ inline DType draw_dtype(Random& random) {
   static const std::vector<DType> kTypes = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
   return random.pick(kTypes);
 }
+
+inline const char* name_of(DType type) { return type == DType::kBFloat16 ? "bf16" : "fp16"; }
 
 // Whether two tensors have the same bits; both contiguous.
 inline bool same(Buffer a, Buffer b) {

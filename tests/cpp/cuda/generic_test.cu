@@ -18,12 +18,14 @@
 #include "decode_tests.h"
 #include "invariance_tests.cuh"
 #include "launches.h"
+#include "malformed_links_tests.cuh"
 #include "malformed_tests.cuh"
 #include "order_tests.cuh"
 #include "sm80_backward_tests.cuh"
 #include "sm80_tests.cuh"
 #include "sm90_backward_tests.cuh"
 #include "sm90_lengths_tests.cuh"
+#include "sm90_links_tests.cuh"
 #include "sm90_segment_tests.cuh"
 #include "sm90_split_tests.cuh"
 #include "sm90_stale_tests.cuh"
@@ -155,6 +157,11 @@ int64_t test_large(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
+template <int64_t (*test)(const Settings&, Arena&, const RankPaths&)>
+int64_t of_ranks(const Settings& settings, Arena& arena) {
+  return test(settings, arena, kHopperRanks);
+}
+
 // Which kernels these are: the record of a tool's runs says so (tools/sanitizer_page.py).
 #if defined(FLASH_QLA_RACECHECK)
 constexpr const char* kBuild = "FLASH_QLA_RACECHECK";
@@ -239,7 +246,12 @@ int run(const Settings& settings) {
       {"sm90 backward, stale memory", true, [&] { return as_asked(test_sm90_backward_stale); }},
       {"sm90 backward, runs", true, [&] { return test_sm90_runs(settings, arena); }},
       {"sm90 backward, one sequence", true, [&] { return test_sm90_one_sequence(settings, arena); }},
-      {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }}};
+      {"sm90 backward, many sequences", true, [&] { return with_room(test_sm90_many_sequences); }},
+      {"sm90 links, alone", true, [&] { return as_asked(of_ranks<test_links>); }},
+      {"sm90 links, forward", true, [&] { return as_asked(of_ranks<test_ranked_forward>); }},
+      {"sm90 links, backward", true, [&] { return as_asked(of_ranks<test_ranked_backward>); }},
+      {"sm90 links, carry", true, [&] { return test_sm90_carry_is_read(settings, arena); }},
+      {"sm90 links, stale memory", true, [&] { return as_asked(test_sm90_links_stale); }}};
   if (!settings.small) {
     groups.push_back({"sm90 split, error", true, [&] { return test_sm90_split_error(settings, arena); }});
     groups.push_back({"sm90 backward, head halves", true, [&] { return test_sm90_head_halves(settings, arena); }});
@@ -248,6 +260,7 @@ int run(const Settings& settings) {
   }
   // Last: a call that leads out of bounds ends the program.
   groups.push_back({"malformed, other sizes", false, [&] { return test_malformed_generic(settings, arena); }});
+  groups.push_back({"malformed, links", true, [&] { return test_malformed_links(settings, arena); }});
   groups.push_back({"malformed, sm90", true, [&] { return test_malformed(settings, arena); }});
   std::set<std::string> told;
   const bool hopper = on_hopper();

@@ -268,7 +268,8 @@ class MalformedGroup {
       checker_.fail(what, "pool", std::to_string(different) + " words of slots that no index names were written");
     }
   }
-  void check_pool(const std::string&, BackwardCall&, const Reading&) {}
+  template <class Call>
+  void check_pool(const std::string&, Call&, const Reading&) {}  // no other has one
 
   // The lists of a plan are within the room that shapes give them.
   void check_plan(const std::string& what, const ForwardCall& call, const void* workspace) {

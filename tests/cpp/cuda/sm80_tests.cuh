@@ -6,13 +6,6 @@
 
 namespace flash_qla::testing {
 
-// What computes what results are compared with.
-struct Oracle {
-  const char* path;
-  flash_qla_device_type device;
-};
-inline constexpr Oracle kDeviceOracle = {"cuda_reference", FLASH_QLA_CUDA}, kHostOracle = {"reference", FLASH_QLA_CPU};
-
 // Head dimensions that reach every kernel, with and without columns that are padded.
 struct HeadDims {
   int64_t K, V;
@@ -22,7 +15,6 @@ inline constexpr HeadDims kSm80Dims[] = {{64, 64},   {96, 192}, {100, 60}, {128,
 // In bf16 so few keys are left to another path.
 inline bool takes(const HeadDims& dims, DType type) { return dims.K >= 32 || type == DType::kFloat16; }
 
-inline const char* name_of(DType type) { return type == DType::kBFloat16 ? "bf16" : "fp16"; }
 inline DType draw_half(Random& random) { return random.chance(0.5) ? DType::kBFloat16 : DType::kFloat16; }
 
 inline ForwardCall draw_sm80_forward(DType type, const HeadDims& dims, Random& random) {

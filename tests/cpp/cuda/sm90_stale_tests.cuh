@@ -41,7 +41,7 @@ void draw_on_device(Call& call) {
   draw(call.in.k, T{}, unit);
   draw(call.in.v, T{}, 1.7f);
   draw(call.in.initial_state, float{}, 0.8f);
-  if constexpr (std::is_same_v<Call, BackwardCall>) {
+  if constexpr (std::is_base_of_v<BackwardCall, Call>) {
     draw(call.d_o, T{}, 1.7f);
     draw(call.dht, float{}, 1.7f);
   } else {
@@ -138,11 +138,12 @@ void repeat_over_stale(const std::string& what, Call& call, const Settings& sett
   check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-// A kernel of links between ranks' parts, or one of the backward's in its form for links:
-// tests/python/test_cards_segments.py has them.
+// A kernel of links between ranks' parts, of carries, or one of the backward's in its form for links:
+// test_sm90_links_stale() has them.
 inline bool is_of_links(const std::string& name) {
   const bool has_form = name.find("bwd_make_a") != std::string::npos || name.find("bwd_prepare") != std::string::npos;
-  return name.find("link") != std::string::npos || (has_form && name.find(", true>") != std::string::npos);
+  return name.find("link") != std::string::npos || name.find("scan_carried") != std::string::npos ||
+         (has_form && name.find(", true>") != std::string::npos);
 }
 
 // Fails for each of the program's Hopper kernels of one direction that no call of the group has launched: a form
