@@ -50,7 +50,7 @@ inline int64_t test_sm90_carry_is_read(const Settings& settings, Arena& arena) {
   return checker.finish();
 }
 
-// A call's bits over what another one, with other gates and offsets, has left in all of its memory.
+// A call's bits over what another one, with other gates, has left in all of its memory.
 template <class Call>
 void check_over_another(const std::string& what, const Call& call, const Call& other, Checker& checker) {
   Call first = call, before = other, second = call;
@@ -103,6 +103,8 @@ inline int64_t test_sm90_links_stale(const Settings& settings, Arena& arena) {
     const RankedCase& c = ranked_cases()[i];
     const int64_t number = kFirstRanked + 2 * static_cast<int64_t>(i);
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      // Long ones by turns.
+      if (!c.is_small() && settings.only_cases.empty() && (i % 2 == 0) == (dtype == DType::kBFloat16)) continue;
       if (!is_left_out(number, c.is_small())) {
         Random random(settings.seed * 1000003 + i);
         RankedForward call = draw_ranked_forward(c, dtype, kHopperRanks, settings, random), other = call;
