@@ -253,7 +253,7 @@ inline Plan make_plan(const Batch& batch) {
         if ((i - 1) % kBoundariesInRow == 0) exact = 0;
         const int32_t warmup = warmups_of(head)(cuts.number(i, plan.cut_spacing));
         exact += warmup == 0;
-        if (exact > 1) summary.exact = 1;
+        if (exact >= boundaries_of_exact_head(summary.pieces)) summary.exact = 1;
         summary.warmups += warmup;
       }
       summaries.push_back(summary);

@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
         warmup = warmups[static_cast<int64_t>(cuts.number(boundary, cut_spacing)) * heads + head];
         total += warmup;
       }
-      exact |= __popc(__ballot_sync(group, warmup == 0) & row) > 1;
+      exact |= __popc(__ballot_sync(group, warmup == 0) & row) >= boundaries_of_exact_head(cuts.pieces);
     }
     exact = __reduce_or_sync(group, exact);
     total = __reduce_add_sync(group, total);

@@ -10,9 +10,10 @@
 
 namespace flash_qla::cuda::sm90::cp {
 
-// A head is exact if two boundaries in a row of so many are: fewer are joined away (HeadItems::emit()), as long as
-// segments are not many times longer than they were to be.
+// A head is exact if two boundaries in a row of so many are, or the only one of its sequence: fewer are joined away
+// (HeadItems::emit()), as long as segments are not many times longer than they were to be.
 inline constexpr int32_t kBoundariesInRow = 8;
+FLASH_QLA_HOST_DEVICE constexpr int32_t boundaries_of_exact_head(int32_t pieces) { return pieces > 2 ? 2 : 1; }
 
 // How many neighbouring pieces make one segment, roughly, of heads of either kind.
 struct Join {
