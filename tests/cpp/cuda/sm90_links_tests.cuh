@@ -84,7 +84,6 @@ inline int64_t test_sm90_links_stale(const Settings& settings, Arena& arena) {
     if (!settings.only_cases.empty()) return settings.only_cases.count(number) == 0;
     return settings.small && !is_small;
   };
-  // Pieces that are filled are no larger for it: the fill is the test's.
   const auto on_device = [](auto& call) { call.in.features.drawn_on_device = true; };
   for (size_t i = 0; i < link_cases().size(); ++i) {
     const LinkCase& c = link_cases()[i];
