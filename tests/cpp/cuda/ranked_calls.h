@@ -23,7 +23,6 @@ struct RankedOptions {
   bool gives_A = false;             // a rank's backward gets the forward's A
   const char* link_path = nullptr;  // null: the call's
   uint8_t spoil = 0;                // not 0: what the bytes of the carry's matrices are overwritten by
-  bool whole = false;               // one call over all of the stream
   std::shared_ptr<Pieces> pieces;
   std::shared_ptr<int64_t> carried_heads;  // of the run before, all parts together
 
@@ -31,7 +30,7 @@ struct RankedOptions {
   int64_t part(int64_t rank, int64_t p) const { return p == 0 ? rank : 2 * ranks - 1 - rank; }
   // The oracle has the stream as one.
   bool is_one_call(const flash_qla_options& options) const {
-    return whole || options.device_type == FLASH_QLA_CPU ||
+    return options.device_type == FLASH_QLA_CPU ||
            (options.path != nullptr && std::string(options.path) == "cuda_reference");
   }
 };

@@ -84,7 +84,6 @@ inline int64_t test_sm90_links_stale(const Settings& settings, Arena& arena) {
     if (!settings.only_cases.empty()) return settings.only_cases.count(number) == 0;
     return settings.small && !is_small;
   };
-  // Pieces that are filled are no larger for it: the fill is the test's.
   const auto on_device = [](auto& call) { call.in.features.drawn_on_device = true; };
   for (size_t i = 0; i < link_cases().size(); ++i) {
     const LinkCase& c = link_cases()[i];
@@ -103,8 +102,7 @@ inline int64_t test_sm90_links_stale(const Settings& settings, Arena& arena) {
     const RankedCase& c = ranked_cases()[i];
     const int64_t number = kFirstRanked + 2 * static_cast<int64_t>(i);
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-      // Long ones by turns.
-      if (!c.is_small() && settings.only_cases.empty() && (i % 2 == 0) == (dtype == DType::kBFloat16)) continue;
+      if (!has_dtype(settings, i, dtype)) continue;
       if (!is_left_out(number, c.is_small())) {
         Random random(settings.seed * 1000003 + i);
         RankedForward call = draw_ranked_forward(c, dtype, kHopperRanks, settings, random), other = call;
