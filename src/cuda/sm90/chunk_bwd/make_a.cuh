@@ -80,7 +80,6 @@ __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(co
   wgmma_wait<0>();
   pin(kkt);
 
-  const auto sync = [] { named_barrier_sync(1, kMakeAThreads); };
   const int members = kLinks ? 1 : p.group;
   for (int head = first_head; head < first_head + members; ++head) {
     if (thread < kChunk) {
@@ -94,15 +93,16 @@ __global__ __launch_bounds__(kMakeAThreads) void sm90_chunk_bwd_make_a_kernel(co
     __syncthreads();
     const float beta0 = load_shared_f1(betas + 4 * at.row), beta1 = load_shared_f1(betas + 4 * at.row + 32);
     store_kkt<true>(kkt, beta0, beta1, tile, at);
-    sync();
+    __syncthreads();
     if (warp < 2) {
       Transform::solve_pair(tile, warp, at.lane);
     } else {
       store_kkt<false>(kkt, beta0, beta1, tile, at);
     }
-    sync();
+    __syncthreads();
     Transform::finish_by_four(
-        tile, gate, gate, gate + MakeATraits<T>::kGateMild, warp, at.lane, [&](bool) { sync(); }, [](auto, float) {});
+        tile, gate, gate, gate + MakeATraits<T>::kGateMild, warp, at.lane, [](bool) { __syncthreads(); },
+        [](auto, float) {});
     __syncthreads();
     for (int piece = thread; piece < chunk.valid * 8; piece += kMakeAThreads) {
       const int row = piece / 8, column = piece % 8;  // of 8 elements

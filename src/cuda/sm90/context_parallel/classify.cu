@@ -120,7 +120,11 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
         find_sequence(args, static_cast<int64_t>(number) * cut_spacing.spacing * kChunk - 1, own, lane);
     const CutSequence cuts(s, cut_spacing);
     const int32_t boundary = cuts.find(number, cut_spacing);
-    if (boundary == 0) continue;
+    uint8_t* const warmups = p.workspace.warmups + number * args.num_value_heads + first_head;
+    if (boundary == 0) {  // the listing kernel copies all of them
+      if (thread < heads) warmups[thread] = 0;
+      continue;
+    }
     const int32_t at = cuts.at(boundary);
 
     // Of the head that this lane looks at, the same in all warps: the sum so far, and the warm-up once it is known.
@@ -228,9 +232,7 @@ __global__ void __launch_bounds__(kClassifyThreads) classify_cuts_kernel(const _
       }
       if (__all_sync(0xffffffffu, warmup >= 0)) break;
     }
-    if (thread < heads) {
-      p.workspace.warmups[number * args.num_value_heads + first_head + thread] = static_cast<uint8_t>(max(warmup, 0));
-    }
+    if (thread < heads) warmups[thread] = static_cast<uint8_t>(max(warmup, 0));
     if (unit + units_blocks < p.units) __syncthreads();  // the sums of this unit have been read
   }
 }

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   __shared__ PlannedSequence kept_sequences[kKeptSequences];
   __shared__ int32_t kept_kinds[kKeptHeads];
   __shared__ int32_t kept_order[kMostOrdered];
-  __shared__ uint4 kept_warmups[kKeptWarmups / 16];
+  __shared__ uint8_t kept_warmups[kKeptWarmups];
   __shared__ int32_t sums[ItemCounts::kNumbers][kListWarps];
   __shared__ int32_t exact_found, unusual_found;  // heads; unusual: whose warm-ups are not the usual ones
   __shared__ CarriedCounts carried_found, carried_placed;
@@ -235,9 +235,11 @@ __global__ void __launch_bounds__(kListThreads, 1) list_items_kernel(const __gri
   wait_for_predecessors();  // for the boundaries' kernel
   const uint8_t* warmups = ws.warmups;
   if (p.capacity.slots <= kKeptWarmups) {
-    warmups = reinterpret_cast<const uint8_t*>(kept_warmups);
-    // Whole vectors: the workspace has room for them.
-    if (16 * thread < p.capacity.slots) kept_warmups[thread] = reinterpret_cast<const uint4*>(ws.warmups)[thread];
+    warmups = kept_warmups;
+#pragma unroll
+    for (int i = thread; i < kKeptWarmups; i += kListThreads) {
+      if (may_cut && i < p.capacity.slots) kept_warmups[i] = ws.warmups[i];
+    }
   }
   __syncthreads();
   // The kinds of heads (kBoundariesInRow). By as many lanes as there are boundaries, up to a warp.
