@@ -3,6 +3,7 @@
 // sequence's begin or end to the next, and asks nothing in between.
 #pragma once
 
+#include "cuda/common/prefetch.cuh"
 #include "cuda/layer/conv_gates.cuh"
 #include "cuda/layer/conv_ring.cuh"
 #include "cuda/layer/conv_sequences.cuh"
@@ -160,7 +161,7 @@ struct ConvRun {
   // Brings the inputs before the run, most of which begin within a sequence, to L2 while the first ones are waited for.
   __device__ __forceinline__ void prefetch_before() const {
 #pragma unroll
-    for (int k = 1; k < kW; ++k) prefetch_to_l2(at_token(x, -min(k, first), x_step));
+    for (int k = 1; k < kW; ++k) l2_prefetch_line(at_token(x, -min(k, first), x_step));
   }
 
   __device__ __forceinline__ void load_next(int i) {

@@ -22,13 +22,6 @@ __device__ __forceinline__ void store_packed(T* p, const Packed<T>& v) {
   *reinterpret_cast<Packed<T>*>(p) = v;
 }
 
-// A hint: nothing is read, so that it may come before what p points to is written.
-__device__ __forceinline__ void prefetch_to_l2([[maybe_unused]] const void* p) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
-}
-
 __device__ __forceinline__ void unpack_word(uint32_t word, __nv_bfloat16*, float* x) {
   x[0] = __uint_as_float(word << 16);
   x[1] = __uint_as_float(word & 0xffff0000u);
